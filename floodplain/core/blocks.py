@@ -1,0 +1,325 @@
+"""The ledger of KV blocks: which block is free, owned, cached, loading or draining, and what it holds.
+
+State of a block, exactly one at any time:
+
+    absent    no memory behind it: the pool shrank, or has not grown to it yet
+    free      memory without content
+    owned     refcount >= 1: sequences read it; shared only when it is full
+    cached    refcount 0, content indexed by key: a later prefix may revive it, or need may evict it (least recently
+              used first)
+    loading   an inbound copy writes it; nobody may read it
+    draining  refcount 0, but outbound copies (pins) still read it; free or cached at the last unpin
+
+Pins are orthogonal to the owner: a block is reused only after every copy that touches it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId, FreeBlocks
+from floodplain.core.hashing import BlockKey
+
+
+class BlockState(Enum):
+    """See the module's docstring."""
+
+    ABSENT = "absent"
+    FREE = "free"
+    OWNED = "owned"
+    CACHED = "cached"
+    LOADING = "loading"
+    DRAINING = "draining"
+
+
+class BlockLedger:
+    """Owner of the states of all blocks of one KV pool. Pure bookkeeping: no bytes move here.
+
+    Args:
+        num_blocks: Blocks that have memory now.
+        block_tokens: Tokens in a block.
+        quantum_blocks: Blocks whose pages are unmapped together; the pool shrinks by whole quanta.
+        caches_prefixes: Whether freed blocks keep their content for later prefixes.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_tokens: int, *, quantum_blocks: int = 1, caches_prefixes: bool = True
+    ) -> None:
+        if num_blocks < 0 or block_tokens < 1 or quantum_blocks < 1:
+            raise InvariantError(f"impossible pool: {num_blocks=} {block_tokens=} {quantum_blocks=}")
+        self.block_tokens = block_tokens
+        self.quantum_blocks = quantum_blocks
+        self.caches_prefixes = caches_prefixes
+        self.version = 0
+        """Counts the changes to what is indexed or shared: a view of either is stale when it has moved."""
+        self._free = FreeBlocks(quantum_blocks)
+        self._states: list[BlockState] = []
+        self._refcounts: list[int] = []
+        self._pins: list[int] = []
+        self._keys: list[BlockKey | None] = []
+        self._index: dict[BlockKey, BlockId] = {}
+        self._cached: dict[BlockId, None] = {}  # least recently used first
+        self._num_present = 0
+        self.add_memory(range(num_blocks))
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that have memory."""
+        return self._num_present
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that ``allocate`` can still give: the free ones and, by eviction, the cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold a reusable prefix and nothing else."""
+        return len(self._cached)
+
+    @property
+    def num_indexed_blocks(self) -> int:
+        """One more than the highest block that ever had memory."""
+        return len(self._states)
+
+    def cached_blocks(self) -> list[BlockId]:
+        """The cached blocks, least recently used first."""
+        return list(self._cached)
+
+    def state(self, block: BlockId) -> BlockState:
+        """The state of a block."""
+        return self._states[block]
+
+    def refcount(self, block: BlockId) -> int:
+        """How many sequences hold a block."""
+        return self._refcounts[block]
+
+    def is_pinned(self, block: BlockId) -> bool:
+        """Whether an outbound copy reads a block."""
+        return self._pins[block] > 0
+
+    def count_states(self) -> dict[BlockState, int]:
+        """How many blocks are in each state (for metrics; walks all blocks)."""
+        counts = dict.fromkeys(BlockState, 0)
+        for state in self._states:
+            counts[state] += 1
+        return counts
+
+    # -- owning ----------------------------------------------------------------------------------------------------
+
+    def allocate(self, num_blocks: int) -> list[BlockId] | None:
+        """Give ``num_blocks`` owned blocks with refcount 1, evicting cached ones at need; None if too few."""
+        blocks = self._take(num_blocks, BlockState.OWNED)
+        for block in blocks or ():
+            self._refcounts[block] = 1
+        return blocks
+
+    def free(self, blocks: Sequence[BlockId]) -> None:
+        """Drop one reference to each block of a sequence, given in its order.
+
+        The tail goes first, so that least-recently-used eviction takes the leaves of a prefix tree before its roots.
+        """
+        for block in reversed(blocks):
+            self._expect(block, BlockState.OWNED)
+            self._refcounts[block] -= 1
+            if self._refcounts[block] == 1:
+                self.version += 1
+            elif self._refcounts[block] == 0:
+                self._settle(block)
+
+    # -- prefixes --------------------------------------------------------------------------------------------------
+
+    def seal(self, block: BlockId, key: BlockKey) -> None:
+        """Say that an owned block is full of computed tokens with this content, so that others may share it.
+
+        If another block has the same content already, that one stays the shared one.
+        """
+        self._expect(block, BlockState.OWNED)
+        if key not in self._index:
+            self._index[key] = block
+            self._keys[block] = key
+            self.version += 1
+
+    def find(self, key: BlockKey) -> BlockId | None:
+        """The readable block that holds this content, or None. Takes no reference."""
+        return self._index.get(key)
+
+    def share(self, key: BlockKey) -> BlockId | None:
+        """Take a reference to the block that holds this content, or None if there is none."""
+        block = self._index.get(key)
+        if block is None:
+            return None
+        if self._states[block] is not BlockState.OWNED:
+            self._cached.pop(block, None)
+            self._states[block] = BlockState.OWNED
+        self._refcounts[block] += 1
+        self.version += 1
+        return block
+
+    # -- copies in flight ------------------------------------------------------------------------------------------
+
+    def pin(self, blocks: Iterable[BlockId]) -> None:
+        """An outbound copy begins to read these owned blocks."""
+        for block in blocks:
+            self._expect(block, BlockState.OWNED)
+            self._pins[block] += 1
+        self.version += 1
+
+    def unpin(self, blocks: Iterable[BlockId]) -> None:
+        """The outbound copy is done with these blocks, well or not."""
+        for block in blocks:
+            if self._pins[block] < 1:
+                raise InvariantError(f"block {block} is unpinned but not pinned")
+            self._pins[block] -= 1
+            if self._states[block] is BlockState.DRAINING and not self._pins[block]:
+                self._settle(block)
+        self.version += 1
+
+    def begin_load(self, num_blocks: int) -> list[BlockId] | None:
+        """Give blocks for an inbound copy to write, evicting cached ones at need; None if too few."""
+        return self._take(num_blocks, BlockState.LOADING)
+
+    def commit_load(self, blocks: Iterable[BlockId]) -> None:
+        """The inbound copy arrived whole: its blocks are owned, with refcount 1."""
+        for block in blocks:
+            self._expect(block, BlockState.LOADING)
+            self._states[block] = BlockState.OWNED
+            self._refcounts[block] = 1
+
+    def abort_load(self, blocks: Iterable[BlockId]) -> None:
+        """The inbound copy failed or nobody wants it any more: its blocks are free."""
+        for block in blocks:
+            self._expect(block, BlockState.LOADING)
+            self._settle(block)
+
+    # -- elasticity (planned in core/shrink.py) --------------------------------------------------------------------
+
+    def add_memory(self, blocks: Iterable[int]) -> None:
+        """Memory appeared behind these absent blocks: they are free."""
+        for index in blocks:
+            self._extend_to(index + 1)
+            block = BlockId(index)
+            self._expect(block, BlockState.ABSENT)
+            self._states[block] = BlockState.FREE
+            self._free.add(block)
+            self._num_present += 1
+
+    def retire(self, block: BlockId) -> None:
+        """Take a free or cached block out of use: its memory is about to go."""
+        if self._states[block] is BlockState.CACHED:
+            self._evict(block)
+        self._expect(block, BlockState.FREE)
+        self._free.remove(block)
+        self._states[block] = BlockState.ABSENT
+        self._num_present -= 1
+
+    def reserve(self, block: BlockId) -> None:
+        """Take a certain free or cached block as the destination of a move; it is loading until ``move``."""
+        if self._states[block] is BlockState.CACHED:
+            self._evict(block)
+        self._expect(block, BlockState.FREE)
+        self._free.remove(block)
+        self._states[block] = BlockState.LOADING
+
+    def move(self, source: BlockId, destination: BlockId) -> None:
+        """The bytes of ``source`` are at ``destination`` now: references and key follow, ``source`` is free."""
+        self._expect(source, BlockState.OWNED)
+        self._expect(destination, BlockState.LOADING)
+        if self._pins[source]:
+            raise InvariantError(f"block {source} is moved while a copy reads it")
+        self._states[destination] = BlockState.OWNED
+        self._refcounts[destination], self._refcounts[source] = self._refcounts[source], 0
+        key = self._keys[source]
+        self._keys[destination], self._keys[source] = key, None
+        if key is not None:
+            self._index[key] = destination
+        self._settle(source)
+
+    # -- the law ---------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, references: Iterable[Sequence[BlockId]] | None = None) -> None:
+        """Check every conservation law of the ledger; with ``references``, refcounts against all block tables.
+
+        Raises:
+            InvariantError: A law is broken; the message names it.
+        """
+        counted = [0] * len(self._states)
+        for table in references if references is not None else ():
+            for block in table:
+                counted[block] += 1
+        for index, state in enumerate(self._states):
+            block = BlockId(index)
+            if references is not None and counted[index] != self._refcounts[index]:
+                raise InvariantError(f"block {block}: {self._refcounts[index]} references, {counted[index]} held")
+            if not self._is_consistent(block, state):
+                raise InvariantError(f"block {block} is {state} but its fields disagree")
+        if any(self._keys[block] != key for key, block in self._index.items()):
+            raise InvariantError("the index names a block that holds other content")
+        if self._num_present != sum(state is not BlockState.ABSENT for state in self._states):
+            raise InvariantError("the number of present blocks is wrong")
+
+    def _is_consistent(self, block: BlockId, state: BlockState) -> bool:
+        refcount, pins, key = self._refcounts[block], self._pins[block], self._keys[block]
+        return (
+            (block in self._free) == (state is BlockState.FREE)
+            and (block in self._cached) == (state is BlockState.CACHED)
+            and (refcount > 0) == (state is BlockState.OWNED)
+            and (pins == 0 or state in (BlockState.OWNED, BlockState.DRAINING))
+            and (pins > 0 or state is not BlockState.DRAINING)
+            and (key is None or self._index.get(key) == block)
+            and (key is None or state in (BlockState.OWNED, BlockState.CACHED, BlockState.DRAINING))
+            and (key is not None or state is not BlockState.CACHED)
+        )
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _expect(self, block: BlockId, state: BlockState) -> None:
+        if self._states[block] is not state:
+            raise InvariantError(f"block {block} is {self._states[block].value}, not {state.value}")
+
+    def _take(self, num_blocks: int, state: BlockState) -> list[BlockId] | None:
+        if num_blocks > self.num_available:
+            return None
+        while len(self._free) < num_blocks:
+            self._evict(next(iter(self._cached)))
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        for block in blocks:
+            self._states[block] = state
+        return blocks
+
+    def _settle(self, block: BlockId) -> None:
+        """Nobody holds the block any more: drain, cache or free it."""
+        if self._pins[block]:
+            self._states[block] = BlockState.DRAINING
+        elif self.caches_prefixes and self._keys[block] is not None:
+            self._states[block] = BlockState.CACHED
+            self._cached[block] = None
+        else:
+            self._forget_key(block)
+            self._states[block] = BlockState.FREE
+            self._free.add(block)
+
+    def _evict(self, block: BlockId) -> None:
+        del self._cached[block]
+        self._forget_key(block)
+        self._states[block] = BlockState.FREE
+        self._free.add(block)
+
+    def _forget_key(self, block: BlockId) -> None:
+        key = self._keys[block]
+        if key is not None:
+            del self._index[key]
+            self._keys[block] = None
+            self.version += 1
+
+    def _extend_to(self, num_blocks: int) -> None:
+        missing = num_blocks - len(self._states)
+        if missing > 0:
+            self._states += [BlockState.ABSENT] * missing
+            self._refcounts += [0] * missing
+            self._pins += [0] * missing
+            self._keys += [None] * missing

@@ -1,0 +1,25 @@
+"""The two kinds of error: the user's, which say what to change, and ours, which nobody catches.
+
+Scarcity (no free block, no free page) is neither: it is a value that the caller must handle.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Bad usage or bad input. The message is one line that says what to change.
+
+    The command line prints it and exits with status 2; the server answers 400 with it.
+    """
+
+
+class RequestRefused(UserError):
+    """A request that can never be served, refused when it arrives, with the numbers in the message."""
+
+
+class QueueFull(UserError):
+    """The waiting queue is at ``max_waiting``: try again later (the server answers 429)."""
+
+
+class InvariantError(RuntimeError):
+    """The program contradicts itself: a bug of ours. Nobody catches it; it ends the process loudly."""

@@ -1,0 +1,100 @@
+"""The event list of a request. TTFT, TPOT, ITL and E2E are derived here and nowhere else.
+
+Definitions are those of ``docs/metrics.md``. All times are seconds on one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import pairwise
+
+
+class EventKind(Enum):
+    """What can happen to a request, tokens aside."""
+
+    ARRIVED = "arrived"
+    SCHEDULED = "scheduled"
+    PREEMPTED = "preempted"
+    SWAPPED_IN = "swapped_in"
+    FINISHED = "finished"
+
+
+def time_to_first_token_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
+    """TTFT: first token - arrival; None while there is no token."""
+    return token_times_s[0] - arrival_s if token_times_s else None
+
+
+def inter_token_latencies_s(token_times_s: Sequence[float]) -> list[float]:
+    """ITL: every single gap between tokens that follow each other."""
+    return [b - a for a, b in pairwise(token_times_s)]
+
+
+def time_per_output_token_s(token_times_s: Sequence[float]) -> float | None:
+    """TPOT: the mean gap after the first token, (last - first) / (tokens - 1); None below two tokens."""
+    if len(token_times_s) < 2:
+        return None
+    return (token_times_s[-1] - token_times_s[0]) / (len(token_times_s) - 1)
+
+
+def end_to_end_s(arrival_s: float, token_times_s: Sequence[float]) -> float | None:
+    """E2E: last token - arrival; None while there is no token."""
+    return token_times_s[-1] - arrival_s if token_times_s else None
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """What happened to one request, in order.
+
+    Attributes:
+        arrival_s: When the request arrived.
+        events: (time, kind), times never decreasing.
+        token_times_s: When each output token came out.
+    """
+
+    arrival_s: float
+    events: list[tuple[float, EventKind]] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.events.append((self.arrival_s, EventKind.ARRIVED))
+
+    def record(self, kind: EventKind, now: float) -> None:
+        """Append an event."""
+        self.events.append((now, kind))
+
+    def first(self, kind: EventKind) -> float | None:
+        """When ``kind`` happened first, or None."""
+        return next((when for when, what in self.events if what is kind), None)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often the request was taken off the device."""
+        return sum(kind is EventKind.PREEMPTED for _, kind in self.events)
+
+    @property
+    def queueing_delay_s(self) -> float | None:
+        """First scheduled - arrival; None while it waits."""
+        scheduled = self.first(EventKind.SCHEDULED)
+        return None if scheduled is None else scheduled - self.arrival_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return time_to_first_token_s(self.arrival_s, self.token_times_s)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token."""
+        return time_per_output_token_s(self.token_times_s)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Inter-token latencies."""
+        return inter_token_latencies_s(self.token_times_s)
+
+    @property
+    def e2e_s(self) -> float | None:
+        """End-to-end latency."""
+        return end_to_end_s(self.arrival_s, self.token_times_s)

@@ -1,0 +1,215 @@
+"""What a policy decides, what an executor is told, and what it answers.
+
+A ``Decision`` names sequences and token counts; the loop turns it into a ``StepPlan``, which names blocks. Between
+deciding and doing there is nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum
+
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.tiers import Location, Tier
+
+
+class Reason(Enum):
+    """Why a policy did it; the same word in the engine, the simulator and the metrics."""
+
+    POOL_EXHAUSTED = "pool_exhausted"
+    SLICE_ENDED = "slice_ended"
+    SLICE_BEGINS = "slice_begins"
+
+
+class PreemptionMode(Enum):
+    """What becomes of the KV of a preempted sequence."""
+
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Run ``num_tokens`` not yet computed tokens of a sequence in this step."""
+
+    seq_id: SeqId
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preemption:
+    """Take a sequence off the device; with SWAP, what is not backed up yet is copied to ``tier``."""
+
+    seq_id: SeqId
+    mode: PreemptionMode
+    reason: Reason
+    tier: Tier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Bring a swapped sequence back."""
+
+    seq_id: SeqId
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class BackupOrder:
+    """Write up to ``num_blocks`` more full blocks of a running sequence behind, to ``tier``."""
+
+    seq_id: SeqId
+    num_blocks: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One answer of a policy. The loop applies the fields in the order in which they stand here.
+
+    Attributes:
+        preemptions: Who leaves.
+        resumptions: Which swapped sequences come back.
+        decodes: Running, decoding sequences that get one more token, in the order of the view.
+        chunks: Running sequences that compute more of their known tokens.
+        admissions: Waiting sequences that start, with their first chunk. A prefix hit comes on top.
+        backups: Whose full blocks are written behind.
+        wake_s: Ask again at this time even if nothing happens; needed only when nothing is scheduled.
+    """
+
+    preemptions: tuple[Preemption, ...] = ()
+    resumptions: tuple[Resumption, ...] = ()
+    decodes: tuple[SeqId, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    admissions: tuple[Chunk, ...] = ()
+    backups: tuple[BackupOrder, ...] = ()
+    wake_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Compute KV of ``token_ids`` at positions ``start`` and on; if ``samples``, sample the token that follows.
+
+    ``request`` stands in the first chunk after a sequence is admitted and is None in the others.
+    """
+
+    seq_id: SeqId
+    start: int
+    token_ids: tuple[int, ...]
+    samples: bool
+    request: Request | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """The block table of a sequence from entry ``start`` on."""
+
+    seq_id: SeqId
+    start: int
+    blocks: tuple[BlockId, ...]
+
+
+class TransferKind(Enum):
+    """Which way bytes go, and why."""
+
+    SWAP_OUT = "swap_out"
+    SWAP_IN = "swap_in"
+    BACKUP = "backup"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copy these blocks between the KV pool and a tier; answered by ``loop.transfer_done``.
+
+    Attributes:
+        transfer_id: Names the copy.
+        kind: SWAP_IN reads the locations; the others write them.
+        seq_id: For whom.
+        blocks: Blocks of the pool, and
+        locations: their slots, pair by pair.
+        reason: Why.
+    """
+
+    transfer_id: int
+    kind: TransferKind
+    seq_id: SeqId
+    blocks: tuple[BlockId, ...]
+    locations: tuple[Location, ...]
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, for an executor: first apply ``released`` and ``tables``, start ``transfers``, then run the batch.
+
+    Attributes:
+        step_id: Steps are completed in this order.
+        decodes: Sequences that get one token; the executor holds their last token and position. The same tuple object
+            as in the last plan when nothing changed.
+        prefills: Chunks of known tokens.
+        tables: Block table entries that are new.
+        transfers: Copies that begin now. Swap-outs and backups read blocks that this step does not write.
+        preemptions: Who left and why (for records; the executor needs nothing of it).
+        released: Sequences that are gone: forget them.
+    """
+
+    step_id: int
+    decodes: tuple[SeqId, ...] = ()
+    prefills: tuple[PrefillChunk, ...] = ()
+    tables: tuple[TableUpdate, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
+    released: tuple[SeqId, ...] = ()
+
+    @property
+    def sampled(self) -> tuple[SeqId, ...]:
+        """The sequences that get a token, in the order of ``StepResult.token_ids``."""
+        return self.decodes + tuple(chunk.seq_id for chunk in self.prefills if chunk.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.prefills)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to run: ask again when something happens, at the latest at ``until_s`` (None: no limit)."""
+
+    until_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the chosen token's, and the likeliest alternatives in order."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an executor answers to a plan: one token for each of ``plan.sampled``, in that order."""
+
+    step_id: int
+    token_ids: Seq[int]
+    logprobs: dict[SeqId, TokenLogprobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What a completed step means for clients.
+
+    Attributes:
+        seq_ids: Sequences that got a token, and
+        token_ids: their tokens, pair by pair.
+        finished: Sequences that ended with this step, and why.
+        logprobs: For those who asked.
+    """
+
+    seq_ids: Seq[SeqId]
+    token_ids: Seq[int]
+    finished: dict[SeqId, FinishReason]
+    logprobs: dict[SeqId, TokenLogprobs] = field(default_factory=dict)

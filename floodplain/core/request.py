@@ -1,0 +1,46 @@
+"""What a client sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from floodplain.core.sampling import SamplingParams
+
+SeqId = NewType("SeqId", int)
+"""Names a sequence inside one loop: the number of the request in order of submission."""
+
+OrderKey = tuple[int, float, int]
+"""(priority, arrival, sequence id): the order in which every tie is broken."""
+
+
+class FinishReason(Enum):
+    """Why a request ended; the values are those of the OpenAI API, and ``abort``."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt and what is wanted of it.
+
+    Attributes:
+        request_id: The client's name for it, unique among live requests.
+        prompt_token_ids: At least one token.
+        params: How to sample, and when to stop.
+        arrival_s: When it arrived, on the loop's monotonic clock.
+        priority: Lower is sooner, as in vLLM.
+        client: Whose request it is (the name of the API key); fairness may be counted by it.
+        cache_salt: Requests share cached prefixes only with requests of the same salt.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_s: float
+    priority: int = 0
+    client: str = ""
+    cache_salt: str = ""

@@ -1,0 +1,125 @@
+"""The token state of a request inside the engine, and the transitions it may make."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.hashing import BlockKey, extend_keys
+from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.request import FinishReason, OrderKey, Request, SeqId
+
+
+class Status(Enum):
+    """Where a sequence is. It holds blocks in LOADING and RUNNING only."""
+
+    WAITING = "waiting"
+    SWAPPED = "swapped"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    # admitted | aborted
+    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    # copy begins | nothing to copy | its backup was lost: recompute | aborted
+    Status.SWAPPED: frozenset({Status.LOADING, Status.RUNNING, Status.WAITING, Status.FINISHED}),
+    # copy arrived | copy failed: recompute | aborted
+    Status.LOADING: frozenset({Status.RUNNING, Status.WAITING, Status.FINISHED}),
+    # preempted: recompute | preempted: swap | ended
+    Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+"""The only moves that a sequence may make."""
+
+
+class Sequence:
+    """Mutable state of one request. The loop owns it; policies see a frozen row of it instead.
+
+    Attributes:
+        tokens: Prompt and output tokens that are known.
+        num_prompt: Tokens of the prompt.
+        num_computed: Leading tokens whose KV is in ``blocks``, by completed steps and copies.
+        num_scheduled: The same, counting steps that are still outstanding.
+        num_sampling: Output tokens that outstanding steps will sample.
+        max_computed: The most that ``num_computed`` ever was: computing below it again is recomputation.
+        blocks: Its block table.
+        keys: Content keys of its leading full blocks, as far as they were needed.
+        num_sealed: Leading blocks that the ledger knows by key.
+        is_decoding: Whether the executor holds its last token and position, so that one token can follow.
+        num_outstanding: Outstanding steps that it is part of.
+        max_total: Prompt and output tokens at which it must end.
+        stop_ids: Tokens at which it ends.
+    """
+
+    __slots__ = (
+        "blocks", "finish_reason", "is_decoding", "keys", "lifecycle", "max_computed", "max_total", "min_total",
+        "num_computed", "num_outstanding", "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key",
+        "request", "root", "seq_id", "status", "stop_ids", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self, seq_id: SeqId, request: Request, *, root: BlockKey, max_total: int, stop_ids: frozenset[int]
+    ) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.root = root
+        self.tokens = list(request.prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+        self.max_total = max_total
+        self.min_total = self.num_prompt + request.params.min_tokens
+        self.stop_ids = stop_ids
+        self.order_key: OrderKey = (request.priority, request.arrival_s, seq_id)
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_computed = self.num_scheduled = self.num_sampling = self.max_computed = 0
+        self.num_outstanding = self.num_sealed = 0
+        self.is_decoding = False
+        self.blocks: list[BlockId] = []
+        self.keys: list[BlockKey] = []
+        self.lifecycle = Lifecycle(request.arrival_s)
+
+    @property
+    def num_expected(self) -> int:
+        """Known tokens and those that outstanding steps will sample."""
+        return len(self.tokens) + self.num_sampling
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that could be scheduled now; 0 when outstanding steps sample the last one."""
+        return 0 if self.num_expected >= self.max_total else self.num_expected - self.num_scheduled
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """What was generated so far."""
+        return self.tokens[self.num_prompt :]
+
+    def move_to(self, status: Status) -> None:
+        """Make a transition.
+
+        Raises:
+            InvariantError: The table does not have it.
+        """
+        if status not in TRANSITIONS[self.status]:
+            raise InvariantError(f"sequence {self.seq_id} cannot go from {self.status.value} to {status.value}")
+        self.status = status
+
+    def keys_for(self, num_blocks: int, block_tokens: int) -> list[BlockKey]:
+        """Content keys of the first ``num_blocks`` full blocks of its known tokens, computed once."""
+        if len(self.keys) < num_blocks:
+            extend_keys(self.keys, self.root, self.tokens[: num_blocks * block_tokens], block_tokens)
+        return self.keys[:num_blocks]
+
+    def leave_device(self, status: Status, now: float) -> None:
+        """Preempted: its blocks are somebody else's now (the ledger was told by the caller)."""
+        self.move_to(status)
+        self.lifecycle.record(EventKind.PREEMPTED, now)
+        self.forget_blocks()
+
+    def forget_blocks(self) -> None:
+        """Nothing of it is on the device."""
+        self.blocks = []
+        self.num_computed = self.num_scheduled = self.num_sealed = 0
+        self.is_decoding = False

@@ -1,0 +1,82 @@
+"""Where KV bytes can live, and who holds which slot there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from floodplain.core.errors import InvariantError
+
+
+class Tier(Enum):
+    """A kind of memory, seen from the GPU that computes."""
+
+    LOCAL = "local"
+    PEER = "peer"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """One block-sized slot of a tier."""
+
+    tier: Tier
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The path from LOCAL to a tier.
+
+    Attributes:
+        tier: The far end.
+        bandwidth: Bytes per second of one large copy.
+        latency_s: Seconds before its first byte.
+    """
+
+    tier: Tier
+    bandwidth: float
+    latency_s: float = 0.0
+
+
+class SlotLedger:
+    """Which slots of one tier are taken. Scarcity is None, never an exception."""
+
+    def __init__(self, tier: Tier, num_slots: int) -> None:
+        self.tier = tier
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._taken: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        """Slots that ``allocate`` can still give."""
+        return len(self._free)
+
+    def allocate(self, num_slots: int) -> list[Location] | None:
+        """Take ``num_slots`` slots, or none at all (None) if there are too few."""
+        if num_slots > len(self._free):
+            return None
+        slots = [self._free.pop() for _ in range(num_slots)]
+        self._taken.update(slots)
+        return [Location(self.tier, slot) for slot in slots]
+
+    def free(self, location: Location) -> None:
+        """Give one slot back.
+
+        Raises:
+            InvariantError: The slot is not taken.
+        """
+        if location.tier is not self.tier or location.slot not in self._taken:
+            raise InvariantError(f"{location} is freed but not taken")
+        self._taken.remove(location.slot)
+        self._free.append(location.slot)
+
+    def check_integrity(self) -> None:
+        """Every slot is exactly one of free and taken.
+
+        Raises:
+            InvariantError: It is not.
+        """
+        if sorted([*self._free, *self._taken]) != list(range(self.num_slots)):
+            raise InvariantError(f"{self.tier} lost or doubled a slot")

@@ -1,0 +1,114 @@
+"""What a policy may see: frozen rows and counts, never the loop's own objects.
+
+A view is immutable but incremental. A row is replaced only when it changed, and the steady state of decoding (one
+token in every step) is not a change: a decoding row says *from which step on* it needs a block or has nothing to run,
+so that the same row serves for a whole block of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from floodplain.core.request import OrderKey, SeqId
+from floodplain.core.sequence import Status
+from floodplain.core.tiers import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """One sequence.
+
+    Attributes:
+        seq_id: Its name in decisions.
+        status: Where it is.
+        order_key: (priority, arrival, id): breaks every tie.
+        client: Whose it is.
+        num_prompt: Tokens of its prompt.
+        since_step: The step index at which the counts below held. While ``is_decoding`` one token is scheduled, and one
+            expected, in every step from then on.
+        num_tokens: Known and expected tokens, at ``since_step``.
+        num_scheduled: Leading tokens with KV on the device, outstanding steps included, at ``since_step``.
+        num_blocks: Blocks that it holds.
+        exclusive_blocks: Blocks that preempting it makes available.
+        is_decoding: Each step schedules one token that the executor already holds.
+        block_due_step: Decoding: the first step that needs one more block.
+        end_step: Decoding: the first step with nothing to run, because its last token is on the way.
+        num_cached_tokens: Not on the device: leading tokens that are, by content, and cost nothing.
+        num_shared_blocks: Not on the device: blocks of those that others hold, which cost no available block either.
+        num_backed_blocks: Leading full blocks with a backup in some tier.
+        num_restorable_tokens: Swapped: leading tokens that come back by copies, or are on the device still.
+    """
+
+    seq_id: SeqId
+    status: Status
+    order_key: OrderKey
+    client: str
+    num_prompt: int
+    since_step: int
+    num_tokens: int
+    num_scheduled: int
+    num_blocks: int
+    exclusive_blocks: int
+    is_decoding: bool
+    block_due_step: int
+    end_step: int
+    num_cached_tokens: int
+    num_shared_blocks: int
+    num_backed_blocks: int
+    num_restorable_tokens: int
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens of its prompt (or, after a preemption, of all its tokens) left to schedule; not for decoding rows."""
+        return self.num_tokens - self.num_scheduled
+
+    def num_generated(self, step: int) -> int:
+        """Tokens generated or on the way when step ``step`` is planned."""
+        grown = step - self.since_step if self.is_decoding else 0
+        return self.num_tokens + grown - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """One tier of swap space: slots (of one block each) that are free, and what its link costs."""
+
+    tier: Tier
+    num_free_slots: int
+    num_slots: int
+    bandwidth: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """All that a decision may depend on, beside the time and the random generator.
+
+    Attributes:
+        step: The index of the step to be planned.
+        running: Sequences on the device, in order of their keys.
+        waiting: The first of the waiting ones, in the order that the policy declares.
+        num_waiting: How many wait in all.
+        swapped: Sequences in swap space, in order of their keys.
+        loading: Sequences on their way back, in order of their keys.
+        outstanding: Sequences in steps that are not complete: they cannot be preempted now.
+        num_available_blocks: Blocks that can be given, by eviction of cached prefixes at need.
+        num_blocks: Blocks of the pool.
+        block_tokens: Tokens in a block.
+        max_batched_tokens: Most tokens in one step.
+        max_num_seqs: Most sequences on the device.
+        tiers: Swap space, nearest first.
+    """
+
+    step: int
+    running: tuple[SequenceView, ...]
+    waiting: tuple[SequenceView, ...]
+    num_waiting: int
+    swapped: tuple[SequenceView, ...]
+    loading: tuple[SequenceView, ...]
+    outstanding: frozenset[SeqId]
+    num_available_blocks: int
+    num_blocks: int
+    block_tokens: int
+    max_batched_tokens: int
+    max_num_seqs: int
+    tiers: tuple[TierView, ...] = ()

@@ -1,0 +1,66 @@
+"""Everything that one engine is configured by; the engine flags of the command line are these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from floodplain.core.errors import UserError
+
+
+def _flag(
+    default: object, help_text: str, choices: tuple[str, ...] | None = None, metavar: str | None = None
+) -> object:
+    """A field that the command line shows as a flag."""
+    return field(default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar})
+
+
+POLICIES = ("fcfs",)
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """A resolved configuration: saved beside every result, never changed.
+
+    Sizes are bytes here; the command line reads ``256MiB`` or ``4GB``.
+
+    Raises:
+        UserError: A value is out of its range; the message names the flag.
+    """
+
+    model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
+    policy: str = _flag("fcfs", "who runs next", POLICIES)  # type: ignore[assignment]
+    kv_memory: int | None = field(
+        default=None,
+        metadata={"help": "memory of the KV pool, e.g. 512MiB (default: 1GiB on a CPU, 90%% of what is free on a GPU)",
+                  "size": True},
+    )  # fmt: skip
+    block_tokens: int = _flag(16, "tokens in a KV block")  # type: ignore[assignment]
+    max_batched_tokens: int = _flag(2048, "most tokens in one step")  # type: ignore[assignment]
+    max_num_seqs: int = _flag(256, "most sequences on the device")  # type: ignore[assignment]
+    max_waiting: int = _flag(4096, "most requests that wait; the next is refused (HTTP 429)")  # type: ignore[assignment]
+    max_model_len: int | None = field(
+        default=None, metadata={"help": "most tokens of a request, prompt and output (default: the model's)"}
+    )
+    enable_prefix_caching: bool = _flag(True, "reuse KV blocks of equal prefixes")  # type: ignore[assignment]
+    dtype: str = _flag("bfloat16", "number format of weights and KV", DTYPES)  # type: ignore[assignment]
+    device: str = _flag("cpu", "cpu, cuda or cuda:INDEX")  # type: ignore[assignment]
+    hardware: str | None = field(default=None, metadata={"help": "link profile to emulate on a CPU (see doctor)"})
+    seed: int = _flag(0, "seed of everything random")  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "max_batched_tokens", "max_num_seqs", "max_waiting"):
+            value = getattr(self, name)
+            if value < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.policy not in POLICIES:
+            raise UserError(f"--policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if self.dtype not in DTYPES:
+            raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        if self.kv_memory is not None and self.kv_memory < 1:
+            raise UserError(f"--kv-memory must be positive, not {self.kv_memory}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise UserError(f"--max-model-len must be at least 2, not {self.max_model_len}")
+        kind, _, index = self.device.partition(":")
+        if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
+            raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")

@@ -1,0 +1,77 @@
+"""What comes out of an engine: vLLM-shaped outputs, streamed deltas, and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What a request gained since the last delta.
+
+    Attributes:
+        text: New text; may be empty (half a character, or text that may become a stop string).
+        token_ids: New tokens, at least one unless the request ends by a stop string or an abort.
+        finish_reason: ``stop``, ``length`` or ``abort`` in the last delta, else None.
+        logprobs: One entry for each of ``token_ids`` if the request asked for them.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion, with vLLM's field names."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request, with vLLM's field names; ``lifecycle`` holds its times."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int
+    lifecycle: Lifecycle
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of gauges and counters since start; the source of ``/metrics`` and of timelines.
+
+    ``kv_blocks`` counts blocks by state name; ``scheduler_s`` is the loop's own time, all steps.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    kv_blocks: dict[str, int] = field(default_factory=dict)
+    kv_bytes: dict[str, int] = field(default_factory=dict)
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_steps: int = 0
+    scheduler_s: float = 0.0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_cached_tokens: int = 0
+    preemptions: dict[str, int] = field(default_factory=dict)
+    num_recomputed_tokens: int = 0
+    num_wasted_tokens: int = 0
+    num_requests: dict[str, int] = field(default_factory=dict)

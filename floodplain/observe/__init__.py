@@ -1,0 +1,1 @@
+"""Floor 2: what is seen: metrics, results, plots, reports."""
