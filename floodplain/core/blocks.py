@@ -52,8 +52,10 @@ class BlockLedger:
         self.block_tokens = block_tokens
         self.quantum_blocks = quantum_blocks
         self.caches_prefixes = caches_prefixes
-        self.version = 0
-        """Counts the changes to what is indexed or shared: a view of either is stale when it has moved."""
+        self.index_version = 0
+        """Counts changes to which contents can be found: what a prefix hits may differ when it has moved."""
+        self.sharing_version = 0
+        """Counts changes to which blocks are shared or pinned: what a preemption frees may differ when it has moved."""
         self._free = FreeBlocks(quantum_blocks)
         self._states: list[BlockState] = []
         self._refcounts: list[int] = []
@@ -98,6 +100,11 @@ class BlockLedger:
         """How many sequences hold a block."""
         return self._refcounts[block]
 
+    def count_exclusive(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these blocks become available when their one holder frees them."""
+        refcounts, pins = self._refcounts, self._pins
+        return sum(refcounts[block] == 1 and not pins[block] for block in blocks)
+
     def is_pinned(self, block: BlockId) -> bool:
         """Whether an outbound copy reads a block."""
         return self._pins[block] > 0
@@ -127,7 +134,7 @@ class BlockLedger:
             self._expect(block, BlockState.OWNED)
             self._refcounts[block] -= 1
             if self._refcounts[block] == 1:
-                self.version += 1
+                self.sharing_version += 1
             elif self._refcounts[block] == 0:
                 self._settle(block)
 
@@ -142,7 +149,7 @@ class BlockLedger:
         if key not in self._index:
             self._index[key] = block
             self._keys[block] = key
-            self.version += 1
+            self.index_version += 1
 
     def find(self, key: BlockKey) -> BlockId | None:
         """The readable block that holds this content, or None. Takes no reference."""
@@ -157,7 +164,8 @@ class BlockLedger:
             self._cached.pop(block, None)
             self._states[block] = BlockState.OWNED
         self._refcounts[block] += 1
-        self.version += 1
+        if self._refcounts[block] == 2:
+            self.sharing_version += 1
         return block
 
     # -- copies in flight ------------------------------------------------------------------------------------------
@@ -167,7 +175,7 @@ class BlockLedger:
         for block in blocks:
             self._expect(block, BlockState.OWNED)
             self._pins[block] += 1
-        self.version += 1
+        self.sharing_version += 1
 
     def unpin(self, blocks: Iterable[BlockId]) -> None:
         """The outbound copy is done with these blocks, well or not."""
@@ -177,7 +185,7 @@ class BlockLedger:
             self._pins[block] -= 1
             if self._states[block] is BlockState.DRAINING and not self._pins[block]:
                 self._settle(block)
-        self.version += 1
+        self.sharing_version += 1
 
     def begin_load(self, num_blocks: int) -> list[BlockId] | None:
         """Give blocks for an inbound copy to write, evicting cached ones at need; None if too few."""
@@ -314,7 +322,7 @@ class BlockLedger:
         if key is not None:
             del self._index[key]
             self._keys[block] = None
-            self.version += 1
+            self.index_version += 1
 
     def _extend_to(self, num_blocks: int) -> None:
         missing = num_blocks - len(self._states)

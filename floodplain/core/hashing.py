@@ -28,9 +28,11 @@ def block_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
     return BlockKey(blake2b(parent + array("I", token_ids).tobytes(), digest_size=_KEY_BYTES).digest())
 
 
-def extend_keys(keys: list[BlockKey], root: BlockKey, token_ids: Sequence[int], block_tokens: int) -> None:
-    """Append to ``keys`` the key of every full block of ``token_ids`` that it lacks."""
+def extend_keys(
+    keys: list[BlockKey], root: BlockKey, token_ids: Sequence[int], num_blocks: int, block_tokens: int
+) -> None:
+    """Append to ``keys`` what it lacks of the keys of the first ``num_blocks`` full blocks of ``token_ids``."""
     parent = keys[-1] if keys else root
-    for start in range(len(keys) * block_tokens, len(token_ids) - block_tokens + 1, block_tokens):
-        parent = block_key(parent, token_ids[start : start + block_tokens])
+    for index in range(len(keys), num_blocks):
+        parent = block_key(parent, token_ids[index * block_tokens : (index + 1) * block_tokens])
         keys.append(parent)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from enum import Enum
 
+from floodplain.core.backups import Backup
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey, extend_keys
-from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, OrderKey, Request, SeqId
 
 
@@ -24,10 +25,10 @@ class Status(Enum):
 TRANSITIONS: dict[Status, frozenset[Status]] = {
     # admitted | aborted
     Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
-    # copy begins | nothing to copy | its backup was lost: recompute | aborted
+    # copy begins | nothing to copy | its backups were lost: recompute | aborted
     Status.SWAPPED: frozenset({Status.LOADING, Status.RUNNING, Status.WAITING, Status.FINISHED}),
-    # copy arrived | copy failed: recompute | aborted
-    Status.LOADING: frozenset({Status.RUNNING, Status.WAITING, Status.FINISHED}),
+    # copy arrived | copy failed: what is left of its backups decides | aborted
+    Status.LOADING: frozenset({Status.RUNNING, Status.SWAPPED, Status.WAITING, Status.FINISHED}),
     # preempted: recompute | preempted: swap | ended
     Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.FINISHED}),
     Status.FINISHED: frozenset(),
@@ -44,8 +45,12 @@ class Sequence:
         num_computed: Leading tokens whose KV is in ``blocks``, by completed steps and copies.
         num_scheduled: The same, counting steps that are still outstanding.
         num_sampling: Output tokens that outstanding steps will sample.
-        max_computed: The most that ``num_computed`` ever was: computing below it again is recomputation.
+        max_computed: Tokens that were computed when it was last preempted: below it, computing is recomputation.
         blocks: Its block table.
+        num_hit_blocks: Waiting: leading blocks that the prefix cache has, when the last view was built.
+        backups: Backups of full blocks that are kept for it.
+        tail: Backup of its last, partly filled block, and how many leading tokens end there. It dies when the sequence
+            runs again.
         keys: Content keys of its leading full blocks, as far as they were needed.
         num_sealed: Leading blocks that the ledger knows by key.
         is_decoding: Whether the executor holds its last token and position, so that one token can follow.
@@ -55,9 +60,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "finish_reason", "is_decoding", "keys", "lifecycle", "max_computed", "max_total", "min_total",
-        "num_computed", "num_outstanding", "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key",
-        "request", "root", "seq_id", "status", "stop_ids", "tokens",
+        "backups", "blocks", "finish_reason", "is_decoding", "keys", "lifecycle", "max_computed", "max_total",
+        "min_total", "num_computed", "num_hit_blocks", "num_outstanding", "num_prompt", "num_sampling",
+        "num_scheduled", "num_sealed", "order_key", "request", "root", "seq_id", "status", "stop_ids", "tail", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -75,10 +80,12 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed = self.num_scheduled = self.num_sampling = self.max_computed = 0
-        self.num_outstanding = self.num_sealed = 0
+        self.num_outstanding = self.num_sealed = self.num_hit_blocks = 0
         self.is_decoding = False
         self.blocks: list[BlockId] = []
         self.keys: list[BlockKey] = []
+        self.backups: list[Backup] = []
+        self.tail: tuple[Backup, int] | None = None
         self.lifecycle = Lifecycle(request.arrival_s)
 
     @property
@@ -109,17 +116,11 @@ class Sequence:
     def keys_for(self, num_blocks: int, block_tokens: int) -> list[BlockKey]:
         """Content keys of the first ``num_blocks`` full blocks of its known tokens, computed once."""
         if len(self.keys) < num_blocks:
-            extend_keys(self.keys, self.root, self.tokens[: num_blocks * block_tokens], block_tokens)
-        return self.keys[:num_blocks]
-
-    def leave_device(self, status: Status, now: float) -> None:
-        """Preempted: its blocks are somebody else's now (the ledger was told by the caller)."""
-        self.move_to(status)
-        self.lifecycle.record(EventKind.PREEMPTED, now)
-        self.forget_blocks()
+            extend_keys(self.keys, self.root, self.tokens, num_blocks, block_tokens)
+        return self.keys if len(self.keys) == num_blocks else self.keys[:num_blocks]
 
     def forget_blocks(self) -> None:
-        """Nothing of it is on the device."""
+        """Nothing of it is on the device any more (the ledger was told by the caller)."""
         self.blocks = []
         self.num_computed = self.num_scheduled = self.num_sealed = 0
         self.is_decoding = False

@@ -33,10 +33,11 @@ class SequenceView:
         is_decoding: Each step schedules one token that the executor already holds.
         block_due_step: Decoding: the first step that needs one more block.
         end_step: Decoding: the first step with nothing to run, because its last token is on the way.
-        num_cached_tokens: Not on the device: leading tokens that are, by content, and cost nothing.
-        num_shared_blocks: Not on the device: blocks of those that others hold, which cost no available block either.
-        num_backed_blocks: Leading full blocks with a backup in some tier.
-        num_restorable_tokens: Swapped: leading tokens that come back by copies, or are on the device still.
+        num_cached_tokens: Waiting or swapped: tokens whose blocks are on the device by content and need no copy.
+        num_shared_blocks: Waiting or swapped: how many of those blocks cost no available block, since others hold them.
+        num_backed_blocks: Running: blocks with a backup, so that a swap-out copies at most ``num_blocks`` less these.
+            Swapped: blocks that a swap-in copies.
+        num_restorable_tokens: Swapped: leading tokens that come back without computing.
     """
 
     seq_id: SeqId

@@ -1,0 +1,107 @@
+"""First come, first served, as vLLM V1 does it: the honest baseline.
+
+One token budget per step is shared by decodes and prefill chunks. When a running sequence finds no free block, the
+latest arrival is preempted and will recompute; nothing new starts in such a step. Otherwise waiting requests start in
+order of arrival, until the first one that does not fit.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Reason
+from floodplain.core.request import OrderKey, SeqId
+from floodplain.core.sequence import Sequence
+from floodplain.core.view import SequenceView, View
+
+
+class FcfsPolicy:
+    """First come, first served (lower ``priority`` first), with recompute preemption of the latest arrival."""
+
+    name = "fcfs"
+    waiting_window = 16
+
+    def waiting_key(self, seq: Sequence) -> OrderKey:
+        """(priority, arrival, id): a preempted request is older than those that wait, so it is first again."""
+        return seq.order_key
+
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        """One step of FCFS."""
+        step = _Step(view)
+        step.schedule_running()
+        if not step.is_short_of_blocks:
+            step.admit_waiting()
+        return step.decision()
+
+
+class _Step:
+    """Scratch state of one decision: what is left of the token budget and of the blocks."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self._budget = view.max_batched_tokens
+        self._blocks = view.num_available_blocks
+        self._num_kept = len(view.running)  # the later ones are preempted, or held back until they can be
+        self._decodes: list[SeqId] = []
+        self._chunks: list[Chunk] = []
+        self._admissions: list[Chunk] = []
+        self._preemptions: list[Preemption] = []
+        self.is_short_of_blocks = False
+
+    def decision(self) -> Decision:
+        """What was decided."""
+        return Decision(
+            preemptions=tuple(self._preemptions),
+            decodes=tuple(self._decodes),
+            chunks=tuple(self._chunks),
+            admissions=tuple(self._admissions),
+        )
+
+    def schedule_running(self) -> None:
+        """Give every running sequence its next token or chunk, oldest first, making room at the expense of the last."""
+        step, decodes = self._view.step, self._decodes
+        for index, row in enumerate(self._view.running):
+            if index >= self._num_kept or not self._budget:
+                break
+            if not row.is_decoding:
+                self._schedule_chunk(index, row)
+            elif step < row.end_step and (step < row.block_due_step or self._can_take(1, index)):
+                decodes.append(row.seq_id)
+                self._budget -= 1
+
+    def admit_waiting(self) -> None:
+        """Start waiting sequences in order, each with as large a chunk as the budget allows."""
+        num_free_seqs = self._view.max_num_seqs - len(self._view.running) - len(self._view.loading)
+        for row in self._view.waiting[: max(0, num_free_seqs)]:
+            num_tokens = min(row.num_remaining - row.num_cached_tokens, self._budget)
+            num_blocks = self._blocks_for(row.num_cached_tokens + num_tokens) - row.num_shared_blocks
+            if not num_tokens or num_blocks > self._blocks:
+                return
+            self._budget -= num_tokens
+            self._blocks -= num_blocks
+            self._admissions.append(Chunk(row.seq_id, num_tokens))
+
+    def _schedule_chunk(self, index: int, row: SequenceView) -> None:
+        num_tokens = min(row.num_remaining, self._budget)
+        num_blocks = self._blocks_for(row.num_scheduled + num_tokens) - row.num_blocks
+        if num_tokens and self._can_take(num_blocks, index):
+            self._chunks.append(Chunk(row.seq_id, num_tokens))
+            self._budget -= num_tokens
+
+    def _can_take(self, num_blocks: int, index: int) -> bool:
+        """Take blocks for running sequence ``index``, preempting later ones at need, in the end itself."""
+        while num_blocks > self._blocks:
+            self.is_short_of_blocks = True
+            self._num_kept -= 1
+            victim = self._view.running[self._num_kept]
+            if victim.seq_id in self._view.outstanding:
+                return False  # it cannot leave now; nothing later is scheduled, so it can at one of the next steps
+            self._preemptions.append(Preemption(victim.seq_id, PreemptionMode.RECOMPUTE, Reason.POOL_EXHAUSTED))
+            self._blocks += victim.exclusive_blocks
+            if self._num_kept == index:
+                return False
+        self._blocks -= num_blocks
+        return True
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._view.block_tokens)

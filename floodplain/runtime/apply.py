@@ -1,0 +1,150 @@
+"""Turns a decision, which names sequences, into a step plan, which names blocks."""
+
+from __future__ import annotations
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.lifecycle import EventKind
+from floodplain.core.plan import Chunk, Decision, PrefillChunk, StepPlan, TableUpdate, Transfer
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Sequence, Status
+from floodplain.runtime.moves import Moves
+from floodplain.runtime.state import LoopState
+
+
+class PlanBuilder:
+    """Applies one decision to the loop's state. A decision that the view did not allow is a broken invariant."""
+
+    def __init__(self, state: LoopState, moves: Moves) -> None:
+        self._state = state
+        self._moves = moves
+        self._last_decodes: tuple[SeqId, ...] = ()
+        self._admitted: set[SeqId] = set()  # the executor knows their requests
+        self._tables: list[TableUpdate] = []
+
+    def build(self, decision: Decision, step_id: int, now: float) -> tuple[StepPlan, list[Sequence], list[Sequence]]:
+        """The plan, the sequences that it decodes, and those that it gives chunks (in the plan's order)."""
+        self._tables = []
+        transfers = self._start_moves(decision, now)
+        for seq_id in sorted(self._state.stale_tables):
+            self._send_table(seq_id)
+        self._state.stale_tables.clear()
+        decoding = self._schedule_decodes(decision.decodes)
+        chunks = [self._schedule_chunk(chunk, Status.RUNNING, now) for chunk in decision.chunks]
+        chunks += [self._schedule_chunk(chunk, Status.WAITING, now) for chunk in decision.admissions]
+        released = tuple(self._state.released)
+        self._admitted.difference_update(released)
+        self._state.released.clear()
+        plan = StepPlan(
+            step_id=step_id,
+            decodes=self._last_decodes,
+            prefills=tuple(chunk for _, chunk in chunks),
+            tables=tuple(self._tables),
+            transfers=tuple(transfers),
+            preemptions=decision.preemptions,
+            released=released,
+        )
+        return plan, decoding, [seq for seq, _ in chunks]
+
+    def _start_moves(self, decision: Decision, now: float) -> list[Transfer]:
+        """Departures first, since they make room; then prefix hits, before anything new can evict them."""
+        moves = [self._moves.preempt(order, now) for order in decision.preemptions]
+        for admission in decision.admissions:
+            self._share_prefix(self._expect(admission.seq_id, Status.WAITING))
+        moves += [self._moves.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
+        moves += [self._moves.back_up(order.seq_id, order.num_blocks, order.tier) for order in decision.backups]
+        return [move for move in moves if move is not None]
+
+    # -- decodes ---------------------------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, decodes: tuple[SeqId, ...]) -> list[Sequence]:
+        """One token for each. This is the loop's hot path: nothing here may cost more than a few lookups."""
+        sequences, block_tokens = self._state.sequences, self._state.ledger.block_tokens
+        decoding = []
+        for seq_id in decodes:
+            seq = sequences[seq_id]
+            num_scheduled = seq.num_scheduled
+            if not seq.is_decoding:
+                raise InvariantError(f"sequence {seq_id} is decoded but not decoding")
+            if num_scheduled == len(seq.blocks) * block_tokens:
+                self._grow_table(seq, 1)
+            seq.num_scheduled = num_scheduled + 1
+            seq.num_sampling += 1
+            seq.num_outstanding += 1
+            decoding.append(seq)
+        if decodes != self._last_decodes:
+            self._last_decodes = decodes
+        self._mark_pausing(len(decodes))
+        return decoding
+
+    def _mark_pausing(self, num_decodes: int) -> None:
+        """A decoding sequence that gets no token in this step breaks its streak: its row is stale."""
+        if num_decodes == len(self._state.running):
+            return
+        active = set(self._last_decodes)
+        stale = [s.seq_id for s in self._state.running if s.is_decoding and s.seq_id not in active]
+        self._state.stale_rows.update(stale)
+
+    # -- chunks ----------------------------------------------------------------------------------------------------
+
+    def _schedule_chunk(self, chunk: Chunk, status: Status, now: float) -> tuple[Sequence, PrefillChunk]:
+        state, seq = self._state, self._expect(chunk.seq_id, status)
+        start, num_tokens = seq.num_scheduled, chunk.num_tokens
+        if not 0 < num_tokens <= len(seq.tokens) - start or seq.is_decoding:
+            raise InvariantError(f"sequence {seq.seq_id} cannot run {num_tokens} tokens from {start} on")
+        if status is Status.WAITING:
+            seq.lifecycle.record(EventKind.SCHEDULED, now)
+            state.enter(seq, Status.RUNNING)
+        num_blocks = -(-(start + num_tokens) // state.ledger.block_tokens) - len(seq.blocks)
+        self._grow_table(seq, max(0, num_blocks))
+        state.counters.num_recomputed_tokens += max(0, min(seq.max_computed, start + num_tokens) - start)
+        seq.num_scheduled += num_tokens
+        seq.num_outstanding += 1
+        samples = seq.num_scheduled == len(seq.tokens)
+        seq.num_sampling += samples
+        seq.is_decoding = samples
+        state.stale_rows.add(seq.seq_id)
+        request = None if seq.seq_id in self._admitted else seq.request
+        self._admitted.add(seq.seq_id)
+        token_ids = tuple(seq.tokens[start : start + num_tokens])
+        return seq, PrefillChunk(seq.seq_id, start, token_ids, samples, request)
+
+    def _share_prefix(self, seq: Sequence) -> None:
+        """Take the prefix blocks that the view counted."""
+        ledger = self._state.ledger
+        for key in seq.keys[: seq.num_hit_blocks]:
+            block = ledger.share(key)
+            if block is None:
+                raise InvariantError(f"a prefix of sequence {seq.seq_id} vanished between view and plan")
+            seq.blocks.append(block)
+        seq.num_computed = seq.num_scheduled = seq.num_hit_blocks * ledger.block_tokens
+        seq.num_sealed = seq.num_hit_blocks
+        if seq.num_hit_blocks:
+            self._state.stale_tables.add(seq.seq_id)
+        if seq.lifecycle.first(EventKind.SCHEDULED) is None:
+            self._state.counters.num_prompt_tokens += seq.num_prompt
+            self._state.counters.num_cached_tokens += seq.num_computed
+
+    # -- tables ----------------------------------------------------------------------------------------------------
+
+    def _grow_table(self, seq: Sequence, num_blocks: int) -> None:
+        if not num_blocks:
+            return
+        blocks = self._state.ledger.allocate(num_blocks)
+        if blocks is None:
+            raise InvariantError(f"the decision needs {num_blocks} more blocks than there are")
+        self._tables.append(TableUpdate(seq.seq_id, len(seq.blocks), tuple(blocks)))
+        seq.blocks += blocks
+        self._state.stale_rows.add(seq.seq_id)
+
+    def _send_table(self, seq_id: SeqId) -> None:
+        seq = self._state.sequences.get(seq_id)
+        blocks: list[BlockId] = seq.blocks if seq is not None else []
+        if blocks:
+            self._tables.append(TableUpdate(seq_id, 0, tuple(blocks)))
+
+    def _expect(self, seq_id: SeqId, status: Status) -> Sequence:
+        seq = self._state.sequences.get(seq_id)
+        if seq is None or seq.status is not status:
+            raise InvariantError(f"sequence {seq_id} is not {status.value}")
+        return seq

@@ -1,0 +1,20 @@
+"""What the loop's shell needs of whoever runs its plans: an engine, a simulator, or a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from floodplain.core.plan import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Runs step plans in the order in which they are given."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Apply the plan's tables, start its transfers, run its batch, and return one token per sampled sequence."""
+        ...
+
+    def poll_transfers(self) -> Sequence[tuple[int, bool]]:
+        """Transfers that ended since the last call: (transfer id, whether it arrived whole)."""
+        ...

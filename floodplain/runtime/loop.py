@@ -1,0 +1,273 @@
+"""The step loop: plans go out, results come in, nothing here waits, reads a clock or touches a device.
+
+    plan = loop.next_plan(now)                       a StepPlan, or Wait
+    outputs = loop.complete(result, now)             steps, in the order of their ids
+    loop.transfer_done(transfer_id, ok, now)         copies, in any order, at any time
+
+A shell executes plans on a device; the simulator prices them; both drive these same objects.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from random import Random
+
+from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.hashing import root_key
+from floodplain.core.lifecycle import EventKind
+from floodplain.core.plan import Decision, StepOutputs, StepPlan, StepResult, Wait
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.sequence import Sequence, Status
+from floodplain.policy.base import Policy
+from floodplain.runtime.apply import PlanBuilder
+from floodplain.runtime.moves import Moves
+from floodplain.runtime.state import Counters, LoopState
+from floodplain.runtime.view import ViewBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class _Outstanding:
+    plan: StepPlan
+    decoding: list[Sequence]
+    chunked: list[Sequence]
+
+
+class Loop:
+    """Owner of all sequences between submission and their last token."""
+
+    def __init__(self, state: LoopState, policy: Policy, seed: int = 0) -> None:
+        self.state = state
+        self.policy = policy
+        self._rng = Random(seed)
+        self._moves = Moves(state)
+        self._views = ViewBuilder(state)
+        self._plans = PlanBuilder(state, self._moves)
+        self._steps: deque[_Outstanding] = deque()
+        self._ended: list[Sequence] = []  # finished, but an outstanding step still touches their blocks
+        self._num_submitted = 0
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> SeqId:
+        """Let a request wait for its turn.
+
+        Raises:
+            RequestRefused: It can never be served here; the message has the numbers.
+            QueueFull: Too many wait already.
+        """
+        max_total = self._check_fits(request)
+        config = self.state.config
+        if len(self.state.waiting) >= config.max_waiting:
+            raise QueueFull(f"{config.max_waiting} requests are waiting already (--max-waiting); try again later")
+        seq_id = SeqId(self._num_submitted)
+        self._num_submitted += 1
+        stop_ids = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            stop_ids |= config.eos_token_ids
+        root = root_key(config.fingerprint, request.cache_salt)
+        seq = Sequence(seq_id, request, root=root, max_total=max_total, stop_ids=stop_ids)
+        self.state.sequences[seq_id] = seq
+        self.state.waiting.push(seq)
+        return seq_id
+
+    def finish(self, seq_id: SeqId, reason: FinishReason, now: float) -> bool:
+        """End a request from outside: a client hung up (ABORT) or a stop string was found (STOP).
+
+        Its blocks are free at once, or when the outstanding step that touches them completes.
+
+        Returns:
+            Whether it was still alive.
+        """
+        seq = self.state.sequences.get(seq_id)
+        if seq is None or seq.status is Status.FINISHED:
+            return False
+        self._end(seq, reason, now)
+        return True
+
+    def _check_fits(self, request: Request) -> int:
+        """The most tokens that the request can come to, prompt included."""
+        max_model_len, ledger = self.state.config.max_model_len, self.state.ledger
+        num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
+        if not num_prompt:
+            raise RequestRefused("the prompt is empty: send at least one token")
+        total = max_model_len if max_tokens is None else num_prompt + max_tokens
+        if num_prompt >= max_model_len or total > max_model_len:
+            wanted = f"{num_prompt} prompt tokens + max_tokens {max_tokens if max_tokens is not None else 1}"
+            raise RequestRefused(f"{wanted} are more than the {max_model_len} tokens of max_model_len")
+        num_blocks = -(-total // ledger.block_tokens)
+        if num_blocks > ledger.num_blocks:
+            raise RequestRefused(
+                f"{total} tokens (prompt {num_prompt} + output) need {num_blocks} KV blocks, but the pool has "
+                f"{ledger.num_blocks}: lower max_tokens, or raise --kv-memory"
+            )
+        return total
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def next_plan(self, now: float) -> StepPlan | Wait:
+        """Plan one more step, or say that there is nothing to run.
+
+        Raises:
+            InvariantError: The policy leaves live requests without anything that could ever wake them.
+        """
+        if len(self._steps) >= self.state.config.depth:
+            return Wait()
+        for _ in range(2 + 2 * len(self.state.sequences)):
+            decision = self._decide(now)
+            if decision is None:
+                return Wait()
+            plan, decoding, chunked = self._plans.build(decision, self.state.counters.num_steps, now)
+            if plan.decodes or plan.prefills or plan.transfers:
+                self.state.counters.num_steps += 1
+                self._steps.append(_Outstanding(plan, decoding, chunked))
+                return plan
+            self._postpone(plan)
+            if not decision.preemptions and not decision.resumptions:
+                return self._wait_or_stall(decision, now)
+        raise InvariantError(f"policy {self.policy.name} preempts and resumes without end")
+
+    def _decide(self, now: float) -> Decision | None:
+        state = self.state
+        if not (state.running or state.waiting or state.swapped):
+            return None
+        members = (seq.seq_id for step in self._steps for seq in chain(step.decoding, step.chunked))
+        view = self._views.build(state.counters.num_steps, frozenset(members))
+        return self.policy.decide(view, now, self._rng)
+
+    def _postpone(self, plan: StepPlan) -> None:
+        """A plan without work is not issued: what it would have told the executor goes into the next one."""
+        self.state.released[:0] = plan.released
+        self.state.stale_tables.update(table.seq_id for table in plan.tables)
+
+    def _wait_or_stall(self, decision: Decision, now: float) -> Wait:
+        is_idle = not self._steps and not self._moves.num_in_flight
+        if is_idle and (decision.wake_s is None or decision.wake_s <= now):
+            raise InvariantError(f"policy {self.policy.name} runs nothing while requests are alive")
+        return Wait(decision.wake_s)
+
+    def complete(self, result: StepResult, now: float) -> StepOutputs:
+        """Take in the result of the oldest outstanding step.
+
+        Raises:
+            InvariantError: It is not that step's, or has another number of tokens.
+        """
+        if not self._steps or self._steps[0].plan.step_id != result.step_id:
+            raise InvariantError(f"step {result.step_id} completes out of order")
+        step = self._steps.popleft()
+        sampling = self._commit_chunks(step)
+        seq_ids: list[SeqId] = []
+        token_ids: list[int] = []
+        finished: dict[SeqId, FinishReason] = {}
+        block_tokens = self.state.ledger.block_tokens
+        for seq in step.decoding:
+            seq.num_computed += 1
+            if not seq.num_computed % block_tokens:
+                self._seal(seq)
+            seq.num_outstanding -= 1
+        for seq, token in zip(step.decoding + sampling, result.token_ids, strict=True):
+            seq.num_sampling -= 1
+            if seq.status is Status.FINISHED:
+                self.state.counters.num_wasted_tokens += 1
+                continue
+            tokens = seq.tokens
+            tokens.append(token)
+            seq.lifecycle.token_times_s.append(now)
+            seq_ids.append(seq.seq_id)
+            token_ids.append(token)
+            if token in seq.stop_ids and len(tokens) > seq.min_total:
+                finished[seq.seq_id] = FinishReason.STOP
+            elif len(tokens) >= seq.max_total:
+                finished[seq.seq_id] = FinishReason.LENGTH
+        self.state.counters.num_generated_tokens += len(token_ids)
+        for seq_id, reason in finished.items():
+            self._end(self.state.sequences[seq_id], reason, now)
+        if self._ended:
+            self._release_ended()
+        logprobs = {seq_id: value for seq_id, value in result.logprobs.items() if seq_id in self.state.sequences}
+        return StepOutputs(seq_ids, token_ids, finished, logprobs if result.logprobs else {})
+
+    def transfer_done(self, transfer_id: int, ok: bool, now: float) -> None:
+        """A copy ended: ``ok`` if every byte arrived and was proven, else it is a miss."""
+        self._moves.settle(transfer_id, ok, now)
+
+    # -- the pool --------------------------------------------------------------------------------------------------
+
+    def remap_blocks(self, moved: dict[BlockId, BlockId]) -> None:
+        """The pool shrank at this boundary and moved blocks: rewrite every block table that holds one.
+
+        Raises:
+            InvariantError: A step is outstanding.
+        """
+        if self._steps:
+            raise InvariantError("blocks move while a step is outstanding")
+        for seq in self.state.sequences.values():
+            if not moved.keys().isdisjoint(seq.blocks):
+                seq.blocks = [moved.get(block, block) for block in seq.blocks]
+                self.state.stale_tables.add(seq.seq_id)
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since the loop began."""
+        return self.state.counters
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is alive, or a step or copy is not answered."""
+        return bool(self.state.sequences or self._steps or self._moves.num_in_flight)
+
+    def check_integrity(self) -> None:
+        """Check all conservation laws.
+
+        Raises:
+            InvariantError: One is broken.
+        """
+        state = self.state
+        state.ledger.check_integrity(state.block_tables() + self._moves.shared_tables())
+        state.backups.check_integrity()
+        groups = [state.running, state.swapped, state.loading]
+        for group in groups:
+            if any(a.order_key > b.order_key for a, b in pairwise(group)):
+                raise InvariantError("sequences are out of order")
+        num_alive = sum(seq.status is not Status.FINISHED for seq in state.sequences.values())
+        if num_alive != len(state.waiting) + sum(len(group) for group in groups):
+            raise InvariantError("a sequence is in no collection, or in two")
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _commit_chunks(self, step: _Outstanding) -> list[Sequence]:
+        """Count the chunks as computed; return the sequences among them that sampled."""
+        sampling = []
+        for seq, chunk in zip(step.chunked, step.plan.prefills, strict=True):
+            seq.num_computed += len(chunk.token_ids)
+            seq.num_outstanding -= 1
+            self._seal(seq)
+            if chunk.samples:
+                sampling.append(seq)
+        return sampling
+
+    def _seal(self, seq: Sequence) -> None:
+        """Let the ledger know the content of blocks that are full of computed tokens now."""
+        block_tokens = self.state.ledger.block_tokens
+        num_full = seq.num_computed // block_tokens
+        keys = seq.keys_for(num_full, block_tokens)
+        for index in range(seq.num_sealed, num_full):
+            self.state.ledger.seal(seq.blocks[index], keys[index])
+        seq.num_sealed = num_full
+
+    def _end(self, seq: Sequence, reason: FinishReason, now: float) -> None:
+        seq.finish_reason = reason
+        seq.lifecycle.record(EventKind.FINISHED, now)
+        self.state.enter(seq, Status.FINISHED)
+        self.state.counters.finished[reason.value] += 1
+        if seq.num_outstanding:
+            self._ended.append(seq)
+        else:
+            self.state.release(seq)
+
+    def _release_ended(self) -> None:
+        for seq in [seq for seq in self._ended if not seq.num_outstanding]:
+            self._ended.remove(seq)
+            self.state.release(seq)

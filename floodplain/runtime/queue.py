@@ -1,0 +1,66 @@
+"""The waiting queue: its first few in order, however many wait behind them."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections.abc import Callable
+
+from floodplain.core.request import OrderKey, SeqId
+from floodplain.core.sequence import Sequence
+
+_Entry = tuple[OrderKey, SeqId]
+
+
+class WaitingQueue:
+    """Sequences in the order of a key. Every operation costs O(log n + window): 100,000 waiting cost nothing per step.
+
+    The first ``window`` stand sorted in ``head``; the others in a heap, from which aborted ones vanish lazily.
+    """
+
+    def __init__(self, key: Callable[[Sequence], OrderKey], window: int) -> None:
+        self._key = key
+        self._window = window
+        self._head: list[_Entry] = []
+        self._heap: list[_Entry] = []
+        self._members: dict[SeqId, tuple[OrderKey, Sequence]] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, seq_id: SeqId) -> bool:
+        return seq_id in self._members
+
+    def head(self) -> list[Sequence]:
+        """The first ``window`` sequences, in order."""
+        return [self._members[seq_id][1] for _, seq_id in self._head]
+
+    def push(self, seq: Sequence) -> None:
+        """Let a sequence wait."""
+        entry = (self._key(seq), seq.seq_id)
+        self._members[seq.seq_id] = (entry[0], seq)
+        if len(self._head) < self._window and not self._heap:
+            insort(self._head, entry)
+        elif self._head and entry < self._head[-1]:
+            insort(self._head, entry)
+            if len(self._head) > self._window:
+                heapq.heappush(self._heap, self._head.pop())
+        else:
+            heapq.heappush(self._heap, entry)
+            self._refill()
+
+    def remove(self, seq_id: SeqId) -> Sequence:
+        """Take a sequence out, wherever it stands."""
+        key, seq = self._members.pop(seq_id)
+        entry = (key, seq_id)
+        if self._head and entry <= self._head[-1]:
+            self._head.remove(entry)
+            self._refill()
+        return seq
+
+    def _refill(self) -> None:
+        while self._heap and len(self._head) < self._window:
+            entry = heapq.heappop(self._heap)
+            member = self._members.get(entry[1])
+            if member is not None and member[0] == entry[0] and entry not in self._head:
+                self._head.append(entry)

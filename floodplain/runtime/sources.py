@@ -1,0 +1,40 @@
+"""Where the KV of a sequence that is not on the device can be found, block by block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from floodplain.core.backups import Backup
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.hashing import BlockKey
+from floodplain.core.sequence import Sequence
+from floodplain.runtime.state import LoopState
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One block: either on the device already (``block``) or in swap space (``backup``).
+
+    ``key`` is None for the partly filled last block, which nobody shares. ``num_tokens`` counts the leading tokens of
+    the sequence up to the end of this block.
+    """
+
+    key: BlockKey | None
+    block: BlockId | None
+    backup: Backup | None
+    num_tokens: int
+
+
+def find_sources(state: LoopState, seq: Sequence) -> list[Source]:
+    """The longest run of leading blocks that need no computing. It leaves at least one token to compute."""
+    block_tokens = state.ledger.block_tokens
+    sources: list[Source] = []
+    for key in seq.keys_for((len(seq.tokens) - 1) // block_tokens, block_tokens):
+        block = state.ledger.find(key)
+        backup = None if block is not None else state.backups.find_whole(key)
+        if block is None and backup is None:
+            return sources
+        sources.append(Source(key, block, backup, (len(sources) + 1) * block_tokens))
+    if seq.tail is not None and seq.tail[0].is_whole and seq.tail[1] // block_tokens == len(sources):
+        sources.append(Source(None, None, *seq.tail))
+    return sources

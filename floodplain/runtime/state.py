@@ -1,0 +1,132 @@
+"""What the loop owns, and the few verbs by which its parts change it together."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from floodplain.core.backups import BackupTable
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Sequence, Status
+from floodplain.core.tiers import Link, Tier
+from floodplain.policy.base import Policy
+from floodplain.runtime.queue import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """What the loop must know of the model and the limits.
+
+    Attributes:
+        max_model_len: Most tokens of a request, prompt and output.
+        max_batched_tokens: Most tokens in one step.
+        max_num_seqs: Most sequences on the device.
+        max_waiting: Most waiting requests.
+        depth: Most outstanding steps.
+        eos_token_ids: Tokens that end a request unless it ignores them.
+        fingerprint: Names the model in the content keys of blocks.
+    """
+
+    max_model_len: int
+    max_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    max_waiting: int = 4096
+    depth: int = 1
+    eos_token_ids: frozenset[int] = frozenset()
+    fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.max_model_len, self.max_batched_tokens, self.max_num_seqs, self.max_waiting, self.depth) < 1:
+            raise InvariantError(f"every limit of the loop is at least 1: {self}")
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the loop began; they only grow.
+
+    ``num_recomputed_tokens`` are tokens computed again after a preemption; ``num_wasted_tokens`` were sampled for a
+    sequence that had ended; ``num_cached_tokens`` came from the prefix cache at admission.
+    """
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_wasted_tokens: int = 0
+    num_failed_transfers: int = 0
+    preemptions: dict[str, int] = field(default_factory=lambda: {"recompute": 0, "swap": 0})
+    finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
+
+
+class LoopState:
+    """All sequences by where they are, the ledgers, and what changed since the last view."""
+
+    def __init__(
+        self,
+        config: LoopConfig,
+        ledger: BlockLedger,
+        policy: Policy,
+        backups: BackupTable | None = None,
+        links: Iterable[Link] = (),
+    ) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.backups = backups or BackupTable()
+        self.links: dict[Tier, Link] = {link.tier: link for link in links}
+        self.sequences: dict[SeqId, Sequence] = {}
+        self.waiting = WaitingQueue(policy.waiting_key, policy.waiting_window)
+        self.running: list[Sequence] = []
+        self.swapped: list[Sequence] = []
+        self.loading: list[Sequence] = []
+        self.counters = Counters()
+        self.stale_rows: set[SeqId] = set()
+        """Sequences whose row in the next view must be made anew."""
+        self.stale_tables: set[SeqId] = set()
+        """Sequences whose whole block table must go into the next plan."""
+        self.released: list[SeqId] = []
+        """Sequences that are gone and that the executor has not been told of."""
+
+    def enter(self, seq: Sequence, status: Status) -> None:
+        """Move a sequence to ``status`` and to the collection that goes with it."""
+        self._leave(seq)
+        seq.move_to(status)
+        self.stale_rows.add(seq.seq_id)
+        if status is Status.WAITING:
+            self.waiting.push(seq)
+        elif status is not Status.FINISHED:
+            insort(self._members(status), seq, key=lambda s: s.order_key)
+
+    def free_blocks(self, seq: Sequence) -> None:
+        """Give up all blocks of a sequence."""
+        self.ledger.free(seq.blocks)
+        seq.max_computed = max(seq.max_computed, seq.num_computed)
+        seq.forget_blocks()
+
+    def release(self, seq: Sequence) -> None:
+        """A finished sequence that no step touches any more: give back all that it holds, and forget it."""
+        self.free_blocks(seq)
+        for backup in seq.backups:
+            self.backups.release(backup)
+        seq.backups = []
+        del self.sequences[seq.seq_id]
+        self.released.append(seq.seq_id)
+
+    def block_tables(self) -> list[list[BlockId]]:
+        """The block tables of all sequences, finished ones that a step still touches included."""
+        return [seq.blocks for seq in self.sequences.values()]
+
+    def _leave(self, seq: Sequence) -> None:
+        if seq.status is Status.WAITING:
+            if seq.seq_id in self.waiting:  # a new sequence is not there yet
+                self.waiting.remove(seq.seq_id)
+        else:
+            self._members(seq.status).remove(seq)
+
+    def _members(self, status: Status) -> list[Sequence]:
+        members = {Status.RUNNING: self.running, Status.SWAPPED: self.swapped, Status.LOADING: self.loading}
+        return members[status]
