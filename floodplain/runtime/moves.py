@@ -72,7 +72,7 @@ class Moves:
         is_swap = order.mode is PreemptionMode.SWAP and seq.num_computed > 0
         transfer = self._write_out(seq, order) if is_swap else None
         if not is_swap:
-            self._release_backups(seq)
+            state.release_backups(seq)
         state.free_blocks(seq)
         seq.lifecycle.record(EventKind.PREEMPTED, now)
         state.counters.preemptions["swap" if is_swap else "recompute"] += 1
@@ -89,7 +89,7 @@ class Moves:
         missing = self._keep_known(seq)
         num_full, num_tail = divmod(seq.num_computed, self._state.ledger.block_tokens)
         if num_tail:
-            missing.append((num_full, self._tail_key(seq, num_full)))
+            missing.append((num_full, self._tail_key(seq)))
         if not missing:
             return None
         if order.tier is None:
@@ -99,12 +99,9 @@ class Moves:
             seq.tail = (seq.backups.pop(), seq.num_computed)
         return transfer
 
-    def _tail_key(self, seq: Sequence, num_full: int) -> BlockKey:
-        """Nobody shares a partial block, so its key is mixed with the sequence's own number."""
-        start = num_full * self._state.ledger.block_tokens
-        parent = seq.keys[num_full - 1] if num_full else seq.root
-        own = BlockKey(parent + seq.seq_id.to_bytes(8, "little"))
-        return block_key(own, seq.tokens[start : seq.num_computed])
+    def _tail_key(self, seq: Sequence) -> BlockKey:
+        """Nobody shares a partial block, so its key is the sequence's own, and another one each time."""
+        return block_key(BlockKey(seq.root + b"tail"), (seq.seq_id, self._num_transfers))
 
     def _keep_known(self, seq: Sequence) -> list[tuple[int, BlockKey]]:
         """Keep every backup that exists of the sequence's full blocks; return (index, key) of those that lack one."""
@@ -177,7 +174,7 @@ class Moves:
                 seq.num_sealed += 1
                 if source.block is None:
                     state.ledger.seal(block, source.key)
-        self._release_tail(seq)
+        self._state.release_tail(seq)
         seq.lifecycle.record(EventKind.SWAPPED_IN, now)
         state.stale_tables.add(seq.seq_id)
         state.enter(seq, Status.RUNNING)
@@ -248,17 +245,6 @@ class Moves:
         locations = tuple(backup.location for backup in backups)
         return Transfer(self._num_transfers, kind, seq_id, blocks, locations, reason)
 
-    def _release_backups(self, seq: Sequence) -> None:
-        for backup in seq.backups:
-            self._state.backups.release(backup)
-        seq.backups = []
-        self._release_tail(seq)
-
-    def _release_tail(self, seq: Sequence) -> None:
-        if seq.tail is not None:
-            self._state.backups.release(seq.tail[0])
-            seq.tail = None
-
     def _drop_lost(self, lost: tuple[Backup, ...]) -> None:
         """Nobody keeps what is lost; a swapped sequence that has nothing left waits like a new one."""
         gone = set(lost)
@@ -267,7 +253,7 @@ class Moves:
                 seq.backups.remove(backup)
                 self._state.backups.release(backup)
             if seq.tail is not None and seq.tail[0] in gone:
-                self._release_tail(seq)
+                self._state.release_tail(seq)
             if seq.status is Status.SWAPPED and not seq.backups and seq.tail is None:
                 self._state.enter(seq, Status.WAITING)
 

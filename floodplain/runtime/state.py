@@ -110,11 +110,22 @@ class LoopState:
     def release(self, seq: Sequence) -> None:
         """A finished sequence that no step touches any more: give back all that it holds, and forget it."""
         self.free_blocks(seq)
+        self.release_backups(seq)
+        del self.sequences[seq.seq_id]
+        self.released.append(seq.seq_id)
+
+    def release_backups(self, seq: Sequence) -> None:
+        """The sequence needs no copy of its blocks any more."""
         for backup in seq.backups:
             self.backups.release(backup)
         seq.backups = []
-        del self.sequences[seq.seq_id]
-        self.released.append(seq.seq_id)
+        self.release_tail(seq)
+
+    def release_tail(self, seq: Sequence) -> None:
+        """The sequence runs again, or never will: the copy of its partial block is out of date."""
+        if seq.tail is not None:
+            self.backups.release(seq.tail[0])
+            seq.tail = None
 
     def block_tables(self) -> list[list[BlockId]]:
         """The block tables of all sequences, finished ones that a step still touches included."""

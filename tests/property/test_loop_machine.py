@@ -1,0 +1,159 @@
+"""The loop under every interleaving: steps and copies end in any order, requests come, hang up and are stopped.
+
+Laws: the tokens of every request that ran to its end are those of the reference, however it was disturbed; the ledgers
+balance after every rule; what ended gives everything back; time never goes back; the loop never stalls for good.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from floodplain.core.blocks import BlockState
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.plan import StepPlan, StepResult
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.shrink import commit_shrink, plan_shrink
+from floodplain.policy.fcfs import FcfsPolicy
+from tests.support.loops import FakeExecutor, RandomPolicy, make_loop, make_request, reference_output
+
+MAX_MODEL_LEN = 24
+
+
+class LoopMachine(RuleBasedStateMachine):
+    """Drives a loop and a fake executor with held-back steps and copies."""
+
+    @initialize(
+        depth=st.sampled_from([1, 2]),
+        is_random=st.booleans(),
+        num_slots=st.sampled_from([0, 5, 40]),
+        caches=st.booleans(),
+        seed=st.integers(0, 2**16),
+        budget=st.integers(1, 12),
+    )
+    def begin(self, depth: int, is_random: bool, num_slots: int, caches: bool, seed: int, budget: int) -> None:
+        self.loop = make_loop(
+            policy=RandomPolicy() if is_random else FcfsPolicy(),
+            num_blocks=7,
+            num_slots=num_slots,
+            depth=depth,
+            max_model_len=MAX_MODEL_LEN,
+            max_batched_tokens=budget,
+            max_num_seqs=4,
+            caches_prefixes=caches,
+            seed=seed,
+        )
+        self.executor = FakeExecutor(block_tokens=4)
+        self.now = 0.0
+        self.results: list[StepResult] = []
+        self.requests: dict[SeqId, Request] = {}
+        self.outputs: dict[SeqId, list[int]] = {}
+        self.ended: dict[SeqId, FinishReason] = {}
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    @rule(
+        prefix=st.integers(0, 2),
+        length=st.integers(1, 14),
+        max_tokens=st.integers(1, 9),
+        ignore_eos=st.booleans(),
+        seed=st.integers(0, 9),
+    )
+    def submit(self, prefix: int, length: int, max_tokens: int, ignore_eos: bool, seed: int) -> None:
+        shared = tuple(range(prefix * 10, prefix * 10 + 8))
+        prompt = (shared + tuple(Random(seed).randint(0, 22) for _ in range(8)))[:length]
+        request = make_request("r", prompt, self.tick(), max_tokens=max_tokens, ignore_eos=ignore_eos)
+        seq_id = self.loop.submit(request)
+        self.requests[seq_id] = request
+        self.outputs[seq_id] = []
+
+    @rule()
+    def plan(self) -> None:
+        plan = self.loop.next_plan(self.tick())
+        if isinstance(plan, StepPlan):
+            self.results.append(self.executor.execute(plan))
+
+    @precondition(lambda self: self.results)
+    @rule()
+    def complete(self) -> None:
+        outputs = self.loop.complete(self.results.pop(0), self.tick())
+        for seq_id, token in zip(outputs.seq_ids, outputs.token_ids, strict=True):
+            self.outputs[seq_id].append(token)
+        self.ended |= outputs.finished
+
+    @precondition(lambda self: self.executor.transfers)
+    @rule(index=st.integers(0, 99), ok=st.sampled_from([True, True, True, False]), is_copied=st.booleans())
+    def settle_transfer(self, index: int, ok: bool, is_copied: bool) -> None:
+        transfer = self.executor.transfers.pop(index % len(self.executor.transfers))
+        if ok or is_copied:  # a failed copy may have written everything, or nothing
+            self.executor.copy(transfer)
+        self.loop.transfer_done(transfer.transfer_id, ok, self.tick())
+
+    @precondition(lambda self: self.requests)
+    @rule(index=st.integers(0, 99), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
+    def finish(self, index: int, reason: FinishReason) -> None:
+        seq_id = list(self.requests)[index % len(self.requests)]
+        was_alive = self.loop.finish(seq_id, reason, self.tick())
+        assert was_alive == (seq_id not in self.ended)
+        self.ended.setdefault(seq_id, reason)
+
+    @precondition(lambda self: not self.results)
+    @rule(num_blocks=st.integers(0, 7))
+    def shrink_and_grow(self, num_blocks: int) -> None:
+        ledger = self.loop.state.ledger
+        shrink = plan_shrink(ledger, num_blocks)
+        for source, destination in shrink.moves:
+            self.executor.blocks[destination] = dict(self.executor.blocks.get(source, {}))
+        self.loop.remap_blocks(commit_shrink(ledger, shrink))
+        assert ledger.num_blocks == shrink.num_blocks >= num_blocks
+        ledger.add_memory([b for b in range(7) if ledger.state(BlockId(b)) is BlockState.ABSENT])
+
+    @invariant()
+    def laws_hold(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        self.loop.check_integrity()
+        for seq in self.loop.state.sequences.values():
+            times = [when for when, _ in seq.lifecycle.events]
+            assert times == sorted(times)
+            assert len(seq.lifecycle.token_times_s) == len(seq.output_token_ids)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        self.loop.policy = FcfsPolicy()  # the last words of the test: a work-conserving policy must bring everything home
+        for _ in range(2000):
+            if not self.loop.has_unfinished:
+                break
+            while self.executor.transfers:
+                transfer = self.executor.transfers.pop()
+                self.executor.copy(transfer)
+                self.loop.transfer_done(transfer.transfer_id, True, self.tick())
+            for seq in list(self.loop.state.swapped):  # FCFS knows no swap space: hang these up
+                self.loop.finish(seq.seq_id, FinishReason.ABORT, self.tick())
+                self.ended[seq.seq_id] = FinishReason.ABORT
+            self.plan()
+            if self.results:
+                self.complete()
+        assert not self.loop.has_unfinished, "the loop did not come to rest"
+        self.loop.check_integrity()
+        ledger = self.loop.state.ledger
+        assert ledger.num_available == ledger.num_blocks
+        assert all(slots.num_free == slots.num_slots for slots in self.loop.state.backups.slots.values())
+        for seq_id, request in self.requests.items():
+            expected = reference_output(request, MAX_MODEL_LEN)
+            got = self.outputs[seq_id]
+            assert got == expected[: len(got)]
+            if self.ended[seq_id] is FinishReason.LENGTH:
+                assert got == expected
+
+
+LoopMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestLoopMachine = LoopMachine.TestCase
