@@ -49,7 +49,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    lifecycle: Lifecycle
+    lifecycle: Lifecycle | None
 
 
 @dataclass(frozen=True, slots=True)

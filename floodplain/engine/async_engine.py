@@ -1,0 +1,245 @@
+"""An engine on a thread of its own, for asyncio programs: one step after another, requests enter at step boundaries."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from floodplain.core.errors import InvariantError, QueueFull, UserError
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.engine.shell import Engine
+from floodplain.engine.tokenizer import Tokenizer
+
+_IDLE_POLL_S = 1.0
+
+
+@dataclass(eq=False, slots=True)
+class _Client:
+    """One caller of ``generate``: what it waits for, and where its deltas go (only touched on the event loop)."""
+
+    request: Request
+    accepted: asyncio.Future[SeqId]
+    seq_id: SeqId | None = None  # set and read on the engine's thread
+    deltas: asyncio.Queue[OutputDelta | BaseException] = field(default_factory=asyncio.Queue)
+
+
+class AsyncEngine:
+    """The engine under the server and under the in-process benchmarks.
+
+    A step runs on the engine's thread; submissions and aborts wait in an inbox until the next step boundary. If the
+    engine's thread dies, every caller gets its exception, and so does every later call.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._by_seq: dict[SeqId, _Client] = {}
+        self._callers: set[_Client] = set()
+        self._is_empty = asyncio.Event()
+        self._subscribers: list[Callable[[Lifecycle], None]] = []
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = False
+        self._is_draining = False
+        self._failure: BaseException | None = None
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> AsyncEngine:
+        """Load the model and make the engine; ``start`` it on an event loop."""
+        return cls(Engine.from_config(config))
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it; its state belongs to the engine's thread once started."""
+        return self._engine
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        return self._engine.model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output."""
+        return self._engine.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        """A snapshot of gauges and counters; may be taken from any thread."""
+        return self._engine.stats()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine's thread, if something did."""
+        return self._failure
+
+    def subscribe(self, on_finished: Callable[[Lifecycle], None]) -> None:
+        """Call ``on_finished`` on the event loop with every request that ends by ``stop`` or ``length``."""
+        self._subscribers.append(on_finished)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine's thread."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="floodplain-engine", daemon=True)
+        self._thread.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nothing new, and return when no request is alive; those that are after ``timeout_s`` are aborted."""
+        self._is_draining = True
+        self._is_empty.clear() if self._callers else self._is_empty.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_empty.wait(), timeout_s)
+        for caller in self._callers:
+            self._inbox.put(lambda caller=caller: self._abandon(caller))  # type: ignore[misc]
+            caller.deltas.put_nowait(OutputDelta("", (), FinishReason.ABORT.value))
+
+    async def close(self) -> None:
+        """Stop after the current step; requests that are alive end with an error."""
+        self._is_closing = True
+        if self._thread is not None:
+            self._inbox.put(lambda: None)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+        self._fail(self._failure or RuntimeError("the engine is closed"))
+        self._engine.close()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        client: str = "",
+        cache_salt: str = "",
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
+
+        Raises:
+            RequestRefused: It can never be served.
+            QueueFull: Too many wait, or the engine is draining.
+        """
+        if self._loop is None or self._failure is not None or self._is_closing:
+            raise RuntimeError("the engine is not running") from self._failure
+        if self._is_draining:
+            raise QueueFull("the server is shutting down: send the request elsewhere")
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=params,
+            arrival_s=time.monotonic(),
+            priority=priority,
+            client=client,
+            cache_salt=cache_salt,
+        )
+        caller = _Client(request, self._loop.create_future())
+        self._callers.add(caller)
+        self._inbox.put(lambda: self._submit(caller))
+        try:
+            await caller.accepted
+            while True:
+                delta = await caller.deltas.get()
+                if isinstance(delta, BaseException):
+                    raise delta
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._callers.discard(caller)
+            if not self._callers:
+                self._is_empty.set()
+            self._inbox.put(lambda: self._abandon(caller))
+
+    # -- on the engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._take_inbox(block_s=0.0 if self._engine.has_unfinished else _IDLE_POLL_S)
+                deltas = self._engine.step()
+                ended = [life for _, life, reason in self._engine.take_finished() if reason is not FinishReason.ABORT]
+                if deltas or ended:
+                    self._call(self._dispatch, deltas, ended)
+        except BaseException as error:
+            self._failure = error
+            self._call(self._fail, error)
+            if not isinstance(error, InvariantError | RuntimeError):
+                raise
+
+    def _take_inbox(self, block_s: float) -> None:
+        try:
+            (self._inbox.get(timeout=block_s) if block_s else self._inbox.get_nowait())()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _submit(self, caller: _Client) -> None:
+        try:
+            seq_id = self._engine.add(caller.request)
+        except UserError as error:
+            self._call(self._refuse, caller, error)
+        else:
+            caller.seq_id = seq_id
+            self._call(self._accept, caller, seq_id)
+
+    def _abandon(self, caller: _Client) -> None:
+        if caller.seq_id is not None and self._engine.finish(caller.seq_id, FinishReason.ABORT):
+            self._call(self._by_seq.pop, caller.seq_id, None)
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the event loop is closed: nobody listens any more
+            self._is_closing = True
+
+    # -- on the event loop -----------------------------------------------------------------------------------------
+
+    def _accept(self, caller: _Client, seq_id: SeqId) -> None:
+        if not caller.accepted.done():
+            self._by_seq[seq_id] = caller
+            caller.accepted.set_result(seq_id)
+
+    def _refuse(self, caller: _Client, error: UserError) -> None:
+        if not caller.accepted.done():
+            caller.accepted.set_exception(error)
+
+    def _dispatch(self, deltas: list[tuple[SeqId, OutputDelta]], ended: list[Lifecycle]) -> None:
+        for seq_id, delta in deltas:
+            caller = self._by_seq.get(seq_id)
+            if caller is not None:
+                caller.deltas.put_nowait(delta)
+                if delta.finish_reason is not None:
+                    del self._by_seq[seq_id]
+        for lifecycle in ended:
+            for callback in self._subscribers:
+                callback(lifecycle)
+
+    def _fail(self, error: BaseException) -> None:
+        for caller in self._callers:
+            failure = RuntimeError(f"the engine failed: {error}")
+            if caller.accepted.done():
+                caller.deltas.put_nowait(failure)
+            else:
+                caller.accepted.set_exception(failure)
+        self._by_seq.clear()

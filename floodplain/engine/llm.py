@@ -1,0 +1,179 @@
+"""``LLM.generate``: a model in the caller's own process and thread, shaped like vLLM's class of that name."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from floodplain.core.errors import UserError
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import TokenLogprobs
+from floodplain.core.request import Request, SeqId
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import CompletionOutput, EngineStats, OutputDelta, RequestOutput
+from floodplain.engine.shell import Engine
+
+Prompt = str | Mapping[str, Sequence[int]]
+"""Text, or ``{"prompt_token_ids": [...]}``."""
+
+
+class LLM:
+    """A loaded model. A context manager: leaving it gives the memory back.
+
+    Args:
+        model: HF folder, ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
+        flags: The engine flags, with underscores: see ``EngineConfig``.
+
+    Raises:
+        UserError: A flag or the model is not usable; the message says what to change.
+    """
+
+    def __init__(self, model: str, **flags: Any) -> None:
+        flags.setdefault("max_waiting", sys.maxsize)  # the caller waits for all of them anyway
+        try:
+            config = EngineConfig(model=model, **flags)
+        except TypeError as error:
+            raise UserError(f"unknown engine flag: {error}") from None
+        self._engine = Engine.from_config(config)
+        self._num_requests = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back all memory; the object is of no use afterwards."""
+        self._engine.close()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind it."""
+        return self._engine
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters since the model was loaded."""
+        return self._engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts, batched as memory allows.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            UserError: A prompt can never be served, or the numbers of prompts and parameters differ. Nothing was run.
+        """
+        many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = self._match_params(sampling_params, len(many))
+        return self._run([self._encode(prompt) for prompt in many], params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The same for conversations (one, or a list of them), through the model's chat template."""
+        chats: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [(None, self._engine.tokenizer.apply_chat_template(chat)) for chat in chats]
+        return self._run(prompts, self._match_params(sampling_params, len(prompts)), use_tqdm)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self._engine.tokenizer.encode(prompt)
+        if set(prompt) != {"prompt_token_ids"}:
+            raise UserError(f'a prompt is a string or {{"prompt_token_ids": [...]}}, not a mapping with {sorted(prompt)}')
+        return None, list(prompt["prompt_token_ids"])
+
+    @staticmethod
+    def _match_params(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * num_prompts
+        if len(params) != num_prompts:
+            raise UserError(f"{num_prompts} prompts, but {len(params)} sampling_params: give one, or one for each prompt")
+        return list(params)
+
+    def _run(
+        self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        requests = [self._make_request(tokens, one) for (_, tokens), one in zip(prompts, params, strict=True)]
+        for request in requests:
+            self._engine.check(request)
+        collectors = {self._engine.add(request): _Collector() for request in requests}
+        self._run_to_end(collectors, use_tqdm)
+        return [
+            collector.output(request, prompt)
+            for collector, request, (prompt, _) in zip(collectors.values(), requests, prompts, strict=True)
+        ]
+
+    def _make_request(self, tokens: list[int], params: SamplingParams) -> Request:
+        self._num_requests += 1
+        return Request(
+            request_id=str(self._num_requests - 1),
+            prompt_token_ids=tuple(tokens),
+            params=params,
+            arrival_s=time.monotonic(),
+        )
+
+    def _run_to_end(self, collectors: dict[SeqId, _Collector], use_tqdm: bool) -> None:
+        from tqdm import tqdm
+
+        with tqdm(total=len(collectors), desc="requests", disable=not use_tqdm) as progress:
+            while self._engine.has_unfinished:
+                for seq_id, delta in self._engine.step():
+                    collectors[seq_id].add(delta)
+                    progress.update(delta.finish_reason is not None)
+                for seq_id, lifecycle, _ in self._engine.take_finished():
+                    collectors[seq_id].lifecycle = lifecycle
+
+
+class _Collector:
+    """Puts the deltas of one request together again."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._last: OutputDelta | None = None
+        self.lifecycle: Lifecycle | None = None
+
+    def add(self, delta: OutputDelta) -> None:
+        self._text.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs or ()
+        self._last = delta
+
+    def output(self, request: Request, prompt: str | None) -> RequestOutput:
+        last = self._last
+        completion = CompletionOutput(
+            index=0,
+            text="".join(self._text),
+            token_ids=self._token_ids,
+            finish_reason=last.finish_reason if last else None,
+            logprobs=self._logprobs or None,
+            cumulative_logprob=sum(entry.chosen for entry in self._logprobs) if self._logprobs else None,
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[completion],
+            finished=last is not None and last.finish_reason is not None,
+            num_cached_tokens=last.num_cached_tokens if last else 0,
+            lifecycle=self.lifecycle,
+        )

@@ -1,0 +1,66 @@
+"""Lets the load client drive an engine in its own process, as it drives a server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+from floodplain.core.errors import UserError
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.observe.timeline import Timeline, TimelineSample
+from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk
+
+
+class EngineTarget:
+    """A ``LoadTarget`` over an ``AsyncEngine``: greedy, token by token."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def send(self, request: LoadRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Submit ``request`` now and yield its tokens as steps complete.
+
+        Raises:
+            RequestFailed: It was refused.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
+        deltas = self._engine.generate(request.prompt_token_ids, params, request_id=request.request_id)
+        try:
+            async with aclosing(deltas) as answer:
+                async for delta in answer:
+                    yield TokenChunk(time.monotonic(), delta.text, delta.token_ids)
+        except UserError as error:
+            raise RequestFailed(str(error)) from error
+
+
+@contextlib.asynccontextmanager
+async def sampled_timeline(engine: AsyncEngine, interval_s: float = 0.25) -> AsyncIterator[Timeline]:
+    """Record running, waiting and KV use of ``engine`` every ``interval_s`` seconds while the context is open."""
+    timeline = Timeline()
+
+    async def sample_for_ever() -> None:
+        while True:
+            stats = engine.stats()
+            timeline.record(
+                TimelineSample(
+                    time_s=time.monotonic(),
+                    num_running=stats.num_running,
+                    num_waiting=stats.num_waiting,
+                    num_swapped=stats.num_swapped,
+                    kv_used_blocks=stats.num_used_blocks,
+                    kv_total_blocks=stats.num_blocks,
+                )
+            )
+            await asyncio.sleep(interval_s)
+
+    task = asyncio.create_task(sample_for_ever())
+    try:
+        yield timeline
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

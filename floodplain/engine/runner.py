@@ -1,0 +1,158 @@
+"""Executes step plans with a real model: plan in, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.plan import PrefillChunk, StepPlan, StepResult
+from floodplain.core.request import SeqId
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.batch import ForwardBatch, PrefillSegment
+from floodplain.engine.models.decoder import Decoder, LayerHooks
+from floodplain.engine.sampler import Sampler
+from floodplain.engine.slots import IntArray, SequenceSlots
+
+
+class ModelRunner:
+    """An ``Executor`` over a model and its KV.
+
+    Args:
+        model: Loaded parameters.
+        kv_layers: The KV of each layer, [num_blocks, 2, block_tokens, kv_heads, head_dim].
+        sampler: Chooses tokens.
+        block_tokens: Tokens in a block.
+        max_model_len: Most tokens of a sequence.
+        on_close: Gives back the memory behind ``kv_layers``.
+        hooks: Called around each layer.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_layers: Sequence[torch.Tensor],
+        sampler: Sampler,
+        *,
+        block_tokens: int,
+        max_model_len: int,
+        on_close: Callable[[], None],
+        hooks: LayerHooks | None = None,
+    ) -> None:
+        self._model = model
+        self._kv_layers = kv_layers
+        self._sampler = sampler
+        self._block_tokens = block_tokens
+        self._on_close = on_close
+        self._hooks = hooks
+        self._slots = SequenceSlots(max_blocks=-(-max_model_len // block_tokens))
+        self._params: dict[SeqId, SamplingParams] = {}
+        self._decodes: tuple[SeqId, ...] = ()
+        self._decode_rows: IntArray = np.zeros(0, dtype=np.int64)
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Give back all memory."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._kv_layers = ()
+            self._on_close()
+
+    def poll_transfers(self) -> Sequence[tuple[int, bool]]:
+        """Nothing is ever under way: this engine has no swap space yet, so no policy of it moves KV."""
+        return ()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step to its end.
+
+        Raises:
+            InvariantError: The plan moves KV, or the runner is closed.
+        """
+        if plan.transfers or self._is_closed:
+            raise InvariantError("a plan for swap space or a closed engine reached the model runner")
+        self._apply_updates(plan)
+        batch = self._make_batch(plan)
+        if batch is None:
+            return StepResult(plan.step_id, ())
+        logits = self._model.forward(batch, self._kv_layers, self._hooks)
+        return self._sample(plan, logits)
+
+    def _apply_updates(self, plan: StepPlan) -> None:
+        for seq_id in plan.released:
+            self._slots.release(seq_id)
+            self._params.pop(seq_id, None)
+        for update in plan.tables:
+            self._slots.update_table(update)
+        for chunk in plan.prefills:
+            if chunk.request is not None:
+                self._params[chunk.seq_id] = chunk.request.params
+        if plan.decodes is not self._decodes:
+            self._decodes = plan.decodes
+            self._decode_rows = self._slots.rows(plan.decodes)
+
+    # -- the batch -------------------------------------------------------------------------------------------------
+
+    def _make_batch(self, plan: StepPlan) -> ForwardBatch | None:
+        """Decodes first, then the chunks; all arithmetic on arrays. None if the plan computes nothing."""
+        slots, block_tokens, num_decodes = self._slots, self._block_tokens, len(plan.decodes)
+        if not num_decodes and not plan.prefills:
+            return None
+        rows = self._decode_rows
+        positions = slots.positions[rows]
+        max_context = int(positions.max()) + 1 if num_decodes else 0
+        token_ids, all_rows, all_positions = [slots.last_tokens[rows]], [rows], [positions]
+        for chunk in plan.prefills:
+            count = len(chunk.token_ids)
+            token_ids.append(np.array(chunk.token_ids, dtype=np.int64))
+            all_rows.append(np.full(count, slots.row(chunk.seq_id)))
+            all_positions.append(np.arange(chunk.start, chunk.start + count))
+        row, position = np.concatenate(all_rows), np.concatenate(all_positions)
+        slot_mapping = slots.tables[row, position // block_tokens] * block_tokens + position % block_tokens
+        return ForwardBatch(
+            token_ids=self._tensor(np.concatenate(token_ids)),
+            positions=self._tensor(position),
+            slot_mapping=self._tensor(slot_mapping),
+            block_tables=self._tensor(slots.tables[rows, : -(-max_context // block_tokens)]),
+            context_lens=self._tensor(positions + 1),
+            max_context_len=max_context,
+            prefills=self._segments(plan.prefills, num_decodes),
+            logits_rows=self._tensor(_logits_rows(plan)),
+        )
+
+    def _segments(self, chunks: Sequence[PrefillChunk], first_row: int) -> tuple[PrefillSegment, ...]:
+        segments = []
+        for chunk in chunks:
+            context_len = chunk.start + len(chunk.token_ids)
+            num_blocks = -(-context_len // self._block_tokens)
+            table = self._tensor(self._slots.tables[self._slots.row(chunk.seq_id), :num_blocks])
+            segments.append(PrefillSegment(first_row, len(chunk.token_ids), context_len, table))
+            first_row += len(chunk.token_ids)
+        return tuple(segments)
+
+    def _tensor(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._model.device, non_blocking=True)
+
+    # -- sampling --------------------------------------------------------------------------------------------------
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> StepResult:
+        slots, sampled = self._slots, plan.sampled
+        slots.positions[self._decode_rows] += 1
+        for chunk in plan.prefills:
+            slots.positions[slots.row(chunk.seq_id)] = chunk.start + len(chunk.token_ids)
+        rows = self._decode_rows if len(sampled) == len(plan.decodes) else slots.rows(sampled)
+        params = [self._params[seq_id] for seq_id in sampled]
+        tokens, logprobs = self._sampler.sample(logits, params, slots.positions[rows])
+        slots.last_tokens[rows] = tokens
+        return StepResult(plan.step_id, tokens.tolist(), dict(zip(sampled, logprobs, strict=True)) if logprobs else {})
+
+
+def _logits_rows(plan: StepPlan) -> IntArray:
+    """The rows of the batch whose logits are sampled: every decode, and the last token of each finished prefill."""
+    ends, row = [], len(plan.decodes)
+    for chunk in plan.prefills:
+        row += len(chunk.token_ids)
+        if chunk.samples:
+            ends.append(row - 1)
+    return np.concatenate((np.arange(len(plan.decodes)), np.array(ends, dtype=np.int64)))

@@ -1,0 +1,63 @@
+"""What the executor remembers of each sequence between steps, in arrays, so that a decode step has no loop over sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from floodplain.core.plan import TableUpdate
+from floodplain.core.request import SeqId
+
+IntArray = npt.NDArray[np.int64]
+
+
+class SequenceSlots:
+    """Block table, next position and last token of every sequence that the loop has not released.
+
+    Arrays are indexed by *row*; a sequence keeps its row until it is released, also while it is off the device.
+
+    Attributes:
+        tables: [rows, max_blocks] block ids.
+        positions: [rows] position of the next token to feed.
+        last_tokens: [rows] that token, once the sequence has sampled one.
+    """
+
+    def __init__(self, max_blocks: int, num_rows: int = 64) -> None:
+        self.tables: IntArray = np.zeros((num_rows, max_blocks), dtype=np.int64)
+        self.positions: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self.last_tokens: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self._rows: dict[SeqId, int] = {}
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    def row(self, seq_id: SeqId) -> int:
+        """The row of a sequence, given now if it has none."""
+        row = self._rows.get(seq_id)
+        if row is None:
+            if not self._free:
+                self._double()
+            row = self._rows[seq_id] = self._free.pop()
+        return row
+
+    def rows(self, seq_ids: Sequence[SeqId]) -> IntArray:
+        """The rows of sequences, [len(seq_ids)]."""
+        return np.fromiter(map(self._rows.__getitem__, seq_ids), dtype=np.int64, count=len(seq_ids))
+
+    def update_table(self, update: TableUpdate) -> None:
+        """Write the new entries of a block table."""
+        end = update.start + len(update.blocks)
+        self.tables[self.row(update.seq_id), update.start : end] = update.blocks
+
+    def release(self, seq_id: SeqId) -> None:
+        """Forget a sequence."""
+        row = self._rows.pop(seq_id, None)
+        if row is not None:
+            self._free.append(row)
+
+    def _double(self) -> None:
+        num_rows = len(self.positions)
+        self.tables = np.concatenate((self.tables, np.zeros_like(self.tables)))
+        self.positions = np.concatenate((self.positions, np.zeros_like(self.positions)))
+        self.last_tokens = np.concatenate((self.last_tokens, np.zeros_like(self.last_tokens)))
+        self._free = list(range(2 * num_rows - 1, num_rows - 1, -1))
