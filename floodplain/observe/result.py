@@ -1,0 +1,211 @@
+"""The result of a benchmark: what the client saw, under the keys of ``vllm bench serve --save-detailed``.
+
+Definitions: ``docs/metrics.md``. A number that does not exist is None, never NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+import floodplain
+from floodplain.core import lifecycle
+from floodplain.observe.goodput import parse_goodput
+from floodplain.observe.run_facts import EngineReport, RunInfo
+from floodplain.workload.records import RequestRecord
+
+PERCENTILES = (90, 95, 99)
+
+
+def benchmark_result(
+    records: Sequence[RequestRecord],
+    info: RunInfo,
+    engine: EngineReport | None = None,
+    timeline: Mapping[str, Sequence[float]] | None = None,
+    *,
+    save_tokens: bool = False,
+) -> dict[str, Any]:
+    """Return a benchmark result: a JSON object as a dictionary.
+
+    Args:
+        records: One for each request, in the order they were wanted.
+        info: What was run.
+        engine: The engine's own counts; None when only a client looked (its keys are then null).
+        timeline: The columns of a ``Timeline``, kept under ``floodplain.timeline`` for plots.
+        save_tokens: Also keep the output token ids.
+    """
+    done = [record for record in records if record.error is None]
+    duration_s = max((record.finished_s for record in records), default=0.0)
+    result: dict[str, Any] = {
+        **_head(info, len(records)),
+        **_totals(done, len(records), duration_s),
+        "request_goodput": _goodput(done, duration_s, parse_goodput(info.goodput)),
+        **_latencies(done),
+        **_peaks(done),
+        **_per_request(records),
+    }
+    if save_tokens:
+        result["output_token_ids"] = [record.output_token_ids for record in records]
+    result["floodplain"] = {
+        "version": floodplain.__version__,
+        "config": dict(info.config),
+        "hardware": asdict(info.hardware) if info.hardware else None,
+        **_engine(engine),
+        **_gaps(done),
+        "max_send_lag_s": max((record.sent_s - record.arrival_s for record in records), default=None),
+        "seed": info.seed,
+    }
+    if timeline is not None:
+        result["floodplain"]["timeline"] = {name: list(values) for name, values in timeline.items()}
+    return result
+
+
+def _head(info: RunInfo, num_requests: int) -> dict[str, Any]:
+    rate = info.request_rate
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": info.backend,
+        "endpoint_type": info.backend,
+        "model_id": info.model_id,
+        "tokenizer_id": info.tokenizer_id,
+        "num_prompts": num_requests,
+        "request_rate": "inf" if rate is not None and math.isinf(rate) else rate,
+        "burstiness": info.burstiness,
+        "max_concurrency": info.max_concurrency,
+    }
+
+
+def _totals(done: Sequence[RequestRecord], num_requests: int, duration_s: float) -> dict[str, Any]:
+    num_inputs = sum(record.prompt_tokens for record in done)
+    num_outputs = sum(len(record.token_times_s) for record in done)
+    return {
+        "duration": duration_s,
+        "completed": len(done),
+        "failed": num_requests - len(done),
+        "total_input_tokens": num_inputs,
+        "total_output_tokens": num_outputs,
+        "request_throughput": _rate(len(done), duration_s),
+        "output_throughput": _rate(num_outputs, duration_s),
+        "total_token_throughput": _rate(num_inputs + num_outputs, duration_s),
+    }
+
+
+def _rate(count: float, duration_s: float) -> float | None:
+    return count / duration_s if duration_s > 0 else None
+
+
+def _goodput(done: Sequence[RequestRecord], duration_s: float, limits_ms: Mapping[str, float]) -> float | None:
+    """Good requests a second; TPOT counts as 0 for an output of one token, as in vLLM. None if nothing was asked."""
+    if not limits_ms:
+        return None
+    good = 0
+    for record in done:
+        values_s = {
+            "ttft": lifecycle.time_to_first_token_s(record.sent_s, record.token_times_s),
+            "tpot": lifecycle.time_per_output_token_s(record.token_times_s),
+            "e2el": lifecycle.end_to_end_s(record.sent_s, record.token_times_s),
+        }
+        good += all((values_s[name] or 0.0) * 1e3 <= limit for name, limit in limits_ms.items())
+    return _rate(good, duration_s)
+
+
+def _latencies(done: Sequence[RequestRecord]) -> dict[str, float | None]:
+    times = [(record.sent_s, record.token_times_s) for record in done]
+    samples: dict[str, list[float | None]] = {
+        "ttft": [lifecycle.time_to_first_token_s(*each) for each in times],
+        "tpot": [lifecycle.time_per_output_token_s(tokens_s) for _, tokens_s in times],
+        "itl": [gap for _, tokens_s in times for gap in lifecycle.inter_token_latencies_s(tokens_s)],
+        "e2el": [lifecycle.end_to_end_s(*each) for each in times],
+    }
+    statistics: dict[str, float | None] = {}
+    for name, values_s in samples.items():
+        for statistic, value in summarise([v * 1e3 for v in values_s if v is not None]).items():
+            statistics[f"{statistic}_{name}_ms"] = value
+    return statistics
+
+
+def summarise(values: Sequence[float]) -> dict[str, float | None]:
+    """Return mean, median, std (of the population), p90, p95, p99 and max; all None for no values.
+
+    Percentiles interpolate linearly between the two nearest values, as numpy does by default.
+    """
+    if not values:
+        return dict.fromkeys(("mean", "median", "std", *(f"p{p}" for p in PERCENTILES), "max"))
+    array = np.asarray(values, dtype=np.float64)
+    return {
+        "mean": float(array.mean()),
+        "median": float(np.median(array)),
+        "std": float(array.std()),
+        **{f"p{p}": float(np.percentile(array, p)) for p in PERCENTILES},
+        "max": float(array.max()),
+    }
+
+
+def _peaks(done: Sequence[RequestRecord]) -> dict[str, float | int | None]:
+    """Most tokens in one second (counted from the first request), most requests under way at once."""
+    if not done:
+        return {"max_output_tokens_per_s": None, "max_concurrent_requests": 0}
+    start_s = min(record.sent_s for record in done)
+    seconds = np.concatenate([np.asarray(record.token_times_s) for record in done]) - start_s
+    changes = sorted(
+        (when, change) for record in done for when, change in ((record.sent_s, 1), (record.finished_s, -1))
+    )
+    under_way = np.cumsum([change for _, change in changes])
+    return {
+        "max_output_tokens_per_s": float(np.bincount(seconds.astype(np.int64)).max()),
+        "max_concurrent_requests": int(under_way.max()),
+    }
+
+
+def _per_request(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
+    """Return parallel lists, one entry per request; a failed one has output length 0 and an error, as in vLLM."""
+    return {
+        "request_ids": [record.request_id for record in records],
+        "start_times": [record.sent_s for record in records],
+        "input_lens": [record.prompt_tokens for record in records],
+        "output_lens": [len(record.token_times_s) if record.error is None else 0 for record in records],
+        "ttfts": [lifecycle.time_to_first_token_s(record.sent_s, record.token_times_s) or 0.0 for record in records],
+        "itls": [lifecycle.inter_token_latencies_s(record.token_times_s) for record in records],
+        "generated_texts": [record.text for record in records],
+        "errors": [record.error or "" for record in records],
+    }
+
+
+def _engine(engine: EngineReport | None) -> dict[str, Any]:
+    names = ("preemptions", "recomputed_tokens", "wasted_tokens", "swap", "steps", "scheduler_s")
+    return asdict(engine) if engine else dict.fromkeys(names)
+
+
+def _gaps(done: Sequence[RequestRecord]) -> dict[str, Any]:
+    gaps_s = [lifecycle.inter_token_latencies_s(record.token_times_s) for record in done]
+    waits_s = [
+        max((lifecycle.time_to_first_token_s(record.sent_s, record.token_times_s) or 0.0, *gaps))
+        for record, gaps in zip(done, gaps_s, strict=True)
+    ]
+    return {
+        "max_token_gap_s": max((gap for gaps in gaps_s for gap in gaps), default=None),
+        "fairness": {
+            "jain_index": jain_index([served for record in done if (served := _served_rate(record)) is not None]),
+            "max_wait_s": max(waits_s, default=None),
+        },
+    }
+
+
+def _served_rate(record: RequestRecord) -> float | None:
+    e2e_s = lifecycle.end_to_end_s(record.sent_s, record.token_times_s)
+    return len(record.token_times_s) / e2e_s if e2e_s else None
+
+
+def jain_index(shares: Sequence[float]) -> float | None:
+    """Return (sum x)^2 / (n * sum x^2): 1 when all are equal, 1/n when one has everything; None for no shares.
+
+    Source: Jain, Chiu, Hawe, "A quantitative measure of fairness", DEC-TR-301, 1984.
+    """
+    array = np.asarray(shares, dtype=np.float64)
+    squares = float((array**2).sum())
+    return float(array.sum()) ** 2 / (len(array) * squares) if squares > 0 else None

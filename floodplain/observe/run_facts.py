@@ -1,0 +1,99 @@
+"""What a benchmark result says beside its latencies: what was run, where, and what the engine counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TierTraffic:
+    """Bytes that went to and came from one tier."""
+
+    out_bytes: int = 0
+    in_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapReport:
+    """What swapping moved.
+
+    Attributes:
+        out_bytes: KV written at preemptions.
+        in_bytes: KV brought back.
+        backup_bytes: KV written ahead, while its owner still ran.
+        stall_s: How long steps waited for copies.
+        by_tier: The traffic of each tier, by its name.
+    """
+
+    out_bytes: int = 0
+    in_bytes: int = 0
+    backup_bytes: int = 0
+    stall_s: float = 0.0
+    by_tier: Mapping[str, TierTraffic] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareReport:
+    """Where it ran.
+
+    Attributes:
+        name: For example the GPU's; ``emulated-…`` when links are emulated.
+        emulated: Whether any part is.
+        links: The links in use, each as a mapping of its facts.
+    """
+
+    name: str
+    emulated: bool
+    links: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What only the engine knows of a run.
+
+    Attributes:
+        preemptions: How often a sequence was taken off the device.
+        recomputed_tokens: Tokens computed again because their KV was dropped.
+        wasted_tokens: Tokens computed for nothing (aborted requests, tokens after a stop).
+        swap: What swapping moved.
+        steps: Steps executed.
+        scheduler_s: Time spent deciding, over all steps.
+    """
+
+    preemptions: int
+    recomputed_tokens: int
+    wasted_tokens: int
+    steps: int
+    scheduler_s: float
+    swap: SwapReport = field(default_factory=SwapReport)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """What was run, for the head of the result.
+
+    Attributes:
+        backend: ``floodplain`` (in process) or ``openai`` (over HTTP).
+        model_id: The model's name.
+        tokenizer_id: The tokenizer's name.
+        request_rate: As asked; infinity when all were sent at once; None for a trace.
+        burstiness: As asked.
+        max_concurrency: As asked; None: open loop.
+        seed: Of the workload.
+        config: The resolved configuration.
+        goodput: As asked, ``ttft:MS …``.
+        hardware: Where the engine ran; None if unknown.
+    """
+
+    backend: str
+    model_id: str
+    tokenizer_id: str
+    request_rate: float | None = None
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    seed: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    goodput: tuple[str, ...] = ()
+    hardware: HardwareReport | None = None

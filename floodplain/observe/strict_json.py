@@ -1,0 +1,38 @@
+"""JSON that every parser reads: no NaN, no infinity."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def to_json(result: Mapping[str, Any]) -> str:
+    """Return strict JSON: a float that is not finite becomes null; paths and other values become their text."""
+    return json.dumps(_strict(result), indent=1, allow_nan=False, ensure_ascii=False)
+
+
+def _strict(value: Any) -> Any:
+    match value:
+        case bool() | int() | str() | None:
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {str(key): _strict(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [_strict(entry) for entry in value]
+        case np.generic():
+            return _strict(value.item())
+        case _:
+            return str(value)
+
+
+def save_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result as strict JSON, making its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_json(result) + "\n", encoding="utf-8")

@@ -1,0 +1,72 @@
+"""A table for the terminal, and the rows that every summary of runs shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SUMMARY: tuple[tuple[str, str, float], ...] = (
+    ("TTFT p50 (s)", "median_ttft_ms", 1e-3),
+    ("TTFT p90 (s)", "p90_ttft_ms", 1e-3),
+    ("TTFT max (s)", "max_ttft_ms", 1e-3),
+    ("TPOT p50 (ms)", "median_tpot_ms", 1.0),
+    ("TPOT p99 (ms)", "p99_tpot_ms", 1.0),
+    ("E2E p50 (s)", "median_e2el_ms", 1e-3),
+    ("E2E p99 (s)", "p99_e2el_ms", 1e-3),
+    ("longest gap (s)", "floodplain.max_token_gap_s", 1.0),
+    ("tokens/s", "output_throughput", 1.0),
+    ("done", "completed", 1.0),
+    ("failed", "failed", 1.0),
+    ("preempted", "floodplain.preemptions", 1.0),
+)
+"""(heading, key of a benchmark result, factor from the key's unit to the heading's)."""
+
+
+def lookup(result: Mapping[str, Any], key: str) -> Any:
+    """Return the value under a dotted key, or None where any part is missing."""
+    value: Any = result
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def format_number(value: float | None) -> str:
+    """Return a number with about three significant digits; ``-`` for one that does not exist."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+
+
+def summary_rows(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and one row for each (name, benchmark result)."""
+    headings = ["run", *(heading for heading, _, _ in SUMMARY)]
+    rows = []
+    for name, result in runs:
+        values = [(lookup(result, key), factor) for _, key, factor in SUMMARY]
+        rows.append([name, *(format_number(None if v is None else v * factor) for v, factor in values)])
+    return headings, rows
+
+
+def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return an aligned table: the first column to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in (headings, *rows)) for i in range(len(headings))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *rest = (
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join([first, *rest]).rstrip()
+
+    return "\n".join([line(headings), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def transposed(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Return the table turned: one column for each run, which stays narrow on a terminal."""
+    first, *others = zip(headings, *rows, strict=True)
+    return list(first), [list(other) for other in others]

@@ -1,0 +1,94 @@
+"""Tables in files: rows read by column names, whatever a data set calls its columns."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from floodplain.core.errors import UserError
+
+PROMPT_COLUMNS = ("prompt_tokens", "contexttokens", "request tokens", "input_length")
+OUTPUT_COLUMNS = ("output_tokens", "generatedtokens", "response tokens", "output_length")
+
+
+def read_text(path: Path) -> str:
+    """Return the file's text.
+
+    Raises:
+        UserError: It cannot be opened, or is no UTF-8 text.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text (byte {error.start}): give a CSV or JSONL file") from error
+
+
+def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
+    """Return the column names (lower case, stripped) and the rows of a CSV file with a header.
+
+    Raises:
+        UserError: The file is unreadable or empty, or a row has too few or too many values.
+    """
+    lines = csv.reader(read_text(path).splitlines())
+    header = tuple(name.strip().lower() for name in next(lines, []))
+    if not header:
+        raise UserError(f"{path} is empty: expected a line with column names")
+    rows = []
+    for values in lines:
+        if not values:
+            continue
+        if len(values) != len(header):
+            raise UserError(f"{path} line {lines.line_num}: {len(values)} values under {len(header)} column names")
+        rows.append(dict(zip(header, values, strict=True)))
+    return header, rows
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (line number, object) for every line of a JSONL file that is not blank.
+
+    Raises:
+        UserError: A line is not a JSON object.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path} line {number} is not JSON: {error.msg}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path} line {number} is not a JSON object")
+        yield number, row
+
+
+def find_column(path: Path, header: Sequence[str], names: Sequence[str]) -> str:
+    """Return the first of ``names`` that the header holds.
+
+    Raises:
+        UserError: It holds none; the message lists what was found and what would do.
+    """
+    for name in names:
+        if name in header:
+            return name
+    raise UserError(f"{path} has columns {', '.join(header)}; it needs one of: {', '.join(names)}")
+
+
+def parse_count(path: Path, name: str, value: object) -> int:
+    """Return a token count, 0 or more (``12``, ``"12"``, ``"12.0"``).
+
+    Raises:
+        UserError: The value is something else.
+    """
+    if not isinstance(value, bool) and isinstance(value, int | float | str):
+        try:
+            count = float(value)
+        except ValueError:
+            count = -1.0
+        if count >= 0 and count.is_integer():
+            return int(count)
+    raise UserError(f"{path}: {name} must be a whole number of tokens, 0 or more, not {value!r}")

@@ -1,0 +1,71 @@
+"""Load whose rate changes in steps, such as quiet, burst, quiet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from floodplain.core.errors import UserError
+from floodplain.workload.arrivals import FloatArray, arrival_times
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of time with one request rate.
+
+    Attributes:
+        duration_s: How long, above 0; only the last phase may be endless (infinity).
+        rate: Requests a second, above 0 and finite.
+
+    Raises:
+        UserError: A number is out of its range.
+    """
+
+    duration_s: float
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not self.duration_s > 0:
+            raise UserError(f"a phase must last longer than 0 s, not {self.duration_s}")
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise UserError(f"the rate of a phase must be above 0 and finite, not {self.rate}")
+
+
+def quiet_burst_quiet(
+    base_rate: float, burst_factor: float, quiet_s: float, burst_s: float, tail_s: float = math.inf
+) -> tuple[Phase, Phase, Phase]:
+    """Return three phases: ``quiet_s`` at ``base_rate``, ``burst_s`` at ``burst_factor`` times it, and a quiet tail."""
+    return (
+        Phase(quiet_s, base_rate),
+        Phase(burst_s, base_rate * burst_factor),
+        Phase(tail_s, base_rate),
+    )
+
+
+def expected_requests(phases: Sequence[Phase]) -> int:
+    """Return the mean number of arrivals over all phases (which must be finite), at least 1."""
+    return max(1, round(sum(phase.duration_s * phase.rate for phase in phases)))
+
+
+def phase_arrivals(
+    phases: Sequence[Phase], num_requests: int, burstiness: float, rng: np.random.Generator
+) -> FloatArray:
+    """Draw ``num_requests`` arrival times under the phases' rates.
+
+    Arrivals of rate 1 are drawn, and time is stretched between them by the inverse of the expected number of arrivals
+    so far (the time-change theorem of point processes). Requests beyond the last phase go on at its rate.
+
+    Returns:
+        ``[num_requests]`` seconds, never decreasing.
+    """
+    unit_times = arrival_times(num_requests, 1.0, burstiness, rng)
+    starts_s = np.cumsum([0.0, *(phase.duration_s for phase in phases[:-1])])
+    if not np.isfinite(starts_s).all():
+        raise UserError("only the last phase may be endless")
+    rates = np.array([phase.rate for phase in phases])
+    counts_at_start = np.cumsum([0.0, *(phase.duration_s * phase.rate for phase in phases[:-1])])
+    index = np.searchsorted(counts_at_start, unit_times, side="right") - 1
+    return np.asarray(starts_s[index] + (unit_times - counts_at_start[index]) / rates[index])

@@ -1,0 +1,151 @@
+"""What requests say: real text, cut or assembled to an exact number of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from floodplain.core.errors import UserError
+from floodplain.workload.columns import parse_count, read_jsonl
+from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS
+
+
+class Tokenizer(Protocol):
+    """All that a workload needs of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in words.
+
+    Attributes:
+        text: Not empty.
+        output_tokens: How long its answer is, where the file says so.
+        prefix_ids: Names of blocks of 512 tokens that come before the text; equal leading ids give equal leading text.
+    """
+
+    text: str
+    output_tokens: int | None = None
+    prefix_ids: tuple[int, ...] = ()
+
+
+def load_prompts(path: Path) -> list[Prompt]:
+    """Read prompts from JSONL: a ``prompt`` on each line; ``output_tokens`` and ``hash_ids`` are optional.
+
+    Raises:
+        UserError: Unreadable, no prompt, or a line without one.
+    """
+    prompts = []
+    for number, row in read_jsonl(path):
+        text, prefix_ids = row.get("prompt"), row.get("hash_ids", [])
+        if not isinstance(text, str) or not text.strip():
+            raise UserError(
+                f'{path} line {number} has keys {", ".join(row) or "(none)"}; it needs a text under "prompt"'
+            )
+        if not (isinstance(prefix_ids, list) and all(type(i) is int and i >= 0 for i in prefix_ids)):
+            raise UserError(f"{path} line {number}: hash_ids must be a list of whole numbers")
+        output = row.get("output_tokens")
+        prompts.append(
+            Prompt(text, None if output is None else parse_count(path, "output_tokens", output), tuple(prefix_ids))
+        )
+    if not prompts:
+        raise UserError(f'{path} holds no prompt: expected lines such as {{"prompt": "…"}}')
+    return prompts
+
+
+def package_prompts() -> list[Prompt]:
+    """Return the prompts that come with the package: chat, code, summaries, translations, lists, sums, letters."""
+    with resources.as_file(resources.files("floodplain.workload") / "data" / "prompts.jsonl") as path:
+        return load_prompts(path)
+
+
+def machine_documents() -> list[str]:
+    """Return long texts that every Python carries: the chapters of the language reference behind ``help()``."""
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+class PromptMaker:
+    """Makes prompts of an exact length: a passage of a document, then a question.
+
+    The passage comes first and starts anywhere, so that two prompts share a prefix only where ``prefix_ids`` say so.
+    Every document is encoded once, when it is first needed.
+
+    Args:
+        tokenizer: Turns text into tokens.
+        questions: What prompts end with; at least one.
+        documents: What fills them up; at least one, None takes ``machine_documents()``.
+        seed: Decides what the blocks named by prefix ids hold.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        questions: Sequence[str],
+        documents: Sequence[str] | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._questions = tuple(questions)
+        self._documents = tuple(machine_documents() if documents is None else documents)
+        self._seed = seed
+        self._encoded: dict[str, tuple[int, ...]] = {}
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of ``text``, remembered."""
+        if text not in self._encoded:
+            self._encoded[text] = tuple(self._tokenizer.encode(text))
+        return self._encoded[text]
+
+    def make_prompt_tokens(
+        self,
+        num_tokens: int,
+        rng: np.random.Generator,
+        *,
+        prefix_ids: Sequence[int] = (),
+        prefix_block_tokens: int = MOONCAKE_BLOCK_TOKENS,
+    ) -> tuple[int, ...]:
+        """Return a prompt of exactly ``num_tokens`` tokens.
+
+        Args:
+            num_tokens: At least 1.
+            rng: Chooses the question and the passage.
+            prefix_ids: Names of the leading blocks; the same id always gives the same tokens. What they do not fill
+                is filled as without them.
+            prefix_block_tokens: Tokens of one such block.
+        """
+        tokens: list[int] = []
+        for prefix_id in prefix_ids:
+            if len(tokens) >= num_tokens:
+                break
+            tokens.extend(self.prefix_block(prefix_id, prefix_block_tokens))
+        missing = num_tokens - len(tokens)
+        if missing > 0:
+            question = self.encode(self._questions[rng.integers(len(self._questions))])[:missing]
+            tokens.extend((*self._passage(missing - len(question), rng), *question))
+        return tuple(tokens[:num_tokens])
+
+    def prefix_block(self, prefix_id: int, num_tokens: int) -> tuple[int, ...]:
+        """Return the block that a prefix id names: the same for equal id, length and seed."""
+        return self._passage(num_tokens, np.random.default_rng((self._seed, prefix_id)))
+
+    def _passage(self, num_tokens: int, rng: np.random.Generator) -> tuple[int, ...]:
+        """Return ``num_tokens`` tokens of running text, from as many documents as it takes."""
+        tokens: list[int] = []
+        while len(tokens) < num_tokens:
+            document = self.encode(self._documents[rng.integers(len(self._documents))])
+            if document:
+                start = int(rng.integers(len(document)))
+                tokens.extend(document[start : start + num_tokens - len(tokens)])
+        return tuple(tokens)

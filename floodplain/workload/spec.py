@@ -1,0 +1,229 @@
+"""The workload flags, and the requests that they describe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from floodplain.core.errors import UserError
+from floodplain.observe.goodput import parse_goodput
+from floodplain.workload.arrivals import FloatArray, arrival_times
+from floodplain.workload.lengths import chat_like, load_lengths
+from floodplain.workload.phases import phase_arrivals, quiet_burst_quiet
+from floodplain.workload.prompts import Prompt, PromptMaker, Tokenizer, load_prompts, package_prompts
+from floodplain.workload.records import LoadRequest
+from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS, load_trace
+
+DEFAULT_NUM_PROMPTS = 100
+MAX_REQUESTS = 10_000_000
+MAX_TOKENS = 10_000_000
+"""Above these a number is taken for a mistake."""
+SMALLEST, LARGEST = 1e-6, 1e9
+"""The same for rates, factors and durations."""
+
+
+def _flag(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """The workload flags of ``bench``; each field is the flag of its name, with ``metadata["help"]``.
+
+    Arrivals come from ``trace``, or from a rate. Lengths come from the trace, else from ``lengths``, else from the
+    prompts themselves with chat-like output lengths (``prompts`` given), else they are chat-like.
+
+    Raises:
+        UserError: A value is out of its range, or two flags contradict each other.
+    """
+
+    trace: Path | None = field(
+        default=None, metadata=_flag("replay arrivals and lengths of an Azure, BurstGPT (CSV) or Mooncake (JSONL) file")
+    )
+    request_rate: float = field(default=math.inf, metadata=_flag("mean requests a second; inf sends all at once"))
+    num_prompts: int | None = field(
+        default=None, metadata=_flag(f"number of requests without a trace (default {DEFAULT_NUM_PROMPTS})")
+    )
+    burstiness: float = field(
+        default=1.0, metadata=_flag("1: Poisson arrivals; below 1: burstier; above 1: more even (shape of Gamma gaps)")
+    )
+    burst_factor: float = field(default=1.0, metadata=_flag("multiply the rate by this during a burst"))
+    burst_start: float = field(default=30.0, metadata=_flag("seconds before the burst begins"))
+    burst_duration: float = field(default=30.0, metadata=_flag("seconds that the burst lasts"))
+    lengths: Path | None = field(
+        default=None, metadata=_flag("draw lengths from a CSV file with columns prompt_tokens,output_tokens")
+    )
+    prompts: Path | None = field(
+        default=None, metadata=_flag('take texts from a JSONL file with a "prompt" on each line')
+    )
+    limit: int | None = field(default=None, metadata=_flag("use only the first N requests of the trace or prompts"))
+    speedup: float = field(default=1.0, metadata=_flag("let a trace's requests arrive this many times faster"))
+    length_scale: float = field(default=1.0, metadata=_flag("multiply prompt and output lengths by this"))
+    max_input: int | None = field(default=None, metadata=_flag("cut prompts to at most N tokens"))
+    max_output: int | None = field(default=None, metadata=_flag("cut outputs to at most N tokens"))
+    ignore_eos: bool = field(
+        default=False, metadata=_flag("go on past the end of sequence: outputs are as long as the workload says")
+    )
+    seed: int = field(default=0, metadata=_flag("seed of arrivals, lengths and texts"))
+    goodput: tuple[str, ...] = field(
+        default=(), metadata=_flag("a request is good within these limits in ms: ttft:MS tpot:MS e2el:MS")
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "limit"):
+            _check_count(name, getattr(self, name), MAX_REQUESTS)
+        for name in ("max_input", "max_output"):
+            _check_count(name, getattr(self, name), MAX_TOKENS)
+        for name in ("burstiness", "burst_factor", "burst_start", "burst_duration", "speedup", "length_scale"):
+            _check_factor(name, getattr(self, name))
+        if not (math.isinf(self.request_rate) and self.request_rate > 0):
+            _check_factor("request_rate", self.request_rate)
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+        parse_goodput(self.goodput)
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
+        if self.trace is not None:
+            for name, is_given in (
+                ("request_rate", math.isfinite(self.request_rate)),
+                ("burst_factor", self.burst_factor != 1.0),
+                ("num_prompts", self.num_prompts is not None),
+                ("lengths", self.lengths is not None),
+            ):
+                if is_given:
+                    hint = "use limit" if name == "num_prompts" else "leave it out"
+                    raise UserError(f"{name} does not go with trace, which says so itself: {hint}")
+        elif self.speedup != 1.0:
+            raise UserError("speedup goes with trace only: raise request_rate instead")
+        if self.burst_factor != 1.0 and math.isinf(self.request_rate):
+            raise UserError("burst_factor needs a finite request_rate to multiply")
+
+
+def _check_count(name: str, value: int | None, maximum: int) -> None:
+    if value is not None and not 1 <= value <= maximum:
+        raise UserError(f"{name} must be between 1 and {maximum}, not {value}")
+
+
+def _check_factor(name: str, value: float) -> None:
+    if not SMALLEST <= value <= LARGEST:
+        raise UserError(f"{name} must be between {SMALLEST:g} and {LARGEST:g}, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """When a request comes and how long it is, before it has words."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+
+
+def build(spec: WorkloadSpec, tokenizer: Tokenizer) -> list[LoadRequest]:
+    """Return the requests that the flags describe, in order of arrival; the same for the same flags and seed.
+
+    Raises:
+        UserError: A file is unreadable or has the wrong columns.
+    """
+    arrivals_rng, lengths_rng, text_rng = np.random.default_rng(spec.seed).spawn(3)
+    prompts = load_prompts(spec.prompts) if spec.prompts else package_prompts()
+    maker = PromptMaker(tokenizer, [prompt.text for prompt in prompts], seed=spec.seed)
+    if spec.trace is None and spec.lengths is None and spec.prompts is not None:
+        return _verbatim(spec, prompts[: spec.limit], maker, arrivals_rng, lengths_rng)
+    shapes = _trace_shapes(spec) if spec.trace else _drawn_shapes(spec, arrivals_rng, lengths_rng)
+    longest = max(shape.prompt_tokens for shape in shapes)
+    if longest > MAX_TOKENS:
+        raise UserError(f"a prompt would have {longest} tokens: lower length_scale or give max_input")
+    block_tokens = max(1, round(MOONCAKE_BLOCK_TOKENS * spec.length_scale))
+    return [
+        _request(
+            spec,
+            index,
+            shape.arrival_s,
+            maker.make_prompt_tokens(
+                shape.prompt_tokens, text_rng, prefix_ids=shape.prefix_ids, prefix_block_tokens=block_tokens
+            ),
+            shape.output_tokens,
+        )
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def _trace_shapes(spec: WorkloadSpec) -> list[_Shape]:
+    assert spec.trace is not None
+    trace = load_trace(spec.trace).scaled(
+        limit=spec.limit,
+        speedup=spec.speedup,
+        length_scale=spec.length_scale,
+        max_input=spec.max_input,
+        max_output=spec.max_output,
+    )
+    return [_Shape(row.arrival_s, row.prompt_tokens, row.output_tokens, row.prefix_ids) for row in trace.rows]
+
+
+def _drawn_shapes(
+    spec: WorkloadSpec, arrivals_rng: np.random.Generator, lengths_rng: np.random.Generator
+) -> list[_Shape]:
+    count = min(spec.num_prompts or DEFAULT_NUM_PROMPTS, spec.limit or MAX_REQUESTS)
+    drawn = load_lengths(spec.lengths).sample(count, lengths_rng) if spec.lengths else chat_like(count, lengths_rng)
+    lengths = drawn.fitted(spec.length_scale, spec.max_input, spec.max_output)
+    return [
+        _Shape(float(when), int(prompt), int(output))
+        for when, prompt, output in zip(
+            _arrivals(spec, count, arrivals_rng), lengths.prompt_tokens, lengths.output_tokens, strict=True
+        )
+    ]
+
+
+def _verbatim(
+    spec: WorkloadSpec,
+    prompts: Sequence[Prompt],
+    maker: PromptMaker,
+    arrivals_rng: np.random.Generator,
+    lengths_rng: np.random.Generator,
+) -> list[LoadRequest]:
+    """Send the prompts of a file as they are, over and over if more requests are wanted than it holds."""
+    count = spec.num_prompts or len(prompts)
+    drawn = chat_like(count, lengths_rng).output_tokens
+    requests = []
+    for index, when in enumerate(_arrivals(spec, count, arrivals_rng)):
+        prompt = prompts[index % len(prompts)]
+        blocks = [maker.prefix_block(i, MOONCAKE_BLOCK_TOKENS) for i in prompt.prefix_ids]
+        tokens = (*(token for block in blocks for token in block), *maker.encode(prompt.text))[: spec.max_input]
+        output = max(1, round((prompt.output_tokens or int(drawn[index])) * spec.length_scale))
+        is_whole = not blocks and len(tokens) == len(maker.encode(prompt.text))
+        text = prompt.text if is_whole else None
+        requests.append(_request(spec, index, float(when), tokens, min(output, spec.max_output or output), text))
+    return requests
+
+
+def _arrivals(spec: WorkloadSpec, count: int, rng: np.random.Generator) -> FloatArray:
+    if spec.burst_factor == 1.0:
+        return arrival_times(count, spec.request_rate, spec.burstiness, rng)
+    phases = quiet_burst_quiet(spec.request_rate, spec.burst_factor, spec.burst_start, spec.burst_duration)
+    return phase_arrivals(phases, count, spec.burstiness, rng)
+
+
+def _request(
+    spec: WorkloadSpec,
+    index: int,
+    arrival_s: float,
+    tokens: tuple[int, ...],
+    output_tokens: int,
+    text: str | None = None,
+) -> LoadRequest:
+    if output_tokens > MAX_TOKENS:
+        raise UserError(f"request {index} wants {output_tokens} output tokens: lower length_scale or give max_output")
+    return LoadRequest(
+        request_id=f"load-{index}",
+        arrival_s=arrival_s,
+        prompt=text,
+        prompt_token_ids=tokens,
+        max_tokens=output_tokens,
+        ignore_eos=spec.ignore_eos,
+    )

@@ -1,0 +1,178 @@
+"""Recorded arrivals: Azure, BurstGPT and Mooncake traces, told apart by their columns; read and written.
+
+Azure: https://github.com/Azure/AzurePublicDataset · BurstGPT: https://github.com/HPMLL/BurstGPT ·
+Mooncake: https://github.com/kvcache-ai/Mooncake (FAST25-release/traces).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from floodplain.core.errors import UserError
+from floodplain.workload.columns import (
+    OUTPUT_COLUMNS,
+    PROMPT_COLUMNS,
+    find_column,
+    parse_count,
+    read_csv,
+    read_jsonl,
+)
+
+TIME_COLUMNS = ("t_s", "timestamp")
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens named by one Mooncake hash id."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One recorded request.
+
+    Attributes:
+        arrival_s: Seconds since the first request of the trace.
+        prompt_tokens: At least 1.
+        output_tokens: At least 1.
+        prefix_ids: Names of the prompt's leading blocks: equal leading ids mean equal leading text. Empty if unknown.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A recorded workload.
+
+    Attributes:
+        rows: In order of arrival; the first arrives at 0.
+        num_skipped: Rows left out because they record a failure (no prompt or no output token).
+    """
+
+    rows: tuple[TraceRow, ...]
+    num_skipped: int = 0
+
+    def scaled(
+        self,
+        *,
+        limit: int | None = None,
+        speedup: float = 1.0,
+        length_scale: float = 1.0,
+        max_input: int | None = None,
+        max_output: int | None = None,
+    ) -> Trace:
+        """Return the first ``limit`` rows, arriving ``speedup`` times faster, with lengths scaled and then cut.
+
+        Lengths stay at least 1; None means no limit.
+        """
+        rows = tuple(
+            replace(
+                row,
+                arrival_s=row.arrival_s / speedup,
+                prompt_tokens=_scale(row.prompt_tokens, length_scale, max_input),
+                output_tokens=_scale(row.output_tokens, length_scale, max_output),
+            )
+            for row in self.rows[:limit]
+        )
+        return replace(self, rows=rows)
+
+
+def _scale(tokens: int, scale: float, maximum: int | None) -> int:
+    scaled = max(1, round(tokens * scale))
+    return scaled if maximum is None else min(scaled, maximum)
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a trace.
+
+    CSV: ``t_s`` (seconds) or ``timestamp`` (seconds or a date), with prompt and output tokens under our names or those
+    of the Azure and BurstGPT files. ``.jsonl``: Mooncake's ``timestamp`` (ms), ``input_length``, ``output_length`` and,
+    optionally, ``hash_ids``.
+
+    Raises:
+        UserError: Unreadable, wrong columns (the message lists what was found and what would do), or no usable row.
+    """
+    rows = list(_mooncake_rows(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
+    usable = sorted((row for row in rows if row.prompt_tokens and row.output_tokens), key=lambda row: row.arrival_s)
+    if not usable:
+        raise UserError(f"{path} holds no request with a prompt and an output of at least one token")
+    start_s = usable[0].arrival_s
+    shifted = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in usable)
+    return Trace(shifted, num_skipped=len(rows) - len(usable))
+
+
+def _csv_rows(path: Path) -> Iterator[TraceRow]:
+    header, rows = read_csv(path)
+    time_column = find_column(path, header, TIME_COLUMNS)
+    prompt_column = find_column(path, header, PROMPT_COLUMNS)
+    output_column = find_column(path, header, OUTPUT_COLUMNS)
+    for row in rows:
+        yield TraceRow(
+            _parse_time(path, row[time_column]),
+            parse_count(path, prompt_column, row[prompt_column]),
+            parse_count(path, output_column, row[output_column]),
+        )
+
+
+def _mooncake_rows(path: Path) -> Iterator[TraceRow]:
+    for number, row in read_jsonl(path):
+        missing = [name for name in ("timestamp", "input_length", "output_length") if name not in row]
+        if missing:
+            raise UserError(
+                f"{path} line {number} has keys {', '.join(row)}; it needs timestamp, input_length, output_length"
+            )
+        prefix_ids = row.get("hash_ids", [])
+        if not (isinstance(prefix_ids, list) and all(type(i) is int and i >= 0 for i in prefix_ids)):
+            raise UserError(f"{path} line {number}: hash_ids must be a list of whole numbers")
+        yield TraceRow(
+            _parse_time(path, row["timestamp"]) / 1e3,
+            parse_count(path, "input_length", row["input_length"]),
+            parse_count(path, "output_length", row["output_length"]),
+            tuple(prefix_ids),
+        )
+
+
+def _parse_time(path: Path, value: object) -> float:
+    """Return seconds (or the file's own unit) from a number, or from a date in ISO form."""
+    text = str(value).strip()
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = (datetime.fromisoformat(text).replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds()
+        except ValueError:
+            seconds = math.nan
+    if not math.isfinite(seconds):
+        raise UserError(f"{path}: a timestamp must be a number or an ISO date, not {text!r}")
+    return seconds
+
+
+def save_trace(path: Path, rows: Sequence[TraceRow]) -> None:
+    """Write rows so that ``load_trace`` reads them back: Mooncake's form for ``.jsonl``, else our CSV.
+
+    Times keep a microsecond; the CSV has no place for prefix ids.
+    """
+    if path.suffix == ".jsonl":
+        lines = [
+            json.dumps(
+                {
+                    "timestamp": round(row.arrival_s * 1e3, 3),
+                    "input_length": row.prompt_tokens,
+                    "output_length": row.output_tokens,
+                    "hash_ids": row.prefix_ids,
+                }
+            )
+            for row in rows
+        ]
+        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        return
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("t_s", "prompt_tokens", "output_tokens"))
+        writer.writerows((round(row.arrival_s, 6), row.prompt_tokens, row.output_tokens) for row in rows)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.workload.lengths import load_lengths
+from floodplain.workload.prompts import load_prompts, package_prompts
+from floodplain.workload.traces import TraceRow, load_trace
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:05.2299600,396,109\n"
+)
+BURSTGPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,Conversation log\n118,GPT-4,417,276,693,API log\n"
+)
+OURS = "t_s,timestamp,cls,prompt_tokens,output_tokens\n41,7303241,api,249,619\n66,7303266,conv,110,5\n"
+MOONCAKE = (
+    '{"timestamp": 3000, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]}\n'
+    '{"timestamp": 0, "input_length": 600, "output_length": 26, "hash_ids": [46, 57]}\n'
+)
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("azure.csv", AZURE, (TraceRow(0.0, 374, 44), TraceRow(1.25, 396, 109))),
+        ("burst.csv", BURSTGPT, (TraceRow(0.0, 472, 18), TraceRow(113.0, 417, 276))),
+        ("ours.csv", OURS, (TraceRow(0.0, 249, 619), TraceRow(25.0, 110, 5))),
+        ("mooncake.jsonl", MOONCAKE, (TraceRow(0.0, 600, 26, (46, 57)), TraceRow(3.0, 1100, 52, (46, 47, 48)))),
+    ],
+)
+def test_every_format_is_told_by_its_columns(
+    tmp_path: Path, name: str, text: str, expected: tuple[TraceRow, ...]
+) -> None:
+    assert load_trace(write(tmp_path, name, text)).rows == expected
+
+
+def test_recorded_failures_are_counted_not_replayed(tmp_path: Path) -> None:
+    assert load_trace(write(tmp_path, "burst.csv", BURSTGPT)).num_skipped == 1
+
+
+def test_options_scale_before_they_cut(tmp_path: Path) -> None:
+    trace = load_trace(write(tmp_path, "a.csv", AZURE)).scaled(
+        speedup=5.0, length_scale=0.5, max_input=190, max_output=30, limit=2
+    )
+    assert trace.rows == (TraceRow(0.0, 187, 22), TraceRow(0.25, 190, 30))
+    assert len(trace.scaled(limit=1).rows) == 1
+    assert trace.scaled(length_scale=1e-6).rows[0].prompt_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "needles"),
+    [
+        ("x.csv", "when,prompt_tokens,output_tokens\n1,2,3\n", ("when, prompt_tokens", "t_s, timestamp")),
+        ("x.csv", "t_s,words,output_tokens\n1,2,3\n", ("words", "prompt_tokens", "contexttokens")),
+        ("x.csv", "t_s,prompt_tokens,output_tokens\n1,2\n", ("line 2", "2 values under 3")),
+        ("x.csv", "t_s,prompt_tokens,output_tokens\n1,-2,3\n", ("prompt_tokens", "'-2'")),
+        ("x.csv", "t_s,prompt_tokens,output_tokens\n1,inf,3\n", ("prompt_tokens", "'inf'")),
+        ("x.csv", "t_s,prompt_tokens,output_tokens\nnan,2,3\n", ("timestamp", "'nan'")),
+        ("x.csv", "t_s,prompt_tokens,output_tokens\nyesterday,2,3\n", ("yesterday",)),
+        ("x.csv", "t_s,prompt_tokens,output_tokens\n1,2,0\n", ("no request",)),
+        ("x.csv", "", ("empty",)),
+        ("x.jsonl", '{"timestamp": 1, "input_length": 3}\n', ("line 1", "output_length")),
+        ("x.jsonl", '{"timestamp": 1\n', ("line 1", "not JSON")),
+        ("x.jsonl", "[1]\n", ("line 1", "not a JSON object")),
+        ("x.jsonl", '{"timestamp":1,"input_length":3,"output_length":1,"hash_ids":[-1]}', ("hash_ids",)),
+        ("x.jsonl", '{"timestamp":1,"input_length":true,"output_length":1}', ("input_length", "True")),
+    ],
+)
+def test_a_bad_trace_gets_one_line_that_says_what_to_change(
+    tmp_path: Path, name: str, text: str, needles: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        load_trace(write(tmp_path, name, text))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(needle in message for needle in needles), message
+
+
+def test_missing_and_binary_files_are_user_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read"):
+        load_trace(tmp_path / "absent.csv")
+    (tmp_path / "b.csv").write_bytes(b"t_s\xff\xfe")
+    with pytest.raises(UserError, match="UTF-8"):
+        load_trace(tmp_path / "b.csv")
+
+
+def test_a_length_pool_keeps_pairs_together(tmp_path: Path) -> None:
+    pool = load_lengths(write(tmp_path, "l.csv", "dataset,prompt_tokens,output_tokens\na,10,1\nb,20,2\nc,0,9\n"))
+    drawn = pool.sample(200, np.random.default_rng(0))
+    assert set(zip(drawn.prompt_tokens.tolist(), drawn.output_tokens.tolist(), strict=True)) == {(10, 1), (20, 2)}
+    fitted = pool.fitted(1.5, 16, None)
+    assert (fitted.prompt_tokens.tolist(), fitted.output_tokens.tolist()) == ([15, 16], [2, 3])
+    with pytest.raises(UserError, match="no row"):
+        load_lengths(write(tmp_path, "z.csv", "prompt_tokens,output_tokens\n0,1\n"))
+
+
+def test_the_package_has_dozens_of_different_prompts() -> None:
+    texts = [prompt.text for prompt in package_prompts()]
+    assert len(texts) >= 48
+    assert len(set(texts)) == len(texts)
+
+
+def test_prompt_files_need_a_prompt(tmp_path: Path) -> None:
+    good = '{"prompt": "Hi there", "output_tokens": 7, "hash_ids": [1]}\n\n{"prompt": "You"}\n'
+    first, second = load_prompts(write(tmp_path, "p.jsonl", good))
+    assert (first.text, first.output_tokens, first.prefix_ids) == ("Hi there", 7, (1,))
+    assert (second.output_tokens, second.prefix_ids) == (None, ())
+    for text, needle in (('{"text": "Hi"}', "keys text"), ('{"prompt": " "}', "prompt"), ("", "no prompt")):
+        with pytest.raises(UserError, match=needle):
+            load_prompts(write(tmp_path, "bad.jsonl", text))

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.workload.spec import WorkloadSpec, build
+
+
+class Bytes:
+    """A tokenizer: one token per byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def test_every_flag_has_a_help_text() -> None:
+    assert all(each.metadata["help"] for each in fields(WorkloadSpec))
+
+
+@pytest.mark.parametrize(
+    ("flags", "needle"),
+    [
+        ({"request_rate": 0.0}, "request_rate"),
+        ({"request_rate": -math.inf}, "request_rate"),
+        ({"request_rate": math.nan}, "request_rate"),
+        ({"request_rate": 1e-300}, "request_rate"),
+        ({"num_prompts": 0}, "num_prompts"),
+        ({"num_prompts": 10**12}, "num_prompts"),
+        ({"burstiness": math.nan}, "burstiness"),
+        ({"burstiness": math.inf}, "burstiness"),
+        ({"limit": -1}, "limit"),
+        ({"trace": Path("t"), "speedup": 0.0}, "speedup"),
+        ({"length_scale": -1.0}, "length_scale"),
+        ({"max_input": 0}, "max_input"),
+        ({"max_output": -3}, "max_output"),
+        ({"seed": -1}, "seed"),
+        ({"goodput": ("ttft",)}, "goodput"),
+        ({"goodput": ("ttft:-1",)}, "goodput"),
+        ({"goodput": ("itl:5",)}, "goodput"),
+        ({"goodput": ("ttft:1", "ttft:2")}, "twice"),
+        ({"trace": Path("t"), "request_rate": 1.0}, "request_rate does not go with trace"),
+        ({"trace": Path("t"), "num_prompts": 5}, "use limit"),
+        ({"trace": Path("t"), "lengths": Path("l")}, "lengths does not go with trace"),
+        ({"speedup": 2.0}, "trace only"),
+        ({"burst_factor": 2.0}, "finite request_rate"),
+    ],
+)
+def test_bad_flags_are_named(flags: dict[str, Any], needle: str) -> None:
+    with pytest.raises(UserError, match=needle):
+        WorkloadSpec(**flags)
+
+
+def test_same_flags_and_seed_give_the_same_requests_and_another_seed_does_not() -> None:
+    spec = WorkloadSpec(request_rate=3.0, num_prompts=20, max_input=200, max_output=50, ignore_eos=True)
+    first, second = build(spec, Bytes()), build(spec, Bytes())
+    assert first == second
+    assert build(WorkloadSpec(request_rate=3.0, num_prompts=20, max_input=200, max_output=50, seed=1), Bytes()) != first
+    assert all(1 <= len(r.prompt_token_ids) <= 200 and 1 <= r.max_tokens <= 50 and r.ignore_eos for r in first)
+    assert len({r.request_id for r in first}) == 20
+
+
+def test_a_trace_is_replayed_at_its_own_times_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("t_s,prompt_tokens,output_tokens\n5,100,7\n7,3,9\n8,1,1\n")
+    requests = build(WorkloadSpec(trace=path, speedup=2.0, limit=2), Bytes())
+    assert [(r.arrival_s, len(r.prompt_token_ids), r.max_tokens) for r in requests] == [(0.0, 100, 7), (1.0, 3, 9)]
+
+
+def test_equal_leading_hash_ids_give_equal_leading_tokens_also_when_scaled(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text(
+        '{"timestamp":0,"input_length":1500,"output_length":1,"hash_ids":[4,5,6]}\n'
+        '{"timestamp":1,"input_length":1400,"output_length":1,"hash_ids":[4,5,9]}\n'
+    )
+    for scale in (1.0, 0.25):
+        a, b = (r.prompt_token_ids for r in build(WorkloadSpec(trace=path, length_scale=scale), Bytes()))
+        shared = round(1024 * scale)
+        assert (len(a), len(b)) == (1500 * scale, 1400 * scale)
+        assert a[:shared] == b[:shared]
+        assert a[shared : shared + 40] != b[shared : shared + 40]
+
+
+def test_prompts_of_a_file_are_sent_as_they_are_in_turn(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt":"Hello","output_tokens":4}\n{"prompt":"A longer one"}\n')
+    requests = build(WorkloadSpec(prompts=path, num_prompts=3, max_input=6, max_output=30), Bytes())
+    assert [r.prompt for r in requests] == ["Hello", None, "Hello"]
+    assert [bytes(r.prompt_token_ids) for r in requests] == [b"Hello", b"A long", b"Hello"]
+    assert requests[0].max_tokens == 4
+    assert requests[1].max_tokens <= 30
+
+
+def test_a_burst_brings_its_factor_of_requests() -> None:
+    spec = WorkloadSpec(
+        request_rate=10.0, num_prompts=4000, burst_factor=4.0, burst_start=100.0, burst_duration=50.0, max_input=5
+    )
+    times = [r.arrival_s for r in build(spec, Bytes())]
+    assert times == sorted(times)
+    assert sum(t < 100 for t in times) == pytest.approx(1000, rel=0.1)
+    assert sum(100 <= t < 150 for t in times) == pytest.approx(2000, rel=0.1)
+
+
+def test_absurd_lengths_are_refused_before_they_are_built(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("t_s,prompt_tokens,output_tokens\n0,100,7\n")
+    with pytest.raises(UserError, match="max_input"):
+        build(WorkloadSpec(trace=path, length_scale=1e8), Bytes())
+    with pytest.raises(UserError, match="max_output"):
+        build(WorkloadSpec(trace=path, length_scale=1e8, max_input=10), Bytes())
