@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from floodplain.core.errors import InvariantError, QueueFull, UserError
+from floodplain.core.errors import QueueFull, UserError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
@@ -18,6 +19,8 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.shell import Engine
 from floodplain.engine.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 1.0
 
@@ -179,11 +182,10 @@ class AsyncEngine:
                 ended = [life for _, life, reason in self._engine.take_finished() if reason is not FinishReason.ABORT]
                 if deltas or ended:
                     self._call(self._dispatch, deltas, ended)
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, callers must hear of it: nobody else watches this thread
+            logger.critical("the engine's thread died", exc_info=error)
             self._failure = error
             self._call(self._fail, error)
-            if not isinstance(error, InvariantError | RuntimeError):
-                raise
 
     def _take_inbox(self, block_s: float) -> None:
         try:

@@ -97,15 +97,21 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self._engine.tokenizer.encode(prompt)
         if set(prompt) != {"prompt_token_ids"}:
-            raise UserError(f'a prompt is a string or {{"prompt_token_ids": [...]}}, not a mapping with {sorted(prompt)}')
+            raise UserError(
+                f'a prompt is a string or {{"prompt_token_ids": [...]}}, not a mapping with {sorted(prompt)}'
+            )
         return None, list(prompt["prompt_token_ids"])
 
     @staticmethod
-    def _match_params(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    def _match_params(
+        params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * num_prompts
         if len(params) != num_prompts:
-            raise UserError(f"{num_prompts} prompts, but {len(params)} sampling_params: give one, or one for each prompt")
+            raise UserError(
+                f"{num_prompts} prompts, but {len(params)} sampling_params: give one, or one for each prompt"
+            )
         return list(params)
 
     def _run(

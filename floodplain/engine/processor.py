@@ -30,7 +30,10 @@ class OutputProcessor:
         """A request begins; ``lifecycle`` is the loop's, and is only read."""
         params = request.params
         decoder = StreamDecoder(
-            self._tokenizer, stop=params.stop, skip_special_tokens=params.skip_special_tokens, min_tokens=params.min_tokens
+            self._tokenizer,
+            stop=params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
         )
         self._streams[seq_id] = _Stream(decoder, params.logprobs is not None, lifecycle)
 

@@ -51,6 +51,9 @@ class ModelRunner:
         self._params: dict[SeqId, SamplingParams] = {}
         self._decodes: tuple[SeqId, ...] = ()
         self._decode_rows: IntArray = np.zeros(0, dtype=np.int64)
+        self._sampled: tuple[SeqId, ...] = ()
+        self._sampled_rows: IntArray = self._decode_rows
+        self._sampled_params: list[SamplingParams] = []
         self._is_closed = False
 
     def close(self) -> None:
@@ -141,10 +144,16 @@ class ModelRunner:
         slots.positions[self._decode_rows] += 1
         for chunk in plan.prefills:
             slots.positions[slots.row(chunk.seq_id)] = chunk.start + len(chunk.token_ids)
-        rows = self._decode_rows if len(sampled) == len(plan.decodes) else slots.rows(sampled)
-        params = [self._params[seq_id] for seq_id in sampled]
-        tokens, logprobs = self._sampler.sample(logits, params, slots.positions[rows])
+        if sampled != self._sampled:
+            self._sampled = sampled
+            self._sampled_rows = slots.rows(sampled)
+            self._sampled_params = [self._params[seq_id] for seq_id in sampled]
+        rows = self._sampled_rows
+        tokens, logprobs = self._sampler.sample(
+            logits, self._sampled_params, slots.positions[rows], slots.num_generated[rows]
+        )
         slots.last_tokens[rows] = tokens
+        slots.num_generated[rows] += 1
         return StepResult(plan.step_id, tokens.tolist(), dict(zip(sampled, logprobs, strict=True)) if logprobs else {})
 
 

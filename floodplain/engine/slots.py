@@ -22,12 +22,14 @@ class SequenceSlots:
         tables: [rows, max_blocks] block ids.
         positions: [rows] position of the next token to feed.
         last_tokens: [rows] that token, once the sequence has sampled one.
+        num_generated: [rows] tokens sampled so far.
     """
 
     def __init__(self, max_blocks: int, num_rows: int = 64) -> None:
         self.tables: IntArray = np.zeros((num_rows, max_blocks), dtype=np.int64)
         self.positions: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.last_tokens: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self.num_generated: IntArray = np.zeros(num_rows, dtype=np.int64)
         self._rows: dict[SeqId, int] = {}
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -38,6 +40,7 @@ class SequenceSlots:
             if not self._free:
                 self._double()
             row = self._rows[seq_id] = self._free.pop()
+            self.num_generated[row] = 0
         return row
 
     def rows(self, seq_ids: Sequence[SeqId]) -> IntArray:
@@ -57,7 +60,7 @@ class SequenceSlots:
 
     def _double(self) -> None:
         num_rows = len(self.positions)
-        self.tables = np.concatenate((self.tables, np.zeros_like(self.tables)))
-        self.positions = np.concatenate((self.positions, np.zeros_like(self.positions)))
-        self.last_tokens = np.concatenate((self.last_tokens, np.zeros_like(self.last_tokens)))
+        for name in ("tables", "positions", "last_tokens", "num_generated"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate((array, np.zeros_like(array))))
         self._free = list(range(2 * num_rows - 1, num_rows - 1, -1))

@@ -1,0 +1,158 @@
+"""``floodplain bench offline MODEL`` and ``floodplain bench serve``: replay a workload, write what the clients saw."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.errors import UserError
+from floodplain.engine.config import EngineConfig
+from floodplain.workload.spec import WorkloadSpec, build
+
+if TYPE_CHECKING:
+    from floodplain.engine.offline import OfflineRun
+    from floodplain.workload.records import RequestRecord
+
+
+def _flag(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """What both benches can be told beside engine and workload."""
+
+    out: Path | None = _flag(None, "write the result to this JSON file")
+    plot: bool = _flag(False, "draw pictures beside the result (needs --out)")
+    save_tokens: bool = _flag(False, "keep the output token ids in the result")
+    max_concurrency: int | None = _flag(None, "send at most so many at a time (the load is then no longer open-loop)")
+
+    def __post_init__(self) -> None:
+        if self.plot and self.out is None:
+            raise UserError("--plot draws beside the result: give --out FILE too")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerUnderTest:
+    """Any OpenAI server."""
+
+    base_url: str = _flag("http://127.0.0.1:8000", "where the server is")
+    model: str = field(metadata={"help": "the name under which it serves the model"})
+    tokenizer: str | None = _flag(None, "model whose tokenizer makes the prompts (default: the one of --model)")
+    api_key_file: Path | None = _flag(None, "file with the key to send")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add both verbs and their flags."""
+    benches = verbs.add_parser("bench", allow_abbrev=False).add_subparsers(metavar="offline|serve")
+    offline = add_verb(benches, "offline", "Replay a workload against an engine in this process.")
+    add_dataclass_flags(offline, BenchConfig)
+    add_dataclass_flags(offline, EngineConfig, "engine flags")
+    add_dataclass_flags(offline, WorkloadSpec, "workload flags")
+    serve = add_verb(benches, "serve", "Replay a workload against an OpenAI server, measured at the client.")
+    add_dataclass_flags(serve, BenchConfig)
+    add_dataclass_flags(serve, ServerUnderTest, "server under test")
+    add_dataclass_flags(serve, WorkloadSpec, "workload flags")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one bench; 0 if every request was answered."""
+    result = _bench_offline(args) if args.verb == "bench offline" else _bench_serve(args)
+    _report(args, dataclass_from(args, BenchConfig), result)
+    return 1 if result["failed"] else 0
+
+
+def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
+    config, spec = dataclass_from(args, EngineConfig), dataclass_from(args, WorkloadSpec)
+    bench = dataclass_from(args, BenchConfig)
+
+    from floodplain.engine.async_engine import AsyncEngine
+    from floodplain.engine.offline import hardware_report, run_offline
+    from floodplain.observe.result import benchmark_result
+    from floodplain.observe.run_facts import RunInfo
+
+    engine = AsyncEngine.from_config(config)
+    requests = build(spec, engine.tokenizer)
+
+    async def replay() -> OfflineRun:
+        await engine.start()
+        try:
+            return await run_offline(engine, requests, progress=not args.quiet, max_concurrency=bench.max_concurrency)
+        finally:
+            await engine.close()
+
+    run = asyncio.run(replay())
+    info = RunInfo(
+        backend="floodplain",
+        model_id=engine.model_name,
+        tokenizer_id=engine.model_name,
+        config=asdict(config) | _workload(spec),
+        hardware=hardware_report(config.device),
+        **_asked(spec, bench),
+    )
+    return benchmark_result(run.records, info, run.report, run.timeline, save_tokens=bench.save_tokens)
+
+
+def _bench_serve(args: argparse.Namespace) -> dict[str, Any]:
+    server, spec = dataclass_from(args, ServerUnderTest), dataclass_from(args, WorkloadSpec)
+    bench = dataclass_from(args, BenchConfig)
+
+    from floodplain.engine.weights.open_model import open_model
+    from floodplain.observe.result import benchmark_result
+    from floodplain.observe.run_facts import RunInfo
+    from floodplain.observe.timeline import client_timeline
+    from floodplain.workload.client import run_load
+    from floodplain.workload.http_target import HttpTarget
+
+    tokenizer_name = server.tokenizer or server.model
+    requests = build(spec, open_model(tokenizer_name).load_tokenizer())
+    api_key = server.api_key_file.read_text().split()[-1] if server.api_key_file else None
+
+    async def replay() -> list[RequestRecord]:
+        async with HttpTarget(server.base_url, server.model, api_key=api_key) as target:
+            return await run_load(target, requests, progress=not args.quiet, max_concurrency=bench.max_concurrency)
+
+    records = asyncio.run(replay())
+    info = RunInfo(
+        backend="openai",
+        model_id=server.model,
+        tokenizer_id=tokenizer_name,
+        config=asdict(server) | _workload(spec),
+        **_asked(spec, bench),
+    )
+    return benchmark_result(records, info, timeline=client_timeline(records), save_tokens=bench.save_tokens)
+
+
+def _workload(spec: WorkloadSpec) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(spec).items()}
+
+
+def _asked(spec: WorkloadSpec, bench: BenchConfig) -> dict[str, Any]:
+    return {
+        "request_rate": None if spec.trace else spec.request_rate,
+        "burstiness": spec.burstiness,
+        "max_concurrency": bench.max_concurrency,
+        "seed": spec.seed,
+        "goodput": spec.goodput,
+    }
+
+
+def _report(args: argparse.Namespace, bench: BenchConfig, result: dict[str, Any]) -> None:
+    from floodplain.observe.strict_json import save_result, to_json
+    from floodplain.observe.table import format_table, summary_rows, transposed
+
+    if bench.out is not None:
+        save_result(bench.out, result)
+        if bench.plot:
+            from floodplain.observe.plots import save_plots
+
+            save_plots([(bench.out.stem, result)], bench.out.parent / f"{bench.out.stem}-plots")
+    if args.format == "json":
+        print(to_json(result))
+    else:
+        print(format_table(*transposed(*summary_rows([(args.verb, result)]))))

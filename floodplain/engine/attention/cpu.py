@@ -1,0 +1,166 @@
+"""Attention on a CPU: gather the contexts head by head, then one batched product for all decodes.
+
+The query heads that share a key/value head are the rows of one matrix, so grouped-query attention needs neither copies
+of the keys nor one product per head. Decodes of like length are a group, padded to its longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from floodplain.engine.attention.backend import AttentionShape
+from floodplain.engine.attention.rows import context_rows, head_rows, write_rows
+from floodplain.engine.batch import ForwardBatch, PrefillSegment
+
+MAX_WASTED_TOKENS = 512
+"""Padding that a group of decodes may hold: reading it costs about as much as the calls for one more group."""
+
+MAX_GROUP_TOKENS = 32_768
+"""Bound on a group with its padding, so that gathered contexts stay small beside the KV pool."""
+
+
+class CpuAttention:
+    """The backend for ``cpu``."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+
+    def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> CpuAttentionPlan:
+        """Prepare one forward pass."""
+        return CpuAttentionPlan(batch, self._shape, dtype)
+
+
+class CpuAttentionPlan:
+    """Indices and masks of one batch."""
+
+    def __init__(self, batch: ForwardBatch, shape: AttentionShape, dtype: torch.dtype) -> None:
+        self._shape = shape
+        self._num_decodes = batch.num_decodes
+        self._write_rows = write_rows(batch.slot_mapping, shape.block_tokens)
+        groups = group_by_length(batch.context_lens.tolist())
+        self._groups = tuple(_decode_group(batch, members, shape, dtype) for members in groups)
+        self._segments = tuple(_segment(segment, shape, dtype) for segment in batch.prefills)
+
+    def write(self, kv: torch.Tensor, new_kv: torch.Tensor) -> None:
+        """Store [T, 2, num_kv_heads, head_dim] in the layer's slots."""
+        width = self._shape.num_kv_heads * self._shape.head_dim
+        kv.view(-1, width).index_put_((self._write_rows,), new_kv.reshape(-1, 2, width))
+
+    def attend(self, q: torch.Tensor, new_kv: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """Attention [T, num_heads * head_dim] of all rows."""
+        num_decodes = self._num_decodes
+        if not self._segments:
+            return self._decode(q, kv)
+        out = q.new_empty(q.shape[0], self._shape.num_heads * self._shape.head_dim)
+        if num_decodes:
+            out[:num_decodes] = self._decode(q[:num_decodes], kv)
+        for segment in self._segments:
+            out[segment.rows] = self._prefill(segment, q[segment.rows], new_kv[segment.rows], kv)
+        return out
+
+    def _decode(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        if len(self._groups) == 1:
+            return self._decode_group(self._groups[0], q, kv)
+        out = q.new_empty(q.shape[0], self._shape.num_heads * self._shape.head_dim)
+        for group in self._groups:
+            out[group.members] = self._decode_group(group, q[group.members], kv)
+        return out
+
+    def _decode_group(self, group: _DecodeGroup, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        shape = self._shape
+        num_matrices = q.shape[0] * shape.num_kv_heads
+        context = kv.view(-1, shape.head_dim).index_select(0, group.gather_rows)
+        keys, values = context.view(2, num_matrices, -1, shape.head_dim)
+        queries = q.reshape(num_matrices, shape.group_size, shape.head_dim)
+        scores = torch.baddbmm(group.mask, queries, keys.mT, alpha=shape.scale)
+        return torch.bmm(scores.softmax(-1), values).view(q.shape[0], -1)
+
+    def _prefill(self, segment: _Segment, q: torch.Tensor, new_kv: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        shape = self._shape
+        if segment.gather_rows is None:
+            keys, values = new_kv.permute(1, 2, 0, 3)[:, None]  # [1, num_kv_heads, n, head_dim] each
+        else:
+            context = kv.view(-1, shape.head_dim).index_select(0, segment.gather_rows)
+            keys, values = context.view(2, 1, shape.num_kv_heads, -1, shape.head_dim)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None],
+            keys,
+            values,
+            attn_mask=segment.mask,
+            is_causal=segment.mask is None,
+            scale=shape.scale,
+            enable_gqa=shape.group_size > 1,
+        )
+        return out[0].transpose(0, 1).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """``members`` are rows of the batch; ``gather_rows`` [2 * B * heads * C]; ``mask`` [B * heads, 1, C], additive."""
+
+    members: torch.Tensor
+    gather_rows: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """A prefill whose context is gathered by ``gather_rows`` and masked, or (both None) is just its own tokens."""
+
+    rows: slice
+    gather_rows: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Split the indices of ``lengths`` into groups that are each padded to their longest member.
+
+    A group wastes at most ``MAX_WASTED_TOKENS`` and holds at most ``MAX_GROUP_TOKENS`` (or one member). Usually it is
+    one group, in the order given.
+    """
+    longest = max(lengths, default=0)
+    total = longest * len(lengths)
+    if total <= MAX_GROUP_TOKENS and total - sum(lengths) <= MAX_WASTED_TOKENS:
+        return [list(range(len(lengths)))] if lengths else []
+    groups: list[list[int]] = [[]]
+    wasted = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        wasted += longest - lengths[index]
+        if wasted > MAX_WASTED_TOKENS or (len(groups[-1]) + 1) * longest > MAX_GROUP_TOKENS:
+            groups.append([])
+            longest, wasted = lengths[index], 0
+        groups[-1].append(index)
+    return [group for group in groups if group]
+
+
+def _decode_group(batch: ForwardBatch, members: list[int], shape: AttentionShape, dtype: torch.dtype) -> _DecodeGroup:
+    index = torch.tensor(members)
+    tables, lengths = batch.block_tables, batch.context_lens
+    if len(members) < batch.num_decodes:
+        tables, lengths = tables[index], lengths[index]
+    max_len = int(lengths.max())
+    key_rows = context_rows(tables, max_len, shape.block_tokens)
+    is_padding = torch.arange(max_len) >= lengths[:, None]
+    # A masked score times garbage could still be NaN, so padding reads the sequence's first token instead.
+    key_rows = torch.where(is_padding, key_rows[:, :1], key_rows)
+    mask = torch.zeros(is_padding.shape, dtype=dtype).masked_fill_(is_padding, -torch.inf)
+    return _DecodeGroup(
+        index,
+        head_rows(key_rows, shape.num_kv_heads, shape.block_tokens).flatten(),
+        mask.repeat_interleave(shape.num_kv_heads, dim=0)[:, None],
+    )
+
+
+def _segment(segment: PrefillSegment, shape: AttentionShape, dtype: torch.dtype) -> _Segment:
+    rows = slice(segment.first_row, segment.first_row + segment.num_tokens)
+    start = segment.context_len - segment.num_tokens
+    if start == 0:
+        return _Segment(rows, None, None)
+    key_rows = context_rows(segment.block_table[None], segment.context_len, shape.block_tokens)
+    hidden = torch.full((segment.num_tokens, segment.context_len), -torch.inf, dtype=dtype)
+    gather_rows = head_rows(key_rows, shape.num_kv_heads, shape.block_tokens).flatten()
+    return _Segment(rows, gather_rows, hidden.triu_(start + 1))

@@ -1,0 +1,57 @@
+"""What one forward pass computes: some sequences by one token (decodes), others by a run of tokens (prefills)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSegment:
+    """A run of consecutive tokens of one sequence.
+
+    Attributes:
+        first_row: The row of the batch at which the run begins.
+        num_tokens: Its length.
+        context_len: Tokens of the sequence up to the end of the run; the run's first position is
+            ``context_len - num_tokens``.
+        block_table: The sequence's blocks, int64, at least those that hold ``context_len`` tokens.
+    """
+
+    first_row: int
+    num_tokens: int
+    context_len: int
+    block_table: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """The T tokens of one step: B decodes first, one row each, then the prefill segments.
+
+    All tensors are int64 on the model's device.
+
+    Attributes:
+        token_ids: [T].
+        positions: [T], from 0 in each sequence.
+        slot_mapping: [T], where each token's key and value go: ``block * block_tokens + offset``.
+        block_tables: [B, max_blocks]; entries past a sequence's context may be any valid block.
+        context_lens: [B], tokens of each decoding sequence including this one.
+        max_context_len: The largest of ``context_lens``, known without asking the device; 0 without decodes.
+        prefills: The segments, in the order of their rows.
+        logits_rows: [S], the rows whose logits are wanted.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    max_context_len: int
+    prefills: tuple[PrefillSegment, ...]
+    logits_rows: torch.Tensor
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows of the batch that are decodes, B."""
+        return self.context_lens.shape[0]

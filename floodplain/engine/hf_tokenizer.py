@@ -1,0 +1,130 @@
+"""Tokenizers and chat templates of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from floodplain.core.errors import UserError
+from floodplain.engine.tokenizer import Message
+
+
+class HfTokenizer:
+    """A tokenizer of transformers.
+
+    Args:
+        tokenizer: A fast tokenizer (``PreTrainedTokenizerFast``).
+        more_eos_token_ids: Tokens that end a sequence beside the tokenizer's own.
+    """
+
+    def __init__(self, tokenizer: Any, more_eos_token_ids: Sequence[int] = ()) -> None:
+        from tokenizers.decoders import ByteLevel
+
+        own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self.vocab_size = len(tokenizer)
+        self.eos_token_ids = frozenset((*own_eos, *more_eos_token_ids))
+        self.special_token_ids = frozenset(
+            int(token_id) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+        self.is_byte_level = isinstance(tokenizer.backend_tokenizer.decoder, ByteLevel)
+        self._tokenizer = tokenizer
+        self._byte_of = _bytes_by_letter()
+        self._bytes_of_token: dict[int, bytes] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> HfTokenizer:
+        """The tokenizer in a Hugging Face folder, with the ends of sequence of ``generation_config.json``.
+
+        Raises:
+            UserError: There is none, or it cannot be read.
+        """
+        files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        if not any((folder / file).is_file() for file in files):
+            raise UserError(f"{folder}: the tokenizer is missing; one of {', '.join(files)} must be there")
+        return cls(_from_pretrained(folder), _configured_eos(folder))
+
+    @classmethod
+    def from_gguf(cls, path: Path) -> HfTokenizer:
+        """The tokenizer in the metadata of a ``.gguf`` file.
+
+        Raises:
+            UserError: There is none, or it cannot be read.
+        """
+        return cls(_from_pretrained(path.parent, gguf_file=path.name))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model came with one."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of ``text``."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of the tokens."""
+        text = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, if ``is_byte_level``; none for a token that only pads the vocabulary."""
+        cached = self._bytes_of_token.get(token_id)
+        if cached is None:
+            letters = self._tokenizer.convert_ids_to_tokens(token_id) or ""
+            known = [self._byte_of.get(letter) for letter in letters]
+            # An added token with letters outside the alphabet stands for itself.
+            cached = letters.encode() if None in known else bytes(byte for byte in known if byte is not None)
+            self._bytes_of_token[token_id] = cached
+        return cached
+
+    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Tokens of a conversation by the model's own template."""
+        from jinja2 import TemplateError
+
+        if not self.has_chat_template:
+            raise UserError("this model has no chat template; use completions instead")
+        try:
+            tokens = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+            )
+        except (TemplateError, TypeError) as error:
+            raise UserError(f"the chat template refuses these messages: {error}") from None
+        return list(tokens)
+
+
+def _from_pretrained(folder: Path, **options: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder}: the tokenizer cannot be loaded ({reason})") from None
+    if not tokenizer.is_fast:
+        raise UserError(f"{folder}: only fast tokenizers (tokenizer.json) are supported")
+    return tokenizer
+
+
+def _configured_eos(folder: Path) -> list[int]:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    many = eos if isinstance(eos, list) else [eos]
+    return [int(token) for token in many if token is not None]
+
+
+@lru_cache(maxsize=1)
+def _bytes_by_letter() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 letters stand for themselves, other bytes for the letters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,117 @@
+"""A decoder: a stem that embeds tokens, a plain loop over layers, and a head that gives logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from floodplain.engine.attention.backend import AttentionBackend, AttentionPlan
+from floodplain.engine.batch import ForwardBatch
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.linear import Projection
+from floodplain.engine.models.rope import Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all layers share in one forward pass: attention, and the rotation (None: learned positions)."""
+
+    attention: AttentionPlan
+    turn: Rotation | None
+
+
+class Layer(Protocol):
+    """One decoder layer."""
+
+    def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        """Activations [T, hidden] in, activations out; the tokens' keys and values go into ``kv``."""
+        ...
+
+
+class Stem(Protocol):
+    """What stands before the first layer and after the last."""
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Activations [T, hidden] of the tokens."""
+        ...
+
+    def rotation(self, positions: torch.Tensor) -> Rotation | None:
+        """The rotation that layers apply at these positions, if any."""
+        ...
+
+    def finish(self, x: torch.Tensor) -> torch.Tensor:
+        """The final norm."""
+        ...
+
+
+class LayerHooks(Protocol):
+    """Called around each layer, so that its KV or its parameters may be elsewhere until then."""
+
+    def before_layer(self, index: int) -> None:
+        """Layer ``index`` runs next: ``kv_layers[index]`` and its parameters are read after this returns."""
+        ...
+
+    def after_layer(self, index: int) -> None:
+        """The work of layer ``index`` has been issued (on CUDA it may still run)."""
+        ...
+
+
+class Decoder:
+    """A loaded model. It holds parameters only; batches and KV are arguments.
+
+    Attributes:
+        config: What it is.
+        dtype: Of parameters, activations and KV.
+        device: Where it runs.
+        layer_buffers: Each layer's parameters as one uint8 buffer; empty when they were packed for the CPU.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        stem: Stem,
+        layers: Sequence[Layer],
+        head: Projection,
+        attention: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        layer_buffers: Sequence[torch.Tensor],
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.layer_buffers = list(layer_buffers)
+        self._stem = stem
+        self._layers = list(layers)
+        self._head = head
+        self._attention = attention
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, kv_layers: Sequence[torch.Tensor], hooks: LayerHooks | None = None
+    ) -> torch.Tensor:
+        """Run one step.
+
+        Args:
+            batch: Its tokens.
+            kv_layers: One [num_blocks, 2, block_tokens, kv_heads, head_dim] for each layer; the batch's slots are
+                written.
+            hooks: Called around each layer.
+
+        Returns:
+            Logits [S, vocab] in float32 of ``batch.logits_rows``.
+        """
+        x = self._stem.embed(batch)
+        step = Step(self._attention.plan(batch, self.dtype), self._stem.rotation(batch.positions))
+        for index, layer in enumerate(self._layers):
+            if hooks is not None:
+                hooks.before_layer(index)
+            x = layer(x, step, kv_layers[index])
+            if hooks is not None:
+                hooks.after_layer(index)
+        logits: torch.Tensor = self._head(self._stem.finish(x[batch.logits_rows])).float()
+        return logits

@@ -1,0 +1,119 @@
+"""The Llama family: Llama, Mistral, Qwen2, Qwen3, Yi, SmolLM2.
+
+They differ in the bias of the query, key and value projections (Qwen2), in a norm on each query and key head (Qwen3),
+and in numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from floodplain.engine.batch import ForwardBatch
+from floodplain.engine.models.config import ModelConfig, RopeConfig
+from floodplain.engine.models.decoder import Step
+from floodplain.engine.models.linear import MakeProjection
+from floodplain.engine.models.parameters import ParameterSpec, Part
+from floodplain.engine.models.rope import Rotation, inverse_frequencies, rotate_, rotation
+
+
+def stem_specs(config: ModelConfig) -> list[ParameterSpec]:
+    """Embedding table and final norm."""
+    shape = config.shape
+    table = Part("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size))
+    return [
+        ParameterSpec("embedding", (table,)),
+        ParameterSpec("norm", (Part("model.norm.weight", (shape.hidden_size,)),)),
+    ]
+
+
+def layer_specs(config: ModelConfig, index: int) -> list[ParameterSpec]:
+    """The parameters of one layer; query, key and value rows are one matrix, gate and up rows another."""
+    shape, prefix = config.shape, f"model.layers.{index}."
+    hidden, ffn = shape.hidden_size, shape.ffn_size
+    projections = {
+        "qkv": (
+            hidden,
+            shape.qkv_bias,
+            {"self_attn.q_proj": shape.q_size, "self_attn.k_proj": shape.kv_size, "self_attn.v_proj": shape.kv_size},
+        ),
+        "o": (shape.q_size, config.o_bias, {"self_attn.o_proj": hidden}),
+        "gate_up": (hidden, config.mlp_bias, {"mlp.gate_proj": ffn, "mlp.up_proj": ffn}),
+        "down": (ffn, config.mlp_bias, {"mlp.down_proj": hidden}),
+    }
+    norms = {"input_norm": ("input_layernorm", hidden), "ffn_norm": ("post_attention_layernorm", hidden)}
+    if config.qk_norm:
+        norms |= {
+            "q_norm": ("self_attn.q_norm", shape.head_dim),
+            "k_norm": ("self_attn.k_norm", shape.head_dim),
+        }
+    specs = [
+        ParameterSpec(name, (Part(f"{prefix}{stored}.weight", (size,)),)) for name, (stored, size) in norms.items()
+    ]
+    for name, (width, has_bias, rows) in projections.items():
+        parts = tuple(Part(f"{prefix}{stored}.weight", (size, width)) for stored, size in rows.items())
+        specs.append(ParameterSpec(f"{name}.weight", parts))
+        if has_bias:
+            parts = tuple(Part(f"{prefix}{stored}.bias", (size,)) for stored, size in rows.items())
+            specs.append(ParameterSpec(f"{name}.bias", parts))
+    return specs
+
+
+class LlamaStem:
+    """Embedding, rotation and final norm."""
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, torch.Tensor]) -> None:
+        self._embedding = params["embedding"]
+        self._norm = params["norm"]
+        self._eps = config.norm_eps
+        frequencies = inverse_frequencies(config.rope or RopeConfig(), config.shape.head_dim)
+        self._frequencies = frequencies.to(self._embedding.device)
+
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Activations [T, hidden] of the tokens."""
+        return F.embedding(batch.token_ids, self._embedding)
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """The rotation at these positions."""
+        return rotation(positions, self._frequencies, self._embedding.dtype)
+
+    def finish(self, x: torch.Tensor) -> torch.Tensor:
+        """The final norm."""
+        return F.rms_norm(x, self._norm.shape, self._norm, self._eps)
+
+
+class LlamaLayer:
+    """One layer: attention, then a gated feed-forward part, each added to what came in."""
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, torch.Tensor], project: MakeProjection) -> None:
+        shape = config.shape
+        self._num_heads, self._num_kv_heads, self._head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self._ffn_size, self._eps = shape.ffn_size, config.norm_eps
+        self._input_norm, self._ffn_norm = params["input_norm"], params["ffn_norm"]
+        self._q_norm, self._k_norm = params.get("q_norm"), params.get("k_norm")
+        self._qkv, self._o, self._gate_up, self._down = (
+            project(params[f"{name}.weight"], params.get(f"{name}.bias")) for name in ("qkv", "o", "gate_up", "down")
+        )
+
+    def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        """Activations [T, hidden] in and out."""
+        normed = F.rms_norm(x, self._input_norm.shape, self._input_norm, self._eps)
+        x = self._o.add_to(x, self._attention(normed, step, kv))
+        normed = F.rms_norm(x, self._ffn_norm.shape, self._ffn_norm, self._eps)
+        gate_up = self._gate_up(normed)
+        return self._down.add_to(x, F.silu(gate_up[:, : self._ffn_size]) * gate_up[:, self._ffn_size :])
+
+    def _attention(self, x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
+        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
+        heads = self._qkv(x).view(-1, num_heads + 2 * num_kv_heads, self._head_dim)
+        if self._q_norm is not None and self._k_norm is not None:
+            queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+            queries.copy_(F.rms_norm(queries, self._q_norm.shape, self._q_norm, self._eps))
+            keys.copy_(F.rms_norm(keys, self._k_norm.shape, self._k_norm, self._eps))
+        if step.turn is not None:
+            rotate_(heads[:, : num_heads + num_kv_heads], step.turn)
+        new_kv = heads[:, num_heads:].view(-1, 2, num_kv_heads, self._head_dim)
+        step.attention.write(kv, new_kv)
+        return step.attention.attend(heads[:, :num_heads], new_kv, kv)

@@ -1,0 +1,99 @@
+"""Build a decoder, layer by layer, from a configuration and a source of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from floodplain.engine.attention.backend import AttentionShape, attention_backend
+from floodplain.engine.models import llama, opt
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.decoder import Decoder, Layer, Stem
+from floodplain.engine.models.linear import Linear, MakeProjection, PackedLinear, Projection
+from floodplain.engine.models.parameters import Allocate, ParameterSpec, Part, WeightSource, load_buffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    stem_specs: Callable[[ModelConfig], list[ParameterSpec]]
+    layer_specs: Callable[[ModelConfig, int], list[ParameterSpec]]
+    make_stem: Callable[[ModelConfig, Mapping[str, torch.Tensor]], Stem]
+    make_layer: Callable[[ModelConfig, Mapping[str, torch.Tensor], MakeProjection], Layer]
+
+
+_FAMILIES = {
+    "llama": _Family(llama.stem_specs, llama.layer_specs, llama.LlamaStem, llama.LlamaLayer),
+    "opt": _Family(opt.stem_specs, opt.layer_specs, opt.OptStem, opt.OptLayer),
+}
+
+
+def load_decoder(
+    config: ModelConfig,
+    source: WeightSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_tokens: int,
+    allocate: Allocate | None = None,
+    is_packed: bool = False,
+) -> Decoder:
+    """Load a model.
+
+    Args:
+        config: What it is.
+        source: Where its weights come from.
+        dtype: Of parameters, activations and KV.
+        device: Where it runs.
+        block_tokens: Tokens of a KV block.
+        allocate: Gives each layer its buffer; by default torch does.
+        is_packed: Repack weight matrices for the CPU (see ``linear.can_pack``). Products are much faster, but the
+            layers then have no buffers and their parameters cannot move; ``allocate`` must be None.
+
+    Raises:
+        UserError: Weights are missing, unreadable or of another shape.
+    """
+    if is_packed and allocate is not None:
+        raise ValueError("packed parameters do not lie in allocated buffers")
+    family, shape = _FAMILIES[config.shape.family], config.shape
+    allocate = allocate or _torch_allocate(device)
+    project: MakeProjection = PackedLinear if is_packed else Linear
+    _, stem_params = load_buffer(family.stem_specs(config), source, dtype, _torch_allocate(device))
+    layers, buffers = [], []
+    for index in range(shape.num_layers):
+        buffer, params = load_buffer(family.layer_specs(config, index), source, dtype, allocate)
+        if is_packed:
+            params = {name: param.clone() if param.dim() == 1 else param for name, param in params.items()}
+        else:
+            buffers.append(buffer)
+        layers.append(family.make_layer(config, params, project))
+    return Decoder(
+        config,
+        family.make_stem(config, stem_params),
+        layers,
+        _load_head(config, source, dtype, device, stem_params["embedding"], project),
+        attention_backend(device, AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, block_tokens)),
+        dtype=dtype,
+        device=device,
+        layer_buffers=buffers,
+    )
+
+
+def _load_head(
+    config: ModelConfig,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    embedding: torch.Tensor,
+    project: MakeProjection,
+) -> Projection:
+    if config.shape.tied_embeddings:
+        return project(embedding, None)
+    spec = ParameterSpec("head", (Part("lm_head.weight", tuple(embedding.shape)),))
+    _, params = load_buffer([spec], source, dtype, _torch_allocate(device))
+    return project(params["head"], None)
+
+
+def _torch_allocate(device: torch.device) -> Allocate:
+    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device)

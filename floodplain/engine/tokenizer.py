@@ -1,0 +1,196 @@
+"""Text to tokens and back, token by token."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: ``role`` and ``content``."""
+
+
+class Tokenizer(Protocol):
+    """What the engine and the server need of a tokenizer. May be called from several threads.
+
+    Attributes:
+        vocab_size: Ids that it knows are below this. The model's vocabulary may be larger, for padding.
+        eos_token_ids: Tokens that end a sequence.
+        special_token_ids: Tokens that ``skip_special_tokens`` leaves out of the text.
+        is_byte_level: Every token stands for bytes that do not depend on its neighbours: ``token_bytes``.
+    """
+
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    special_token_ids: frozenset[int]
+    is_byte_level: bool
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``apply_chat_template`` works."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokens of ``text``, by default with what the model wants before it."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of the tokens; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, if ``is_byte_level``."""
+        ...
+
+    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Tokens of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            UserError: The model has no chat template, or the template refuses these messages.
+        """
+        ...
+
+
+class ByteTokenizer:
+    """For models with random weights: UTF-8 bytes are tokens 0 to 255, 256 ends a sequence, the rest are letters."""
+
+    eos_token_ids = frozenset({256})
+    special_token_ids = frozenset({256})
+    is_byte_level = True
+    has_chat_template = True
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The bytes of ``text``."""
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of the bytes."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        return b"".join(self.token_bytes(token) for token in token_ids if token not in skipped).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The byte, ``<eos>``, or a letter."""
+        if token_id < 256:
+            return bytes((token_id,))
+        return b"<eos>" if token_id == 256 else bytes((ord("a") + token_id % 26,))
+
+    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Lines of ``role: content``."""
+        turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return self.encode(turns + ("assistant:" if add_generation_prompt else ""))
+
+
+class StreamDecoder:
+    """The text of one sequence, token by token; it ends before a stop string.
+
+    What ``push`` and the final ``flush`` return is, joined, the text of all tokens, or its part before the stop string
+    that ends first. It never returns a part of a character, nor what may yet become a stop string.
+
+    Args:
+        tokenizer: The model's.
+        stop: Strings that end the text.
+        skip_special_tokens: Leave special tokens out.
+        min_tokens: Before this many tokens no stop string is looked for.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._text = _ByteText(tokenizer) if tokenizer.is_byte_level else _WindowText(tokenizer)
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._stop = tuple(stop)
+        self._num_tokens_before_stop = max(min_tokens - 1, 0)
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that is certain now, which may be empty."""
+        if self.is_stopped:
+            return ""
+        text = "" if token_id in self._skipped else self._text.push(token_id)
+        if not self._stop:
+            return text
+        if self._num_tokens_before_stop > 0:
+            self._num_tokens_before_stop -= 1
+            return text
+        return self._before_stop(text)
+
+    def flush(self) -> str:
+        """The rest of the text, when no token follows."""
+        if self.is_stopped:
+            return ""
+        text = self._text.flush()
+        if self._stop and self._num_tokens_before_stop == 0:
+            text = self._before_stop(text)
+        held, self._held = self._held, ""
+        return text + held
+
+    def _before_stop(self, text: str) -> str:
+        held = self._held + text
+        found = [(begin + len(stop), begin) for stop in self._stop if (begin := held.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            self._held = ""
+            return held[: min(found)[1]]
+        longest = min(len(held), max(map(len, self._stop)) - 1)
+        num_held = next((n for n in range(longest, 0, -1) if self._may_begin_stop(held[-n:])), 0)
+        self._held = held[len(held) - num_held :]
+        return held[: len(held) - num_held]
+
+    def _may_begin_stop(self, text: str) -> bool:
+        return any(stop.startswith(text) for stop in self._stop)
+
+
+class _ByteText:
+    """Tokens are bytes: one UTF-8 decoder, constant cost per token."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+_MAX_WINDOW_TOKENS = 8
+"""A character has at most 4 bytes, and thus tokens; after this many it is no character, only broken bytes."""
+
+
+class _WindowText:
+    """Tokens look at their neighbours (SentencePiece): decode the last few together and take what is new.
+
+    Broken UTF-8 is shown as it looks in this window, which may differ from how it looks in the whole text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._shown: list[int] = []
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith("\ufffd") and len(self._pending) < _MAX_WINDOW_TOKENS:
+            return ""
+        self._shown, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        text = self._new_text() if self._pending else ""
+        self._shown, self._pending = self._pending, []
+        return text
+
+    def _new_text(self) -> str:
+        shown = self._tokenizer.decode(self._shown)
+        return self._tokenizer.decode(self._shown + self._pending)[len(shown) :]

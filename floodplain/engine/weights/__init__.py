@@ -1,0 +1,1 @@
+"""Models as they lie on disk, or made up: configuration, weights, tokenizer."""

@@ -1,0 +1,44 @@
+"""Random weights of a named shape: for speed, for memory, and for tests that need no model file."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from floodplain.cost.model_shape import shape_named
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.tokenizer import ByteTokenizer
+
+_LOGIT_STD = 2.0
+_LAYER_GAIN = 0.5
+
+
+class DummyModel:
+    """The shape called ``name`` with seeded weights, equal on every machine with the same kind of device.
+
+    Raises:
+        UserError: No shape has this name.
+    """
+
+    def __init__(self, name: str, seed: int = 0) -> None:
+        shape = shape_named(name)
+        self.name = f"dummy:{shape.name}"
+        self.config = ModelConfig.of_shape(shape)
+        self._seed = seed
+
+    def fill(self, target: torch.Tensor, name: str) -> None:
+        """Write weights: norms are 1, biases small, and matrices such that activations neither vanish nor explode."""
+        if name.endswith("norm.weight"):
+            target.fill_(1.0)
+            return
+        generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()) + (self._seed << 32))
+        gain = _LOGIT_STD if "embed" in name or "lm_head" in name else _LAYER_GAIN
+        half_width = (
+            gain * (3 / target.shape[-1]) ** 0.5
+        )  # of a uniform distribution with the deviation gain / sqrt(in)
+        target.uniform_(-half_width, half_width, generator=generator)
+
+    def load_tokenizer(self) -> ByteTokenizer:
+        """Bytes are tokens."""
+        return ByteTokenizer(self.config.shape.vocab_size)

