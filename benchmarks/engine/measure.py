@@ -1,8 +1,7 @@
 """Measures one engine, in one environment, and prints one JSON line: measure.py ENGINE DTYPE MODEL [BATCH ...].
 
-Decode: ``batch`` prompts of 128 tokens, 128 outputs each, all at once; tokens a second over the time between the first and
-the last token of a batch (every engine reports it through its own per-request times, or as the time of 129 tokens less the
-time of 1). Prefill: 16 prompts of 128 tokens with one output token each; prompt tokens a second.
+Decode: ``batch`` prompts of 128 tokens, all at once; the time of 129 output tokens less the time of 1 is that of 128
+decode steps. Prefill: 16 prompts of 128 tokens with one output token each; prompt tokens a second.
 """
 
 from __future__ import annotations

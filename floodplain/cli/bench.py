@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,18 +18,16 @@ if TYPE_CHECKING:
     from floodplain.workload.records import RequestRecord
 
 
-def _flag(default: Any, help_text: str) -> Any:
-    return field(default=default, metadata={"help": help_text})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
     """What both benches can be told beside engine and workload."""
 
-    out: Path | None = _flag(None, "write the result to this JSON file")
-    plot: bool = _flag(False, "draw pictures beside the result (needs --out)")
-    save_tokens: bool = _flag(False, "keep the output token ids in the result")
-    max_concurrency: int | None = _flag(None, "send at most so many at a time (the load is then no longer open-loop)")
+    out: Path | None = field(default=None, metadata={"help": "write the result to this JSON file"})
+    plot: bool = field(default=False, metadata={"help": "draw pictures beside the result (needs --out)"})
+    save_tokens: bool = field(default=False, metadata={"help": "keep the output token ids in the result"})
+    max_concurrency: int | None = field(
+        default=None, metadata={"help": "send at most so many at a time (the load is then no longer open-loop)"}
+    )
 
     def __post_init__(self) -> None:
         if self.plot and self.out is None:
@@ -41,10 +38,12 @@ class BenchConfig:
 class ServerUnderTest:
     """Any OpenAI server."""
 
-    base_url: str = _flag("http://127.0.0.1:8000", "where the server is")
+    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "where the server is"})
     model: str = field(metadata={"help": "the name under which it serves the model"})
-    tokenizer: str | None = _flag(None, "model whose tokenizer makes the prompts (default: the one of --model)")
-    api_key_file: Path | None = _flag(None, "file with the key to send")
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "model whose tokenizer makes the prompts (default: the one of --model)"}
+    )
+    api_key_file: Path | None = field(default=None, metadata={"help": "file with the key to send"})
 
 
 def add_parser(verbs: Any) -> None:

@@ -1,7 +1,7 @@
 """``floodplain demo``: serve a small real model under a burst, and show the queue that forms.
 
-The pool of KV memory holds about 24 requests. The load is set by what this machine turns out to do: a stable rate below its
-capacity, twice that for the burst. Everything runs in this process, from the load client to the model.
+The pool of KV memory holds about 24 requests. The load is set by what this machine turns out to do: a stable rate below
+its capacity, twice that for the burst. Everything runs in this process, from the load client to the model.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ STABLE_SHARE = 0.7
 CALIBRATION_TOKENS = 32
 TITLE = "Floodplain demo: what a burst does to a server whose memory is full"
 PARAGRAPHS = (
-    "A small language model answers a stable stream of requests. Then, for a while, twice as many arrive. The memory for their "
-    "keys and values (KV) holds about 24 requests, so the others wait in line, first come, first served: this is what "
-    "today's servers do.",
-    "While the line lasts, a newcomer sees nothing at all, although every request that runs produces text faster than anybody "
-    "reads. Floodplain's policies, which share the memory in turns, will stand beside this baseline.",
+    "A small language model answers a stable stream of requests. Then, for a while, twice as many arrive. The memory "
+    "for their keys and values (KV) holds about 24 requests, so the others wait in line, first come, first served: "
+    "this is what today's servers do.",
+    "While the line lasts, a newcomer sees nothing at all, although every request that runs produces text faster than "
+    "anybody reads. This is the baseline that sharing the memory in turns has to beat.",
 )
 
 

@@ -51,11 +51,13 @@ class Lifecycle:
         arrival_s: When the request arrived.
         events: (time, kind), times never decreasing.
         token_times_s: When each output token came out.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
     """
 
     arrival_s: float
     events: list[tuple[float, EventKind]] = field(default_factory=list)
     token_times_s: list[float] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.events.append((self.arrival_s, EventKind.ARRIVED))

@@ -88,7 +88,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """The same for conversations (one, or a list of them), through the model's chat template."""
         chats: list[Any] = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        prompts = [(None, self._engine.tokenizer.apply_chat_template(chat)) for chat in chats]
+        prompts: list[tuple[str | None, list[int]]] = [
+            (None, self._engine.tokenizer.apply_chat_template(chat)) for chat in chats
+        ]
         return self._run(prompts, self._match_params(sampling_params, len(prompts)), use_tqdm)
 
     # -- inside ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the executor remembers of each sequence between steps, in arrays, so that a decode step has no loop over sequences."""
+"""What the executor remembers of each sequence between steps, in arrays: a decode step loops over nothing."""
 
 from __future__ import annotations
 

@@ -124,6 +124,7 @@ class PlanBuilder:
         if seq.lifecycle.first(EventKind.SCHEDULED) is None:
             self._state.counters.num_prompt_tokens += seq.num_prompt
             self._state.counters.num_cached_tokens += seq.num_computed
+            seq.lifecycle.num_cached_tokens = seq.num_computed
 
     # -- tables ----------------------------------------------------------------------------------------------------
 

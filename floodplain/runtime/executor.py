@@ -18,3 +18,7 @@ class Executor(Protocol):
     def poll_transfers(self) -> Sequence[tuple[int, bool]]:
         """Transfers that ended since the last call: (transfer id, whether it arrived whole)."""
         ...
+
+    def close(self) -> None:
+        """Give back all memory. Safe to call twice."""
+        ...

@@ -58,7 +58,7 @@ class Loop:
             RequestRefused: It can never be served here; the message has the numbers.
             QueueFull: Too many wait already.
         """
-        max_total = self._check_fits(request)
+        max_total = self.check(request)
         config = self.state.config
         if len(self.state.waiting) >= config.max_waiting:
             raise QueueFull(f"{config.max_waiting} requests are waiting already (--max-waiting); try again later")
@@ -87,8 +87,12 @@ class Loop:
         self._end(seq, reason, now)
         return True
 
-    def _check_fits(self, request: Request) -> int:
-        """The most tokens that the request can come to, prompt included."""
+    def check(self, request: Request) -> int:
+        """The most tokens that the request can come to, prompt included.
+
+        Raises:
+            RequestRefused: It can never be served here; the message has the numbers.
+        """
         max_model_len, ledger = self.state.config.max_model_len, self.state.ledger
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if not num_prompt:

@@ -126,7 +126,9 @@ class LoopMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
             return
-        self.loop.policy = FcfsPolicy()  # the last words of the test: a work-conserving policy must bring everything home
+        self.loop.policy = (
+            FcfsPolicy()
+        )  # the last words of the test: a work-conserving policy must bring everything home
         for _ in range(2000):
             if not self.loop.has_unfinished:
                 break
