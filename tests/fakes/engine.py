@@ -25,12 +25,16 @@ class ByteTokenizer:
 
     vocab_size = 256
     has_chat_template = True
+    is_byte_level = True
 
     def encode(self, text: str, /) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: list[int], /) -> str:
         return bytes(token_ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int, /) -> bytes:
+        return bytes([token_id])
 
     def apply_chat_template(self, messages: list[dict[str, str]], /) -> list[int]:
         if messages[0]["content"] == "refuse me":

@@ -1,0 +1,99 @@
+"""The ``floodplain`` command: finds the verb, runs it, and turns how it ends into an exit status."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from floodplain import __version__
+from floodplain.cli.options import Parser, resolve
+from floodplain.core.errors import UserError
+
+VERBS = {
+    "demo": "serve a small model under a burst and show the queue that forms",
+    "serve": "serve a model over the OpenAI API",
+    "bench": "measure an engine (offline) or any OpenAI server (serve)",
+    "doctor": "what is installed, measured, emulated and untested here",
+}
+"""Every verb and what it does, in the order of ``--help``. ``floodplain/cli/NAME.py`` holds it: ``add_parser(verbs)``
+adds its flags (see ``options.add_verb``), ``run(args) -> int`` does it and returns the exit status. ``args.verb`` is
+what was typed, such as ``bench serve``."""
+
+DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    0: done. 1: failed. 2: bad usage or bad input, with one line on stderr that says what to change. 130: interrupted.
+    """
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"floodplain: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(argv: list[str]) -> int:
+    verb = argv[0] if argv and argv[0] in _available() else None
+    parser, module = _build(verb)
+    if verb is None or module is None:
+        parser.parse_args(argv)  # --help, --version, or an unknown verb
+        parser.print_help(sys.stderr)
+        return BAD_USAGE
+    leaf, words = _descend(parser, argv)
+    args = resolve(leaf, argv[len(words) :], os.environ)
+    args.verb = " ".join(words)
+    _start_logging(args.quiet)
+    status: int = module.run(args)
+    return status
+
+
+def _available() -> list[str]:
+    return [name for name in VERBS if importlib.util.find_spec(f"floodplain.cli.{name}")]
+
+
+def _build(verb: str | None) -> tuple[Parser, ModuleType | None]:
+    """The parser, and the module of ``verb``: the only one that is imported."""
+    parser = Parser(prog="floodplain", description="Keeps LLM servers responsive when requests outgrow GPU memory.")
+    parser.add_argument("--version", action="version", version=f"floodplain {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+    module = None
+    for name in _available():
+        if name == verb:
+            module = importlib.import_module(f"floodplain.cli.{name}")
+            module.add_parser(verbs)
+        else:
+            verbs.add_parser(name, help=VERBS[name])
+    return parser, module
+
+
+def _descend(parser: Parser, argv: Sequence[str]) -> tuple[Parser, list[str]]:
+    """The parser of the innermost verb (``bench serve``), and the words that name it."""
+    words: list[str] = []
+    while verbs := _verbs_of(parser):
+        rest = argv[len(words) :]
+        if not rest or rest[0] not in verbs:
+            parser.parse_args(rest)  # --help, or an unknown word: does not return
+            raise UserError(f"{parser.prog} needs one of: {', '.join(verbs)}")
+        words.append(rest[0])
+        parser = verbs[rest[0]]
+    return parser, words
+
+
+def _verbs_of(parser: Parser) -> dict[str, Any]:
+    tables = [action.choices for action in parser._actions if action.nargs == "A..."]
+    return dict(tables[0]) if tables and tables[0] else {}
+
+
+def _start_logging(is_quiet: bool) -> None:
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("floodplain").setLevel(logging.WARNING if is_quiet else logging.INFO)

@@ -1,0 +1,245 @@
+"""Flags from dataclasses, their values from four sources, and dataclasses back from them.
+
+A field is a flag: ``max_num_seqs: int = 256`` is ``--max-num-seqs 256``. Its metadata may hold ``help``, ``choices``,
+``metavar``, ``positional`` (no flag but an argument) and ``size`` (bytes, written ``256MiB``). A value comes from the
+command line, else from the environment (``FLOODPLAIN_MAX_NUM_SEQS``), else from a file (``max_num_seqs: 256``), else
+it is the default. Whatever the source, argparse reads it, so that checks and messages are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shlex
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from floodplain.cli.sizes import format_size, parse_size
+from floodplain.core.errors import UserError
+
+C = TypeVar("C")
+
+ENVIRONMENT_PREFIX = "FLOODPLAIN_"
+_TYPO_SIMILARITY = 0.8
+_UNSET = object()
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are ``UserError``: the caller decides how a program ends."""
+
+    def error(self, message: str) -> Any:
+        """Raise what argparse would print."""
+        raise UserError(message)
+
+
+def add_verb(verbs: Any, name: str, description: str) -> Parser:
+    """Add a verb, or a verb of a verb, with the flags that all of them have.
+
+    Args:
+        verbs: What ``add_subparsers`` returned.
+        name: As it is typed.
+        description: For ``floodplain NAME --help``.
+    """
+    parser: Parser = verbs.add_parser(name, description=description, allow_abbrev=False)
+    common = parser.add_argument_group("common flags")
+    common.add_argument("--config", metavar="FILE", help="YAML file with values for these flags")
+    common.add_argument("--format", choices=("terminal", "json"), default="terminal", help="how results are printed")
+    common.add_argument("-q", "--quiet", action="store_true", help="print results and errors only")
+    return parser
+
+
+def add_dataclass_flags(parser: argparse.ArgumentParser, cls: type[Any], title: str | None = None) -> None:
+    """Add a flag for every field of ``cls``, in a group of its own if there is a ``title``.
+
+    A flag that the parser has already, with the same default, serves both (``--seed`` of an engine and a workload).
+    """
+    container = parser.add_argument_group(title) if title else parser
+    hints = get_type_hints(cls)
+    there = {action.dest: action.default for action in parser._actions}
+    for item in fields(cls):
+        if item.name not in there or there[item.name] != item.default:
+            _add_flag(container, item, hints[item.name])
+
+
+def dataclass_from(args: argparse.Namespace, cls: type[C]) -> C:
+    """The dataclass that the parsed flags describe.
+
+    Raises:
+        UserError: The dataclass refuses a value.
+    """
+    values = {item.name: getattr(args, item.name) for item in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def resolve(parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+    """The value of every flag of ``parser``, from the command line, the environment, a file, or its default.
+
+    Raises:
+        UserError: A value is malformed, a key is unknown, or a required one is missing; the message says where.
+    """
+    actions = {a.dest: a for a in parser._actions if a.default is not argparse.SUPPRESS}
+    required = [action for action in actions.values() if action.required]
+    for action in required:  # it may come from another source than the one that is read
+        action.required = False
+    typed, unknown = _given(parser, actions, argv)
+    if unknown:
+        known = [option for action in actions.values() for option in action.option_strings]
+        raise UserError(f"unknown argument {unknown[0]}{_nearest(unknown[0].partition('=')[0], known)}")
+    from_environment = _from_environment(parser, actions, environ)
+    path = typed.get("config", from_environment.get("config"))
+    values = _from_file(parser, actions, Path(path)) if path else {}
+    values |= from_environment | typed
+    for action in required:
+        if action.dest not in values:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            raise UserError(f"{parser.prog} needs {name}: {action.help}")
+    return argparse.Namespace(**{dest: values.get(dest, action.default) for dest, action in actions.items()})
+
+
+def _given(
+    parser: argparse.ArgumentParser, actions: Iterable[str], tokens: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """(values that ``tokens`` set, tokens that no flag wants); argparse leaves what is set beforehand alone."""
+    namespace, unknown = parser.parse_known_args(tokens, argparse.Namespace(**dict.fromkeys(actions, _UNSET)))
+    return {dest: value for dest, value in vars(namespace).items() if value is not _UNSET}, unknown
+
+
+def _from_environment(
+    parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Values of variables such as ``FLOODPLAIN_PORT``. Other verbs' variables are left alone; slips are not."""
+    values: dict[str, Any] = {}
+    for name in sorted(n for n in environ if n.startswith(ENVIRONMENT_PREFIX)):
+        dest = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if dest in actions:
+            values |= _read(parser, actions, dest, _value_of(actions[dest], environ[name]), name)
+        elif near := difflib.get_close_matches(dest, actions, 1, _TYPO_SIMILARITY):
+            raise UserError(f"unknown variable {name}: did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?")
+    return values
+
+
+def _value_of(action: argparse.Action, text: str) -> Any:
+    """What would stand in a file for a variable's text."""
+    if _is_switch(action):
+        return _WORDS.get(text.lower(), text)
+    return shlex.split(text) if action.nargs == "+" else text
+
+
+def _from_file(parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read --config {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict | None):
+        raise UserError(f"{path} must hold lines KEY: VALUE")
+    values: dict[str, Any] = {}
+    for key, value in (content or {}).items():
+        dest = str(key).replace("-", "_")
+        if dest not in actions or dest == "config":
+            raise UserError(f"{path}: unknown key {key!r}{_nearest(dest, actions)}")
+        if value is not None:
+            values |= _read(parser, actions, dest, value, f"{path}, {key}")
+    return values
+
+
+def _read(
+    parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], dest: str, value: Any, source: str
+) -> dict[str, Any]:
+    """What ``value`` means for the flag ``dest``, as if it stood on the command line."""
+    action = actions[dest]
+    if _is_switch(action):
+        if not isinstance(value, bool):
+            raise UserError(f"{source}: write true or false, not {value!r}")
+        return {dest: value}
+    if isinstance(value, list):
+        if action.nargs != "+":
+            raise UserError(f"{source}: {value} is not one value")
+        tokens = [*action.option_strings[:1], *map(str, value)]
+    else:
+        tokens = [f"{action.option_strings[-1]}={value}" if action.option_strings else str(value)]
+    try:
+        return _given(parser, actions, tokens)[0]
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def _is_switch(action: argparse.Action) -> bool:
+    return action.nargs == 0
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.5)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _add_flag(container: Any, item: Field[Any], hint: Any) -> None:
+    kind, is_list = _kind(hint)
+    is_required = item.default is MISSING and item.default_factory is MISSING
+    default = None if is_required else item.default if item.default_factory is MISSING else item.default_factory()
+    options: dict[str, Any] = {"help": _help(item, default), "default": default}
+    if kind is bool:
+        container.add_argument(_flag(item.name), action=argparse.BooleanOptionalAction, **options)
+        return
+    options |= {
+        "type": _converter(parse_size) if item.metadata.get("size") else kind,
+        "choices": item.metadata.get("choices"),
+        "metavar": item.metadata.get("metavar") or _metavar(item, kind),
+        "nargs": "+" if is_list else None,
+    }
+    if item.metadata.get("positional"):
+        container.add_argument(item.name, **options)
+    else:
+        container.add_argument(_flag(item.name), required=is_required, **options)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _kind(hint: Any) -> tuple[Callable[[str], Any], bool]:
+    """(type of one value, whether there are several) of ``X``, ``X | None``, ``tuple[X, ...]``."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (member for member in get_args(hint) if member is not types.NoneType)
+    if get_origin(hint) is tuple:
+        return get_args(hint)[0], True
+    return hint, False
+
+
+def _metavar(item: Field[Any], kind: Callable[[str], Any]) -> str | None:
+    if item.metadata.get("choices"):
+        return None
+    if item.metadata.get("size"):
+        return "SIZE"
+    if item.metadata.get("positional"):
+        return item.name.upper()
+    names: dict[Any, str] = {int: "N", float: "X", Path: "FILE"}
+    return names.get(kind, "TEXT")
+
+
+def _help(item: Field[Any], default: Any) -> str:
+    text: str = item.metadata.get("help", "")
+    if default is None or default == () or "(default" in text:
+        return text
+    if isinstance(default, bool):
+        shown = "on" if default else "off"
+    else:
+        shown = format_size(default) if item.metadata.get("size") else str(default)
+    return f"{text} (default: {shown})".lstrip()
+
+
+def _converter(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """``parse`` with errors that argparse names the flag for."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert

@@ -1,0 +1,47 @@
+"""``floodplain serve MODEL``: an OpenAI server over one engine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.engine.config import EngineConfig
+from floodplain.server.settings import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    parser = add_verb(verbs, "serve", "Serve a model over the OpenAI API until SIGINT or SIGTERM; then drain and exit.")
+    add_dataclass_flags(parser, ServerConfig, "server flags")
+    add_dataclass_flags(parser, EngineConfig, "engine flags")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve; returns when a signal has stopped the server and running requests have ended."""
+    config, server_config = dataclass_from(args, EngineConfig), dataclass_from(args, ServerConfig)
+
+    from floodplain.server.auth import KeyRing, check_exposure
+    from floodplain.server.run import bind, serve, url_of
+
+    keys = KeyRing.from_file(server_config.api_key_file) if server_config.api_key_file else None
+    check_exposure(server_config.host, keys)
+    with closing(bind(server_config.host, server_config.port)) as sock:
+        from floodplain.engine.async_engine import AsyncEngine
+
+        logger.info("config %s", json.dumps(asdict(config) | asdict(server_config), default=str))
+        engine = AsyncEngine.from_config(config)
+
+        def say_ready() -> None:
+            url, model = url_of(sock), engine.model_name
+            is_json = args.format == "json"
+            print(json.dumps({"url": url, "model": model}) if is_json else f"{model} is served at {url}", flush=True)
+
+        serve(engine, sock, keys=keys, drain_timeout_s=server_config.drain_timeout, on_ready=say_ready)
+    return 0

@@ -1,0 +1,42 @@
+"""Sizes as people write them: ``256MiB``, ``4GB``, ``1048576``."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from floodplain.core.errors import UserError
+
+MAX_SIZE_BYTES = 2**50
+"""A pebibyte: more memory than any machine that this runs on, so a slip of a unit."""
+
+_BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
+_UNITS = {name.lower(): num_bytes for name, num_bytes in {**_BINARY, **_DECIMAL}.items()}
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """The bytes that ``text`` means; a bare number is bytes.
+
+    Raises:
+        UserError: It is no size, not a whole number of bytes, zero, negative or absurd.
+    """
+    match = _SIZE.fullmatch(text.strip().lower())
+    unit = _UNITS.get(match[2] or "b") if match else None
+    if match is None or unit is None:
+        raise UserError(f"{text!r} is no size: write 256MiB, 4GB, or bytes")
+    num_bytes = Fraction(match[1]) * unit
+    if num_bytes.denominator != 1:
+        raise UserError(f"{text!r} is not a whole number of bytes")
+    if not 0 < num_bytes <= MAX_SIZE_BYTES:
+        raise UserError(f"{text!r} is out of range: sizes lie between 1 byte and 1024TiB")
+    return int(num_bytes)
+
+
+def format_size(num_bytes: int) -> str:
+    """The shortest exact spelling: ``parse_size`` gives ``num_bytes`` back."""
+    for name, unit in _BINARY.items():
+        if num_bytes >= unit and num_bytes % unit == 0:
+            return f"{num_bytes // unit}{name}"
+    return f"{num_bytes}B"

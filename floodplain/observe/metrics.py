@@ -1,0 +1,135 @@
+"""The Prometheus metrics of a server, from an engine's statistics and from the lifecycles of its requests.
+
+Names and meanings are those of ``docs/metrics.md``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import PreemptionMode
+from floodplain.core.tiers import Tier
+
+FIRST_TOKEN_BUCKETS_S = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0,
+)  # fmt: skip
+TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0)
+REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
+
+
+class StatsView(Protocol):
+    """What is read of the engine's statistics; ``floodplain.engine.outputs.EngineStats`` has it."""
+
+    @property
+    def num_running(self) -> int: ...  # noqa: D102
+    @property
+    def num_waiting(self) -> int: ...  # noqa: D102
+    @property
+    def num_swapped(self) -> int: ...  # noqa: D102
+    @property
+    def kv_blocks(self) -> Mapping[str, int]: ...  # noqa: D102
+    @property
+    def kv_bytes(self) -> Mapping[str, int]: ...  # noqa: D102
+    @property
+    def preemptions(self) -> Mapping[str, int]: ...  # noqa: D102
+    @property
+    def num_prompt_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def num_generated_tokens(self) -> int: ...  # noqa: D102
+
+
+class _Histogram:
+    """Counts in buckets. The library's own also exports its birth date, which nobody was promised."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, values: Iterable[float | None]) -> None:
+        """Count every value that is not None."""
+        for value in values:
+            if value is not None:
+                self._counts[bisect_left(self._bounds, value)] += 1
+                self._sum += value
+
+    def family(self, model_name: str) -> Metric:
+        """A snapshot, cumulative as Prometheus wants it."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
+        edges = [*map(str, self._bounds), "+Inf"]
+        buckets = list(zip(edges, map(float, accumulate(self._counts)), strict=True))
+        family.add_metric([model_name], buckets, self._sum)
+        return family
+
+
+class ServingMetrics(Collector):
+    """Collects on every scrape; ``observe`` feeds the histograms in between.
+
+    Args:
+        model_name: The label of every sample.
+        stats: Gives the current statistics.
+    """
+
+    def __init__(self, model_name: str, stats: Callable[[], StatsView]) -> None:
+        self._model_name = model_name
+        self._stats = stats
+        self._ttft = _Histogram(
+            "floodplain_time_to_first_token_seconds", "First token - arrival.", FIRST_TOKEN_BUCKETS_S
+        )
+        self._tpot = _Histogram(
+            "floodplain_time_per_output_token_seconds", "Mean gap after the first token.", TOKEN_BUCKETS_S
+        )
+        self._itl = _Histogram("floodplain_inter_token_latency_seconds", "Every gap between tokens.", TOKEN_BUCKETS_S)
+        self._e2e = _Histogram("floodplain_e2e_request_latency_seconds", "Last token - arrival.", REQUEST_BUCKETS_S)
+
+    def observe(self, lifecycle: Lifecycle) -> None:
+        """Count a request that has ended."""
+        self._ttft.observe([lifecycle.ttft_s])
+        self._tpot.observe([lifecycle.tpot_s])
+        self._itl.observe(lifecycle.itl_s)
+        self._e2e.observe([lifecycle.e2e_s])
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, now. Leases appear once there are some; swapping is zero until there is a tier to swap to."""
+        stats = self._stats()
+        yield self._gauge("requests_running", "Requests on the device.", {(): stats.num_running})
+        yield self._gauge("requests_waiting", "Requests that wait.", {(): stats.num_waiting})
+        yield self._gauge("requests_swapped", "Requests whose KV is swapped out.", {(): stats.num_swapped})
+        yield self._gauge("kv_blocks", "KV blocks by state.", _by_one(stats.kv_blocks), "state")
+        yield self._gauge("kv_bytes", "Bytes of KV by tier.", _by_one(stats.kv_bytes), "tier")
+        preemptions = {mode.value: 0 for mode in PreemptionMode} | dict(stats.preemptions)
+        yield self._counter("preemptions", "Requests taken off the device.", _by_one(preemptions), "mode")
+        no_bytes: dict[tuple[str, ...], int] = {
+            (way, tier.value): 0 for way in ("out", "in") for tier in Tier if tier is not Tier.LOCAL
+        }
+        yield self._counter("swap_bytes", "Bytes of KV moved to and from a tier.", no_bytes, "direction", "tier")
+        yield self._counter("swap_stall_seconds", "Time that steps waited for swapped KV.", {(): 0})
+        yield self._counter("prompt_tokens", "Prompt tokens of requests.", {(): stats.num_prompt_tokens})
+        yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
+        for histogram in (self._ttft, self._tpot, self._itl, self._e2e):
+            yield histogram.family(self._model_name)
+
+    def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
+        family = GaugeMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])
+        for key, value in values.items():
+            family.add_metric([self._model_name, *key], value)
+        return family
+
+    def _counter(self, name: str, text: str, values: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
+        family = CounterMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])
+        for key, value in values.items():
+            family.add_metric([self._model_name, *key], value)
+        return family
+
+
+def _by_one(values: Mapping[str, int]) -> dict[tuple[str, ...], int]:
+    return {(key,): value for key, value in values.items()}

@@ -1,0 +1,80 @@
+"""The ASGI application over one engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from floodplain import __version__
+from floodplain.observe.metrics import ServingMetrics
+from floodplain.server.auth import KeyRing
+from floodplain.server.errors import ApiError, install_error_handlers
+from floodplain.server.gate import DrainSwitch, Gate
+from floodplain.server.protocol import ServingEngine
+from floodplain.server.responses import Health, Version
+from floodplain.server.routes import ERRORS, OpenAIRoutes
+
+MAX_BODY_BYTES = 8 * 2**20
+"""A million tokens as ids; more is a mistake, or worse."""
+
+
+def create_app(
+    engine: ServingEngine,
+    *,
+    drain: DrainSwitch | None = None,
+    keys: KeyRing | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The application; its lifespan starts and closes ``engine``.
+
+    Args:
+        engine: Not yet started.
+        drain: Turned on by whoever stops the server; None if nobody will.
+        keys: Who may use ``/v1``; None lets everybody in.
+        max_body_bytes: Larger bodies get 413.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        await engine.start()
+        try:
+            yield
+        finally:
+            await engine.close()
+
+    # Without /docs and /redoc: their pages load scripts from another site.
+    app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, drain=drain or DrainSwitch(), keys=keys, max_body_bytes=max_body_bytes)
+    install_error_handlers(app)
+    app.include_router(OpenAIRoutes(engine).router())
+    _add_service_routes(app, engine)
+    return app
+
+
+def _add_service_routes(app: FastAPI, engine: ServingEngine) -> None:
+    metrics = ServingMetrics(engine.model_name, engine.stats)
+    engine.subscribe(metrics.observe)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(metrics)
+
+    @app.get("/health", responses=ERRORS)
+    async def health() -> Health:
+        """Whether the server takes requests."""
+        if engine.failure is not None:
+            raise ApiError(503, f"the engine stopped: {engine.failure}", code="engine_failed")
+        return Health()
+
+    @app.get("/version", responses=ERRORS)
+    async def version() -> Version:
+        """Which Floodplain this is."""
+        return Version(version=__version__)
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **ERRORS})
+    async def show_metrics(request: Request) -> Response:
+        """Prometheus metrics, in the format that the scraper prefers."""
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"Content-Type": content_type})

@@ -1,0 +1,78 @@
+"""Who comes in: draining, keys and body size are decided before a request is read."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from floodplain.server.auth import KeyRing
+from floodplain.server.errors import ApiError, error_response
+
+CLIENT_SCOPE_KEY = "floodplain.client"
+"""Where a request's scope holds the name of its API key; absent when there are no keys."""
+
+
+class DrainSwitch:
+    """Whether the server still takes requests; whoever stops it turns this on."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+
+
+class Gate:
+    """ASGI middleware that refuses requests on what their head alone says.
+
+    Args:
+        app: What lies behind.
+        drain: While it drains, ``/v1`` and ``/health`` answer 503.
+        keys: Who may use ``/v1``; None lets everybody in.
+        max_body_bytes: Larger bodies get 413, before they are read if the length is declared.
+    """
+
+    def __init__(self, app: ASGIApp, drain: DrainSwitch, keys: KeyRing | None, max_body_bytes: int) -> None:
+        self._app = app
+        self._drain = drain
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._admit(scope)
+        except ApiError as refusal:
+            headers = {"WWW-Authenticate": "Bearer"} if refusal.status_code == 401 else None
+            await error_response(refusal, headers)(scope, receive, send)
+            return
+        await self._app(scope, self._limited(receive), send)
+
+    def _admit(self, scope: Scope) -> None:
+        path, headers = scope["path"], dict(scope["headers"])
+        is_api = path.startswith("/v1/")
+        if self._drain.is_draining and (is_api or path == "/health"):
+            raise ApiError(503, "the server is stopping: send requests elsewhere", code="draining")
+        if is_api and self._keys is not None:
+            client = self._keys.client_of(headers.get(b"authorization", b""))
+            if client is None:
+                raise ApiError(401, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
+            scope[CLIENT_SCOPE_KEY] = client
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            raise self._too_large()
+
+    def _limited(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return counted
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is over {self._max_body_bytes} bytes: send less", code="body_too_large")

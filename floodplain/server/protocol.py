@@ -1,0 +1,112 @@
+"""What the server needs of an engine and of its tokenizer, and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
+
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.outputs import EngineStats, OutputDelta
+
+
+class ServingTokenizer(Protocol):
+    """Text to tokens and back. Called from worker threads for long texts: encoding must be thread-safe."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``apply_chat_template`` works."""
+        ...
+
+    def encode(self, text: str, /) -> list[int]:
+        """The tokens of a prompt, with the special tokens that the model's own tokenizer adds."""
+        ...
+
+    def decode(self, token_ids: list[int], /) -> str:
+        """The text of some tokens, special ones included; half a character becomes U+FFFD."""
+        ...
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether a token stands for bytes, whatever its neighbours are: then ``token_bytes`` works."""
+        ...
+
+    def token_bytes(self, token_id: int, /) -> bytes:
+        """The bytes of a token; they need not be whole characters."""
+        ...
+
+    def apply_chat_template(self, messages: list[dict[str, str]], /) -> list[int]:
+        """The tokens of a conversation (``role`` and ``content`` each), up to where the answer begins.
+
+        Raises:
+            UserError: The template refuses the conversation (roles that do not alternate, ...).
+        """
+        ...
+
+
+class ServingEngine(Protocol):
+    """An engine under a server: everything is called on the event loop that awaited ``start``."""
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests must give as ``model``."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output."""
+        ...
+
+    @property
+    def tokenizer(self) -> ServingTokenizer:
+        """The model's tokenizer."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the step loop, if something did: the server then stops with it. None while all is well."""
+        ...
+
+    async def start(self) -> None:
+        """Begin to step. Called once."""
+        ...
+
+    async def drain(self, timeout_s: float) -> None:
+        """Return when no request is live; those that are after ``timeout_s`` end with finish reason ``abort``.
+
+        May be called again, with a shorter time, while it runs.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Abort what is live, stop stepping and free everything."""
+        ...
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        client: str = "",
+        cache_salt: str = "",
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """The output as it comes; the last delta, and only that, has a ``finish_reason``.
+
+        Closing the generator (or cancelling who awaits it) aborts the request: its blocks are free within one step.
+
+        Raises:
+            RequestRefused: Before the first delta: prompt and ``max_tokens`` can never fit, with the numbers.
+            QueueFull: Before the first delta: ``max_waiting`` requests wait already.
+            UserError: Before the first delta: anything else about the request, such as a token outside the vocabulary.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """A snapshot; cheap enough for a scrape a second."""
+        ...
+
+    def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
+        """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; once each, on the event loop."""
+        ...

@@ -1,0 +1,172 @@
+"""How each endpoint writes its answer: one JSON body, or one server-sent event for each delta.
+
+Events are put together as text: the model's name, the id and the time are encoded once for the request, because this
+runs for every token on the cores that compute them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Protocol
+
+from pydantic import BaseModel
+
+from floodplain.core.plan import TokenLogprobs
+from floodplain.engine.outputs import OutputDelta
+from floodplain.server.protocol import ServingTokenizer
+from floodplain.server.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatTokenLogprob,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    TopLogprob,
+    Usage,
+)
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Reply(Protocol):
+    """What differs between the endpoints."""
+
+    request_id: str
+
+    def event(self, index: int, delta: OutputDelta) -> bytes:
+        """One delta of prompt ``index`` as a server-sent event."""
+        ...
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The last event before ``[DONE]`` of a stream with ``include_usage``."""
+        ...
+
+    def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> BaseModel:
+        """The whole answer, from one joined delta for each prompt."""
+        ...
+
+
+class _EventWriter:
+    """The part of every event that does not change."""
+
+    def __init__(self, request_id: str, kind: str, model: str, created: int, includes_usage: bool) -> None:
+        head = json.dumps({"id": request_id, "object": kind, "created": created, "model": model})
+        self._head = f"data: {head.removesuffix('}')}"
+        self._tail = ', "usage": null}\n\n' if includes_usage else "}\n\n"
+
+    def choice(self, fields: str, index: int, logprobs: BaseModel | None, finish_reason: str | None) -> bytes:
+        scores = "null" if logprobs is None else logprobs.model_dump_json()
+        reason = "null" if finish_reason is None else f'"{finish_reason}"'
+        choice = f'{{"index": {index}, {fields}, "logprobs": {scores}, "finish_reason": {reason}}}'
+        return f'{self._head}, "choices": [{choice}]{self._tail}'.encode()
+
+    def usage(self, usage: Usage) -> bytes:
+        return f'{self._head}, "choices": [], "usage": {usage.model_dump_json()}}}\n\n'.encode()
+
+
+class CompletionReply:
+    """The answers of ``/v1/completions``."""
+
+    def __init__(self, model: str, tokenizer: ServingTokenizer, includes_usage: bool) -> None:
+        self.request_id = f"cmpl-{uuid.uuid4().hex}"
+        self._model = model
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        self._writer = _EventWriter(self.request_id, "text_completion", model, self._created, includes_usage)
+        self._offsets: dict[int, int] = {}
+
+    def event(self, index: int, delta: OutputDelta) -> bytes:
+        """See ``Reply``."""
+        text = f'"text": {json.dumps(delta.text)}'
+        return self._writer.choice(text, index, self._logprobs(index, delta), delta.finish_reason)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """See ``Reply``."""
+        return self._writer.usage(usage)
+
+    def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> Completion:
+        """See ``Reply``."""
+        choices = [
+            CompletionChoice(
+                index=index,
+                text=output.text,
+                logprobs=self._logprobs(index, output),
+                finish_reason="length" if output.finish_reason == "length" else "stop",
+            )
+            for index, output in enumerate(outputs)
+        ]
+        return Completion(id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+    def _logprobs(self, index: int, delta: OutputDelta) -> CompletionLogprobs | None:
+        if delta.logprobs is None:
+            return None
+        tokens = [self._tokenizer.decode([token]) for token in delta.token_ids]
+        tops = [
+            {token: entry.chosen, **{self._tokenizer.decode([other]): value for other, value in entry.top}}
+            for token, entry in zip(tokens, delta.logprobs, strict=True)
+        ]
+        offsets, offset = [], self._offsets.get(index, 0)
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[index] = offset
+        chosen = [entry.chosen for entry in delta.logprobs]
+        return CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=tops, text_offset=offsets)
+
+
+class ChatReply:
+    """The answers of ``/v1/chat/completions``."""
+
+    def __init__(self, model: str, tokenizer: ServingTokenizer, includes_usage: bool) -> None:
+        self.request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._model = model
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        self._writer = _EventWriter(self.request_id, "chat.completion.chunk", model, self._created, includes_usage)
+        self._role = '"role": "assistant", '
+
+    def event(self, index: int, delta: OutputDelta) -> bytes:
+        """See ``Reply``. The first event also names the role."""
+        message = f'"delta": {{{self._role}"content": {json.dumps(delta.text)}}}'
+        self._role = ""
+        return self._writer.choice(message, index, self._logprobs(delta), delta.finish_reason)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """See ``Reply``."""
+        return self._writer.usage(usage)
+
+    def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> ChatCompletion:
+        """See ``Reply``."""
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage(content=output.text),
+                logprobs=self._logprobs(output),
+                finish_reason="length" if output.finish_reason == "length" else "stop",
+            )
+            for index, output in enumerate(outputs)
+        ]
+        return ChatCompletion(
+            id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage
+        )
+
+    def _logprobs(self, delta: OutputDelta) -> ChatLogprobs | None:
+        if delta.logprobs is None:
+            return None
+        pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+        return ChatLogprobs(content=[self._scored(token, entry) for token, entry in pairs])
+
+    def _scored(self, token_id: int, entry: TokenLogprobs) -> ChatTokenLogprob:
+        tops = [self._spelled(other, value) for other, value in entry.top]
+        chosen = self._spelled(token_id, entry.chosen)
+        return ChatTokenLogprob(token=chosen.token, logprob=chosen.logprob, bytes=chosen.bytes, top_logprobs=tops)
+
+    def _spelled(self, token_id: int, logprob: float) -> TopLogprob:
+        tokenizer = self._tokenizer
+        spelled = list(tokenizer.token_bytes(token_id)) if tokenizer.is_byte_level else None
+        return TopLogprob(token=tokenizer.decode([token_id]), logprob=logprob, bytes=spelled)

@@ -1,0 +1,149 @@
+"""What the server answers, as the OpenAI API shapes it.
+
+Source: https://platform.openai.com/docs/api-reference/{completions,chat,models}
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+FinishReasonName = Literal["stop", "length"]
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, and which field of the request is to change."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    """Where the prompt's KV came from."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request; with several prompts, of all of them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """Four lists of one length; ``text_offset`` counts characters of the generated text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """The completion of one prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName
+
+
+class Completion(BaseModel):
+    """The answer of ``/v1/completions``."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TopLogprob(BaseModel):
+    """A token that might have stood here; ``bytes`` is None where a token's bytes depend on its neighbours."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TopLogprob):
+    """The token that stands here."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """One entry for each token of the answer."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class AssistantMessage(BaseModel):
+    """The model's turn."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """The only answer to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonName
+
+
+class ChatCompletion(BaseModel):
+    """The answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    """A model that is served; ``max_model_len`` is vLLM's addition."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "floodplain"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The answer of ``/v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    """The answer of ``/health`` while the server takes requests."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Version(BaseModel):
+    """The answer of ``/version``."""
+
+    version: str

@@ -1,0 +1,181 @@
+"""The OpenAI endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import pydantic_core
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+
+from floodplain.core.errors import UserError
+from floodplain.core.sampling import SamplingParams
+from floodplain.server.errors import ERROR_STATUSES, ApiError, error_event
+from floodplain.server.gate import CLIENT_SCOPE_KEY
+from floodplain.server.protocol import ServingEngine
+from floodplain.server.replies import DONE, ChatReply, CompletionReply, Reply
+from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest
+from floodplain.server.responses import ChatCompletion, Completion, ErrorBody, ModelCard, ModelList
+from floodplain.server.streams import EventStream, IndexedDeltas, Tally, gather, merge, unless_hung_up
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+MAX_INLINE_CHARS = 4096
+"""Longer prompts are tokenised in a thread: this many take a few milliseconds, for which streams may wait."""
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status, nginx's, of an answer that nobody waits for any more."""
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    **{status: {"model": ErrorBody, "description": text} for status, text in ERROR_STATUSES.items()},
+    "default": {"model": ErrorBody, "description": "Any other failure."},
+}
+STREAMED: dict[int | str, dict[str, Any]] = {
+    **ERRORS,
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer."},
+}
+
+
+class _JsonRequest(Request):
+    """Reads the body with pydantic's parser: strict about Unicode and numbers, and with errors that say where."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            return pydantic_core.from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+
+class _JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+class OpenAIRoutes:
+    """The endpoints under ``/v1``, over one engine."""
+
+    def __init__(self, engine: ServingEngine) -> None:
+        self._engine = engine
+        self._created = int(time.time())
+
+    def router(self) -> APIRouter:
+        """The routes, for an app."""
+        router = APIRouter(prefix="/v1", route_class=_JsonRoute, responses=ERRORS)
+        router.add_api_route("/models", self.list_models, methods=["GET"])
+        router.add_api_route("/models/{name:path}", self.show_model, methods=["GET"])
+        for path, endpoint, model in (
+            ("/completions", self.complete, Completion),
+            ("/chat/completions", self.chat, ChatCompletion),
+        ):
+            router.add_api_route(path, endpoint, methods=["POST"], response_model=model, responses=STREAMED)
+        return router
+
+    async def list_models(self) -> ModelList:
+        """The model that is served."""
+        return ModelList(data=[self._card()])
+
+    async def show_model(self, name: str) -> ModelCard:
+        """The model that is served, by name."""
+        self._check_model(name)
+        return self._card()
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Complete one prompt, or several."""
+        self._check_model(body.model)
+        params = body.sampling()
+        reply = CompletionReply(self._engine.model_name, self._engine.tokenizer, body.includes_usage)
+        prompts = [await self._tokens(p) if isinstance(p, str) else p for p in body.prompts()]
+        return await self._answer(request, body, prompts, params, reply)
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        self._check_model(body.model)
+        params = body.sampling()
+        tokenizer = self._engine.tokenizer
+        if not tokenizer.has_chat_template:
+            raise UserError(f"messages need a chat template, and {body.model} has none: use /v1/completions")
+        reply = ChatReply(self._engine.model_name, tokenizer, body.includes_usage)
+        messages = [message.templated() for message in body.messages]
+        num_chars = sum(len(message["content"]) for message in messages)
+        prompt = await _off_loop(num_chars, tokenizer.apply_chat_template, messages)
+        return await self._answer(request, body, [prompt], params, reply)
+
+    async def _tokens(self, text: str) -> list[int]:
+        tokens = await _off_loop(len(text), self._engine.tokenizer.encode, text)
+        if not tokens:
+            raise UserError("prompt must hold at least one token")
+        return tokens
+
+    async def _answer(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        reply: Reply,
+    ) -> Response:
+        streams = [
+            self._engine.generate(
+                prompt,
+                params,
+                request_id=f"{reply.request_id}-{index}" if index else reply.request_id,
+                priority=body.priority or 0,
+                client=request.scope.get(CLIENT_SCOPE_KEY, ""),
+                cache_salt=body.cache_salt or "",
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        tally = Tally(sum(map(len, prompts)))
+        if body.stream:
+            return EventStream(_events(merge(streams), reply, tally, body.includes_usage))
+        outputs = await unless_hung_up(request.receive, gather(merge(streams), len(streams), tally))
+        if outputs is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(reply.body(outputs, tally.usage()).model_dump_json(), media_type="application/json")
+
+    def _card(self) -> ModelCard:
+        engine = self._engine
+        return ModelCard(id=engine.model_name, created=self._created, max_model_len=engine.max_model_len)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._engine.model_name:
+            message = f"there is no model {name!r} here: use {self._engine.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+
+async def _events(stream: IndexedDeltas, reply: Reply, tally: Tally, includes_usage: bool) -> AsyncGenerator[bytes]:
+    """The stream as server-sent events; a failure after the first one is the last event before ``[DONE]``."""
+    has_begun = False
+    try:
+        async with aclosing(stream):
+            async for index, delta in stream:
+                tally.add(index, delta)
+                yield reply.event(index, delta)
+                has_begun = True
+    except Exception as error:
+        if not has_begun:
+            raise
+        if not isinstance(error, ApiError):
+            logger.exception("request %s failed in its stream", reply.request_id)
+        yield error_event(error)
+    else:
+        if includes_usage:
+            yield reply.usage_event(tally.usage())
+    yield DONE
+
+
+async def _off_loop(num_chars: int, encode: Callable[[T], list[int]], what: T) -> list[int]:
+    return await asyncio.to_thread(encode, what) if num_chars > MAX_INLINE_CHARS else encode(what)

@@ -1,0 +1,33 @@
+"""The flags of a server; light to import, because the command line is built from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from floodplain.core.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The server's own flags.
+
+    Raises:
+        UserError: A value is out of its range; the message names the flag.
+    """
+
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=8000, metadata={"help": "port to listen on; 0 takes a free one"})
+    api_key_file: Path | None = field(
+        default=None,
+        metadata={"help": "keys that may use /v1, a line KEY or NAME KEY each, mode 0600", "metavar": "FILE"},
+    )
+    drain_timeout: float = field(
+        default=30.0, metadata={"help": "seconds that running requests get when the server stops", "metavar": "S"}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise UserError(f"--port must be between 0 and 65535, not {self.port}")
+        if not 0 <= self.drain_timeout <= 86400:
+            raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")

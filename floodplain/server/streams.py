@@ -1,0 +1,158 @@
+"""The output streams of one HTTP request: merged, gathered, counted, and given up when the client hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from floodplain.core.plan import TokenLogprobs
+from floodplain.engine.outputs import OutputDelta
+from floodplain.server.errors import ApiError
+from floodplain.server.responses import PromptTokensDetails, Usage
+
+T = TypeVar("T")
+Deltas = AsyncGenerator[OutputDelta, None]
+IndexedDeltas = AsyncGenerator[tuple[int, OutputDelta], None]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts the tokens of one HTTP request."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+
+    def add(self, index: int, delta: OutputDelta) -> None:
+        """Count a delta of prompt ``index``; the first one says how much of the prompt was cached."""
+        self.num_output_tokens += len(delta.token_ids)
+        self.cached_tokens.setdefault(index, delta.num_cached_tokens)
+
+    def usage(self) -> Usage:
+        """The counts as the API shapes them."""
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=self.num_output_tokens,
+            total_tokens=self.num_prompt_tokens + self.num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached_tokens.values())),
+        )
+
+
+async def merge(streams: Sequence[Deltas]) -> IndexedDeltas:
+    """The deltas of all streams as they come, with the index of their stream. Closing it closes them all.
+
+    Raises:
+        ApiError: A request was aborted because the server stops (503).
+    """
+    source = _only(streams[0]) if len(streams) == 1 else _interleave(streams)
+    async with aclosing(source):
+        async for index, delta in source:
+            if delta.finish_reason == "abort":
+                raise ApiError(503, "the server stopped before the request ended", code="aborted")
+            yield index, delta
+
+
+async def _only(stream: Deltas) -> IndexedDeltas:
+    async with aclosing(stream):
+        async for delta in stream:
+            yield 0, delta
+
+
+async def _interleave(streams: Sequence[Deltas]) -> IndexedDeltas:
+    ready: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: Deltas) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    ready.put_nowait((index, delta))
+            ready.put_nowait(None)
+        except Exception as error:
+            ready.put_nowait(error)
+
+    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    num_live = len(pumps)
+    try:
+        while num_live:
+            item = await ready.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_live -= 1
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def gather(stream: IndexedDeltas, num_prompts: int, tally: Tally) -> list[OutputDelta]:
+    """Run the stream to its end and join the deltas of each prompt into one."""
+    parts: list[list[OutputDelta]] = [[] for _ in range(num_prompts)]
+    async with aclosing(stream):
+        async for index, delta in stream:
+            tally.add(index, delta)
+            parts[index].append(delta)
+    return [_join(deltas) for deltas in parts]
+
+
+def _join(deltas: list[OutputDelta]) -> OutputDelta:
+    logprobs: tuple[TokenLogprobs, ...] = tuple(entry for delta in deltas for entry in delta.logprobs or ())
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        logprobs=None if deltas[0].logprobs is None else logprobs,
+    )
+
+
+async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of ``work``; when the client hangs up first, ``work`` is cancelled at once and the answer is None.
+
+    The body of the request must have been read: what ``receive`` gives next is the hang-up.
+    """
+    task = asyncio.ensure_future(work)
+    hang_up = asyncio.ensure_future(_hang_up(receive))
+    try:
+        await asyncio.wait((task, hang_up), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        hang_up.cancel()
+        await asyncio.gather(task, hang_up, return_exceptions=True)
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that start with the first event, so that a refusal before it still sets the status.
+
+    Closes ``events`` however it ends: at the end, by a hang-up, or cancelled.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; stop at once when the client hangs up."""
+        await unless_hung_up(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

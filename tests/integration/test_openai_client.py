@@ -1,0 +1,204 @@
+"""The official client against a real server over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fakes.engine import FakeEngine, RunningServer, serving
+
+CHAT: Any = [{"role": "user", "content": "hi"}]
+TEMPLATED = "<user>hi<assistant>"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(FakeEngine()) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with client_of(server) as client:
+        yield client
+
+
+def client_of(server: RunningServer, key: str = "any", retries: int = 0) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=retries)
+
+
+def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fake"]
+    assert client.models.retrieve("fake").owned_by == "floodplain"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
+
+
+def test_a_completion_has_text_reason_and_usage(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="fake", prompt="abcdefghijklmnopqrst", max_tokens=5)
+    assert (done.object, done.model, done.choices[0].text, done.choices[0].finish_reason) == (
+        "text_completion",
+        "fake",
+        "abcde",
+        "length",
+    )
+    assert done.usage is not None and done.usage.prompt_tokens_details is not None
+    usage = done.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (20, 5, 25)
+    assert usage.prompt_tokens_details.cached_tokens == 16
+
+
+def test_a_completion_without_max_tokens_has_sixteen(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="fake", prompt="ab")
+    assert done.choices[0].text == "ab" * 8
+
+
+def test_a_chat_without_max_tokens_has_what_is_left(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(model="fake", messages=CHAT)
+    assert done.usage is not None and done.usage.completion_tokens == 2048  # the fake's own limit
+    assert (done.choices[0].message.content or "").startswith(TEMPLATED)
+
+
+@pytest.mark.parametrize("prompt", [["ab", "cde"], [[97, 98], [99, 100, 101]]])
+def test_several_prompts_get_a_choice_each(client: openai.OpenAI, prompt: Any) -> None:
+    done = client.completions.create(model="fake", prompt=prompt, max_tokens=4)
+    assert [(c.index, c.text) for c in done.choices] == [(0, "abab"), (1, "cdec")]
+    streamed = ["", ""]
+    for chunk in client.completions.create(model="fake", prompt=prompt, max_tokens=4, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == ["abab", "cdec"]
+
+
+@pytest.mark.parametrize("includes_usage", [False, True])
+def test_streams_say_what_the_whole_answer_says(client: openai.OpenAI, includes_usage: bool) -> None:
+    options: Any = {"include_usage": True} if includes_usage else openai.omit
+    whole = client.completions.create(model="fake", prompt="hello", max_tokens=9, logprobs=2)
+    chunks = list(
+        client.completions.create(
+            model="fake", prompt="hello", max_tokens=9, logprobs=2, stream=True, stream_options=options
+        )
+    )
+    if includes_usage:
+        last = chunks.pop()
+        assert (last.choices, last.usage) == ([], whole.usage)
+    assert all(chunk.usage is None for chunk in chunks)
+    assert len({(chunk.id, chunk.created, chunk.object, chunk.model) for chunk in chunks}) == 1
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 8 + ["length"]
+    scores, parts = whole.choices[0].logprobs, [chunk.choices[0].logprobs for chunk in chunks]
+    assert scores is not None
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert getattr(scores, name) == [value for part in parts for value in getattr(part, name)]
+
+
+def test_a_chat_stream_names_the_role_once(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model="fake", messages=CHAT, max_tokens=6, stream=True))
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * 5
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEMPLATED[:6]
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_completion_logprobs_hold_the_chosen_token_and_the_alternatives(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="fake", prompt="ab", max_tokens=2, logprobs=2)
+    scores = done.choices[0].logprobs
+    assert scores is not None
+    assert (scores.tokens, scores.token_logprobs, scores.text_offset) == (["a", "b"], [-0.5, -0.5], [0, 1])
+    assert scores.top_logprobs == [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}]
+
+
+def test_chat_logprobs_hold_bytes_and_alternatives(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(model="fake", messages=CHAT, max_tokens=1, logprobs=True, top_logprobs=2)
+    scores = done.choices[0].logprobs
+    assert scores is not None and scores.content is not None
+    (first,) = scores.content
+    assert (first.token, first.bytes, first.logprob) == ("<", [60], -0.5)
+    assert [(top.token, top.logprob) for top in first.top_logprobs] == [("<", -0.5), ("=", -1.5)]
+
+
+def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.OpenAI) -> None:
+    drain_queue(server)
+    ours = {
+        "priority": -3,
+        "cache_salt": "tenant",
+        "ignore_eos": True,
+        "top_k": 5,
+        "min_tokens": 1,
+        "stop_token_ids": [7],
+    }
+    client.completions.create(model="fake", prompt="a", max_tokens=2, seed=4, stop=["x"], user="me", extra_body=ours)
+    seen = server.engine.submitted.get(timeout=5)
+    params: Any = seen["params"]
+    assert (seen["priority"], seen["cache_salt"], seen["client"]) == (-3, "tenant", "")
+    assert (params.ignore_eos, params.top_k, params.min_tokens, params.stop_token_ids) == (True, 5, 1, (7,))
+    assert (params.seed, params.stop) == (4, ("x",))
+
+
+def drain_queue(server: RunningServer) -> None:
+    while not server.engine.submitted.empty():
+        server.engine.submitted.get()
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param", "code"),
+    [
+        ({"model": "other"}, 404, "model", "model_not_found"),
+        ({"n": 2}, 400, "n", None),
+        ({"suffix": "x"}, 400, "suffix", None),
+        ({"extra_body": {"guided_json": {}}}, 400, "guided_json", None),
+        ({"temperature": -1}, 400, "temperature", None),
+        ({"max_tokens": 0}, 400, "max_tokens", None),
+        ({"max_tokens": 10**6}, 400, None, "context_length_exceeded"),
+        ({"prompt": ""}, 400, "prompt", None),
+        ({"prompt": [300]}, 400, "prompt", None),
+        ({"prompt": 5}, 400, "prompt", None),
+        ({"logprobs": 21}, 400, "logprobs", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_the_clients_own_exceptions(
+    client: openai.OpenAI, fields: dict[str, Any], status: int, param: str | None, code: str | None, stream: bool
+) -> None:
+    """Refusals have a status in streams too: nothing is sent before the first token."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**{"model": "fake", "prompt": "a", "stream": stream, **fields})
+    assert (caught.value.status_code, caught.value.param, caught.value.code) == (status, param, code)
+    body: Any = caught.value.body
+    assert body["message"] and "\n" not in body["message"] and body["type"] == "invalid_request_error"
+
+
+def test_a_refusing_chat_template_is_bad_input(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="template refuses"):
+        client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "refuse me"}])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_429_with_a_time_to_wait(stream: bool) -> None:
+    with serving(FakeEngine(max_waiting=0)) as running, client_of(running) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model="fake", prompt="a", stream=stream)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert caught.value.code == "rate_limit_exceeded"
+
+
+def test_the_async_client_runs_many_streams_at_once(server: RunningServer) -> None:
+    async def one(client: openai.AsyncOpenAI, index: int) -> str:
+        prompt, text = f"<{index}>", ""
+        stream = await client.completions.create(model="fake", prompt=prompt, max_tokens=30, stream=True)
+        async for chunk in stream:
+            text += chunk.choices[0].text
+        assert text == (prompt * 30)[:30]
+        chat = await client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": prompt}], max_tokens=len("<user>") + len(prompt)
+        )
+        assert chat.choices[0].message.content == "<user>" + prompt
+        return text
+
+    async def work() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            assert len(set(await asyncio.gather(*(one(client, i) for i in range(20))))) == 20
+
+    asyncio.run(work())

@@ -1,0 +1,223 @@
+"""What the official client cannot do: hang up, send nonsense, lack a key, and watch the server stop."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from floodplain.server.app import MAX_BODY_BYTES
+from floodplain.server.auth import KeyRing
+from tests.fakes.engine import FakeEngine, RunningServer, serving
+
+BODY = {"model": "fake", "prompt": "abc", "max_tokens": 1000}
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving(FakeEngine()) as running:
+        yield running
+
+
+@contextmanager
+def asking(server: RunningServer, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
+    """A connection on which ``body`` was sent and nothing read."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+        yield connection
+    finally:
+        connection.close()
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error of a response, which must be shaped as OpenAI shapes it."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and "\n" not in error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc", "de", "f"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_aborts_its_requests(stream: bool, prompt: str | list[str]) -> None:
+    engine = FakeEngine(num_free_tokens=3)
+    num_requests = len(prompt) if isinstance(prompt, list) else 1
+    with serving(engine) as running:
+        with asking(running, {**BODY, "prompt": prompt, "stream": stream}):
+            stalled = {engine.stalled.get(timeout=10) for _ in range(num_requests)}
+            assert engine.stats().num_running == num_requests
+        assert {engine.aborted.get(timeout=10) for _ in range(num_requests)} == stalled
+        assert engine.stats().num_running == 0
+        assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+def test_a_request_that_ends_is_not_aborted(server: RunningServer) -> None:
+    assert httpx.post(f"{server.url}/v1/completions", json={**BODY, "max_tokens": 3}).status_code == 200
+    assert server.engine.aborted.empty()
+
+
+def test_a_stream_is_events_that_end_with_done(server: RunningServer) -> None:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**BODY, "max_tokens": 2, "stream": True}) as answer:
+        events = answer.read().decode().split("\n\n")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache"
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert [json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in events[:-2]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        (b"", "JSON object", None),
+        (b"{", "not valid JSON", None),
+        (b"[1, 2]", "JSON object", None),
+        (b"null", "JSON object", None),
+        (b'{"model": "fake"}', "prompt is required", "prompt"),
+        (b'{"model": "fake", "prompt": "\\ud800"}', "not valid JSON", None),
+        (b'{"model": "fake", "prompt": "\xff"}', "not valid JSON", None),
+        (b'{"model": "fake", "prompt": "a", "temperature": NaN}', "not valid JSON", None),
+        (
+            b'{"model": "fake", "prompt": "a", "temperature": "hot"}',
+            "temperature should be a valid number",
+            "temperature",
+        ),
+        (b'{"model": "fake", "prompt": "a", "max_tokens": 1.5}', "max_tokens should be a valid integer", "max_tokens"),
+        (b'{"model": "fake", "prompt": "a", "max_tokens": "5"}', "max_tokens should be a valid integer", "max_tokens"),
+        (
+            b'{"model": "fake", "prompt": "a", "max_tokens": 1%s}' % (b"0" * 30),
+            "max_tokens should be less than",
+            "max_tokens",
+        ),
+        (b'{"model": "fake", "prompt": "a", "stream": 1}', "stream should be a valid boolean", "stream"),
+        (b'{"model": "fake", "prompt": "a", "stream_options": {"x": 1}}', "stream_options.x", "stream_options"),
+        (b"[" * 100_000, "not valid JSON", None),
+        (b'{"model": "fake", "prompt": "a", "\\u0000\\n": 1}', "is not a supported field", "\x00\n"),
+    ],
+)
+def test_nonsense_gets_a_400_that_says_what_to_change(
+    server: RunningServer, body: bytes, message: str, param: str | None
+) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+def test_another_content_type_is_refused(server: RunningServer) -> None:
+    response = httpx.post(
+        f"{server.url}/v1/completions", content=json.dumps(BODY), headers={"Content-Type": "text/plain"}
+    )
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+        ("GET", "/v1/models/x/y", 404),
+    ],
+)
+def test_wrong_paths_and_methods_have_an_error_body(server: RunningServer, method: str, path: str, status: int) -> None:
+    response = httpx.request(method, server.url + path)
+    assert response.status_code == status
+    assert error_of(response)["type"] == "invalid_request_error"
+    assert ("allow" in response.headers) == (status == 405)
+
+
+def test_a_declared_body_that_is_too_large_is_not_read(server: RunningServer) -> None:
+    with socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=10) as sock:  # type: ignore[arg-type]
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+        sock.sendall(head.encode())
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_an_undeclared_body_that_is_too_large_is_not_read_to_its_end(server: RunningServer) -> None:
+    chunks = (b" " * 2**20 for _ in range(MAX_BODY_BYTES // 2**20 + 2))
+    response = httpx.post(f"{server.url}/v1/completions", content=chunks, headers=JSON)
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "body_too_large"
+
+
+def test_a_prompt_long_enough_for_a_thread_is_tokenised_too(server: RunningServer) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "ab" * 2500})
+    assert error_of(response)["code"] == "context_length_exceeded"
+    assert "5000 + 16 tokens" in error_of(response)["message"]
+
+
+def test_keys_are_needed_for_v1_only_and_name_the_client(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("ann secret-of-ann\n")
+    (tmp_path / "keys").chmod(0o600)
+    with serving(FakeEngine(), keys=KeyRing.from_file(tmp_path / "keys")) as running:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret-of-ann"}):
+            response = httpx.post(f"{running.url}/v1/completions", json=BODY, headers=headers)
+            assert response.status_code == 401
+            assert (response.headers["www-authenticate"], error_of(response)["code"]) == ("Bearer", "invalid_api_key")
+        headers = {"Authorization": "Bearer secret-of-ann"}
+        assert httpx.post(f"{running.url}/v1/completions", json=BODY, headers=headers).status_code == 200
+        assert running.engine.submitted.get(timeout=5)["client"] == "ann"
+        assert httpx.get(f"{running.url}/v1/models").status_code == 401
+        for path in ("/health", "/metrics", "/version"):
+            assert httpx.get(running.url + path).status_code == 200
+
+
+def test_stopping_lets_running_requests_end() -> None:
+    engine = FakeEngine()
+    with serving(engine) as running:
+        body = {**BODY, "max_tokens": 2000, "stream": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body) as answer:
+            events = answer.iter_raw()
+            next(events)
+            running.stop()
+            rest = b"".join(events)
+        running.join()
+    assert rest.endswith(b'"finish_reason": "length"}]}\n\ndata: [DONE]\n\n')
+    assert (engine.aborted.empty(), engine.num_closed) == (True, 1)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{running.url}/health")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_drain_is_bounded_and_says_so_to_who_is_cut_off(stream: bool) -> None:
+    engine = FakeEngine(num_free_tokens=2)
+    with serving(engine, drain_timeout_s=0.05) as running, asking(running, {**BODY, "stream": stream}) as connection:
+        engine.stalled.get(timeout=10)
+        running.stop()
+        response = connection.getresponse()
+        text = response.read().decode()
+        running.join()
+    assert response.status == (200 if stream else 503)
+    error = json.loads(text.split("\n\n")[-3].removeprefix("data: ") if stream else text)["error"]
+    assert (error["code"], error["type"]) == ("aborted", "server_error")
+    assert text.endswith("data: [DONE]\n\n") == stream
+
+
+def test_a_second_signal_cuts_the_drain_short() -> None:
+    engine = FakeEngine(num_free_tokens=2)
+    with serving(engine, drain_timeout_s=3600) as running, asking(running, BODY) as connection:
+        engine.stalled.get(timeout=10)
+        running.stop()
+        running.stop()
+        response = connection.getresponse()
+        assert (response.status, json.load(response)["error"]["code"]) == (503, "aborted")
+        running.join()
+
+
+def test_a_server_whose_engine_failed_stops() -> None:
+    engine = FakeEngine()
+    with serving(engine) as running:
+        engine.failure = RuntimeError("a block is twice free")
+        running.join()
+    assert engine.num_closed == 1

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from floodplain import __version__
+from floodplain.cli import main as cli
+from floodplain.cli.options import add_verb
+from floodplain.core.errors import InvariantError, UserError
+
+
+@pytest.fixture
+def toy_verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """A verb ``demo`` with a verb below it, as ``bench`` has; what it was run with."""
+    module = types.ModuleType("floodplain.cli.demo")
+    seen: list[object] = []
+
+    def add_parser(verbs: object) -> None:
+        inner = verbs.add_parser("demo", description="toy").add_subparsers(dest="inner")  # type: ignore[attr-defined]
+        add_verb(inner, "quick", "toy").add_argument("--how", default="well", choices=("well", "badly", "user", "stop"))
+
+    def run(args: object) -> int:
+        seen.append(args)
+        outcome = {"user": UserError("change\nthis"), "stop": KeyboardInterrupt()}.get(args.how)  # type: ignore[attr-defined]
+        if outcome:
+            raise outcome
+        return int(args.how == "badly")  # type: ignore[attr-defined]
+
+    module.add_parser, module.run = add_parser, run  # type: ignore[attr-defined]
+    module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "floodplain.cli.demo", module)
+    yield seen
+
+
+@pytest.mark.parametrize(("how", "status"), [("well", 0), ("badly", 1), ("user", 2), ("stop", 130)])
+def test_how_a_verb_ends_is_the_exit_status(
+    how: str, status: int, toy_verb: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", "quick", "--how", how]) == status
+    assert len(toy_verb) == 1
+    assert capsys.readouterr().err == ("floodplain: change this\n" if how == "user" else "")
+
+
+def test_a_verb_learns_what_was_typed(toy_verb: list[types.SimpleNamespace]) -> None:
+    cli.main(["demo", "quick", "-q"])
+    assert (toy_verb[0].verb, toy_verb[0].quiet, toy_verb[0].format) == ("demo quick", True, "terminal")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["srve"], "argument VERB: invalid choice: 'srve'"),
+        (["--prot"], "unrecognized arguments"),
+        (["demo"], "floodplain demo needs one of: quick"),
+        (["demo", "quik"], "invalid choice: 'quik'"),
+        (["demo", "quick", "--hwo", "x"], "unknown argument --hwo (did you mean --how?)"),
+        (["serve"], "floodplain serve needs MODEL"),
+        (["serve", "m", "--port", "99999"], "--port must be between 0 and 65535, not 99999"),
+        (["serve", "m", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in: give --api-key-file"),
+        (["serve", "m", "--api-key-file", "/nonexistent"], "cannot read the API key file /nonexistent"),
+        (["serve", "m", "--kv-memory", "4G"], "argument --kv-memory: '4G' is no size"),
+    ],
+)
+def test_bad_usage_is_status_2_and_one_line(
+    argv: list[str], message: str, toy_verb: list[object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+    assert toy_verb == []
+
+
+def test_a_bug_of_ours_is_not_caught(toy_verb: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> int:
+        raise InvariantError("a block is twice free")
+
+    monkeypatch.setattr(sys.modules["floodplain.cli.demo"], "run", fail)
+    with pytest.raises(InvariantError):
+        cli.main(["demo", "quick"])
+
+
+def test_without_a_verb_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "serve a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(argv: list[str]) -> None:
+    """In a fresh interpreter: what makes start-up slow is what is imported."""
+    program = (
+        "import sys; from floodplain.cli.main import main\n"
+        f"try: main({argv!r})\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'numpy', 'fastapi', 'pydantic', 'uvicorn', 'transformers', 'yaml', 'matplotlib'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert ("serve" if "--help" in argv else __version__) in done.stdout

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.cli.sizes import MAX_SIZE_BYTES, format_size, parse_size
+from floodplain.core.errors import UserError
+
+
+@given(st.integers(1, MAX_SIZE_BYTES) | st.builds(lambda n, k: n << k, st.integers(1, 1024), st.integers(0, 40)))
+def test_what_is_formatted_parses_back(num_bytes: int) -> None:
+    assert parse_size(format_size(num_bytes)) == num_bytes
+
+
+@given(st.integers(1, 1000), st.sampled_from(["KB", "MB", "GB", "KiB", "MiB", "GiB", "B", ""]))
+def test_units_mean_powers_of_their_base(number: int, unit: str) -> None:
+    power = "BKMG".index(unit[:1] or "B")
+    assert parse_size(f"{number}{unit}") == number * (1024 if "i" in unit else 1000) ** power
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("256MiB", 2**28), ("4GB", 4 * 10**9), ("1.5GiB", 3 * 2**29), ("65536", 65536), (" 2 gib ", 2**31)],
+)
+def test_sizes_read_as_people_write_them(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "-1GiB",
+        "0",
+        "0MiB",
+        "4G",
+        "",
+        "MiB",
+        "1e9",
+        "nan",
+        "inf",
+        "1.5",
+        "0.0003KB",
+        "99999999TiB",
+        "1_000",
+        "٣MiB",
+        "9" * 99,
+    ],
+)
+def test_nonsense_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(UserError, match=r"no size|whole number|out of range") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_size_or_a_user_error(text: str) -> None:
+    try:
+        assert 0 < parse_size(text) <= MAX_SIZE_BYTES
+    except UserError as error:
+        assert "\n" not in str(error)

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.engine.outputs import EngineStats
+from floodplain.observe.metrics import TOKEN_BUCKETS_S, ServingMetrics
+
+PROMISED = {
+    "requests_running": "gauge",
+    "requests_waiting": "gauge",
+    "requests_swapped": "gauge",
+    "kv_blocks": "gauge",
+    "kv_bytes": "gauge",
+    "preemptions_total": "counter",
+    "swap_bytes_total": "counter",
+    "swap_stall_seconds_total": "counter",
+    "prompt_tokens_total": "counter",
+    "generation_tokens_total": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "time_per_output_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+}
+"""Every promised metric that has something to say before there are leases."""
+
+LABELS = {
+    "kv_blocks": {"state"},
+    "kv_bytes": {"tier"},
+    "preemptions_total": {"mode"},
+    "swap_bytes_total": {"direction", "tier"},
+}
+
+
+def scrape(metrics: ServingMetrics) -> dict[str, object]:
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {f.name + "_total" * (f.type == "counter"): f for f in families}
+
+
+def test_the_names_types_and_labels_are_the_promised_ones() -> None:
+    stats = EngineStats(kv_blocks={"free": 1}, kv_bytes={"local": 2})
+    families = scrape(ServingMetrics("m", lambda: stats))
+    assert {name.removeprefix("floodplain_"): f.type for name, f in families.items()} == PROMISED  # type: ignore[attr-defined]
+    for name, labels in LABELS.items():
+        for sample in families[f"floodplain_{name}"].samples:  # type: ignore[attr-defined]
+            assert set(sample.labels) == labels | {"model_name"}
+            assert sample.labels["model_name"] == "m"
+
+
+def test_counters_and_gauges_are_the_engine_statistics_of_the_moment() -> None:
+    now = EngineStats(
+        num_running=1, preemptions={"recompute": 3}, num_prompt_tokens=10, kv_blocks={"free": 4, "owned": 5}
+    )
+    metrics = ServingMetrics("m", lambda: now)
+    before = value_of(metrics, "floodplain_prompt_tokens_total")
+    now = EngineStats(num_running=2, num_prompt_tokens=12)
+    assert (before, value_of(metrics, "floodplain_prompt_tokens_total")) == (10, 12)
+    assert value_of(metrics, "floodplain_requests_running") == 2
+    assert value_of(metrics, "floodplain_preemptions_total", mode="recompute") == 0
+
+
+def value_of(metrics: ServingMetrics, name: str, **labels: str) -> float | None:
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    return registry.get_sample_value(name, {"model_name": "m", **labels})
+
+
+@given(st.lists(st.lists(st.floats(0, 50), min_size=0, max_size=6), max_size=6))
+def test_histograms_count_what_the_lifecycles_say(gaps_of: list[list[float]]) -> None:
+    metrics = ServingMetrics("m", EngineStats)
+    lifecycles = []
+    for gaps in gaps_of:
+        times = [100.0 + sum(gaps[: i + 1]) for i in range(len(gaps))]
+        lifecycles.append(Lifecycle(100.0, token_times_s=times))
+        metrics.observe(lifecycles[-1])
+    gaps_seen = [gap for lifecycle in lifecycles for gap in lifecycle.itl_s]
+    for name, values in {
+        "time_to_first_token": [x.ttft_s for x in lifecycles if x.ttft_s is not None],
+        "time_per_output_token": [x.tpot_s for x in lifecycles if x.tpot_s is not None],
+        "inter_token_latency": gaps_seen,
+        "e2e_request_latency": [x.e2e_s for x in lifecycles if x.e2e_s is not None],
+    }.items():
+        assert value_of(metrics, f"floodplain_{name}_seconds_count") == len(values)
+        assert value_of(metrics, f"floodplain_{name}_seconds_sum") == pytest.approx(sum(values))
+    for bound in TOKEN_BUCKETS_S:
+        below = Counter(gap <= bound for gap in gaps_seen)[True]
+        assert value_of(metrics, "floodplain_inter_token_latency_seconds_bucket", le=str(bound)) == below

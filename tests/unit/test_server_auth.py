@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.errors import UserError
+from floodplain.server.auth import KeyRing, check_exposure
+
+
+def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_line_is_a_key_or_a_name_and_a_key(tmp_path: Path) -> None:
+    keys = KeyRing.from_file(key_file(tmp_path, "# keys\nsecret1\n\nann secret2\nann secret3\n"))
+    clients = [keys.client_of(f"Bearer {key}".encode()) for key in ("secret1", "secret2", "secret3", "secret4")]
+    assert clients == ["key-2", "ann", "ann", None]
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
+def test_a_file_that_others_may_open_is_refused(mode: int, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run chmod 600"):
+        KeyRing.from_file(key_file(tmp_path, "k", mode))
+
+
+@pytest.mark.parametrize("text", ["", "# only\n", "a b c\n", "k\nk\n", "ann k\nbob k\n"])
+def test_a_malformed_file_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="KEY") as caught:
+        KeyRing.from_file(key_file(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "none", tmp_path, tmp_path / "keys"):
+        with pytest.raises(UserError, match="cannot read the API key file"):
+            KeyRing.from_file(path)
+
+
+@given(st.binary(max_size=30))
+def test_no_other_header_gets_in(header: bytes) -> None:
+    keys = KeyRing({"a-long-enough-secret": "ann"})
+    assert keys.client_of(header) is None
+    assert keys.client_of(b"Basic a-long-enough-secret") is None
+    assert keys.client_of(b"bearer a-long-enough-secret") == "ann"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
+def test_other_machines_need_keys(host: str) -> None:
+    check_exposure(host, KeyRing({"k": "n"}))
+    with pytest.raises(UserError, match=f"--host {host} lets other machines in"):
+        check_exposure(host, None)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
+def test_this_machine_does_not(host: str) -> None:
+    check_exposure(host, None)

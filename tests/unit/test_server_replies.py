@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.plan import TokenLogprobs
+from floodplain.engine.outputs import OutputDelta
+from floodplain.server.replies import ChatReply, CompletionReply
+from floodplain.server.streams import Tally
+from tests.fakes.engine import ByteTokenizer
+
+texts = st.text(st.characters(codec="utf-8"))
+
+
+def parse(event: bytes) -> Any:
+    """The JSON of one event, which must be one line, whatever the text holds."""
+    head, tail = event[:6], event[6:]
+    assert (head, tail[-2:], tail.count(b"\n")) == (b"data: ", b"\n\n", 2)
+    return json.loads(tail)
+
+
+@given(texts, texts, st.integers(0, 9), st.sampled_from([None, "stop", "length"]), st.booleans())
+def test_events_put_together_as_text_are_the_json_they_stand_for(
+    model: str, text: str, index: int, reason: str | None, includes_usage: bool
+) -> None:
+    usage = Tally(3, 4).usage()
+    for make, field in ((CompletionReply, "text"), (ChatReply, "delta")):
+        reply = make(model, ByteTokenizer(), includes_usage)
+        event = parse(reply.event(index, OutputDelta(text, (1,), reason)))
+        content = text if field == "text" else {"role": "assistant", "content": text}
+        assert event["choices"] == [{"index": index, field: content, "logprobs": None, "finish_reason": reason}]
+        assert (event["id"], event["model"]) == (reply.request_id, model)
+        assert ("usage" in event) == includes_usage
+        last = parse(reply.usage_event(usage))
+        assert (last["choices"], last["usage"]) == ([], usage.model_dump())
+        assert set(last) == {*event, "usage"}
+
+
+def test_the_bytes_of_half_characters_put_together_are_the_text() -> None:
+    euro = tuple("€!".encode())
+    scores = tuple(TokenLogprobs(-0.1, ((token, -0.1),)) for token in euro)
+    body = ChatReply("m", ByteTokenizer(), False).body([OutputDelta("€!", euro, "stop", scores)], Tally(1).usage())
+    assert body.choices[0].logprobs is not None
+    content = body.choices[0].logprobs.content
+    assert bytes(value for entry in content for value in entry.bytes or ()).decode() == "€!"
+    assert [entry.token for entry in content] == ["\ufffd", "\ufffd", "\ufffd", "!"]
+    assert [entry.top_logprobs[0].bytes for entry in content] == [entry.bytes for entry in content]
+
+
+def test_a_token_whose_bytes_depend_on_its_neighbours_reports_none() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.is_byte_level = False
+    delta = OutputDelta("a", (97,), "stop", (TokenLogprobs(-0.1),))
+    logprobs = ChatReply("m", tokenizer, False).body([delta], Tally(1).usage()).choices[0].logprobs
+    assert logprobs is not None and logprobs.content[0].bytes is None

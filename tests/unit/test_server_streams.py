@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.engine.outputs import OutputDelta
+from floodplain.server.errors import ApiError
+from floodplain.server.streams import EventStream, Tally, gather, merge, unless_hung_up
+
+
+class Source:
+    """A stream that knows whether it was closed; ``fails`` after its last delta, or goes on for ever."""
+
+    def __init__(self, num_deltas: int, *, fails: Exception | None = None, is_endless: bool = False) -> None:
+        self.num_deltas = num_deltas
+        self.fails = fails
+        self.is_endless = is_endless
+        self.is_closed = False
+
+    async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
+        try:
+            for i in range(self.num_deltas):
+                await asyncio.sleep(0)
+                yield OutputDelta(chr(97 + i), (i,), None, num_cached_tokens=4)
+            if self.fails:
+                raise self.fails
+            if self.is_endless:
+                await asyncio.Event().wait()
+            yield OutputDelta("!", (99,), "stop", num_cached_tokens=4)
+        finally:
+            self.is_closed = True
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(5):
+            await work()
+
+    asyncio.run(bounded())
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=6))
+def test_merging_keeps_every_stream_whole_and_in_order(lengths: list[int]) -> None:
+    async def work() -> None:
+        sources = [Source(n) for n in lengths]
+        tally = Tally(10)
+        outputs = await gather(merge([s.deltas() for s in sources]), len(sources), tally)
+        assert [o.token_ids for o in outputs] == [(*range(n), 99) for n in lengths]
+        assert [o.text for o in outputs] == ["abcdefgh"[:n] + "!" for n in lengths]
+        assert all(o.finish_reason == "stop" for o in outputs)
+        assert all(s.is_closed for s in sources)
+        usage = tally.usage()
+        assert (usage.completion_tokens, usage.total_tokens) == (
+            sum(lengths) + len(lengths),
+            10 + usage.completion_tokens,
+        )
+        assert usage.prompt_tokens_details.cached_tokens == 4 * len(lengths)
+
+    run(work)
+
+
+@pytest.mark.parametrize("num_streams", [1, 3])
+def test_leaving_early_closes_every_stream(num_streams: int) -> None:
+    async def work() -> None:
+        sources = [Source(3, is_endless=True) for _ in range(num_streams)]
+        async with aclosing(merge([s.deltas() for s in sources])) as merged:
+            async for _ in merged:
+                break
+        assert all(s.is_closed for s in sources)
+
+    run(work)
+
+
+def test_one_failure_closes_the_others_and_is_raised() -> None:
+    async def work() -> None:
+        sources = [Source(1, is_endless=True), Source(2, fails=ValueError("broken"))]
+        with pytest.raises(ValueError, match="broken"):
+            await gather(merge([s.deltas() for s in sources]), 2, Tally(0))
+        assert all(s.is_closed for s in sources)
+
+    run(work)
+
+
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_an_aborted_request_is_a_503(num_streams: int) -> None:
+    async def aborted() -> AsyncGenerator[OutputDelta, None]:
+        yield OutputDelta("a", (1,))
+        yield OutputDelta("", (), "abort")
+
+    async def work() -> None:
+        with pytest.raises(ApiError, match="stopped") as caught:
+            await gather(merge([aborted() for _ in range(num_streams)]), num_streams, Tally(0))
+        assert caught.value.status_code == 503
+
+    run(work)
+
+
+async def never() -> dict[str, Any]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def test_work_that_ends_first_is_the_answer() -> None:
+    async def work() -> None:
+        assert await unless_hung_up(never, asyncio.sleep(0, "done")) == "done"
+
+        async def fail() -> None:
+            raise KeyError("x")
+
+        with pytest.raises(KeyError):
+            await unless_hung_up(never, fail())
+        assert len(asyncio.all_tasks()) == 1
+
+    run(work)
+
+
+def test_a_hang_up_cancels_the_work_and_waits_for_its_end() -> None:
+    async def work() -> None:
+        source, has_begun = Source(2, is_endless=True), asyncio.Event()
+
+        async def begin() -> None:
+            async with aclosing(merge([source.deltas()])) as merged:
+                async for _ in merged:
+                    has_begun.set()
+
+        async def receive() -> dict[str, Any]:
+            await has_begun.wait()
+            return {"type": "http.disconnect"}
+
+        assert await unless_hung_up(receive, begin()) is None
+        assert source.is_closed
+        assert len(asyncio.all_tasks()) == 1
+
+    run(work)
+
+
+def test_an_event_stream_closes_its_events_when_the_client_does_not_take_them() -> None:
+    """A slow client: the hang-up comes while an event is being sent, not while one is awaited."""
+
+    async def work() -> None:
+        is_sending, is_closed = asyncio.Event(), False
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            nonlocal is_closed
+            try:
+                while True:
+                    yield b"data: x\n\n"
+            finally:
+                is_closed = True
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                is_sending.set()
+                await asyncio.Event().wait()
+
+        async def receive() -> dict[str, Any]:
+            await is_sending.wait()
+            return {"type": "http.disconnect"}
+
+        await EventStream(events())({"type": "http"}, receive, send)
+        assert is_closed
+
+    run(work)
