@@ -206,7 +206,7 @@ class StepOutputs:
         seq_ids: Sequences that got a token, and
         token_ids: their tokens, pair by pair.
         finished: Sequences that ended with this step, and why.
-        logprobs: For those who asked.
+        logprobs: Of these tokens, if anybody asked; it may hold others.
     """
 
     seq_ids: Seq[SeqId]

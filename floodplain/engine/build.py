@@ -6,16 +6,17 @@ import logging
 
 import torch
 
-from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.linear import can_pack
 from floodplain.engine.models.load import load_decoder
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.sampler import Sampler
 from floodplain.engine.shell import Engine
-from floodplain.engine.weights.open_model import open_model
+from floodplain.engine.tokenizer import Tokenizer
+from floodplain.engine.weights.open_model import ModelSource, open_model
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
@@ -35,53 +36,60 @@ def build_engine(config: EngineConfig) -> Engine:
         UserError: The model cannot be read, the device is not there, or memory is too small for one request.
     """
     device, dtype = _torch_device(config.device), _torch_dtype(config.dtype)
-    torch.manual_seed(config.seed)
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()
+    memory = DeviceMemory(config, source.config, device, dtype)
+    try:
+        return _assemble(config, source, tokenizer, memory, device, dtype)
+    except BaseException:
+        memory.close()
+        raise
+
+
+def _assemble(
+    config: EngineConfig,
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    memory: DeviceMemory,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Engine:
+    is_packed = config.pack_weights and can_pack(dtype, device)
     model = load_decoder(
         source.config,
         source,
         dtype=dtype,
         device=device,
         block_tokens=config.block_tokens,
-        is_packed=can_pack(dtype, device),
+        allocate=None if is_packed else memory.allocate_parameters,
+        is_packed=is_packed,
     )
-    pool = open_pool(config, source.config, device, dtype)
-    try:
-        max_model_len = _max_model_len(config, source.config, pool.num_blocks)
-        policy = make_policy(config.policy)
-        ledger = BlockLedger(
-            pool.num_blocks,
-            config.block_tokens,
-            quantum_blocks=pool.quantum_blocks,
-            caches_prefixes=config.enable_prefix_caching,
-        )
-        loop_config = LoopConfig(
-            max_model_len=max_model_len,
-            max_batched_tokens=config.max_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-            max_waiting=config.max_waiting,
-            eos_token_ids=tokenizer.eos_token_ids,
-            fingerprint=f"{source.name}:{config.dtype}:{config.block_tokens}",
-        )
-        runner = ModelRunner(
-            model,
-            pool.layers,
-            Sampler(tokenizer.eos_token_ids, config.seed),
-            block_tokens=config.block_tokens,
-            max_model_len=max_model_len,
-            on_close=pool.close,
-        )
-    except BaseException:
-        pool.close()
-        raise
+    pool, ledger = memory.open_pool()
+    max_model_len = _max_model_len(config, source.config, pool.num_blocks)
+    loop_config = LoopConfig(
+        max_model_len=max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        eos_token_ids=tokenizer.eos_token_ids,
+        fingerprint=f"{source.name}:{config.dtype}:{config.block_tokens}",
+    )
+    runner = ModelRunner(
+        model,
+        pool.layers,
+        Sampler(tokenizer.eos_token_ids, config.seed),
+        block_tokens=config.block_tokens,
+        max_model_len=max_model_len,
+        on_close=memory.close,
+    )
+    policy = make_policy(config.policy)
     return Engine(
         Loop(LoopState(loop_config, ledger, policy), policy, config.seed),
         runner,
         tokenizer,
         model_name=config.model,
         config=config,
-        block_bytes=kv_bytes_per_token(source.config, config.dtype) * config.block_tokens,
+        block_bytes=memory.layout.block_bytes,
         vocab_size=source.config.shape.vocab_size,
     )
 
@@ -119,16 +127,3 @@ def _torch_device(name: str) -> torch.device:
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise UserError(f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
     return device
-
-
-def open_pool(config, model, device, dtype):  # TEMP
-    from types import SimpleNamespace
-
-    per = kv_bytes_per_token(model, config.dtype) * config.block_tokens
-    n = max(0, (config.kv_memory or 2**30) // per)
-    s = model.shape
-    layers = [
-        torch.zeros(n, 2, config.block_tokens, s.num_kv_heads, s.head_dim, dtype=dtype, device=device)
-        for _ in range(s.num_layers)
-    ]
-    return SimpleNamespace(num_blocks=n, quantum_blocks=1, layers=layers, close=lambda: None)

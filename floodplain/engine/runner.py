@@ -61,6 +61,7 @@ class ModelRunner:
         if not self._is_closed:
             self._is_closed = True
             self._kv_layers = ()
+            del self._model  # views of parameters, whose memory goes next
             self._on_close()
 
     def poll_transfers(self) -> Sequence[tuple[int, bool]]:

@@ -190,8 +190,7 @@ class Loop:
             self._end(self.state.sequences[seq_id], reason, now)
         if self._ended:
             self._release_ended()
-        logprobs = {seq_id: value for seq_id, value in result.logprobs.items() if seq_id in self.state.sequences}
-        return StepOutputs(seq_ids, token_ids, finished, logprobs if result.logprobs else {})
+        return StepOutputs(seq_ids, token_ids, finished, result.logprobs)
 
     def transfer_done(self, transfer_id: int, ok: bool, now: float) -> None:
         """A copy ended: ``ok`` if every byte arrived and was proven, else it is a miss."""

@@ -1,0 +1,113 @@
+"""All memory of one engine on its device: an arena for each layer's parameters, and the KV pool."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import UserError
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.models.config import ModelConfig
+from floodplain.memory.arena import Device
+from floodplain.memory.kv_pool import KVLayout, KVPool
+
+DEFAULT_HOST_KV_BYTES = 2**30
+DEFAULT_CUDA_KV_SHARE = 0.9
+"""Of the memory that is free once the parameters are loaded."""
+_ALIGN_SLACK = 1.05
+"""Room for the alignment of parameters and for whole pages, as a factor of their size."""
+
+
+class DeviceMemory:
+    """Owner of the device object and of everything mapped on it.
+
+    Args:
+        config: Of the engine.
+        model: What will be loaded.
+        device: Where.
+        dtype: Of parameters and KV.
+
+    Raises:
+        UserError: The machine has less memory than was asked for.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        shape = model.shape
+        self.layout = KVLayout(
+            num_layers=shape.num_layers,
+            block_tokens=config.block_tokens,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+        )
+        self._config = config
+        self._kv_bytes = config.kv_memory or DEFAULT_HOST_KV_BYTES
+        param_bytes = round(shape.param_bytes(dtype.itemsize) * _ALIGN_SLACK)
+        self.device = _open_device(device, self._kv_bytes, param_bytes, self.layout)
+
+    def allocate_parameters(self, num_bytes: int) -> torch.Tensor:
+        """A uint8 tensor over an arena of its own: the parameters of one layer, which can move or go alone.
+
+        Raises:
+            UserError: The device has no room.
+        """
+        num_pages = -(-num_bytes // self.device.page_bytes)
+        pages = self.device.allocate(num_pages)
+        if pages is None:
+            raise UserError(
+                "the model's parameters do not fit on the device: choose a smaller model, or --dtype bfloat16"
+            )
+        arena = self.device.reserve(num_pages)
+        arena.map(0, pages)
+        return arena.tensor(torch.uint8, (num_bytes,))
+
+    def open_pool(self) -> tuple[KVPool, BlockLedger]:
+        """The KV pool with its memory mapped, and its ledger. Call it when the parameters are loaded.
+
+        Raises:
+            UserError: The device has no room for it.
+        """
+        num_blocks = -(-self._pool_bytes() // self.layout.block_bytes)
+        pool = KVPool(self.device, self.layout, num_blocks)
+        ledger = BlockLedger(
+            0,
+            self.layout.block_tokens,
+            quantum_blocks=pool.quantum_blocks,
+            caches_prefixes=self._config.enable_prefix_caching,
+        )
+        if pool.grow(ledger, num_blocks) is None:
+            free = self.device.num_free_pages() * self.device.page_bytes
+            raise UserError(
+                f"a KV pool of {num_blocks * self.layout.block_bytes} bytes does not fit: {free} bytes are free on the "
+                f"device; lower --kv-memory"
+            )
+        return pool, ledger
+
+    def close(self) -> None:
+        """Give everything back. Tensors over it must not be used any more. Safe to call twice."""
+        self.device.close()
+
+    def _pool_bytes(self) -> int:
+        if self._config.kv_memory is None and self.device.torch_device.type == "cuda":
+            free = self.device.num_free_pages() * self.device.page_bytes
+            return int(free * DEFAULT_CUDA_KV_SHARE)
+        return self._kv_bytes
+
+
+def _open_device(device: torch.device, kv_bytes: int, param_bytes: int, layout: KVLayout) -> Device:
+    if device.type == "cuda":
+        from floodplain.memory.cuda_device import open_cuda_device
+
+        return open_cuda_device(device.index or 0)
+    from floodplain.memory.device_file import PAGE_BYTES
+    from floodplain.memory.host_device import open_private_device
+
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if kv_bytes > available:
+        raise UserError(
+            f"--kv-memory {kv_bytes} is more than the {available} bytes that this machine has free: lower it"
+        )
+    quantum_bytes = layout.count_quantum_blocks(PAGE_BYTES) * layout.block_bytes
+    return open_private_device(kv_bytes + quantum_bytes + param_bytes + layout.num_layers * PAGE_BYTES)
