@@ -1,0 +1,117 @@
+"""The engine's greedy tokens against transformers' on real weights in fp32, however the engine is disturbed.
+
+The reference is teacher-forced: transformers reads the prompt and the engine's own output in one pass, and must itself
+choose every token of it. Up to a first difference that is the same as letting it generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from floodplain import LLM, SamplingParams
+from floodplain.engine.outputs import RequestOutput
+from floodplain.engine.weights.open_model import packaged_smollm2
+from floodplain.workload.prompts import package_prompts
+from tests.support.parity import Reference, Verdict, judge
+
+NUM_PROMPTS, NUM_TOKENS = 64, 64
+NUM_DISTURBED = 16
+
+pytestmark = pytest.mark.slow
+Judge = Callable[[Sequence[RequestOutput]], Verdict]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    prompts = [prompt.text for prompt in package_prompts()]
+    return (prompts + [f"Answer briefly. {text}" for text in prompts])[:NUM_PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def check() -> Judge:
+    """Judges outputs by transformers' reading of the same file."""
+    path = packaged_smollm2()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
+
+    def reference(output: RequestOutput) -> Reference:
+        tokens = output.prompt_token_ids + list(output.outputs[0].token_ids)
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens[:-1]])).logits[0, len(output.prompt_token_ids) - 1 :]
+        best, token_ids = logits.topk(2)
+        return Reference(token_ids[:, 0].tolist(), (best[:, 0] - best[:, 1]).tolist())
+
+    return lambda outputs: judge([reference(o) for o in outputs], [o.outputs[0].token_ids for o in outputs])
+
+
+def load(**flags: Any) -> LLM:
+    return LLM("smollm2", dtype="float32", **({"kv_memory": 2**30, "max_model_len": 1024} | flags))
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | more))
+
+
+def test_plain_chat_and_cached_prompts(texts: list[str], check: Judge) -> None:
+    """Batched with all others; then once more, from the prefix cache; then in conversations."""
+    with load() as llm:
+        plain = llm.generate(texts, greedy(), use_tqdm=False)
+        cached = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        chat = llm.chat(chats, greedy(ignore_eos=False), use_tqdm=False)
+        assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
+    assert sum(output.num_cached_tokens > 0 for output in cached) >= NUM_DISTURBED // 2
+    for name, outputs in (("plain", plain), ("cached", cached), ("chat", chat)):
+        verdict = check(outputs)
+        print(name, verdict)
+        assert verdict.is_equal, name
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("odd chunks", {"max_batched_tokens": 37, "max_num_seqs": 8}),
+        ("unpacked weights in arenas", {"pack_weights": False, "max_num_seqs": 6}),
+        ("alone", {"max_num_seqs": 1, "enable_prefix_caching": False}),
+    ],
+)
+def test_batching_changes_nothing(name: str, flags: dict[str, Any], texts: list[str], check: Judge) -> None:
+    with load(**flags) as llm:
+        num_prompts = 2 * flags["max_num_seqs"]
+        verdict = check(llm.generate(texts[:num_prompts], greedy(max_tokens=32), use_tqdm=False))
+    print(name, verdict)
+    assert verdict.is_equal
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_preempted_and_recomputed(caches: bool, texts: list[str], check: Judge) -> None:
+    """A pool far too small for all: many are preempted, some in the middle of a recomputation."""
+    flags = {"kv_memory": 1400 * 46_080, "max_model_len": 400, "enable_prefix_caching": caches}
+    with load(**flags) as llm:
+        outputs = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
+        stats = llm.stats()
+    assert stats.preemptions["recompute"] > 3
+    assert caches or stats.num_recomputed_tokens > 100
+    assert check(outputs).is_equal
+
+
+def test_corrupted_kv_is_noticed(texts: list[str], check: Judge) -> None:
+    """Negative control: with the KV zeroed between steps, the judge must see it."""
+    with load() as llm:
+        runner: Any = llm.engine._executor
+        forward = runner._model.forward
+
+        def forgetful(batch: Any, kv_layers: Any, hooks: Any) -> torch.Tensor:
+            logits: torch.Tensor = forward(batch, kv_layers, hooks)
+            kv_layers[15][: llm.stats().num_blocks].zero_()  # beyond these the pool has no memory
+            return logits
+
+        runner._model.forward = forgetful
+        verdict = check(llm.generate(texts[:6], greedy(max_tokens=8), use_tqdm=False))
+    assert len(verdict.wrong) >= 5
