@@ -1,4 +1,4 @@
-"""Attention on a CUDA device: a paged kernel for decodes, torch's flash attention over gathered contexts for prefills."""
+"""Attention on a CUDA device: a paged kernel for decodes, torch's attention over gathered contexts for prefills."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ class CudaAttention:
 
     def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> CudaAttentionPlan:
         """Prepare one forward pass."""
-        return CudaAttentionPlan(batch, self._shape)
+        num_processors = torch.cuda.get_device_properties(batch.token_ids.device).multi_processor_count
+        return CudaAttentionPlan(batch, self._shape, num_processors)
 
 
 class CudaAttentionPlan:
     """Indices of one batch. Nothing here waits for the device."""
 
-    def __init__(self, batch: ForwardBatch, shape: AttentionShape) -> None:
+    def __init__(self, batch: ForwardBatch, shape: AttentionShape, num_processors: int) -> None:
         self._shape = shape
         self._batch = batch
+        self._num_processors = num_processors
         self._write_rows = write_rows(batch.slot_mapping, shape.block_tokens)
         self._prefills = tuple((segment, _gather_rows(segment, shape)) for segment in batch.prefills)
 
@@ -37,17 +39,21 @@ class CudaAttentionPlan:
 
     def attend(self, q: torch.Tensor, new_kv: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Attention [T, num_heads * head_dim] of all rows."""
-        from floodplain.engine.attention.paged_decode import paged_decode
-
-        batch, num_decodes = self._batch, self._batch.num_decodes
+        num_decodes = self._batch.num_decodes
         out = q.new_empty(q.shape)
         if num_decodes:
-            decodes = slice(0, num_decodes)
-            paged_decode(q[decodes], kv, batch.block_tables, batch.context_lens, batch.max_context_len, out[decodes])
+            self._decode(q[:num_decodes], kv, out[:num_decodes])
         for segment, rows in self._prefills:
             run = slice(segment.first_row, segment.first_row + segment.num_tokens)
             out[run] = self._prefill(q[run], new_kv[run], kv, rows)
         return out.flatten(1)
+
+    def _decode(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
+        from floodplain.engine.attention.paged_decode import choose_num_splits, paged_decode
+
+        batch, max_len = self._batch, self._batch.max_context_len
+        num_splits = choose_num_splits(q.shape[0] * self._shape.num_kv_heads, max_len, self._num_processors)
+        paged_decode(q, kv, batch.block_tables, batch.context_lens, max_len, num_splits, out)
 
     def _prefill(
         self, q: torch.Tensor, new_kv: torch.Tensor, kv: torch.Tensor, gather_rows: torch.Tensor | None
@@ -56,13 +62,13 @@ class CudaAttentionPlan:
         if gather_rows is not None:
             new_kv = kv.view(-1, shape.num_kv_heads, shape.head_dim)[gather_rows]  # [C, 2, heads, head_dim]
         keys, values = new_kv.permute(1, 2, 0, 3)[:, None]  # [1, num_kv_heads, C, head_dim] each
-        num_tokens, num_context = q.shape[0], new_kv.shape[0]
+        mask = None if gather_rows is None else _lower_right(q.shape[0], new_kv.shape[0], q)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             keys,
             values,
-            attn_mask=None if gather_rows is None else causal_lower_right(num_tokens, num_context),
-            is_causal=gather_rows is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=shape.scale,
             enable_gqa=shape.group_size > 1,
         )
@@ -75,3 +81,11 @@ def _gather_rows(segment: PrefillSegment, shape: AttentionShape) -> torch.Tensor
         return None
     keys = context_rows(segment.block_table[None], segment.context_len, shape.block_tokens)[0]
     return torch.stack((keys, keys + shape.block_tokens), dim=1)
+
+
+def _lower_right(num_tokens: int, num_context: int, like: torch.Tensor) -> torch.Tensor:
+    """Causal, where the last query sees everything. Flash attention, which knows this shape, has no float32."""
+    if like.dtype == torch.float32:
+        mask = torch.ones(num_tokens, num_context, dtype=torch.bool, device=like.device)
+        return mask.tril_(num_context - num_tokens)
+    return causal_lower_right(num_tokens, num_context)

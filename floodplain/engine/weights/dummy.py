@@ -32,7 +32,8 @@ class DummyModel:
         if name.endswith("norm.weight"):
             target.fill_(1.0)
             return
-        generator = torch.Generator(target.device).manual_seed(zlib.crc32(name.encode()) + (self._seed << 32))
+        seed = zlib.crc32(f"{self._seed} {name}".encode())  # the CPU's generator uses 32 bits
+        generator = torch.Generator(target.device).manual_seed(seed)
         gain = _LOGIT_STD if "embed" in name or "lm_head" in name else _LAYER_GAIN
         half_width = (
             gain * (3 / target.shape[-1]) ** 0.5

@@ -1,0 +1,169 @@
+"""The shapes of transformer decoders: what one needs to know to count parameters, bytes and products.
+
+Only the independent numbers are stored; all others are derived, so that they cannot contradict each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from floodplain.core.errors import UserError
+
+OPT_POSITION_OFFSET = 2
+"""OPT's table of learned positions begins with this many rows that no token uses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """One decoder: ``llama`` (RMS norm, rotary positions, gated FFN) or ``opt`` (layer norm, learned positions).
+
+    Attributes:
+        num_heads: Query heads, and
+        num_kv_heads: key/value heads, each of
+        head_dim: numbers.
+        ffn_size: Width of the feed-forward part.
+        tied_embeddings: The output projection is the embedding table.
+        qkv_bias: The query, key and value projections have biases.
+        max_position: The longest context that the model was made for, in tokens.
+    """
+
+    name: str
+    family: Literal["llama", "opt"] = "llama"
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    max_position: int
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together; the values have as many."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_ffn_matrices(self) -> int:
+        """Weight matrices of the feed-forward part: gate, up and down, or up and down."""
+        return 3 if self.family == "llama" else 2
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one layer."""
+        hidden, ffn = self.hidden_size, self.ffn_size
+        matrices = hidden * (2 * self.q_size + 2 * self.kv_size + self.num_ffn_matrices * ffn)
+        qkv_biases = self.q_size + 2 * self.kv_size if self.qkv_bias else 0
+        norms_and_biases = 2 * hidden if self.family == "llama" else 6 * hidden + ffn
+        return matrices + qkv_biases + norms_and_biases
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters outside the layers: embeddings, output projection, final norm."""
+        tables = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        if self.family == "llama":
+            return tables + self.hidden_size
+        return tables + (self.max_position + OPT_POSITION_OFFSET + 2) * self.hidden_size
+
+    @property
+    def num_params(self) -> int:
+        """All parameters."""
+        return self.num_layers * self.layer_params + self.embedding_params
+
+    def layer_bytes(self, dtype_bytes: int = 2) -> int:
+        """Bytes of one layer's parameters."""
+        return self.layer_params * dtype_bytes
+
+    def param_bytes(self, dtype_bytes: int = 2) -> int:
+        """Bytes of all parameters."""
+        return self.num_params * dtype_bytes
+
+    def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
+        """Bytes of keys and values that one token leaves in all layers."""
+        return 2 * self.num_layers * self.kv_size * dtype_bytes
+
+
+def _llama(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: tuple[int, int, int],
+    ffn: int,
+    vocab: int,
+    max_position: int,
+    *,
+    tied_embeddings: bool = False,
+    qkv_bias: bool = False,
+) -> ModelShape:
+    num_heads, num_kv_heads, head_dim = heads
+    return ModelShape(
+        name=name,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=ffn,
+        vocab_size=vocab,
+        max_position=max_position,
+        tied_embeddings=tied_embeddings,
+        qkv_bias=qkv_bias,
+    )
+
+
+def _opt(name: str, layers: int, hidden: int, num_heads: int, vocab: int, max_position: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        family="opt",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden // num_heads,
+        ffn_size=4 * hidden,
+        vocab_size=vocab,
+        max_position=max_position,
+        tied_embeddings=True,
+        qkv_bias=True,
+    )
+
+
+_TABLE = (
+    _llama("llama-3.1-8b", 32, 4096, (32, 8, 128), 14336, 128256, 131072),
+    _llama("llama-3.1-70b", 80, 8192, (64, 8, 128), 28672, 128256, 131072),
+    _llama("yi-34b-200k", 60, 7168, (56, 8, 128), 20480, 64000, 200000),
+    _llama("llama-13b", 40, 5120, (40, 40, 128), 13824, 32000, 2048),
+    _llama("qwen2.5-14b", 48, 5120, (40, 8, 128), 13824, 152064, 131072, qkv_bias=True),
+    _llama("qwen2.5-72b", 80, 8192, (64, 8, 128), 29568, 152064, 131072, qkv_bias=True),
+    _llama("codellama-34b", 48, 8192, (64, 8, 128), 22016, 32000, 16384),
+    _llama("smollm2-135m", 30, 576, (9, 3, 64), 1536, 49152, 8192, tied_embeddings=True),
+    _llama("llama-2-70b", 80, 8192, (64, 8, 128), 28672, 32000, 4096),
+    _opt("opt-13b", 40, 5120, 40, 50272, 2048),
+    _opt("opt-30b", 48, 7168, 56, 50272, 2048),
+    _llama("tiny-llama", 2, 64, (4, 2, 16), 128, 288, 2048),
+    _llama("tiny-qwen", 3, 48, (6, 2, 8), 96, 288, 2048, tied_embeddings=True, qkv_bias=True),
+    _opt("tiny-opt", 2, 64, 4, 288, 2048),
+)  # fmt: skip
+
+SHAPES: dict[str, ModelShape] = {shape.name: shape for shape in _TABLE}
+"""All shapes by name: published models (from their configuration files), and tiny ones for tests."""
+
+
+def shape_named(name: str) -> ModelShape:
+    """The shape called ``name``, in any case of letters.
+
+    Raises:
+        UserError: There is none; the message lists the names.
+    """
+    shape = SHAPES.get(name.lower())
+    if shape is None:
+        raise UserError(f"no model shape is called {name!r}; there are {', '.join(sorted(SHAPES))}")
+    return shape

@@ -1,0 +1,80 @@
+"""What a device and an arena promise, on a GPU and without one.
+
+A *page* is a value that stands for physical memory: it is allocated once, passes from arena to arena with its bytes,
+and goes back to the device that it came from. An *arena* is a reserved range of addresses; tensors over it stay valid
+while pages come and go behind them, and touching a part without a page is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NewType, Protocol, Self
+
+import torch
+
+Page = NewType("Page", int)
+"""One page of one device: an index into its file on the host, an allocation handle on CUDA."""
+
+
+class Arena(Protocol):
+    """A range of addresses with room for ``num_pages`` pages. One thread at a time."""
+
+    page_bytes: int
+    num_pages: int
+
+    def map(self, offset_page: int, pages: Sequence[Page]) -> None:
+        """Put pages, in order, behind the range from its ``offset_page``-th page on; nothing changes on an error.
+
+        Raises:
+            UserError: The system's limit on mappings is reached.
+            InvariantError: A page is there already, or the range ends before.
+        """
+
+    def unmap(self, offset_page: int, num_pages: int) -> list[Page]:
+        """Take pages from behind the range; they keep their bytes and belong to the caller.
+
+        No kernel may still be reading them.
+
+        Raises:
+            InvariantError: A page is missing there.
+        """
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """View the range from its start; valid until ``close``, readable only where pages are."""
+
+    def close(self) -> None:
+        """Release the mapped pages to the device and the range to the system. Views of it must be gone."""
+
+
+class Device(Protocol):
+    """Where pages come from."""
+
+    page_bytes: int
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors over this device's arenas live."""
+
+    def allocate(self, num_pages: int) -> list[Page] | None:
+        """Take pages, zeroed or with unspecified bytes; None if there are not as many (then none is taken)."""
+
+    def release(self, pages: Sequence[Page]) -> None:
+        """Give unmapped pages back to the system."""
+
+    def num_free_pages(self) -> int:
+        """Pages that nobody owns now, as observed on the device and not as booked."""
+
+    def reserve(self, num_pages: int) -> Arena:
+        """Reserve an empty arena."""
+
+    def close(self) -> None:
+        """Close all arenas and give every page back."""
+
+    def __enter__(self) -> Self:
+        """Return the device."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""

@@ -1,0 +1,265 @@
+"""A CUDA device's memory through the driver's virtual memory management (cuda-bindings, loaded when it is opened).
+
+cuMemCreate makes pages, cuMemMap puts them behind a reserved range: the same contract as the host device's.
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.memory.arena import Page
+
+_NO_PAGE = Page(-1)
+
+
+def _load_driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise UserError("CUDA memory needs the package cuda-bindings: pip install 'floodplain[gpu]'") from None
+    return driver
+
+
+class CudaDriver:
+    """The driver with errors raised; every call runs with the device's primary context, shared with torch, current.
+
+    Args:
+        index: Which CUDA device.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.api = _load_driver()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+
+    def call(self, function: Any, *args: Any) -> Any:
+        """Call, raise on an error, return the one result or None.
+
+        Raises:
+            InvariantError: The call failed, with the driver's name for it.
+        """
+        status, result = self.try_call(function, *args)
+        if status != self.api.CUresult.CUDA_SUCCESS:
+            raise InvariantError(f"{function.__name__} failed: {status.name}")
+        return result
+
+    def try_call(self, function: Any, *args: Any) -> tuple[Any, Any]:
+        """Call and return ``(status, result or None)``."""
+        with torch.cuda.device(self.index):
+            status, *results = function(*args)
+        return status, results[0] if len(results) == 1 else tuple(results) or None
+
+
+class CudaDevice:
+    """See ``Device``. Made by ``open_cuda_device``. One thread at a time.
+
+    Args:
+        driver: Of the device.
+        max_pages: Most pages that this object owns at a time; None leaves it to the device.
+    """
+
+    def __init__(self, driver: CudaDriver, max_pages: int | None) -> None:
+        self._driver = driver
+        self._max_pages = max_pages
+        self._arenas: list[CudaArena] = []
+        self._owned: dict[Page, Any] = {}
+        api = driver.api
+        self._location = api.CUmemLocation()
+        self._location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._location.id = driver.index
+        self._properties = api.CUmemAllocationProp()
+        self._properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.location = self._location
+        minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.page_bytes = int(driver.call(api.cuMemGetAllocationGranularity, self._properties, minimum))
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The CUDA device."""
+        return torch.device("cuda", self._driver.index)
+
+    @property
+    def num_owned_pages(self) -> int:
+        """Pages allocated through this object."""
+        return len(self._owned)
+
+    def num_free_pages(self) -> int:
+        """Pages that the driver reports free now, within ``max_pages``."""
+        free_bytes, _ = self._driver.call(self._driver.api.cuMemGetInfo)
+        num_pages = int(free_bytes) // self.page_bytes
+        return num_pages if self._max_pages is None else min(num_pages, self._max_pages - len(self._owned))
+
+    def allocate(self, num_pages: int) -> list[Page] | None:
+        """See ``Device.allocate``. The bytes of a fresh page are unspecified."""
+        api = self._driver.api
+        if self._max_pages is not None and len(self._owned) + num_pages > self._max_pages:
+            return None
+        taken: list[Page] = []
+        for _ in range(num_pages):
+            status, handle = self._driver.try_call(api.cuMemCreate, self.page_bytes, self._properties, 0)
+            if status == api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                self.release(taken)
+                return None
+            if status != api.CUresult.CUDA_SUCCESS:
+                raise InvariantError(f"cuMemCreate failed: {status.name}")
+            taken.append(Page(int(handle)))
+            self._owned[taken[-1]] = handle
+        return taken
+
+    def release(self, pages: Sequence[Page]) -> None:
+        """See ``Device.release``."""
+        for page in pages:
+            if page not in self._owned:
+                raise InvariantError("a page is released that is not owned")
+            self._driver.call(self._driver.api.cuMemRelease, self._owned.pop(page))
+
+    def reserve(self, num_pages: int) -> CudaArena:
+        """See ``Device.reserve``."""
+        arena = CudaArena(self, self._driver, num_pages)
+        self._arenas = [*(a for a in self._arenas if a.is_open), arena]
+        return arena
+
+    def find_handle(self, page: Page) -> Any:
+        """The driver's handle of an owned page."""
+        return self._owned[page]
+
+    def make_access(self) -> Any:
+        """The right of this device to read and write what is mapped."""
+        access = self._driver.api.CUmemAccessDesc()
+        access.location = self._location
+        access.flags = self._driver.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access
+
+    def close(self) -> None:
+        """See ``Device.close``. A second call does nothing."""
+        for arena in self._arenas:
+            arena.close()
+        self.release(list(self._owned))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class CudaArena:
+    """See ``Arena``. Made by ``CudaDevice.reserve``."""
+
+    def __init__(self, device: CudaDevice, driver: CudaDriver, num_pages: int) -> None:
+        self.page_bytes = device.page_bytes
+        self.num_pages = num_pages
+        self._device = device
+        self._driver = driver
+        self._table = [_NO_PAGE] * num_pages
+        self._address: Any = driver.call(driver.api.cuMemAddressReserve, self._num_bytes, 0, 0, 0)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` has not been called."""
+        return self._address is not None
+
+    def map(self, offset_page: int, pages: Sequence[Page]) -> None:
+        """See ``Arena.map``."""
+        self._expect(offset_page, len(pages), are_mapped=False)
+        if not pages:
+            return
+        api = self._driver.api
+        for place, page in enumerate(pages, offset_page):
+            handle = self._device.find_handle(page)
+            self._driver.call(api.cuMemMap, self._address_of(place), self.page_bytes, 0, handle, 0)
+            self._table[place] = page
+        first, num_bytes = self._address_of(offset_page), len(pages) * self.page_bytes
+        self._driver.call(api.cuMemSetAccess, first, num_bytes, [self._device.make_access()], 1)
+
+    def unmap(self, offset_page: int, num_pages: int) -> list[Page]:
+        """See ``Arena.unmap``. Waits for the device first: a kernel that still runs must not lose its memory."""
+        self._expect(offset_page, num_pages, are_mapped=True)
+        torch.cuda.synchronize(self._driver.index)
+        for place in range(offset_page, offset_page + num_pages):
+            self._driver.call(self._driver.api.cuMemUnmap, self._address_of(place), self.page_bytes)
+        places = slice(offset_page, offset_page + num_pages)
+        pages, self._table[places] = self._table[places], [_NO_PAGE] * num_pages
+        return pages
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``Arena.tensor``. Before the first page is mapped, one is lent while torch looks at the address."""
+        num_elements = math.prod(shape)
+        if num_elements * dtype.itemsize > self._num_bytes:
+            raise InvariantError(f"a {dtype} tensor of shape {shape} is larger than its arena")
+        if self._table[0] != _NO_PAGE:
+            return self._view(dtype, shape, num_elements)
+        pages = self._device.allocate(1)
+        if pages is None:
+            raise UserError("no CUDA memory is free for even one page: stop other processes on the device")
+        self.map(0, pages)
+        try:
+            return self._view(dtype, shape, num_elements)
+        finally:
+            self._device.release(self.unmap(0, 1))
+
+    def close(self) -> None:
+        """See ``Arena.close``. A second call does nothing."""
+        if self._address is None:
+            return
+        mapped = [place for place, page in enumerate(self._table) if page != _NO_PAGE]
+        self._device.release([page for place in mapped for page in self.unmap(place, 1)])
+        self._driver.call(self._driver.api.cuMemAddressFree, self._address, self._num_bytes)
+        self._address = None
+
+    @property
+    def _num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    def _address_of(self, place: int) -> int:
+        if self._address is None:
+            raise InvariantError("the arena is closed")
+        return int(self._address) + place * self.page_bytes
+
+    def _expect(self, offset_page: int, num_pages: int, *, are_mapped: bool) -> None:
+        if offset_page < 0 or offset_page + num_pages > self.num_pages:
+            raise InvariantError(f"pages {offset_page}+{num_pages} are outside an arena of {self.num_pages}")
+        if any((page != _NO_PAGE) != are_mapped for page in self._table[offset_page : offset_page + num_pages]):
+            raise InvariantError(f"pages {offset_page}+{num_pages} of the arena: mapped and unmapped are mixed up")
+
+    def _view(self, dtype: torch.dtype, shape: tuple[int, ...], num_elements: int) -> torch.Tensor:
+        memory = _DeviceBytes(self._address_of(0), num_elements * dtype.itemsize)
+        return torch.as_tensor(memory, device=self._device.torch_device).view(dtype).view(shape)
+
+
+class _DeviceBytes:
+    """Raw device memory for torch, by the CUDA array interface (numba's documentation, version 3)."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def open_cuda_device(index: int = 0, max_bytes: int | None = None) -> CudaDevice:
+    """Open a device; ``max_bytes`` bounds what is owned through it, rounded down to whole pages.
+
+    Raises:
+        UserError: No such device, no cuda-bindings, or a device without virtual memory management.
+    """
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise UserError(f"there is no CUDA device {index}: use --device cpu or install a CUDA build of torch")
+    driver = CudaDriver(index)
+    attribute = driver.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    handle = driver.call(driver.api.cuDeviceGet, index)
+    if not driver.call(driver.api.cuDeviceGetAttribute, attribute, handle):
+        raise UserError(f"CUDA device {index} has no virtual memory management: use another device")
+    device = CudaDevice(driver, None)
+    return device if max_bytes is None else CudaDevice(driver, max_bytes // device.page_bytes)

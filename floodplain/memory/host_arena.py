@@ -1,0 +1,161 @@
+"""An arena over a host device's file: pages are mapped with MAP_FIXED into a range reserved with PROT_NONE."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.memory import libc
+from floodplain.memory.arena import Page
+from floodplain.memory.runs import find_runs
+
+_HOLE = -1
+_SPARE_MAPPINGS = 4096
+"""Mappings left to holes, and to everything else in the process: libraries and thread stacks that come later."""
+
+
+class MappingBudget:
+    """How many mappings the arenas of a process may make before ``vm.max_map_count`` is reached.
+
+    The kernel would fail halfway with ENOMEM; counting ahead fails with nothing changed.
+    """
+
+    def __init__(self, max_mappings: int) -> None:
+        self.max_mappings = max_mappings
+        self.num_mappings = 0
+
+    @classmethod
+    def of_this_process(cls) -> MappingBudget:
+        """What the system's limit leaves beside the mappings that are there now."""
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with Path("/proc/self/maps").open() as maps:
+            return cls(limit - sum(1 for _ in maps) - _SPARE_MAPPINGS)
+
+    def add(self, num_mappings: int) -> None:
+        """Count mappings that a map makes (or saves, if negative: pages that continue their neighbours).
+
+        Raises:
+            UserError: They would be too many; nothing is counted.
+        """
+        if num_mappings > 0 and self.num_mappings + num_mappings > self.max_mappings:
+            raise UserError(
+                f"too many memory mappings: {self.num_mappings + num_mappings} needed, {self.max_mappings} left by"
+                " vm.max_map_count; raise it (sysctl -w vm.max_map_count=262144) or use a smaller KV pool"
+            )
+        self.num_mappings += num_mappings
+
+    def add_hole(self, num_mappings: int) -> None:
+        """Count what an unmap changes. A hole may split a mapping; giving memory back is never refused for that."""
+        self.num_mappings += num_mappings
+
+
+class HostArena:
+    """See ``Arena``. Made by ``HostDevice.reserve``.
+
+    Args:
+        fd: The device's file, and
+        data_offset: where its page 0 begins.
+        page_bytes: Bytes of a page.
+        num_pages: Room of the range.
+        budget: Counts mappings, shared by the arenas of a device.
+        release: Where the pages go that are still mapped at ``close``.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        data_offset: int,
+        page_bytes: int,
+        num_pages: int,
+        budget: MappingBudget,
+        release: Callable[[Sequence[Page]], None],
+    ) -> None:
+        self.page_bytes = page_bytes
+        self.num_pages = num_pages
+        self._fd = fd
+        self._data_offset = data_offset
+        self._budget = budget
+        self._release = release
+        self._table = np.full(num_pages, _HOLE, dtype=np.int64)  # place -> page
+        budget.add(1)
+        self._address: int | None = libc.reserve_range(num_pages * page_bytes)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` has not been called."""
+        return self._address is not None
+
+    def map(self, offset_page: int, pages: Sequence[Page]) -> None:
+        """See ``Arena.map``."""
+        places = self._places(offset_page, len(pages))
+        if (self._table[places] != _HOLE).any():
+            raise InvariantError(f"pages {offset_page}+{len(pages)} of the arena are mapped already")
+        new = np.asarray(pages, dtype=np.int64)
+        self._budget.add(self._count_new_mappings(places, new))
+        self._table[places] = new
+        place = offset_page
+        for page, count in find_runs(pages):
+            offset = self._data_offset + page * self.page_bytes
+            libc.map_file(self._address_of(place), count * self.page_bytes, self._fd, offset)
+            place += count
+
+    def unmap(self, offset_page: int, num_pages: int) -> list[Page]:
+        """See ``Arena.unmap``."""
+        places = self._places(offset_page, num_pages)
+        pages = [Page(page) for page in self._table[places].tolist()]
+        if _HOLE in pages:
+            raise InvariantError(f"pages {offset_page}+{num_pages} of the arena are not all mapped")
+        if pages:
+            holes = np.full(num_pages, _HOLE, dtype=np.int64)
+            self._budget.add_hole(self._count_new_mappings(places, holes))
+            self._table[places] = holes
+            libc.unmap_to_reserved(self._address_of(offset_page), num_pages * self.page_bytes)
+        return pages
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``Arena.tensor``."""
+        num_elements = math.prod(shape)
+        if num_elements * dtype.itemsize > self.num_pages * self.page_bytes:
+            raise InvariantError(f"a {dtype} tensor of shape {shape} is larger than its arena")
+        memory = (ctypes.c_uint8 * (self.num_pages * self.page_bytes)).from_address(self._address_of(0))
+        return torch.frombuffer(memory, dtype=dtype, count=num_elements).view(shape)
+
+    def close(self) -> None:
+        """See ``Arena.close``. A second call does nothing."""
+        if self._address is None:
+            return
+        libc.free_range(self._address, self.num_pages * self.page_bytes)
+        self._address = None
+        self._budget.add(-1 - self._count_borders(self._table))
+        self._release([Page(page) for page in self._table[self._table != _HOLE].tolist()])
+
+    def _address_of(self, place: int) -> int:
+        if self._address is None:
+            raise InvariantError("the arena is closed")
+        return self._address + place * self.page_bytes
+
+    def _places(self, offset_page: int, num_pages: int) -> slice:
+        if offset_page < 0 or offset_page + num_pages > self.num_pages:
+            raise InvariantError(f"pages {offset_page}+{num_pages} are outside an arena of {self.num_pages}")
+        return slice(offset_page, offset_page + num_pages)
+
+    def _count_new_mappings(self, places: slice, pages: np.ndarray) -> int:
+        """How many more mappings there are once ``pages`` lie at ``places``; their borders to the neighbours count."""
+        around = slice(max(places.start - 1, 0), places.stop + 1)
+        before = self._table[around]
+        after = before.copy()
+        after[places.start - around.start :][: len(pages)] = pages
+        return self._count_borders(after) - self._count_borders(before)
+
+    @staticmethod
+    def _count_borders(table: np.ndarray) -> int:
+        """Neighbouring places that the kernel cannot keep in one mapping."""
+        left, right = table[:-1], table[1:]
+        is_joined = ((left == _HOLE) & (right == _HOLE)) | ((left != _HOLE) & (right == left + 1))
+        return int(np.count_nonzero(~is_joined))

@@ -1,0 +1,218 @@
+"""A device made of shared memory: an object of the machine whose pages processes own, as they own a GPU's memory.
+
+It is one file of ``capacity_bytes``. A process owns a page by holding an open-file-description lock on the page's bytes
+(``F_OFD_SETLK``, fcntl(2)). The kernel drops such locks when the owner dies, SIGKILL included, and keeps them while it
+is stopped: what a GPU driver does with memory. Anyone who may open the file can see which pages are owned.
+
+A child made by fork without exec shares the description, and keeps the pages alive: start helpers with spawn.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+
+from floodplain.core.errors import InvariantError
+from floodplain.memory import device_file, libc
+from floodplain.memory.arena import Page
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_arena import HostArena, MappingBudget
+from floodplain.memory.runs import find_runs
+
+_FLOCK = struct.Struct("@hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, len, pid
+
+
+class HostDevice:
+    """See the module. Made by ``open_device`` and ``open_private_device``; safe to use from several threads.
+
+    Args:
+        fd: The device's file, open for reading and writing; the device owns it. All users of one ``HostDevice`` share
+            its locks, so pages owned here are also kept in a set.
+        capacity_pages: Pages of the file behind its header.
+    """
+
+    page_bytes = PAGE_BYTES
+
+    def __init__(self, fd: int, capacity_pages: int) -> None:
+        self.capacity_pages = capacity_pages
+        self._fd = fd
+        self._is_open = True
+        self._is_owned = np.zeros(capacity_pages, dtype=np.bool_)
+        self._mutex = threading.RLock()
+        self._budget = MappingBudget.of_this_process()
+        self._arenas: list[HostArena] = []
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def num_owned_pages(self) -> int:
+        """Pages allocated through this object."""
+        return int(np.count_nonzero(self._is_owned))
+
+    def num_free_pages(self) -> int:
+        """Pages that no process owns now."""
+        with self._mutex:
+            return int(np.count_nonzero(self._find_free()))
+
+    def allocate(self, num_pages: int) -> list[Page] | None:
+        """Take zeroed pages that really have memory, in runs as long as can be; None if there are too few.
+
+        Their memory is reserved at once, so that writing to a page never fails later (a full /dev/shm would end the
+        process with SIGBUS). What a dead owner left behind is erased.
+        """
+        taken: list[Page] = []
+        with self._mutex:
+            while len(taken) < num_pages:
+                runs = _choose_runs(find_runs(np.flatnonzero(self._find_free())), num_pages - len(taken))
+                if runs is None or not self._acquire_all(runs, taken):
+                    self.release(taken)
+                    return None
+        return taken
+
+    def release(self, pages: Sequence[Page]) -> None:
+        """Give pages back, their memory first and then the ownership. They must not be mapped.
+
+        Raises:
+            InvariantError: A page is not owned through this object.
+        """
+        with self._mutex:
+            if not self._is_owned[list(pages)].all():
+                raise InvariantError("pages are released that are not owned")
+            for first, count in find_runs(sorted(pages)):
+                libc.punch_hole(self._fd, *self._extent(first, count))
+                self._unlock(first, count)
+
+    def reserve(self, num_pages: int) -> HostArena:
+        """Reserve an arena; closed with the device if not before."""
+        arena = HostArena(self._fd, PAGE_BYTES, PAGE_BYTES, num_pages, self._budget, self.release)
+        self._arenas = [*(a for a in self._arenas if a.is_open), arena]
+        return arena
+
+    def close(self) -> None:
+        """Close all arenas and give up every page. A second call does nothing."""
+        if not self._is_open:
+            return
+        for arena in self._arenas:
+            arena.close()
+        self.release([Page(page) for page in np.flatnonzero(self._is_owned).tolist()])
+        self._is_open = False
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _extent(self, first: int, count: int) -> tuple[int, int]:
+        return PAGE_BYTES * (1 + first), PAGE_BYTES * count
+
+    def _find_free(self) -> np.ndarray:
+        """Which pages neither this object nor any other owns: locks of others are found by asking for what conflicts.
+
+        The answer to a question is any one conflicting lock, so the parts beside it are asked about again.
+        """
+        is_free = ~self._is_owned
+        unknown = [(0, self.capacity_pages)]
+        while unknown:
+            first, end = unknown.pop()
+            query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, *self._extent(first, end - first), 0)
+            kind, _, start, length, _ = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, query))
+            if kind == fcntl.F_UNLCK:
+                continue
+            lock_first = max(start // PAGE_BYTES - 1, first)
+            lock_end = min((start + length) // PAGE_BYTES - 1, end) if length else end
+            is_free[lock_first:lock_end] = False
+            unknown += [part for part in ((first, lock_first), (lock_end, end)) if part[0] < part[1]]
+        return is_free
+
+    def _acquire_all(self, runs: list[tuple[int, int]], taken: list[Page]) -> bool:
+        """Own and back runs, adding to ``taken``; a run that another process just took is skipped.
+
+        Returns:
+            False when the system has no memory left.
+        """
+        for first, count in runs:
+            if not self._try_lock(first, count):
+                continue
+            extent = self._extent(first, count)
+            libc.punch_hole(self._fd, *extent)
+            try:
+                os.posix_fallocate(self._fd, *extent)
+            except OSError as error:
+                self._unlock(first, count)
+                if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                    return False
+                raise
+            taken += map(Page, range(first, first + count))
+        return True
+
+    def _try_lock(self, first: int, count: int) -> bool:
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, *self._extent(first, count), 0)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
+        except BlockingIOError:
+            return False
+        self._is_owned[first : first + count] = True
+        return True
+
+    def _unlock(self, first: int, count: int) -> None:
+        self._is_owned[first : first + count] = False
+        request = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, *self._extent(first, count), 0)
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
+
+
+def open_private_device(capacity_bytes: int) -> HostDevice:
+    """Make a device that only this process knows; it ends with the process."""
+    num_pages = device_file.count_pages(capacity_bytes)
+    return HostDevice(device_file.create_anonymous(num_pages), num_pages)
+
+
+def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
+    """Attach to the machine's device ``name``, or create it; it stays until ``remove_device``.
+
+    Args:
+        name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
+        capacity_bytes: Its size, rounded down to whole pages; the same for all who attach.
+        directory: Where the file lies; None is /dev/shm, or the temporary folder if there is none.
+
+    Raises:
+        UserError: The name is bad, or what is there is another user's, of another size or no device.
+    """
+    num_pages = device_file.count_pages(capacity_bytes)
+    return HostDevice(device_file.attach_or_create(device_file.find_path(name, directory), num_pages), num_pages)
+
+
+def remove_device(name: str, directory: Path | None = None) -> None:
+    """Remove the device's name; who is attached keeps its memory. No error if there is none."""
+    device_file.find_path(name, directory).unlink(missing_ok=True)
+
+
+def _choose_runs(runs: list[tuple[int, int]], num_pages: int) -> list[tuple[int, int]] | None:
+    """Cover ``num_pages`` by as few runs as can be: the smallest that is enough, else the largest first."""
+    enough = [run for run in runs if run[1] >= num_pages]
+    if enough:
+        return [(min(enough, key=lambda run: run[1])[0], num_pages)]
+    chosen: list[tuple[int, int]] = []
+    missing = num_pages
+    for first, count in sorted(runs, key=lambda run: (-run[1], run[0])):
+        chosen.append((first, min(count, missing)))
+        missing -= chosen[-1][1]
+        if not missing:
+            return chosen
+    return None

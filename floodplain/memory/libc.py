@@ -1,0 +1,69 @@
+"""The system calls of the memory floor that Python lacks: mmap with MAP_FIXED, and punching holes into a file."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MAP_POPULATE = 0x8000
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_FALLOC_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return libc
+
+
+def reserve_range(num_bytes: int) -> int:
+    """Reserve addresses with nothing behind them (any access is a fault); returns the first."""
+    return _mmap(0, num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+
+
+def map_file(address: int, num_bytes: int, fd: int, offset: int) -> None:
+    """Put bytes of a file, shared, behind reserved addresses.
+
+    Their page tables are filled at once: the cost falls here, at a boundary, and not as faults in the steps after.
+    """
+    flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
+    _mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+
+
+def unmap_to_reserved(address: int, num_bytes: int) -> None:
+    """Take what is behind the addresses away; they stay reserved."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+    _mmap(address, num_bytes, _PROT_NONE, flags, -1, 0)
+
+
+def free_range(address: int, num_bytes: int) -> None:
+    """Give reserved addresses back, with everything mapped there."""
+    if _libc().munmap(address, num_bytes):
+        raise _last_error("munmap")
+
+
+def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
+    """Give the memory behind a range of a file back to the system; the range reads as zeros."""
+    if _libc().fallocate(fd, _FALLOC_KEEP_SIZE_PUNCH_HOLE, offset, num_bytes):
+        raise _last_error("fallocate")
+
+
+def _mmap(address: int, num_bytes: int, protection: int, flags: int, fd: int, offset: int) -> int:
+    result = _libc().mmap(address, num_bytes, protection, flags, fd, offset)
+    if result is None or result == _MAP_FAILED:
+        raise _last_error("mmap")
+    return int(result)
+
+
+def _last_error(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")

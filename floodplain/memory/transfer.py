@@ -1,0 +1,180 @@
+"""Moving scattered blocks out of the KV pool and back: gather into staging, one large copy, scatter.
+
+Staging and slots are block-major, [blocks, layers, words of a layer's part]: a block is one piece of memory with one
+digest, any subset of a sequence can return alone, and blocks bound for adjacent slots travel as one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from floodplain.core.errors import InvariantError
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.runs import find_runs
+from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
+
+
+class Direction(Enum):
+    """Seen from the device that computes."""
+
+    OUTBOUND = "outbound"
+    INBOUND = "inbound"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy these blocks to (OUTBOUND) or from (INBOUND) these slots, pair by pair."""
+
+    direction: Direction
+    blocks: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """How a copy ended.
+
+    Attributes:
+        transfer_id: Which one.
+        is_whole: Whether every block arrived as it left. If not, the bytes at the destination mean nothing.
+        num_bytes: Bytes that went over the link.
+        digests: Of each block, in the order of ``BlockCopy.blocks``, as the destination's side knows them.
+        problem: Why it is not whole.
+    """
+
+    transfer_id: int
+    is_whole: bool
+    num_bytes: int
+    digests: tuple[int, ...] = ()
+    problem: str | None = None
+
+
+class TransferEngine(Protocol):
+    """Runs copies beside compute. One thread submits and polls.
+
+    Copies of one direction run in the order in which they were submitted; the two directions overlap. Between
+    ``submit`` and its result nobody may write the blocks of an outbound copy, nor touch those of an inbound one, nor
+    the slots of either.
+    """
+
+    @property
+    def num_in_flight(self) -> int:
+        """Copies whose result has not been taken yet."""
+
+    def submit(self, transfer_id: int, copy: BlockCopy) -> None:
+        """Begin a copy and return at once. An outbound copy sees what earlier steps wrote.
+
+        Raises:
+            InvariantError: A block has no memory, a slot does not exist, or one of them is named twice.
+        """
+
+    def poll(self) -> list[CopyResult]:
+        """Take the results that are there, without waiting."""
+
+    def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
+        """Take results, waiting for the first one; empty if nothing is in flight or the time is over."""
+
+    def close(self) -> None:
+        """Let the copies in flight end, then stop. Their results are lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One filling of the staging buffer: a part of a copy, its slots ascending.
+
+    Attributes:
+        order: Where in ``BlockCopy.blocks`` each row comes from.
+        blocks: Of each row.
+        slots: Of each row.
+        runs: (row, first slot, count): each is one copy over the link.
+    """
+
+    order: np.ndarray
+    blocks: np.ndarray
+    slots: np.ndarray
+    runs: tuple[tuple[int, int, int], ...]
+
+
+def split_into_batches(copy: BlockCopy, staging_blocks: int) -> Iterator[Batch]:
+    """Cut a copy into fillings of a staging buffer of ``staging_blocks``, adjacent slots together."""
+    blocks, slots = np.asarray(copy.blocks, dtype=np.int64), np.asarray(copy.slots, dtype=np.int64)
+    by_slot = np.argsort(slots)
+    for start in range(0, len(slots), staging_blocks):
+        order = by_slot[start : start + staging_blocks]
+        runs, row = [], 0
+        for first, count in find_runs(slots[order]):
+            runs.append((row, first, count))
+            row += count
+        yield Batch(order, blocks[order], slots[order], tuple(runs))
+
+
+def check_copy(copy: BlockCopy, pool: KVPool, slots: SwapSlots) -> None:
+    """Refuse a copy that would touch what is not there.
+
+    Raises:
+        InvariantError: See ``TransferEngine.submit``.
+    """
+    pool.expect_backed(copy.blocks)
+    if len(copy.blocks) != len(copy.slots) or not copy.blocks:
+        raise InvariantError(f"a copy of {len(copy.blocks)} blocks and {len(copy.slots)} slots")
+    if len({*copy.blocks}) < len(copy.blocks) or len({*copy.slots}) < len(copy.slots):
+        raise InvariantError("a block or a slot occurs twice in a copy")
+    if min(copy.slots) < 0 or max(copy.slots) >= slots.num_slots:
+        raise InvariantError(f"slots {min(copy.slots)} to {max(copy.slots)} of {slots.num_slots}")
+
+
+def judge_inbound(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
+    """Whether blocks came back as they left: their digests, against those stored when they left."""
+    digests = tuple(found.tolist())
+    if (expected == EMPTY_DIGEST).any():
+        return CopyResult(transfer_id, False, num_bytes, digests, "a slot holds no whole block")
+    num_wrong = int(np.count_nonzero(expected != found))
+    if num_wrong:
+        return CopyResult(transfer_id, False, num_bytes, digests, f"{num_wrong} blocks have another digest")
+    return CopyResult(transfer_id, True, num_bytes, digests)
+
+
+class FaultyTransferEngine:
+    """A decorator for tests of what callers do: the n-th copies (from 0) fail without moving anything.
+
+    Args:
+        engine: Does the others.
+        failing: Which ones fail.
+    """
+
+    def __init__(self, engine: TransferEngine, failing: Sequence[int]) -> None:
+        self._engine = engine
+        self._failing = frozenset(failing)
+        self._num_submitted = 0
+        self._failed: list[CopyResult] = []
+
+    @property
+    def num_in_flight(self) -> int:
+        """See ``TransferEngine``."""
+        return self._engine.num_in_flight + len(self._failed)
+
+    def submit(self, transfer_id: int, copy: BlockCopy) -> None:
+        """See ``TransferEngine``."""
+        if self._num_submitted in self._failing:
+            self._failed.append(CopyResult(transfer_id, False, 0, problem="injected fault"))
+        else:
+            self._engine.submit(transfer_id, copy)
+        self._num_submitted += 1
+
+    def poll(self) -> list[CopyResult]:
+        """See ``TransferEngine``."""
+        failed, self._failed = self._failed, []
+        return failed + self._engine.poll()
+
+    def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
+        """See ``TransferEngine``."""
+        return self.poll() or self._engine.wait(timeout_s)
+
+    def close(self) -> None:
+        """See ``TransferEngine``."""
+        self._engine.close()

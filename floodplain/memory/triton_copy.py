@@ -1,0 +1,67 @@
+"""Gather and scatter of KV blocks with their digests, on the GPU that holds them. Imports triton: load it lazily.
+
+One program moves a stretch of one layer's part of one block. Sums are integers, so that the order in which programs add
+to a digest does not matter. The digest is the one of ``memory.digest``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from floodplain.memory.digest import WEIGHT_FACTOR, WEIGHT_MASK
+
+_STRETCH_WORDS = 1024
+_FACTOR = tl.constexpr(WEIGHT_FACTOR)
+_MASK = tl.constexpr(WEIGHT_MASK)
+
+
+@triton.jit
+def _add_digest(digest, words, positions):  # type: ignore[no-untyped-def]
+    weights = ((positions.to(tl.int64) * _FACTOR) & _MASK) * 2 + 1
+    tl.atomic_add(digest, tl.sum(words.to(tl.int64) * weights))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gather_kernel(bases, blocks, staging, digests, num_layers, block_words, stretch: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    places = tl.program_id(2) * stretch + tl.arange(0, stretch)
+    is_inside = places < block_words
+    base = tl.load(bases + layer).to(tl.pointer_type(tl.int32))
+    words = tl.load(base + tl.load(blocks + row) * block_words + places, mask=is_inside, other=0)
+    tl.store(staging + (row * num_layers + layer) * block_words + places, words, mask=is_inside)
+    _add_digest(digests + row, words, layer * block_words + places)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scatter_kernel(bases, blocks, staging, digests, num_layers, block_words, stretch: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    places = tl.program_id(2) * stretch + tl.arange(0, stretch)
+    is_inside = places < block_words
+    words = tl.load(staging + (row * num_layers + layer) * block_words + places, mask=is_inside, other=0)
+    base = tl.load(bases + layer).to(tl.pointer_type(tl.int32))
+    tl.store(base + tl.load(blocks + row) * block_words + places, words, mask=is_inside)
+    _add_digest(digests + row, words, layer * block_words + places)
+
+
+def gather(bases: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor, digests: torch.Tensor) -> None:
+    """Copy scattered blocks into staging, on the current stream, adding to their digests.
+
+    Args:
+        bases: Address of each layer's words: int64 [num_layers].
+        blocks: Which blocks: int64 [n].
+        staging: int32 [n or more, num_layers, layer_block_words], contiguous.
+        digests: int64 [n]; starts at ``digest.SEED``.
+    """
+    _gather_kernel[_grid(blocks, staging)](bases, blocks, staging, digests, *staging.shape[1:], stretch=_STRETCH_WORDS)
+
+
+def scatter(bases: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor, digests: torch.Tensor) -> None:
+    """Copy staging to scattered blocks: the inverse of ``gather``, with the same arguments."""
+    _scatter_kernel[_grid(blocks, staging)](bases, blocks, staging, digests, *staging.shape[1:], stretch=_STRETCH_WORDS)
+
+
+def _grid(blocks: torch.Tensor, staging: torch.Tensor) -> tuple[int, int, int]:
+    _, num_layers, block_words = staging.shape
+    return len(blocks), num_layers, triton.cdiv(block_words, _STRETCH_WORDS)
