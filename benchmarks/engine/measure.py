@@ -1,4 +1,5 @@
-"""Measures one engine, in one environment, and prints one JSON line: measure.py ENGINE DTYPE MODEL [BATCH ...].
+"""Measures one engine, in one environment, and prints one JSON line:
+measure.py ENGINE DTYPE MODEL REPEATS [BATCH ...].
 
 Decode: ``batch`` prompts of 128 tokens, all at once; the time of 129 output tokens less the time of 1 is that of 128
 decode steps. Prefill: 16 prompts of 128 tokens with one output token each; prompt tokens a second.
@@ -89,21 +90,22 @@ def timed(generate: Generate, count: int, num_tokens: int, seed: int) -> float:
     return time.perf_counter() - begin
 
 
-def main(engine: str, dtype: str, model: str, batches: list[int]) -> None:
-    """Warm up, then measure each batch size and prefill once; the caller repeats and takes medians."""
+def main(engine: str, dtype: str, model: str, num_repeats: int, batches: list[int]) -> None:
+    """Warm up, then measure each batch size and prefill ``num_repeats`` times."""
     begin = time.perf_counter()
     generate = LOADERS[engine](model, dtype)
-    load_s = time.perf_counter() - begin
+    rows: dict[str, list[float]] = {"load_s": [time.perf_counter() - begin]}
     for count in {*batches, PREFILL_PROMPTS}:
         timed(generate, count, 4, seed=1)
-    row: dict[str, float] = {"load_s": load_s}
-    for count in batches:
-        first_s = timed(generate, count, 1, seed=2)
-        whole_s = timed(generate, count, NUM_OUTPUT + 1, seed=3)
-        row[f"decode_b{count}"] = count * NUM_OUTPUT / (whole_s - first_s)
-    row["prefill"] = PREFILL_PROMPTS * NUM_INPUT / timed(generate, PREFILL_PROMPTS, 1, seed=4)
-    print(json.dumps(row))
+    for repeat in range(num_repeats):
+        for count in batches:
+            first_s = timed(generate, count, 1, seed=100 * repeat + 2)
+            whole_s = timed(generate, count, NUM_OUTPUT + 1, seed=100 * repeat + 3)
+            rows.setdefault(f"decode_b{count}", []).append(count * NUM_OUTPUT / (whole_s - first_s))
+        prefill_s = timed(generate, PREFILL_PROMPTS, 1, seed=100 * repeat + 4)
+        rows.setdefault("prefill", []).append(PREFILL_PROMPTS * NUM_INPUT / prefill_s)
+    print(json.dumps(rows))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], [int(batch) for batch in sys.argv[4:]] or [1, 8, 32])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), [int(batch) for batch in sys.argv[5:]] or [1, 8, 32])

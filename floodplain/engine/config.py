@@ -48,7 +48,6 @@ class EngineConfig:
         True, "on a CPU, keep weight matrices in its own blocked layout: faster, but a layer's parameters cannot move"
     )
     device: str = _flag("cpu", "cpu, cuda or cuda:INDEX")  # type: ignore[assignment]
-    hardware: str | None = field(default=None, metadata={"help": "link profile to emulate on a CPU (see doctor)"})
     seed: int = _flag(0, "seed of everything random")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:

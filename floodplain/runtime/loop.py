@@ -162,6 +162,9 @@ class Loop:
             raise InvariantError(f"step {result.step_id} completes out of order")
         step = self._steps.popleft()
         sampling = self._commit_chunks(step)
+        if len(result.token_ids) != len(step.decoding) + len(sampling):
+            num_expected = len(step.decoding) + len(sampling)
+            raise InvariantError(f"step {result.step_id} has {len(result.token_ids)} tokens, not {num_expected}")
         seq_ids: list[SeqId] = []
         token_ids: list[int] = []
         finished: dict[SeqId, FinishReason] = {}
@@ -210,6 +213,7 @@ class Loop:
             if not moved.keys().isdisjoint(seq.blocks):
                 seq.blocks = [moved.get(block, block) for block in seq.blocks]
                 self.state.stale_tables.add(seq.seq_id)
+        self._moves.remap_blocks(moved)
 
     @property
     def counters(self) -> Counters:
@@ -252,9 +256,12 @@ class Loop:
         return sampling
 
     def _seal(self, seq: Sequence) -> None:
-        """Let the ledger know the content of blocks that are full of computed tokens now."""
+        """Let the ledger know the content of blocks that are full of computed tokens now.
+
+        A sequence that was stopped from outside may have computed a token that it never got: no key names that block.
+        """
         block_tokens = self.state.ledger.block_tokens
-        num_full = seq.num_computed // block_tokens
+        num_full = min(seq.num_computed, len(seq.tokens)) // block_tokens
         keys = seq.keys_for(num_full, block_tokens)
         for index in range(seq.num_sealed, num_full):
             self.state.ledger.seal(seq.blocks[index], keys[index])

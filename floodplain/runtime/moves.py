@@ -6,7 +6,7 @@ blocks were written behind moves its last, partly filled block at most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from floodplain.core.backups import Backup
 from floodplain.core.errors import InvariantError
@@ -54,6 +54,13 @@ class Moves:
         """References held by sequences on their way in: blocks that were on the device already."""
         moves = [move for move in self._in_flight.values() if isinstance(move, _Inbound)]
         return [[block for block in move.table if block not in set(move.loading)] for move in moves]
+
+    def remap_blocks(self, moved: dict[BlockId, BlockId]) -> None:
+        """Blocks that no copy touches moved; sequences on their way in may hold some of them."""
+        for transfer_id, move in self._in_flight.items():
+            if isinstance(move, _Inbound):
+                table = tuple(moved.get(block, block) for block in move.table)
+                self._in_flight[transfer_id] = replace(move, table=table)
 
     # -- out -------------------------------------------------------------------------------------------------------
 
@@ -119,6 +126,7 @@ class Moves:
     def _keep(self, seq: Sequence, backup: Backup) -> None:
         self._state.backups.keep(backup)
         seq.backups.append(backup)
+        self._state.stale_rows.add(seq.seq_id)
 
     def _begin_outbound(
         self, seq: Sequence, missing: list[tuple[int, BlockKey]], tier: Tier, kind: TransferKind, reason: Reason | None
@@ -131,7 +139,6 @@ class Moves:
             self._keep(seq, backup)
         blocks = tuple(seq.blocks[index] for index, _ in missing)
         state.ledger.pin(blocks)
-        state.stale_rows.add(seq.seq_id)
         return self._start(kind, _Outbound(seq.seq_id, blocks, tuple(backups)), blocks, tuple(backups), reason)
 
     # -- in --------------------------------------------------------------------------------------------------------
@@ -175,9 +182,17 @@ class Moves:
                 if source.block is None:
                     state.ledger.seal(block, source.key)
         self._state.release_tail(seq)
+        self._release_unrestored(seq)
         seq.lifecycle.record(EventKind.SWAPPED_IN, now)
         state.stale_tables.add(seq.seq_id)
         state.enter(seq, Status.RUNNING)
+
+    def _release_unrestored(self, seq: Sequence) -> None:
+        """Backups of blocks that must be computed again: no view may count them for blocks that are on the device."""
+        restored = set(seq.keys[: seq.num_sealed])
+        for backup in [backup for backup in seq.backups if backup.key not in restored]:
+            seq.backups.remove(backup)
+            self._state.backups.release(backup)
 
     # -- settled ---------------------------------------------------------------------------------------------------
 
@@ -249,9 +264,10 @@ class Moves:
         """Nobody keeps what is lost; a swapped sequence that has nothing left waits like a new one."""
         gone = set(lost)
         for seq in self._state.sequences.values():
-            for backup in gone.intersection(seq.backups):
+            for backup in [backup for backup in seq.backups if backup in gone]:
                 seq.backups.remove(backup)
                 self._state.backups.release(backup)
+                self._state.stale_rows.add(seq.seq_id)
             if seq.tail is not None and seq.tail[0] in gone:
                 self._state.release_tail(seq)
             if seq.status is Status.SWAPPED and not seq.backups and seq.tail is None:

@@ -56,6 +56,8 @@ class WaitingQueue:
         if self._head and entry <= self._head[-1]:
             self._head.remove(entry)
             self._refill()
+        elif len(self._heap) > 2 * (len(self._members) + self._window):
+            self._drop_gone()
         return seq
 
     def _refill(self) -> None:
@@ -64,3 +66,10 @@ class WaitingQueue:
             member = self._members.get(entry[1])
             if member is not None and member[0] == entry[0] and entry not in self._head:
                 self._head.append(entry)
+
+    def _drop_gone(self) -> None:
+        """Most of the heap hung up: build it anew. Paid for by the removals since the last time."""
+        last = self._head[-1]
+        entries = ((key, seq_id) for seq_id, (key, _) in self._members.items())
+        self._heap = [entry for entry in entries if entry > last]
+        heapq.heapify(self._heap)

@@ -112,6 +112,7 @@ class LoopState:
         self.free_blocks(seq)
         self.release_backups(seq)
         del self.sequences[seq.seq_id]
+        self.stale_rows.add(seq.seq_id)
         self.released.append(seq.seq_id)
 
     def release_backups(self, seq: Sequence) -> None:

@@ -75,7 +75,6 @@ class ViewBuilder:
             exclusive_blocks=self._count_exclusive(seq),
             block_due_step=step + room if seq.is_decoding else _NEVER,
             end_step=step + seq.max_total - seq.num_expected if seq.is_decoding else _NEVER,
-            num_tokens=seq.num_scheduled + seq.num_remaining,
             num_backed_blocks=len(seq.backups),
         )
 
@@ -114,6 +113,8 @@ class ViewBuilder:
         """
         ledger = self._state.ledger
         num_shared = num_hits = 0
+        if not ledger.caches_prefixes:
+            return 0, 0
         for key in seq.keys_for((len(seq.tokens) - 1) // ledger.block_tokens, ledger.block_tokens):
             block = ledger.find(key)
             if block is None:
@@ -148,7 +149,6 @@ class ViewBuilder:
         exclusive_blocks: int = 0,
         block_due_step: int = _NEVER,
         end_step: int = _NEVER,
-        num_tokens: int | None = None,
         num_cached_tokens: int = 0,
         num_shared_blocks: int = 0,
         num_backed_blocks: int = 0,
@@ -161,7 +161,7 @@ class ViewBuilder:
             client=seq.request.client,
             num_prompt=seq.num_prompt,
             since_step=step,
-            num_tokens=seq.num_expected if num_tokens is None else num_tokens,
+            num_tokens=seq.num_expected,
             num_scheduled=seq.num_scheduled,
             num_blocks=len(seq.blocks),
             exclusive_blocks=exclusive_blocks,

