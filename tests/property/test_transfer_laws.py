@@ -1,0 +1,228 @@
+"""Transfers on the host: what leaves comes back, what is damaged on the way is refused, and faults are results."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import InvariantError
+from floodplain.cost.link import LINKS, LinkCurve, LinkProfile
+from floodplain.memory.digest import compute_digests, compute_weights
+from floodplain.memory.emulated_link import EmulatedLink
+from floodplain.memory.host_device import open_private_device
+from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
+from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.transfer import BlockCopy, Direction, FaultyTransferEngine, split_into_batches
+
+LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+NUM_BLOCKS = 24
+NUM_SLOTS = 16
+OUT, IN = Direction.OUTBOUND, Direction.INBOUND
+
+
+@dataclass
+class Bench:
+    """A full pool, empty slots, and an engine between them."""
+
+    pool: KVPool
+    slots: SwapSlots
+    engine: HostTransferEngine
+
+    def read(self, blocks: tuple[int, ...]) -> torch.Tensor:
+        return torch.stack([words[list(blocks)] for words in self.pool.words], dim=1)
+
+    def move(self, direction: Direction, blocks: tuple[int, ...], slots: tuple[int, ...]) -> bool:
+        self.engine.submit(0, BlockCopy(direction, blocks, slots))
+        (result,) = self.engine.wait()
+        assert result.num_bytes == len(blocks) * LAYOUT.block_bytes
+        return result.is_whole
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with open_private_device(2**24) as device:
+        pool = KVPool(device, LAYOUT, NUM_BLOCKS)
+        pool.grow(BlockLedger(0, 4, quantum_blocks=pool.quantum_blocks), NUM_BLOCKS)
+        slots = SwapSlots(LAYOUT, NUM_SLOTS)
+        engine = HostTransferEngine(pool, slots, staging_blocks=5).start()
+        bench = Bench(pool, slots, engine)
+        _fill(bench, 0)
+        yield bench
+        engine.close()
+        pool.close()
+
+
+def _fill(bench: Bench, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for words in bench.pool.words:
+        words[:NUM_BLOCKS] = torch.randint(-(2**31), 2**31, (NUM_BLOCKS, words.shape[1]), generator=generator).int()
+
+
+def _ids(limit: int) -> st.SearchStrategy[list[int]]:
+    return st.permutations(range(limit))
+
+
+@settings(max_examples=15)
+@given(_ids(NUM_BLOCKS), _ids(NUM_SLOTS), _ids(NUM_BLOCKS), st.integers(1, NUM_SLOTS), st.integers(0, 2**31))
+def test_blocks_return_as_they_left_wherever_they_return_to(
+    bench: Bench, sources: list[int], slots: list[int], targets: list[int], count: int, seed: int
+) -> None:
+    _fill(bench, seed)
+    blocks, homes, back = tuple(sources[:count]), tuple(slots[:count]), tuple(targets[:count])
+    left = bench.read(blocks)
+    rest = tuple(b for b in range(NUM_BLOCKS) if b not in back)
+    untouched = bench.read(rest)
+    assert bench.move(OUT, blocks, homes)
+    for words in bench.pool.words:
+        words[list(blocks)] = 0
+    untouched[[b in blocks for b in rest]] = 0
+    assert bench.move(IN, back, homes)
+    assert torch.equal(bench.read(back), left)
+    assert torch.equal(bench.read(rest), untouched)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 3), st.integers(0, LAYOUT.block_bytes - 1), st.integers(0, 7))
+def test_a_bit_flipped_on_the_way_is_refused(bench: Bench, slot: int, place: int, bit: int) -> None:
+    slots = (0, 1, 2, 3)
+    assert bench.move(OUT, (4, 5, 6, 7), slots)
+    memory = bench.slots.words.view(torch.uint8).view(NUM_SLOTS, -1)
+    memory[slot, place] ^= 1 << bit
+    assert not bench.move(IN, (4, 5, 6, 7), slots)
+    memory[slot, place] ^= 1 << bit
+    assert bench.move(IN, (4, 5, 6, 7), slots)
+
+
+def test_slots_that_changed_places_or_were_zeroed_are_refused(bench: Bench) -> None:
+    _fill(bench, 1)
+    assert bench.move(OUT, (0, 1), (0, 1))
+    bench.slots.words[[0, 1]] = bench.slots.words[[1, 0]]
+    assert not bench.move(IN, (0, 1), (0, 1))
+    bench.slots.words[:2] = 0
+    assert not bench.move(IN, (0, 1), (0, 1))
+
+
+def test_a_slot_is_empty_until_its_copy_is_done(bench: Bench) -> None:
+    fresh = SwapSlots(LAYOUT, 2)
+    fresh.words.zero_()
+    engine = HostTransferEngine(bench.pool, fresh, staging_blocks=1).start()
+    engine.submit(1, BlockCopy(IN, (0, 1), (0, 1)))
+    (result,) = engine.wait()
+    assert result.problem == "a slot holds no whole block"
+    engine.close()
+
+
+def test_digests_are_those_of_the_bytes_in_the_order_asked(bench: Bench) -> None:
+    blocks = (9, 2, 5, 0, 7, 3, 1)
+    bench.engine.submit(5, BlockCopy(OUT, blocks, (7, 3, 4, 1, 0, 6, 5)))
+    (result,) = bench.engine.wait()
+    words = bench.read(blocks).reshape(len(blocks), -1).numpy()
+    assert result.digests == tuple(compute_digests(words, compute_weights(words.shape[1])).tolist())
+
+
+def test_adjacent_slots_travel_as_one_copy_and_none_is_lost() -> None:
+    copy = BlockCopy(OUT, tuple(range(100, 111)), (5, 4, 3, 9, 10, 0, 1, 2, 20, 11, 12))
+    batches = list(split_into_batches(copy, 4))
+    assert [len(batch.blocks) for batch in batches] == [4, 4, 3]
+    assert [batch.runs for batch in batches] == [((0, 0, 4),), ((0, 4, 2), (2, 9, 2)), ((0, 11, 2), (2, 20, 1))]
+    pairs = {(b, s) for batch in batches for b, s in zip(batch.blocks.tolist(), batch.slots.tolist(), strict=True)}
+    assert pairs == set(zip(copy.blocks, copy.slots, strict=True))
+
+
+def test_impossible_copies_are_refused_at_once(bench: Bench) -> None:
+    for blocks, slots in [((), ()), ((0,), (0, 1)), ((0, 0), (0, 1)), ((0, 1), (2, 2)), ((0,), (-1,)), ((0,), (99,))]:
+        with pytest.raises(InvariantError):
+            bench.engine.submit(0, BlockCopy(OUT, blocks, slots))
+    with pytest.raises(InvariantError, match="have no memory"):
+        bench.engine.submit(0, BlockCopy(IN, (bench.pool.max_blocks,), (0,)))
+    assert bench.engine.num_in_flight == 0
+    assert bench.engine.wait() == []
+
+
+def test_many_copies_both_ways_all_answer(bench: Bench) -> None:
+    _fill(bench, 2)
+    assert bench.move(OUT, tuple(range(8)), tuple(range(8)))
+    before = bench.read(tuple(range(8)))
+    for transfer_id in range(40):
+        is_out, part = transfer_id % 2, transfer_id % 8
+        copy = BlockCopy(OUT, (8 + part,), (8 + part,)) if is_out else BlockCopy(IN, (part,), (part,))
+        bench.engine.submit(transfer_id, copy)
+    results = []
+    while bench.engine.num_in_flight:
+        results += bench.engine.wait()
+    assert sorted(result.transfer_id for result in results) == list(range(40))
+    assert all(result.is_whole for result in results)
+    assert torch.equal(bench.read(tuple(range(8))), before)
+
+
+def test_a_bug_in_the_copy_thread_reaches_the_caller() -> None:
+    with open_private_device(2**22) as device:
+        pool = KVPool(device, LAYOUT, 4)
+        pool.grow(BlockLedger(0, 4, quantum_blocks=pool.quantum_blocks), 4)
+        slots = SwapSlots(LAYOUT, 4)
+        slots.digests = np.empty(0, dtype=np.int64)
+        engine = HostTransferEngine(pool, slots, staging_blocks=4).start()
+        engine.submit(0, BlockCopy(OUT, (0,), (0,)))
+        with pytest.raises(IndexError):
+            engine.wait()
+        engine.close()
+
+
+def test_injected_faults_are_results_and_move_nothing(bench: Bench) -> None:
+    _fill(bench, 3)
+    engine = FaultyTransferEngine(bench.engine, failing=[1])
+    bench.slots.digests[:] = 0
+    for transfer_id in range(3):
+        engine.submit(transfer_id, BlockCopy(OUT, (transfer_id,), (transfer_id,)))
+    assert engine.num_in_flight == 3
+    results = []
+    while engine.num_in_flight:
+        results += engine.wait()
+    assert {result.transfer_id: result.is_whole for result in results} == {0: True, 1: False, 2: True}
+    assert (bench.slots.digests[:3] != 0).tolist() == [True, False, True]
+
+
+def test_a_paced_copy_takes_its_modelled_time_and_one_direction_is_one_road(bench: Bench) -> None:
+    curve = LinkCurve(0.005, ((LAYOUT.block_bytes, LAYOUT.block_bytes / 0.010),))
+    link = EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=0.5)
+    assert link.time_s(OUT, LAYOUT.block_bytes) == pytest.approx(0.020)
+    engine = HostTransferEngine(bench.pool, bench.slots, staging_blocks=4, link=link).start()
+    start = time.monotonic()
+    engine.submit(0, BlockCopy(OUT, (0, 1), (0, 2)))  # two runs: two copies
+    engine.submit(1, BlockCopy(OUT, (2,), (1,)))
+    assert engine.poll() == []
+    ids = []
+    while engine.num_in_flight:
+        ids += [result.transfer_id for result in engine.wait()]
+    assert time.monotonic() - start >= 0.060
+    assert ids == [0, 1]
+    engine.close()
+
+
+def test_the_two_directions_of_a_link_do_not_wait_for_each_other() -> None:
+    link = EmulatedLink(LINKS["c2c"], scale=1.0)
+    inside = threading.Event()
+
+    def come_in() -> None:
+        with link.occupy(IN, [1]):
+            inside.set()
+
+    with link.occupy(OUT, [1]):
+        thread = threading.Thread(target=come_in)
+        thread.start()
+        assert inside.wait(10)
+    thread.join()
+
+
+def test_the_bandwidth_of_this_machine_is_measured() -> None:
+    assert measure_copy_bandwidth(LAYOUT, num_blocks=8, num_repeats=2) > 1e6

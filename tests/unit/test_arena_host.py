@@ -1,0 +1,104 @@
+"""Arenas on the host: views stay valid, pages keep their bytes, mistakes and limits change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_arena import HostArena, MappingBudget
+from floodplain.memory.host_device import HostDevice, open_private_device
+
+
+@pytest.fixture
+def device() -> Iterator[HostDevice]:
+    with open_private_device(64 * PAGE_BYTES) as device:
+        yield device
+
+
+def _words(arena: HostArena) -> torch.Tensor:
+    return arena.tensor(torch.int64, (arena.num_pages, PAGE_BYTES // 8))
+
+
+def test_a_page_passes_between_arenas_with_its_bytes(device: HostDevice) -> None:
+    one, other = device.reserve(8), device.reserve(8)
+    first, second = _words(one), _words(other)
+    pages = device.allocate(4)
+    assert pages is not None
+    one.map(2, pages)
+    first[2:6] = torch.arange(4)[:, None]
+    taken = one.unmap(3, 2)
+    assert taken == pages[1:3]
+    other.map(6, taken[::-1])
+    assert second[6:].unique(dim=1).flatten().tolist() == [2, 1]
+    assert first[[2, 5]].unique(dim=1).flatten().tolist() == [0, 3]
+
+
+def test_mistakes_are_refused_and_change_nothing(device: HostDevice) -> None:
+    arena = device.reserve(4)
+    pages = device.allocate(4)
+    assert pages is not None
+    arena.map(1, pages[:2])
+    for wrong in (lambda: arena.map(2, pages[2:]), lambda: arena.map(3, pages[2:]), lambda: arena.map(-1, pages[:1])):
+        with pytest.raises(InvariantError):
+            wrong()
+    for first, count in ((0, 2), (2, 2), (3, 2), (-1, 1)):
+        with pytest.raises(InvariantError):
+            arena.unmap(first, count)
+    with pytest.raises(InvariantError, match="larger than its arena"):
+        arena.tensor(torch.uint8, (4 * PAGE_BYTES + 1,))
+    assert arena.unmap(1, 2) == pages[:2]
+    arena.close()
+    with pytest.raises(InvariantError, match="closed"):
+        arena.tensor(torch.uint8, (1,))
+
+
+def test_closing_releases_what_is_still_mapped(device: HostDevice) -> None:
+    arena = device.reserve(8)
+    pages = device.allocate(5)
+    assert pages is not None
+    arena.map(0, pages[:3])
+    arena.close()
+    assert device.num_owned_pages == 2
+    arena.close()
+
+
+def test_mappings_are_counted_as_the_kernel_merges_them(device: HostDevice) -> None:
+    arena = device.reserve(32)
+    pages = device.allocate(32)
+    assert pages is not None
+    for places, order in (((0, 32), 1), ((4, 8), 1), ((4, 20), -1)):
+        arena.map(places[0], pages[places[0] : places[1]][::order])
+        assert _count_mappings(arena) == device._budget.num_mappings
+        arena.unmap(places[0], places[1] - places[0])
+    assert device._budget.num_mappings == _count_mappings(arena) == 1
+
+
+def test_the_limit_on_mappings_is_an_error_that_changes_nothing(device: HostDevice) -> None:
+    budget = MappingBudget(max_mappings=4)
+    arena = HostArena(device._fd, PAGE_BYTES, PAGE_BYTES, 8, budget, device.release)
+    pages = device.allocate(6)
+    assert pages is not None
+    with pytest.raises(UserError, match=r"vm\.max_map_count"):
+        arena.map(1, pages[:3][::-1])  # hole, three that do not merge, hole
+    assert budget.num_mappings == 1
+    arena.map(1, pages[:3])
+    assert budget.num_mappings == 3
+    arena.map(4, pages[3:])
+    arena.unmap(2, 1)
+    arena.unmap(4, 1)
+    assert budget.num_mappings == 7  # a hole is never refused, though it splits a mapping
+    arena.close()
+    assert budget.num_mappings == 0
+
+
+def _count_mappings(arena: HostArena) -> int:
+    start = arena._address_of(0)
+    end = start + arena.num_pages * arena.page_bytes
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
+    return sum(start < high and low < end for low, high in ranges)

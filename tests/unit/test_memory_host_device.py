@@ -1,0 +1,156 @@
+"""The host device: ownership of pages, seen from one and from two users, and what attaching refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_device import HostDevice, open_device, open_private_device, remove_device
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[HostDevice, HostDevice]]:
+    """Two users of one device of 16 pages, each with a description of its own, as two processes have."""
+    with open_device("gpu0", 16 * PAGE_BYTES, tmp_path) as one, open_device("gpu0", 16 * PAGE_BYTES, tmp_path) as other:
+        yield one, other
+
+
+def test_pages_of_one_user_are_not_given_to_the_other(pair: tuple[HostDevice, HostDevice]) -> None:
+    one, other = pair
+    mine, yours = one.allocate(10), other.allocate(6)
+    assert mine is not None
+    assert yours is not None
+    assert not {*mine} & {*yours}
+    assert one.allocate(1) is None
+    assert other.allocate(1) is None
+    assert one.num_free_pages() == other.num_free_pages() == 0
+
+
+def test_free_bytes_are_seen_by_the_other_user(pair: tuple[HostDevice, HostDevice]) -> None:
+    one, other = pair
+    pages = one.allocate(10)
+    assert pages is not None
+    assert other.num_free_pages() == 6
+    one.release(pages[2:5])
+    assert other.num_free_pages() == 9
+    one.close()
+    assert other.num_free_pages() == 16
+
+
+def test_a_visitor_who_leaves_takes_no_locks_along(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
+    """As it would with the older locks, which a process loses when it closes any descriptor of the file."""
+    one, other = pair
+    one.allocate(10)
+    open_device("gpu0", 16 * PAGE_BYTES, tmp_path).close()
+    assert other.num_free_pages() == 6
+
+
+def test_a_refused_allocation_changes_nothing(pair: tuple[HostDevice, HostDevice]) -> None:
+    one, other = pair
+    one.allocate(10)
+    assert other.allocate(7) is None
+    assert other.num_owned_pages == 0
+    assert other.num_free_pages() == 6
+
+
+def test_runs_are_contiguous_where_they_can_be(pair: tuple[HostDevice, HostDevice]) -> None:
+    one, _ = pair
+    pages = one.allocate(16)
+    assert pages == list(range(16))
+    one.release(pages[1:3] + pages[5:9] + pages[12:])
+    assert one.allocate(2) == [1, 2]  # the smallest run that is enough
+    assert one.allocate(6) == [5, 6, 7, 8, 12, 13]  # no run is enough: the largest first
+
+
+def test_pages_are_zeroed_whoever_had_them(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
+    one, other = pair
+    with (tmp_path / "floodplain-gpu0").open("r+b") as file:
+        file.seek(PAGE_BYTES)
+        file.write(b"\xff" * 16 * PAGE_BYTES)
+    one.allocate(3)
+    other.allocate(4)
+    content = (tmp_path / "floodplain-gpu0").read_bytes()[PAGE_BYTES:]
+    assert content[: 7 * PAGE_BYTES] == bytes(7 * PAGE_BYTES)
+    assert content[7 * PAGE_BYTES :] == b"\xff" * 9 * PAGE_BYTES  # nobody's, so nobody erased them yet
+
+
+def test_foreign_pages_are_not_released(pair: tuple[HostDevice, HostDevice]) -> None:
+    one, other = pair
+    pages = one.allocate(2)
+    assert pages is not None
+    with pytest.raises(InvariantError, match="not owned"):
+        other.release(pages)
+    one.release(pages)
+    with pytest.raises(InvariantError, match="not owned"):
+        one.release(pages)
+
+
+def test_owned_pages_have_memory_and_free_ones_have_none(tmp_path: Path) -> None:
+    with open_device("real", 64 * PAGE_BYTES, tmp_path) as device:
+        file = tmp_path / "floodplain-real"
+        empty = file.stat().st_blocks
+        pages = device.allocate(32)
+        assert pages is not None
+        assert (file.stat().st_blocks - empty) * 512 >= 32 * PAGE_BYTES
+        device.release(pages)
+        assert file.stat().st_blocks <= empty
+
+
+def test_the_object_outlives_its_users_and_is_for_this_user_only(tmp_path: Path) -> None:
+    open_device("kept", PAGE_BYTES, tmp_path).close()
+    file = tmp_path / "floodplain-kept"
+    assert file.stat().st_mode & 0o777 == 0o600
+    open_device("kept", PAGE_BYTES, tmp_path).close()
+    remove_device("kept", tmp_path)
+    assert not file.exists()
+    remove_device("kept", tmp_path)
+
+
+def test_descriptors_are_closed_on_exec(tmp_path: Path) -> None:
+    before = _descriptors()
+    with open_device("fd", PAGE_BYTES, tmp_path), open_private_device(PAGE_BYTES):
+        opened = _descriptors() - before
+        assert len(opened) == 2
+        assert not any(os.get_inheritable(fd) for fd in opened)
+
+
+def _descriptors() -> set[int]:
+    """Open descriptors, without the one that listing them takes."""
+    links = {int(path.name): path for path in Path("/proc/self/fd").iterdir()}
+    return {fd for fd, path in links.items() if path.is_symlink()}
+
+
+def test_attaching_refuses_what_does_not_match(tmp_path: Path) -> None:
+    open_device("a", 4 * PAGE_BYTES, tmp_path).close()
+    with pytest.raises(UserError, match="has 262144 bytes, not 524288"):
+        open_device("a", 8 * PAGE_BYTES, tmp_path)
+    (tmp_path / "floodplain-a").chmod(0o644)
+    with pytest.raises(UserError, match="mode 0600"):
+        open_device("a", 4 * PAGE_BYTES, tmp_path)
+    for content in (b"", b"something else" * 9999):
+        (tmp_path / "floodplain-b").unlink(missing_ok=True)
+        (tmp_path / "floodplain-b").touch(0o600)
+        (tmp_path / "floodplain-b").write_bytes(content)
+        with pytest.raises(UserError, match="no floodplain device"):
+            open_device("b", PAGE_BYTES, tmp_path)
+    (tmp_path / "floodplain-c").symlink_to(tmp_path / "floodplain-a")
+    with pytest.raises(UserError, match="cannot open device"):
+        open_device("c", PAGE_BYTES, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 65, "nul\0"])
+def test_bad_names_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="device name"):
+        open_device(name, PAGE_BYTES, tmp_path)
+
+
+def test_bad_sizes_and_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="at least 65536 bytes"):
+        open_private_device(PAGE_BYTES - 1)
+    with pytest.raises(UserError, match="does not exist"):
+        open_device("a", PAGE_BYTES, tmp_path / "absent")
