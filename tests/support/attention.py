@@ -1,0 +1,118 @@
+"""Random attention problems over a paged KV, and their answer by the definition, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from floodplain.engine.attention.backend import AttentionBackend, AttentionShape
+from floodplain.engine.batch import ForwardBatch, PrefillSegment
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A batch with its queries and new keys and values, a KV that is NaN wherever no context is, and the answer."""
+
+    batch: ForwardBatch
+    q: torch.Tensor
+    new_kv: torch.Tensor
+    kv: torch.Tensor
+    answer: torch.Tensor
+
+    def solve(self, backend: AttentionBackend) -> torch.Tensor:
+        """What a backend says, [T, num_heads * head_dim]."""
+        kv = self.kv.clone()
+        plan = backend.plan(self.batch, self.q.dtype)
+        plan.write(kv, self.new_kv)
+        return plan.attend(self.q, self.new_kv, kv)
+
+
+def make_problem(
+    shape: AttentionShape,
+    decodes: Sequence[int],
+    prefills: Sequence[tuple[int, int]],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Problem:
+    """Make a problem.
+
+    Args:
+        shape: Sizes.
+        decodes: Context lengths, each with the token that is decoded.
+        prefills: (tokens already in the KV, tokens of the run).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [(length - 1, 1) for length in decodes] + list(prefills)
+    tables, num_blocks = _scattered_tables([sum(one) for one in sequences], shape.block_tokens, generator)
+    kv = torch.full((num_blocks, 2, shape.block_tokens, shape.num_kv_heads, shape.head_dim), torch.nan, dtype=dtype)
+    width = shape.num_heads + 2 * shape.num_kv_heads
+    heads = torch.randn(sum(n for _, n in sequences), width, shape.head_dim, generator=generator).to(dtype)
+    q = heads[:, : shape.num_heads]
+    new_kv = heads[:, shape.num_heads :].view(-1, 2, shape.num_kv_heads, shape.head_dim)
+    slots, positions, answers, row = [], [], [], 0
+    for (start, count), table in zip(sequences, tables, strict=True):
+        past = torch.randn(start, 2, shape.num_kv_heads, shape.head_dim, generator=generator).to(dtype)
+        where = torch.arange(start + count)
+        block, offset = table[where // shape.block_tokens], where % shape.block_tokens
+        kv[block[:start], :, offset[:start]] = past
+        slots.append((block * shape.block_tokens + offset)[start:])
+        positions.append(where[start:])
+        rows = slice(row, row + count)
+        answers.append(attention_by_definition(q[rows], torch.cat((past, new_kv[rows]))))
+        row += count
+    batch = _make_batch(shape, decodes, prefills, tables, torch.cat(slots), torch.cat(positions), device)
+    return Problem(batch, q.to(device), new_kv.to(device), kv.to(device), torch.cat(answers).to(device))
+
+
+def attention_by_definition(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """Causal attention in float64: the last ``len(q)`` tokens of ``kv`` [C, 2, num_kv_heads, head_dim] ask."""
+    num_tokens, num_heads, head_dim = q.shape
+    repeat = num_heads // kv.shape[2]
+    keys, values = kv.double().repeat_interleave(repeat, dim=2).unbind(1)  # [C, num_heads, head_dim]
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) / head_dim**0.5
+    first = kv.shape[0] - num_tokens
+    is_future = torch.arange(kv.shape[0]) > first + torch.arange(num_tokens)[:, None]
+    weights = scores.masked_fill(is_future, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
+
+
+def _scattered_tables(
+    lengths: Sequence[int], block_tokens: int, generator: torch.Generator
+) -> tuple[list[torch.Tensor], int]:
+    counts = [-(-length // block_tokens) for length in lengths]
+    num_blocks = sum(counts) + 3
+    shuffled = torch.randperm(num_blocks, generator=generator)
+    return list(shuffled[: sum(counts)].split(counts)), num_blocks
+
+
+def _make_batch(
+    shape: AttentionShape,
+    decodes: Sequence[int],
+    prefills: Sequence[tuple[int, int]],
+    tables: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    device: str,
+) -> ForwardBatch:
+    max_context = max(decodes, default=0)
+    block_tables = torch.zeros(len(decodes), -(-max_context // shape.block_tokens), dtype=torch.int64)
+    for padded, table in zip(block_tables, tables, strict=False):
+        padded[: len(table)] = table
+    segments, row = [], len(decodes)
+    for (start, count), table in zip(prefills, tables[len(decodes) :], strict=True):
+        segments.append(PrefillSegment(row, count, start + count, table.to(device)))
+        row += count
+    return ForwardBatch(
+        token_ids=torch.zeros(row, dtype=torch.int64, device=device),
+        positions=positions.to(device),
+        slot_mapping=slots.to(device),
+        block_tables=block_tables.to(device),
+        context_lens=torch.tensor(decodes, dtype=torch.int64, device=device),
+        max_context_len=max_context,
+        prefills=tuple(segments),
+        logits_rows=torch.arange(row, device=device),
+    )

