@@ -9,6 +9,7 @@ import torch
 
 from floodplain.core.errors import InvariantError
 from floodplain.engine.batch import ForwardBatch
+from floodplain.engine.native.ops import NativeOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ class AttentionBackend(Protocol):
         ...
 
 
-def attention_backend(device: torch.device, shape: AttentionShape) -> AttentionBackend:
-    """The backend for a device."""
+def attention_backend(device: torch.device, shape: AttentionShape, native: NativeOps | None) -> AttentionBackend:
+    """The backend for a device; ``native`` are the CPU kernels, where there are any."""
     if device.type == "cpu":
         from floodplain.engine.attention.cpu import CpuAttention
 
-        return CpuAttention(shape)
+        return CpuAttention(shape, native)
     if device.type == "cuda":
         from floodplain.engine.attention.cuda import CudaAttention
 

@@ -1,7 +1,8 @@
-"""Attention on a CPU: gather the contexts head by head, then one batched product for all decodes.
+"""Attention on a CPU: by kernels that read blocks where they lie, or by torch.
 
-The query heads that share a key/value head are the rows of one matrix, so grouped-query attention needs neither copies
-of the keys nor one product per head. Decodes of like length are a group, padded to its longest.
+By torch the contexts are gathered head by head, then one batched product serves all decodes: the query heads that share
+a key/value head are the rows of one matrix, so grouped-query attention needs neither copies of the keys nor one product
+per head. Decodes of like length are a group, padded to its longest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from floodplain.engine.attention.backend import AttentionShape
 from floodplain.engine.attention.rows import context_rows, head_rows, write_rows
 from floodplain.engine.batch import ForwardBatch, PrefillSegment
+from floodplain.engine.native.ops import NativeOps
 
 MAX_WASTED_TOKENS = 512
 """Padding that a group of decodes may hold: reading it costs about as much as the calls for one more group."""
@@ -24,24 +26,35 @@ MAX_GROUP_TOKENS = 32_768
 
 
 class CpuAttention:
-    """The backend for ``cpu``."""
+    """The backend for ``cpu``.
 
-    def __init__(self, shape: AttentionShape) -> None:
+    Args:
+        shape: Sizes.
+        native: Kernels that read blocks where they lie; used for decodes if they have these sizes.
+    """
+
+    def __init__(self, shape: AttentionShape, native: NativeOps | None = None) -> None:
         self._shape = shape
+        has_kernel = native is not None and native.can_decode(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        self._native = native if has_kernel else None
 
     def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> CpuAttentionPlan:
         """Prepare one forward pass."""
-        return CpuAttentionPlan(batch, self._shape, dtype)
+        return CpuAttentionPlan(batch, self._shape, dtype, self._native)
 
 
 class CpuAttentionPlan:
     """Indices and masks of one batch."""
 
-    def __init__(self, batch: ForwardBatch, shape: AttentionShape, dtype: torch.dtype) -> None:
+    def __init__(
+        self, batch: ForwardBatch, shape: AttentionShape, dtype: torch.dtype, native: NativeOps | None
+    ) -> None:
         self._shape = shape
+        self._native = native
+        self._tables, self._lengths = batch.block_tables, batch.context_lens
         self._num_decodes = batch.num_decodes
         self._write_rows = write_rows(batch.slot_mapping, shape.block_tokens)
-        groups = group_by_length(batch.context_lens.tolist())
+        groups = group_by_length(batch.context_lens.tolist()) if native is None else ()
         self._groups = tuple(_decode_group(batch, members, shape, dtype) for members in groups)
         self._segments = tuple(_segment(segment, shape, dtype) for segment in batch.prefills)
 
@@ -63,6 +76,8 @@ class CpuAttentionPlan:
         return out
 
     def _decode(self, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        if self._native is not None:
+            return self._native.decode(q, kv, self._tables, self._lengths, self._shape.scale)
         if len(self._groups) == 1:
             return self._decode_group(self._groups[0], q, kv)
         out = q.new_empty(q.shape[0], self._shape.num_heads * self._shape.head_dim)

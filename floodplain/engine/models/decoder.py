@@ -17,10 +17,11 @@ from floodplain.engine.models.rope import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers share in one forward pass: attention, and the rotation (None: learned positions)."""
+    """What all layers share in one forward pass: attention, the rotation (None: learned positions), where KV goes."""
 
     attention: AttentionPlan
     turn: Rotation | None
+    slots: torch.Tensor
 
 
 class Layer(Protocol):
@@ -106,7 +107,8 @@ class Decoder:
             Logits [S, vocab] in float32 of ``batch.logits_rows``.
         """
         x = self._stem.embed(batch)
-        step = Step(self._attention.plan(batch, self.dtype), self._stem.rotation(batch.positions))
+        plan, turn = self._attention.plan(batch, self.dtype), self._stem.rotation(batch.positions)
+        step = Step(plan, turn, batch.slot_mapping)
         for index, layer in enumerate(self._layers):
             if hooks is not None:
                 hooks.before_layer(index)

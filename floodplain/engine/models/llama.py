@@ -15,8 +15,9 @@ from floodplain.engine.batch import ForwardBatch
 from floodplain.engine.models.config import ModelConfig, RopeConfig
 from floodplain.engine.models.decoder import Step
 from floodplain.engine.models.linear import MakeProjection
+from floodplain.engine.models.ops import LayerOps
 from floodplain.engine.models.parameters import ParameterSpec, Part
-from floodplain.engine.models.rope import Rotation, inverse_frequencies, rotate_, rotation
+from floodplain.engine.models.rope import Rotation, inverse_frequencies, rotation
 
 
 def stem_specs(config: ModelConfig) -> list[ParameterSpec]:
@@ -64,7 +65,8 @@ def layer_specs(config: ModelConfig, index: int) -> list[ParameterSpec]:
 class LlamaStem:
     """Embedding, rotation and final norm."""
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, config: ModelConfig, params: Mapping[str, torch.Tensor], ops: LayerOps) -> None:
+        self._ops = ops
         self._embedding = params["embedding"]
         self._norm = params["norm"]
         self._eps = config.norm_eps
@@ -81,16 +83,19 @@ class LlamaStem:
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         """The final norm."""
-        return F.rms_norm(x, self._norm.shape, self._norm, self._eps)
+        return self._ops.rms_norm(x, self._norm, self._eps)
 
 
 class LlamaLayer:
     """One layer: attention, then a gated feed-forward part, each added to what came in."""
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, torch.Tensor], project: MakeProjection) -> None:
+    def __init__(
+        self, config: ModelConfig, params: Mapping[str, torch.Tensor], project: MakeProjection, ops: LayerOps
+    ) -> None:
         shape = config.shape
+        self._ops = ops
         self._num_heads, self._num_kv_heads, self._head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self._ffn_size, self._eps = shape.ffn_size, config.norm_eps
+        self._eps = config.norm_eps
         self._input_norm, self._ffn_norm = params["input_norm"], params["ffn_norm"]
         self._q_norm, self._k_norm = params.get("q_norm"), params.get("k_norm")
         self._qkv, self._o, self._gate_up, self._down = (
@@ -99,11 +104,10 @@ class LlamaLayer:
 
     def __call__(self, x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
         """Activations [T, hidden] in and out."""
-        normed = F.rms_norm(x, self._input_norm.shape, self._input_norm, self._eps)
-        x = self._o.add_to(x, self._attention(normed, step, kv))
-        normed = F.rms_norm(x, self._ffn_norm.shape, self._ffn_norm, self._eps)
-        gate_up = self._gate_up(normed)
-        return self._down.add_to(x, F.silu(gate_up[:, : self._ffn_size]) * gate_up[:, self._ffn_size :])
+        ops, eps = self._ops, self._eps
+        x = self._o.add_to(x, self._attention(ops.rms_norm(x, self._input_norm, eps), step, kv))
+        gate_up = self._gate_up(ops.rms_norm(x, self._ffn_norm, eps))
+        return self._down.add_to(x, ops.silu_mul(gate_up))
 
     def _attention(self, x: torch.Tensor, step: Step, kv: torch.Tensor) -> torch.Tensor:
         num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
@@ -112,8 +116,5 @@ class LlamaLayer:
             queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
             queries.copy_(F.rms_norm(queries, self._q_norm.shape, self._q_norm, self._eps))
             keys.copy_(F.rms_norm(keys, self._k_norm.shape, self._k_norm, self._eps))
-        if step.turn is not None:
-            rotate_(heads[:, : num_heads + num_kv_heads], step.turn)
-        new_kv = heads[:, num_heads:].view(-1, 2, num_kv_heads, self._head_dim)
-        step.attention.write(kv, new_kv)
+        new_kv = self._ops.rotate_and_write(heads, num_heads, step.turn, step.attention, step.slots, kv)
         return step.attention.attend(heads[:, :num_heads], new_kv, kv)

@@ -12,15 +12,17 @@ from floodplain.engine.models import llama, opt
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.decoder import Decoder, Layer, Stem
 from floodplain.engine.models.linear import Linear, MakeProjection, PackedLinear, Projection
+from floodplain.engine.models.ops import LayerOps, layer_ops
 from floodplain.engine.models.parameters import Allocate, ParameterSpec, Part, WeightSource, load_buffer
+from floodplain.engine.native.ops import native_ops
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     stem_specs: Callable[[ModelConfig], list[ParameterSpec]]
     layer_specs: Callable[[ModelConfig, int], list[ParameterSpec]]
-    make_stem: Callable[[ModelConfig, Mapping[str, torch.Tensor]], Stem]
-    make_layer: Callable[[ModelConfig, Mapping[str, torch.Tensor], MakeProjection], Layer]
+    make_stem: Callable[[ModelConfig, Mapping[str, torch.Tensor], LayerOps], Stem]
+    make_layer: Callable[[ModelConfig, Mapping[str, torch.Tensor], MakeProjection, LayerOps], Layer]
 
 
 _FAMILIES = {
@@ -59,6 +61,8 @@ def load_decoder(
     family, shape = _FAMILIES[config.shape.family], config.shape
     allocate = allocate or _torch_allocate(device)
     project: MakeProjection = PackedLinear if is_packed else Linear
+    native = native_ops(device, dtype)
+    ops = layer_ops(native)
     _, stem_params = load_buffer(family.stem_specs(config), source, dtype, _torch_allocate(device))
     layers, buffers = [], []
     for index in range(shape.num_layers):
@@ -67,13 +71,15 @@ def load_decoder(
             params = {name: param.clone() if param.dim() == 1 else param for name, param in params.items()}
         else:
             buffers.append(buffer)
-        layers.append(family.make_layer(config, params, project))
+        layers.append(family.make_layer(config, params, project, ops))
     return Decoder(
         config,
-        family.make_stem(config, stem_params),
+        family.make_stem(config, stem_params, ops),
         layers,
         _load_head(config, source, dtype, device, stem_params["embedding"], project),
-        attention_backend(device, AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, block_tokens)),
+        attention_backend(
+            device, AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, block_tokens), native
+        ),
         dtype=dtype,
         device=device,
         layer_buffers=buffers,

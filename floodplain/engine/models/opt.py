@@ -12,6 +12,7 @@ from floodplain.engine.batch import ForwardBatch
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.decoder import Step
 from floodplain.engine.models.linear import MakeProjection
+from floodplain.engine.models.ops import LayerOps
 from floodplain.engine.models.parameters import ParameterSpec, Part
 
 _PREFIX = "model.decoder."
@@ -64,7 +65,7 @@ class _LayerNorm:
 class OptStem:
     """Embedding of tokens and positions, and the final norm."""
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, config: ModelConfig, params: Mapping[str, torch.Tensor], ops: LayerOps) -> None:
         self._embedding, self._positions = params["embedding"], params["positions"]
         self._norm = _LayerNorm(params, "norm", config.norm_eps) if config.norm_first else None
 
@@ -84,7 +85,9 @@ class OptStem:
 class OptLayer:
     """One layer: attention, then a feed-forward part, each added to what came in."""
 
-    def __init__(self, config: ModelConfig, params: Mapping[str, torch.Tensor], project: MakeProjection) -> None:
+    def __init__(
+        self, config: ModelConfig, params: Mapping[str, torch.Tensor], project: MakeProjection, ops: LayerOps
+    ) -> None:
         self._num_heads, self._head_dim = config.shape.num_heads, config.shape.head_dim
         self._norm_first = config.norm_first
         self._attention_norm = _LayerNorm(params, "attention_norm", config.norm_eps)

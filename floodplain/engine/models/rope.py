@@ -12,10 +12,17 @@ from floodplain.engine.models.config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines [T, 1, head_dim] of a batch's positions; the sines of the first half are negated."""
+    """The turn of a batch's positions.
+
+    Attributes:
+        cos: [T, 1, head_dim], in the dtype of the activations.
+        signed_sin: The same of the sines, negated in the first half.
+        halves: Cosines and sines, [T, head_dim / 2] each, in float32.
+    """
 
     cos: torch.Tensor
     signed_sin: torch.Tensor
+    halves: tuple[torch.Tensor, torch.Tensor]
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -38,7 +45,8 @@ def rotation(positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dt
     """The rotation of ``positions`` [T], once per batch."""
     angles = positions[:, None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-    return Rotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
+    halves = (cos.squeeze(1), sin.squeeze(1))
+    return Rotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype), halves)
 
 
 def rotate_(heads: torch.Tensor, turn: Rotation) -> None:

@@ -1,0 +1,105 @@
+"""The small steps between the matrix products of a Llama layer: by torch, or by the CPU kernels."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from floodplain.engine.attention.backend import AttentionPlan
+from floodplain.engine.models.rope import Rotation, rotate_
+from floodplain.engine.native.ops import NativeOps
+
+
+class LayerOps(Protocol):
+    """What a layer does besides matrix products and attention."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x [T, width]`` over its root mean square, times ``weight``."""
+        ...
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of the two halves of each row, [T, 2 * width] to [T, width]."""
+        ...
+
+    def rotate_and_write(
+        self,
+        heads: torch.Tensor,
+        num_heads: int,
+        turn: Rotation | None,
+        attention: AttentionPlan,
+        slots: torch.Tensor,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotate queries and keys in place; store keys and values.
+
+        Args:
+            heads: [T, num_heads + 2 * num_kv_heads, head_dim].
+            num_heads: Of queries.
+            turn: None rotates nothing.
+            attention: Of this step.
+            slots: [T], where keys and values go.
+            kv: Of this layer.
+
+        Returns:
+            The keys and values that were stored, [T, 2, num_kv_heads, head_dim], a view of ``heads``.
+        """
+        ...
+
+
+class TorchOps:
+    """By torch, on any device."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``x`` over its root mean square, times ``weight``."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up``."""
+        width = gate_up.shape[1] // 2
+        return F.silu(gate_up[:, :width]) * gate_up[:, width:]
+
+    def rotate_and_write(
+        self,
+        heads: torch.Tensor,
+        num_heads: int,
+        turn: Rotation | None,
+        attention: AttentionPlan,
+        slots: torch.Tensor,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotate, then let the attention backend store."""
+        num_kv_heads = (heads.shape[1] - num_heads) // 2
+        if turn is not None:
+            rotate_(heads[:, : num_heads + num_kv_heads], turn)
+        new_kv = heads[:, num_heads:].view(-1, 2, num_kv_heads, heads.shape[2])
+        attention.write(kv, new_kv)
+        return new_kv
+
+
+class KernelOps:
+    """By the CPU kernels: one call each, float32 inside."""
+
+    def __init__(self, native: NativeOps) -> None:
+        self.rms_norm = native.rms_norm
+        self.silu_mul = native.silu_mul
+        self._rotate_and_write = native.rotate_and_write
+
+    def rotate_and_write(
+        self,
+        heads: torch.Tensor,
+        num_heads: int,
+        turn: Rotation | None,
+        attention: AttentionPlan,
+        slots: torch.Tensor,
+        kv: torch.Tensor,
+    ) -> torch.Tensor:
+        """Both in one pass over the tokens."""
+        self._rotate_and_write(heads, num_heads, None if turn is None else turn.halves, slots, kv)
+        return heads[:, num_heads:].view(-1, 2, (heads.shape[1] - num_heads) // 2, heads.shape[2])
+
+
+def layer_ops(native: NativeOps | None) -> LayerOps:
+    """The kernels where there are any."""
+    return TorchOps() if native is None else KernelOps(native)

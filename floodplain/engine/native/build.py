@@ -1,0 +1,79 @@
+"""Compiles the kernels once per machine and loads them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-O3", "-march=native", "-ffast-math", "-fopenmp", "-fvisibility=hidden", "-std=c++17", "-shared", "-fPIC")
+COMPILERS = ("c++", "g++")
+DISABLE_VARIABLE = "FLOODPLAIN_NO_NATIVE_KERNELS"
+
+
+@functools.lru_cache(maxsize=1)
+def load_library() -> ctypes.CDLL | None:
+    """The compiled kernels; None where there is no compiler, with one line in the log that says so.
+
+    The library lies in the user's cache folder under a name that changes with source, flags, compiler and processor.
+    torch must be loaded first: the kernels then run on its OpenMP threads, not on a second pool beside it.
+    """
+    if os.environ.get(DISABLE_VARIABLE):
+        logger.info("CPU kernels are off (%s): torch does their work, slower", DISABLE_VARIABLE)
+        return None
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        logger.warning("no C++ compiler (%s): torch does the work of the CPU kernels, slower", ", ".join(COMPILERS))
+        return None
+    try:
+        return ctypes.CDLL(str(_compiled(compiler)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        logger.warning("the CPU kernels cannot be compiled, torch does their work, slower: %s", _first_line(detail))
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    library = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
+    if not library.exists():
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = Path(scratch) / library.name
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            built.replace(library)  # whole or not at all: several processes may compile at once
+    return library
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
+    facts = (SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), version, _processor())
+    return hashlib.blake2b("\0".join(facts).encode(), digest_size=12).hexdigest()
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: a cache folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "floodplain"
+
+
+def _first_line(text: str) -> str:
+    return next((line for line in text.splitlines() if line.strip()), "unknown error")
