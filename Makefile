@@ -22,7 +22,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-pure: $(STAMP)
-	$(BIN)/python -m pytest tests/unit tests/property tests/contract
+	$(BIN)/python -m pytest tests/unit tests/property
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -69,9 +69,8 @@ def main() -> None:
                     rows.setdefault(key, []).extend(values)
                 print(f"{dtype} {engine}: { ({key: round(statistics.median(rows[key])) for key in KEYS}) }", flush=True)
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    machine["model"] = next(
-        (line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name")), ""
-    )
+    facts = Path("/proc/cpuinfo").read_text().splitlines()
+    machine["model"] = next((line.partition(":")[2].strip() for line in facts if line.startswith("model name")), "")
     report = {"command": " ".join(sys.argv), "machine": machine, "results": results}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(results))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import asdict, dataclass, field
+import sys
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from floodplain.cli.files import check_writable
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
@@ -61,8 +63,11 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one bench; 0 if every request was answered."""
+    bench = dataclass_from(args, BenchConfig)
+    if bench.out is not None:
+        check_writable(bench.out)
     result = _bench_offline(args) if args.verb == "bench offline" else _bench_serve(args)
-    _report(args, dataclass_from(args, BenchConfig), result)
+    _report(args, bench, result)
     return 1 if result["failed"] else 0
 
 
@@ -75,12 +80,13 @@ def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
     from floodplain.observe.result import benchmark_result
     from floodplain.observe.run_facts import RunInfo
 
-    engine = AsyncEngine.from_config(config)
-    requests = build(spec, engine.tokenizer)
+    # The load waits in line, not at the door: nothing is refused for the length of the queue.
+    engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
 
     async def replay() -> OfflineRun:
         await engine.start()
         try:
+            requests = build(spec, engine.tokenizer)
             return await run_offline(engine, requests, progress=not args.quiet, max_concurrency=bench.max_concurrency)
         finally:
             await engine.close()
@@ -90,7 +96,7 @@ def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
         backend="floodplain",
         model_id=engine.model_name,
         tokenizer_id=engine.model_name,
-        config=asdict(config) | _workload(spec),
+        config=asdict(engine.engine.config) | _workload(spec),
         hardware=hardware_report(config.device),
         **_asked(spec, bench),
     )
@@ -105,12 +111,17 @@ def _bench_serve(args: argparse.Namespace) -> dict[str, Any]:
     from floodplain.observe.result import benchmark_result
     from floodplain.observe.run_facts import RunInfo
     from floodplain.observe.timeline import client_timeline
+    from floodplain.server.auth import read_keys
     from floodplain.workload.client import run_load
     from floodplain.workload.http_target import HttpTarget
 
+    api_key = next(iter(read_keys(server.api_key_file))) if server.api_key_file else None
     tokenizer_name = server.tokenizer or server.model
-    requests = build(spec, open_model(tokenizer_name).load_tokenizer())
-    api_key = server.api_key_file.read_text().split()[-1] if server.api_key_file else None
+    try:
+        tokenizer = open_model(tokenizer_name).load_tokenizer()
+    except UserError as error:
+        raise UserError(f"{error} (prompts need a tokenizer: name one with --tokenizer MODEL)") from None
+    requests = build(spec, tokenizer)
 
     async def replay() -> list[RequestRecord]:
         async with HttpTarget(server.base_url, server.model, api_key=api_key) as target:

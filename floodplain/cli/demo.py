@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from floodplain.cli.files import check_writable
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.engine.config import EngineConfig
 from floodplain.workload.spec import WorkloadSpec, build
@@ -64,6 +65,7 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo, write its files, print its table."""
     demo = dataclass_from(args, DemoConfig)
+    check_writable(demo.out / "demo.json")
     result = asyncio.run(_run_policy(demo, "fcfs", progress=not args.quiet))
     runs = [("fcfs", result)]
     _write(demo.out, runs)
@@ -87,7 +89,7 @@ async def _run_policy(demo: DemoConfig, policy: str, *, progress: bool) -> dict[
     from floodplain.observe.run_facts import RunInfo
 
     sample = _shape(WorkloadSpec(request_rate=1.0, num_prompts=200, seed=demo.seed))
-    engine, config = _make_engine(AsyncEngine, demo, policy, sample)
+    engine = AsyncEngine.from_config(_engine_config(demo, policy, sample))
     await engine.start()
     try:
         capacity = await _measure_capacity(engine, replace(sample, num_prompts=NUM_RESIDENT))
@@ -101,8 +103,8 @@ async def _run_policy(demo: DemoConfig, policy: str, *, progress: bool) -> dict[
         tokenizer_id=engine.model_name,
         request_rate=spec.request_rate,
         seed=demo.seed,
-        config=asdict(config) | asdict(spec) | {"measured_capacity": capacity},
-        hardware=hardware_report(config.device),
+        config=asdict(engine.engine.config) | asdict(spec) | {"measured_capacity": capacity},
+        hardware=hardware_report(engine.engine.config.device),
     )
     return benchmark_result(run.records, info, run.report, run.timeline)
 
@@ -125,9 +127,7 @@ def _burst(sample: WorkloadSpec, stable_rate: float, timing: _Timing) -> Workloa
     )
 
 
-def _make_engine(
-    factory: type[AsyncEngine], demo: DemoConfig, policy: str, sample: WorkloadSpec
-) -> tuple[AsyncEngine, EngineConfig]:
+def _engine_config(demo: DemoConfig, policy: str, sample: WorkloadSpec) -> EngineConfig:
     """An engine whose pool holds ``NUM_RESIDENT`` requests at half of their output."""
     from floodplain.engine.build import kv_bytes_per_token
     from floodplain.engine.weights.open_model import open_model
@@ -137,10 +137,9 @@ def _make_engine(
     mean_tokens = sum(len(r.prompt_token_ids) + r.max_tokens / 2 for r in requests) / len(requests)
     dtype = "bfloat16"
     kv_memory = round(NUM_RESIDENT * mean_tokens * kv_bytes_per_token(source.config, dtype))
-    config = EngineConfig(
+    return EngineConfig(
         model=demo.model, policy=policy, dtype=dtype, kv_memory=kv_memory, max_model_len=1024, seed=demo.seed
     )
-    return factory.from_config(config), config
 
 
 async def _measure_capacity(engine: AsyncEngine, sample: WorkloadSpec) -> float:

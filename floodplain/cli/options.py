@@ -17,8 +17,8 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from floodplain.cli.sizes import format_size, parse_size
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import format_size, parse_size
 
 C = TypeVar("C")
 

@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from functools import partial
+from itertools import takewhile
+from operator import is_not
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
@@ -105,6 +108,10 @@ class BlockLedger:
         refcounts, pins = self._refcounts, self._pins
         return sum(refcounts[block] == 1 and not pins[block] for block in blocks)
 
+    def count_cached(self, blocks: Iterable[BlockId]) -> int:
+        """How many of these blocks are cached: sharing them makes them unavailable to others."""
+        return sum(map(self._cached.__contains__, blocks))
+
     def is_pinned(self, block: BlockId) -> bool:
         """Whether an outbound copy reads a block."""
         return self._pins[block] > 0
@@ -154,6 +161,13 @@ class BlockLedger:
     def find(self, key: BlockKey) -> BlockId | None:
         """The readable block that holds this content, or None. Takes no reference."""
         return self._index.get(key)
+
+    def find_prefix(self, keys: Iterable[BlockKey]) -> list[BlockId]:
+        """The readable blocks of these contents, up to the first that is missing.
+
+        It runs for every waiting sequence in sight at every step, over hundreds of keys: hence no Python per key.
+        """
+        return list(takewhile(partial(is_not, None), map(self._index.get, keys)))  # type: ignore[arg-type]
 
     def share(self, key: BlockKey) -> BlockId | None:
         """Take a reference to the block that holds this content, or None if there is none."""

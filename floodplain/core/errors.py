@@ -21,5 +21,9 @@ class QueueFull(UserError):
     """The waiting queue is at ``max_waiting``: try again later (the server answers 429)."""
 
 
+class ShuttingDown(UserError):
+    """The engine accepts nothing new (the server answers 503)."""
+
+
 class InvariantError(RuntimeError):
     """The program contradicts itself: a bug of ours. Nobody catches it; it ends the process loudly."""

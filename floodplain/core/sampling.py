@@ -10,6 +10,9 @@ from floodplain.core.errors import UserError
 MAX_LOGPROBS = 20
 """The most alternatives that a request may ask for at each position, as in the OpenAI API."""
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0, as in vLLM."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -80,5 +83,5 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
+        """Whether the likeliest token is always taken: at temperature 0, and so near it that nothing else is likely."""
+        return self.temperature < GREEDY_BELOW

@@ -94,11 +94,6 @@ class Sequence:
         return len(self.tokens) + self.num_sampling
 
     @property
-    def num_remaining(self) -> int:
-        """Tokens that could be scheduled now; 0 when outstanding steps sample the last one."""
-        return 0 if self.num_expected >= self.max_total else self.num_expected - self.num_scheduled
-
-    @property
     def output_token_ids(self) -> list[int]:
         """What was generated so far."""
         return self.tokens[self.num_prompt :]

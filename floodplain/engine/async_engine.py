@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from floodplain.core.errors import QueueFull, UserError
+from floodplain.core.errors import ShuttingDown, UserError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
@@ -139,12 +139,13 @@ class AsyncEngine:
 
         Raises:
             RequestRefused: It can never be served.
-            QueueFull: Too many wait, or the engine is draining.
+            QueueFull: Too many wait.
+            ShuttingDown: The engine is draining.
         """
         if self._loop is None or self._failure is not None or self._is_closing:
             raise RuntimeError("the engine is not running") from self._failure
         if self._is_draining:
-            raise QueueFull("the server is shutting down: send the request elsewhere")
+            raise ShuttingDown("the server is shutting down: send the request elsewhere")
         request = Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt_token_ids),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -88,7 +89,7 @@ def _assemble(
         runner,
         tokenizer,
         model_name=config.model,
-        config=config,
+        config=replace(config, kv_memory=pool.num_blocks * memory.layout.block_bytes, max_model_len=max_model_len),
         block_bytes=memory.layout.block_bytes,
         vocab_size=source.config.shape.vocab_size,
     )
@@ -105,7 +106,9 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
         if num_tokens < 2:
             raise UserError(f"the KV pool holds {num_tokens} tokens, too few for a request: raise --kv-memory")
         if num_tokens < longest:
-            logger.info("max_model_len is lowered from %d to %d tokens: the KV pool holds no more", longest, num_tokens)
+            logger.warning(
+                "max_model_len is lowered from %d to %d tokens: the KV pool holds no more", longest, num_tokens
+            )
         return min(num_tokens, longest)
     if config.max_model_len > longest:
         raise UserError(f"--max-model-len {config.max_model_len} is more than the model's own {longest}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from floodplain.core.errors import UserError
@@ -15,6 +16,7 @@ def _flag(
 
 
 POLICIES = ("fcfs",)
+MAX_BLOCK_TOKENS = 1024
 DTYPES = ("float32", "bfloat16")
 
 
@@ -51,18 +53,17 @@ class EngineConfig:
     seed: int = _flag(0, "seed of everything random")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for name in ("block_tokens", "max_batched_tokens", "max_num_seqs", "max_waiting"):
+        for name in ("block_tokens", "max_batched_tokens", "max_num_seqs", "max_waiting", "kv_memory", "max_model_len"):
             value = getattr(self, name)
-            if value < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UserError(f"--{name.replace('_', '-')} must be a whole number of at least 1, not {value!r}")
+        if self.block_tokens > MAX_BLOCK_TOKENS:
+            raise UserError(f"--block-tokens must be at most {MAX_BLOCK_TOKENS}, not {self.block_tokens}")
         if self.policy not in POLICIES:
             raise UserError(f"--policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.dtype not in DTYPES:
             raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
-        if self.kv_memory is not None and self.kv_memory < 1:
-            raise UserError(f"--kv-memory must be positive, not {self.kv_memory}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise UserError(f"--max-model-len must be at least 2, not {self.max_model_len}")
-        kind, _, index = self.device.partition(":")
-        if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -104,10 +105,19 @@ def _open_device(device: torch.device, kv_bytes: int, param_bytes: int, layout: 
     from floodplain.memory.device_file import PAGE_BYTES
     from floodplain.memory.host_device import open_private_device
 
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _available_bytes()
     if kv_bytes > available:
         raise UserError(
             f"--kv-memory {kv_bytes} is more than the {available} bytes that this machine has free: lower it"
         )
     quantum_bytes = layout.count_quantum_blocks(PAGE_BYTES) * layout.block_bytes
     return open_private_device(kv_bytes + quantum_bytes + param_bytes + layout.num_layers * PAGE_BYTES)
+
+
+def _available_bytes() -> int:
+    """Memory that the host can give without swapping: what is free, and what the page cache would give back."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
 from types import TracebackType
 from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import TokenLogprobs
-from floodplain.core.request import Request, SeqId
+from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
+from floodplain.core.sizes import parse_size
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import CompletionOutput, EngineStats, OutputDelta, RequestOutput
 from floodplain.engine.shell import Engine
@@ -34,12 +37,16 @@ class LLM:
 
     def __init__(self, model: str, **flags: Any) -> None:
         flags.setdefault("max_waiting", sys.maxsize)  # the caller waits for all of them anyway
-        try:
-            config = EngineConfig(model=model, **flags)
-        except TypeError as error:
-            raise UserError(f"unknown engine flag: {error}") from None
-        self._engine = Engine.from_config(config)
+        known = {item.name for item in fields(EngineConfig)}
+        unknown = sorted(flags.keys() - known)
+        if unknown:
+            near = get_close_matches(unknown[0], known, 1)
+            raise UserError(f"unknown engine flag {unknown[0]}" + (f": did you mean {near[0]}?" if near else ""))
+        if isinstance(flags.get("kv_memory"), str):
+            flags["kv_memory"] = parse_size(flags["kv_memory"])
+        self._engine = Engine.from_config(EngineConfig(model=model, **flags))
         self._num_requests = 0
+        self._is_broken = False
 
     def __enter__(self) -> LLM:
         return self
@@ -98,9 +105,13 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self._engine.tokenizer.encode(prompt)
-        if set(prompt) != {"prompt_token_ids"}:
+        if not isinstance(prompt, Mapping):
+            raise UserError(f'a prompt is a string or {{"prompt_token_ids": [...]}}, not {prompt!r}')
+        if set(prompt) != {"prompt_token_ids"} or not all(
+            isinstance(token, int) for token in prompt["prompt_token_ids"]
+        ):
             raise UserError(
-                f'a prompt is a string or {{"prompt_token_ids": [...]}}, not a mapping with {sorted(prompt)}'
+                f'a prompt is a string or {{"prompt_token_ids": [whole numbers]}}, not a mapping with {sorted(prompt)}'
             )
         return None, list(prompt["prompt_token_ids"])
 
@@ -122,12 +133,29 @@ class LLM:
         requests = [self._make_request(tokens, one) for (_, tokens), one in zip(prompts, params, strict=True)]
         for request in requests:
             self._engine.check(request)
-        collectors = {self._engine.add(request): _Collector() for request in requests}
-        self._run_to_end(collectors, use_tqdm)
+        if self._is_broken:
+            raise RuntimeError("this LLM was interrupted in the middle of a step: make a new one")
+        collectors: dict[SeqId, _Collector] = {}
+        try:
+            for request in requests:
+                collectors[self._engine.add(request)] = _Collector()
+            self._run_to_end(collectors, use_tqdm)
+        except BaseException:
+            self._abandon(collectors)
+            raise
         return [
             collector.output(request, prompt)
             for collector, request, (prompt, _) in zip(collectors.values(), requests, prompts, strict=True)
         ]
+
+    def _abandon(self, collectors: Iterable[SeqId]) -> None:
+        """Leave nothing of an interrupted call behind: the next one must find an empty engine."""
+        for seq_id in collectors:
+            self._engine.finish(seq_id, FinishReason.ABORT)
+        self._engine.take_finished()
+        if self._engine.loop.num_outstanding:  # interrupted inside a step, whose result will never come
+            self._is_broken = True
+            self._engine.close()
 
     def _make_request(self, tokens: list[int], params: SamplingParams) -> Request:
         self._num_requests += 1

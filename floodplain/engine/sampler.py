@@ -144,9 +144,10 @@ def _random_rows(
         rows=np.array(rows, dtype=np.int64),
         index=torch.tensor(rows, device=device),
         own_seeds=tuple(one.seed for one in chosen),
-        temperatures=torch.tensor([[one.temperature] for one in chosen], device=device),
+        # float64: the smallest temperatures and shares that clients may send are not zero.
+        temperatures=torch.tensor([[one.temperature] for one in chosen], dtype=torch.float64, device=device),
         top_k=torch.tensor(top_k, device=device)[:, None] if keeps_some else None,
-        top_p=torch.tensor([[one.top_p] for one in chosen], device=device) if keeps_some else None,
+        top_p=torch.tensor([[one.top_p] for one in chosen], dtype=torch.float64, device=device) if keeps_some else None,
     )
 
 

@@ -28,7 +28,7 @@ class Engine:
         executor: What runs its plans; ``close`` closes it.
         tokenizer: The model's.
         model_name: The name under which the model is served.
-        config: What the engine was made from.
+        config: What the engine was made from, resolved: nothing in it is None that has a value.
         block_bytes: Bytes of one KV block over all layers.
         vocab_size: Token ids are below this.
         clock: Monotonic seconds.

@@ -15,8 +15,8 @@ import numpy as np
 
 import floodplain
 from floodplain.core import lifecycle
-from floodplain.observe.goodput import parse_goodput
 from floodplain.observe.run_facts import EngineReport, RunInfo
+from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.records import RequestRecord
 
 PERCENTILES = (90, 95, 99)

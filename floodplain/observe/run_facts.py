@@ -56,7 +56,7 @@ class EngineReport:
     Attributes:
         preemptions: How often a sequence was taken off the device.
         recomputed_tokens: Tokens computed again because their KV was dropped.
-        wasted_tokens: Tokens computed for nothing (aborted requests, tokens after a stop).
+        wasted_tokens: Tokens sampled for a sequence that had ended while the step ran.
         swap: What swapping moved.
         steps: Steps executed.
         scheduler_s: Time spent deciding, over all steps.

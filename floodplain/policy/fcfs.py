@@ -82,7 +82,9 @@ class _Step:
             self._admissions.append(Chunk(row.seq_id, num_tokens))
 
     def _schedule_chunk(self, index: int, row: SequenceView) -> None:
-        num_tokens = min(row.num_remaining, self._budget)
+        """Decodes that come later keep their tokens: a long prompt must not stop the streams, whatever its priority."""
+        num_decodes = sum(later.is_decoding for later in self._view.running[index + 1 :])
+        num_tokens = max(0, min(row.num_remaining, self._budget - num_decodes))
         num_blocks = self._blocks_for(row.num_scheduled + num_tokens) - row.num_blocks
         if num_tokens and self._can_take(num_blocks, index):
             self._chunks.append(Chunk(row.seq_id, num_tokens))

@@ -60,7 +60,8 @@ class Loop:
         """
         max_total = self.check(request)
         config = self.state.config
-        if len(self.state.waiting) >= config.max_waiting:
+        num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))
+        if len(self.state.waiting) >= config.max_waiting + num_free_seqs:  # those that can run next do not wait
             raise QueueFull(f"{config.max_waiting} requests are waiting already (--max-waiting); try again later")
         seq_id = SeqId(self._num_submitted)
         self._num_submitted += 1
@@ -219,6 +220,11 @@ class Loop:
     def counters(self) -> Counters:
         """Totals since the loop began."""
         return self.state.counters
+
+    @property
+    def num_outstanding(self) -> int:
+        """Steps whose results are not in."""
+        return len(self._steps)
 
     @property
     def has_unfinished(self) -> bool:

@@ -59,11 +59,12 @@ class ViewBuilder:
         if state.stale_rows:
             for seq_id in state.stale_rows:
                 seq = state.sequences.get(seq_id)
+                if seq is not None and seq.status is Status.RUNNING:
+                    self._rows[seq_id] = self._running_row(seq, step)
+                    continue
+                self._exclusive.pop(seq_id, None)
                 if seq is None:
                     self._rows.pop(seq_id, None)
-                    self._exclusive.pop(seq_id, None)
-                elif seq.status is Status.RUNNING:
-                    self._rows[seq_id] = self._running_row(seq, step)
             rows = self._rows
             self._running = tuple([rows[seq.seq_id] for seq in state.running])
 
@@ -81,11 +82,10 @@ class ViewBuilder:
     def _count_exclusive(self, seq: Sequence) -> int:
         """Counted anew only when sharing changed; a table that merely grew, grew by exclusive blocks."""
         known = self._exclusive.get(seq.seq_id)
-        old = self._rows.get(seq.seq_id)
-        if known is None or old is None or old.status is not Status.RUNNING or old.num_blocks > len(seq.blocks):
+        if known is None:
             known = self._state.ledger.count_exclusive(seq.blocks)
         else:
-            known += len(seq.blocks) - old.num_blocks
+            known += len(seq.blocks) - self._rows[seq.seq_id].num_blocks
         self._exclusive[seq.seq_id] = known
         return known
 
@@ -112,17 +112,12 @@ class ViewBuilder:
         A hit covers at most all known tokens but one, so that there is always something to compute.
         """
         ledger = self._state.ledger
-        num_shared = num_hits = 0
         if not ledger.caches_prefixes:
             return 0, 0
-        for key in seq.keys_for((len(seq.tokens) - 1) // ledger.block_tokens, ledger.block_tokens):
-            block = ledger.find(key)
-            if block is None:
-                break
-            num_hits += 1
-            num_shared += ledger.state(block) is not BlockState.CACHED
-        seq.num_hit_blocks = num_hits
-        return num_hits, num_shared
+        keys = seq.keys_for((len(seq.tokens) - 1) // ledger.block_tokens, ledger.block_tokens)
+        blocks = ledger.find_prefix(keys)
+        seq.num_hit_blocks = len(blocks)
+        return len(blocks), len(blocks) - ledger.count_cached(blocks)
 
     def _swapped_row(self, seq: Sequence, step: int) -> SequenceView:
         sources = find_sources(self._state, seq)

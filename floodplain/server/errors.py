@@ -15,7 +15,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from floodplain.core.errors import QueueFull, RequestRefused, UserError
+from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.requests import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest
 from floodplain.server.responses import ErrorBody, ErrorDetail
@@ -54,6 +54,8 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
             return error.status_code, _detail(error.status_code, error.detail, error.param, error.code)
         case QueueFull():
             return 429, _detail(429, str(error), None, "rate_limit_exceeded")
+        case ShuttingDown():
+            return 503, _detail(503, str(error), None, "draining")
         case RequestRefused():
             return 400, _detail(400, str(error), None, "context_length_exceeded")
         case UserError():

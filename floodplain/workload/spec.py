@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from floodplain.core.errors import UserError
-from floodplain.observe.goodput import parse_goodput
 from floodplain.workload.arrivals import FloatArray, arrival_times
+from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.lengths import chat_like, load_lengths
 from floodplain.workload.phases import phase_arrivals, quiet_burst_quiet
 from floodplain.workload.prompts import Prompt, PromptMaker, Tokenizer, load_prompts, package_prompts

@@ -122,7 +122,7 @@ def test_chat_logprobs_hold_bytes_and_alternatives(client: openai.OpenAI) -> Non
 def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.OpenAI) -> None:
     drain_queue(server)
     ours = {
-        "priority": -3,
+        "priority": 3,
         "cache_salt": "tenant",
         "ignore_eos": True,
         "top_k": 5,
@@ -132,7 +132,7 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     client.completions.create(model="fake", prompt="a", max_tokens=2, seed=4, stop=["x"], user="me", extra_body=ours)
     seen = server.engine.submitted.get(timeout=5)
     params: Any = seen["params"]
-    assert (seen["priority"], seen["cache_salt"], seen["client"]) == (-3, "tenant", "")
+    assert (seen["priority"], seen["cache_salt"], seen["client"]) == (3, "tenant", "")
     assert (params.ignore_eos, params.top_k, params.min_tokens, params.stop_token_ids) == (True, 5, 1, (7,))
     assert (params.seed, params.stop) == (4, ("x",))
 

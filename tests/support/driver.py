@@ -6,9 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from random import Random
 
+from floodplain.core.blocks import BlockState
+from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Decision, StepOutputs, StepPlan, StepResult, Transfer, Wait
 from floodplain.core.request import FinishReason, OrderKey, Request, SeqId
 from floodplain.core.sequence import Sequence
+from floodplain.core.shrink import commit_shrink, plan_shrink
 from floodplain.core.view import View
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.loop import Loop
@@ -91,6 +94,28 @@ class Driver:
         self.loop.transfer_done(transfer.transfer_id, ok, self.tick())
         self.loop.check_integrity()
         return transfer
+
+    def shrink(self, target_blocks: int = 0) -> dict[BlockId, BlockId]:
+        """The pool gives memory back at a boundary: bytes, ledger and block tables follow."""
+        plan = plan_shrink(self.loop.state.ledger, target_blocks)
+        for source, destination in plan.moves:
+            self.executor.blocks[destination] = dict(self.executor.blocks.pop(source, {}))
+        moved = commit_shrink(self.loop.state.ledger, plan)
+        self.loop.remap_blocks(moved)
+        self.loop.check_integrity()
+        return moved
+
+    def grow_back(self) -> None:
+        """All memory that ever was returns."""
+        ledger = self.loop.state.ledger
+        everything = range(ledger.num_indexed_blocks)
+        ledger.add_memory([b for b in everything if ledger.state(BlockId(b)) is BlockState.ABSENT])
+
+    def evict_everything(self) -> None:
+        """Fill the pool with something else for a moment: what is cached is gone."""
+        blocks = self.loop.state.ledger.allocate(self.loop.state.ledger.num_available)
+        assert blocks is not None
+        self.loop.state.ledger.free(blocks)
 
     def run(self, max_steps: int = 1000) -> list[StepPlan]:
         """Go on until everything has ended, as deep as the loop allows."""

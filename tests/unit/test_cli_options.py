@@ -185,7 +185,7 @@ def test_engine_flags_are_the_engine_config() -> None:
     expected = EngineConfig(model="smollm2", kv_memory=2**28, enable_prefix_caching=False)
     assert dataclass_from(args, EngineConfig) == expected
     assert "MODEL" in parser.format_help()
-    with pytest.raises(UserError, match="--block-tokens must be at least 1"):
+    with pytest.raises(UserError, match="--block-tokens must be a whole number of at least 1"):
         dataclass_from(resolve(parser, ["m", "--block-tokens", "0"], {}), EngineConfig)
 
 

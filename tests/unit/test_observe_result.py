@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.observe.goodput import parse_goodput
 from floodplain.observe.result import benchmark_result, jain_index, summarise
 from floodplain.observe.run_facts import EngineReport, HardwareReport, RunInfo, SwapReport, TierTraffic
 from floodplain.observe.strict_json import save_result, to_json
+from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.records import RequestRecord
 
 INFO = RunInfo(backend="openai", model_id="m", tokenizer_id="t", request_rate=math.inf, seed=7)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.cli.sizes import MAX_SIZE_BYTES, format_size, parse_size
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import MAX_SIZE_BYTES, format_size, parse_size
 
 
 @given(st.integers(1, MAX_SIZE_BYTES) | st.builds(lambda n, k: n << k, st.integers(1, 1024), st.integers(0, 40)))

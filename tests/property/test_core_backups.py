@@ -1,0 +1,214 @@
+"""Backups and slots against plain sets: a slot has one tenant, and only what arrived whole is ever an answer.
+
+A slot is free exactly when nobody keeps its backup (or it is lost) and no copy touches it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from floodplain.core.backups import Backup, BackupTable
+from floodplain.core.errors import InvariantError
+from floodplain.core.hashing import BlockKey
+from floodplain.core.tiers import SlotLedger, Tier
+
+INDEX = st.integers(0, 63)
+KEYS = [BlockKey(bytes([n])) for n in range(6)]
+
+
+class BackupMachine(RuleBasedStateMachine):
+    """Sequences keep backups, copies write and read them, some are lost."""
+
+    @initialize(num_host=st.integers(0, 6), num_peer=st.integers(0, 3))
+    def begin(self, num_host: int, num_peer: int) -> None:
+        self.sizes = {Tier.HOST: num_host, Tier.PEER: num_peer}
+        self.table = BackupTable(SlotLedger(tier, size) for tier, size in self.sizes.items())
+        self.writes: list[list[Backup]] = []
+        self.reads: list[list[Backup]] = []
+        self.kept: Counter[Backup] = Counter()
+        self.known: list[Backup] = []  # all that ever were
+        self.written: set[Backup] = set()
+        self.lost: set[Backup] = set()
+
+    def is_touched(self, backup: Backup) -> bool:
+        return any(backup in copy for copy in self.writes + self.reads)
+
+    def is_alive(self, backup: Backup) -> bool:
+        """Whether the backup can be found."""
+        return backup not in self.lost and (self.kept[backup] > 0 or self.is_touched(backup))
+
+    def forget_unkept(self) -> None:
+        """What nobody keeps and no copy touches is gone for good."""
+        self.lost |= {b for b in self.known if b not in self.lost and not self.is_alive(b)}
+
+    @rule(tier=st.sampled_from([Tier.HOST, Tier.PEER]), keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def begin_write(self, tier: Tier, keys: list[BlockKey]) -> None:
+        keys = [key for key in keys if self.table.find(key) is None]
+        num_free = self.table.slots[tier].num_free
+        backups = self.table.begin_write(tier, keys)
+        assert (backups is None) == (len(keys) > num_free)
+        if backups:
+            assert [b.key for b in backups] == keys
+            for backup in backups:
+                self.table.keep(backup)
+            self.kept.update(backups)
+            self.known += backups
+            self.writes.append(backups)
+
+    @precondition(lambda self: self.writes)
+    @rule(index=INDEX, ok=st.sampled_from([True, True, False]))
+    def end_write(self, index: int, ok: bool) -> None:
+        backups = self.writes.pop(index % len(self.writes))
+        if ok:
+            self.table.commit_write(backups)
+            self.written.update(backups)
+        else:
+            self.table.abort_write(backups)
+            self.lost.update(backups)
+        self.forget_unkept()
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def begin_read(self, keys: list[BlockKey]) -> None:
+        whole = [b for b in map(self.table.find_whole, keys) if b is not None]
+        if whole:
+            self.table.begin_read(whole)
+            self.reads.append(whole)
+
+    @precondition(lambda self: self.reads)
+    @rule(index=INDEX)
+    def finish_read(self, index: int) -> None:
+        self.table.finish_read(self.reads.pop(index % len(self.reads)))
+        self.forget_unkept()
+
+    @rule(key=st.sampled_from(KEYS))
+    def keep(self, key: BlockKey) -> None:
+        backup = self.table.find(key)
+        if backup is not None:
+            self.table.keep(backup)
+            self.kept[backup] += 1
+
+    @precondition(lambda self: +self.kept)
+    @rule(index=INDEX)
+    def release(self, index: int) -> None:
+        holders = sorted((+self.kept).elements(), key=self.known.index)
+        backup = holders[index % len(holders)]
+        self.kept[backup] -= 1
+        self.table.release(backup)
+        self.forget_unkept()
+
+    @rule(key=st.sampled_from(KEYS))
+    def lose(self, key: BlockKey) -> None:
+        backup = self.table.find_whole(key)
+        if backup is not None:
+            self.table.lose(backup)
+            self.lost.add(backup)
+
+    @invariant()
+    def only_whole_backups_are_found(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        self.table.check_integrity()
+        alive = {b.key: b for b in self.known if self.is_alive(b)}
+        for key in KEYS:
+            assert self.table.find(key) is alive.get(key)
+            found = self.table.find_whole(key)
+            assert found is (alive[key] if key in alive and alive[key] in self.written else None)
+
+    @invariant()
+    def every_slot_has_one_tenant(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        tenants = [b.location for b in self.known if self.is_alive(b) or self.is_touched(b)]
+        assert len(tenants) == len(set(tenants))
+        for tier, size in self.sizes.items():
+            assert all(0 <= t.slot < size for t in tenants if t.tier is tier)
+            assert size - self.table.slots[tier].num_free == sum(t.tier is tier for t in tenants)
+
+
+BackupMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestBackupMachine = BackupMachine.TestCase
+
+
+def tour(machine: BackupMachine) -> None:
+    """Every corner of the table once, with its laws checked after each step."""
+
+    def do(name: str, *args: object) -> None:
+        getattr(machine, name)(*args)
+        machine.only_whole_backups_are_found()
+        machine.every_slot_has_one_tenant()
+
+    machine.begin(4, 0)
+    do("begin_write", Tier.HOST, KEYS[:2])
+    do("begin_read", KEYS[:2])  # nothing is whole yet
+    do("release", 0)
+    do("end_write", 0, True)
+    do("begin_read", KEYS[1:2])
+    do("lose", KEYS[1])  # while a copy reads it
+    do("begin_write", Tier.HOST, KEYS[1:3])
+    do("finish_read", 0)
+    do("end_write", 0, False)
+    do("keep", KEYS[1])
+    do("begin_write", Tier.HOST, KEYS[:4])
+    do("end_write", 0, True)
+    do("begin_read", KEYS[:4])
+    for _ in range(3):
+        do("release", 0)
+    do("finish_read", 0)
+
+
+def test_a_tour_of_every_corner() -> None:
+    tour(BackupMachine())
+
+
+def commits_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackupTable, "abort_write", BackupTable.commit_write)
+
+
+def answers_before_the_copy_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackupTable, "find_whole", BackupTable.find)
+
+
+def frees_what_a_copy_still_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = BackupTable._collect
+
+    def hasty(self: BackupTable, backup: Backup) -> None:
+        readers, backup.num_readers = backup.num_readers, 0
+        collect(self, backup)
+        backup.num_readers = readers
+
+    monkeypatch.setattr(BackupTable, "_collect", hasty)
+
+
+def never_frees_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = BackupTable._collect
+    monkeypatch.setattr(BackupTable, "_collect", lambda self, b: None if b.is_lost else collect(self, b))
+
+
+def gives_a_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotLedger, "free", lambda self, location: self._free.append(0))
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        commits_what_failed,
+        answers_before_the_copy_arrived,
+        frees_what_a_copy_still_reads,
+        never_frees_what_was_lost,
+        gives_a_slot_twice,
+    ],
+)
+def test_the_machine_notices_a_table_that(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, InvariantError, KeyError)):
+        tour(BackupMachine())

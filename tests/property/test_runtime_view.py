@@ -1,0 +1,142 @@
+"""Views are incremental, and runs are reproducible.
+
+Laws: a view that was carried over from step to step says the same as one made from nothing; two loops with the same
+seed that see the same events issue the same plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.backups import Backup
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import InvariantError
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Sequence
+from floodplain.core.view import SequenceView, View
+from floodplain.runtime.apply import PlanBuilder
+from floodplain.runtime.moves import Moves
+from floodplain.runtime.state import LoopState
+from floodplain.runtime.view import ViewBuilder
+from tests.support.loops import RandomPolicy
+from tests.support.stories import make_story_loop, tell
+
+
+def at_step(row: SequenceView, step: int) -> tuple[object, ...]:
+    """What a row says when step ``step`` is planned: the same row serves for many."""
+    grown = step - row.since_step if row.is_decoding else 0
+    return (
+        row.seq_id,
+        row.status,
+        row.order_key,
+        row.num_prompt,
+        row.num_tokens + grown,
+        row.num_scheduled + grown,
+        row.num_blocks,
+        row.exclusive_blocks,
+        row.is_decoding,
+        row.block_due_step,
+        row.end_step,
+        row.num_cached_tokens,
+        row.num_shared_blocks,
+        row.num_backed_blocks,
+        row.num_restorable_tokens,
+        row.num_generated(step),
+    )
+
+
+def content_of(view: View) -> list[list[tuple[object, ...]]]:
+    groups = (view.running, view.waiting, view.swapped, view.loading)
+    return [[at_step(row, view.step) for row in rows] for rows in groups]
+
+
+class CheckedViews:
+    """Builds every view twice: incrementally, and from nothing."""
+
+    def __init__(self, state: LoopState) -> None:
+        self._state = state
+        self.inner = ViewBuilder(state)
+
+    def build(self, step: int, outstanding: frozenset[SeqId]) -> View:
+        view = self.inner.build(step, outstanding)
+        assert content_of(view) == content_of(ViewBuilder(self._state).build(step, outstanding))
+        return view
+
+
+def tell_checked(seed: int, depth: int, num_slots: int, caches: bool) -> None:
+    loop = make_story_loop(seed, depth, num_slots, caches)
+    loop._views = CheckedViews(loop.state)  # type: ignore[assignment]
+    tell(loop, seed)
+
+
+STORIES = given(
+    seed=st.integers(0, 2**32),
+    depth=st.sampled_from([1, 2]),
+    num_slots=st.sampled_from([0, 6, 40]),
+    caches=st.booleans(),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@STORIES
+def test_a_view_that_was_carried_over_says_what_a_new_one_says(
+    seed: int, depth: int, num_slots: int, caches: bool
+) -> None:
+    tell_checked(seed, depth, num_slots, caches)
+
+
+@settings(max_examples=15, deadline=None)
+@STORIES
+def test_the_same_seed_and_events_give_the_same_plans(seed: int, depth: int, num_slots: int, caches: bool) -> None:
+    first, second = (tell(make_story_loop(seed, depth, num_slots, caches), seed) for _ in range(2))
+    assert first.executor.plans == second.executor.plans
+    assert first.finished == second.finished
+
+
+# -- negative controls -----------------------------------------------------------------------------------------------
+
+
+def overlooks_sharing(monkeypatch: pytest.MonkeyPatch) -> None:
+    constant = property(lambda self: 0, lambda self, value: None)
+    monkeypatch.setattr(BlockLedger, "sharing_version", constant, raising=False)
+
+
+def overlooks_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlanBuilder, "_mark_pausing", lambda self, num_decodes: None)
+
+
+def overlooks_new_backups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(self: Moves, seq: Sequence, backup: Backup) -> None:
+        self._state.backups.keep(backup)
+        seq.backups.append(backup)
+
+    monkeypatch.setattr(Moves, "_keep", keep)
+
+
+def keeps_old_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_row = ViewBuilder._running_row
+
+    def running_row(self: ViewBuilder, seq: Sequence, step: int) -> SequenceView:
+        return self._rows.get(seq.seq_id) or make_row(self, seq, step)
+
+    monkeypatch.setattr(ViewBuilder, "_running_row", running_row)
+
+
+@pytest.mark.parametrize("mutate", [overlooks_sharing, overlooks_pauses, overlooks_new_backups, keeps_old_counts])
+def test_a_view_is_noticed_that(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, InvariantError, KeyError)):
+        for seed in range(200):
+            tell_checked(seed, depth=2, num_slots=40, caches=True)
+
+
+def test_a_loop_with_dice_of_its_own_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = Random(1)
+    monkeypatch.setattr(RandomPolicy, "_pay", lambda self, slots, tier, num_slots: dice.random() < 0.2)
+    first, second = (tell(make_story_loop(1, 1, 40, True), 1) for _ in range(2))
+    assert first.executor.plans != second.executor.plans

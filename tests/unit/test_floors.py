@@ -1,0 +1,216 @@
+"""Imports run downwards only: the table of docs/architecture.md, checked on the source and in fresh interpreters."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import floodplain
+
+ROOT = Path(floodplain.__file__).parent
+
+FLOORS = [
+    ["core"],
+    ["cost", "workload", "observe"],
+    ["policy", "memory"],
+    ["runtime", "coordinator"],
+    ["engine", "plugins", "sim"],
+    ["server", "cluster", "planner"],
+    ["cli"],
+]
+FLOOR_OF = {place: floor for floor, places in enumerate(FLOORS, start=1) for place in places}
+TOP = len(FLOORS) + 1
+
+PURE = ["core", "policy", "runtime", "cost"]
+PURE_IMPORTS = {
+    "__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
+    "heapq", "itertools", "math", "operator", "types", "typing",  # data and arithmetic
+    "hashlib",  # content keys
+    "fractions", "re",  # sizes as people write them
+}  # fmt: skip
+"""All of the standard library that pure code needs. Of ``random`` it takes the type ``Random``, and never its state."""
+
+BARE_GPU_IMAGE = {"torch", "numpy"}
+KERNELS = {"floodplain.memory.triton_copy", "floodplain.engine.attention.paged_decode"}
+"""Files of Triton kernels: imported inside the functions that run on CUDA, so no other module may need them."""
+
+
+def modules(*places: str) -> list[str]:
+    files = (file for place in places for file in sorted((ROOT / place).rglob("*.py")))
+    return [".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for file in files]
+
+
+def imports_of(source: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of every import, wherever it stands; name is empty for ``import module``."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def upward_imports(place: str, source: str) -> list[str]:
+    """Places above that of a file which it imports; the package's own names (``from floodplain import LLM``) too."""
+    return [other for other in imported_places(source) if FLOOR_OF.get(other, TOP) > FLOOR_OF[place]]
+
+
+def imported_places(source: str) -> list[str]:
+    """The parts of the package that a file imports from, in the order of the file."""
+    parts = [[*module.split("."), name] for module, name in imports_of(source)]
+    return [part[1] for part in parts if part[0] == "floodplain" and part[1] not in ("", "__version__")]
+
+
+def impure_imports(place: str, source: str) -> list[str]:
+    """Imports of a pure file that bring a clock, threads, the network, or anything that is not ours."""
+    allowed = PURE_IMPORTS | ({"numpy"} if place == "cost" else set())
+    return [
+        module
+        for module, name in imports_of(source)
+        if module.split(".")[0] != "floodplain" and module not in allowed and (module, name) != ("random", "Random")
+    ]
+
+
+def run(script: str, *arguments: str) -> list[str]:
+    """What a script prints as JSON in a fresh interpreter that sees neither this directory nor this process."""
+    command = [sys.executable, "-I", "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names: list[str] = json.loads(done.stdout)
+    return names
+
+
+# -- the source --------------------------------------------------------------------------------------------------------
+
+
+def test_every_place_has_a_floor() -> None:
+    places = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert places <= set(FLOOR_OF)
+
+
+def test_no_file_imports_a_floor_above_its_own() -> None:
+    for place in FLOOR_OF:  # the package's own __init__ is not asked: it imports the public API on first use
+        for file in sorted((ROOT / place).rglob("*.py")):
+            assert upward_imports(place, file.read_text()) == [], file
+
+
+def test_neighbours_on_a_floor_do_not_import_each_other_in_a_circle() -> None:
+    for places in FLOORS:
+        needs = {
+            place: {other for file in (ROOT / place).rglob("*.py") for other in imported_places(file.read_text())}
+            & set(places) - {place}
+            for place in places
+        }
+        list(TopologicalSorter(needs).static_order())  # raises CycleError
+
+
+def test_pure_code_imports_no_clock_no_threads_no_network() -> None:
+    for place in PURE:
+        for file in sorted((ROOT / place).rglob("*.py")):
+            assert impure_imports(place, file.read_text()) == [], file
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "found"),
+    [
+        ("core", "from floodplain.policy.base import Policy", ["policy"]),
+        ("policy", "def f():\n    import floodplain.runtime.loop", ["runtime"]),
+        ("policy", "from floodplain import engine", ["engine"]),
+        ("cli", "from floodplain import LLM", ["LLM"]),
+        ("engine", "from floodplain.runtime.loop import Loop\nfrom floodplain.engine.llm import LLM", []),
+    ],
+)
+def test_an_upward_import_is_found_wherever_it_stands(place: str, source: str, found: list[str]) -> None:
+    assert upward_imports(place, source) == found
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import time", "def f():\n    from datetime import datetime", "import random", "import numpy", "import os, math"],
+)
+def test_an_impure_import_is_found_wherever_it_stands(source: str) -> None:
+    assert len(impure_imports("policy", source)) == 1
+    assert impure_imports("policy", "from random import Random") == []
+    assert impure_imports("cost", "import numpy") == []
+
+
+# -- fresh interpreters ------------------------------------------------------------------------------------------------
+
+IMPORT_ALL = """
+import importlib, json, sys
+before = set(sys.modules)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+IMPORT_ON_A_BARE_IMAGE = """
+import importlib, json, sys
+
+ALLOWED = set(sys.argv[1].split(","))
+
+class OnlyWhatIsInstalled:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top in ALLOWED or top == "floodplain" or top in sys.stdlib_module_names:
+            return None
+        frame = sys._getframe(1)
+        while frame is not None:  # who asks? torch may import what it finds
+            asker = frame.f_globals.get("__name__", "").partition(".")[0]
+            if asker in ALLOWED:
+                return None
+            if asker == "floodplain":
+                raise ModuleNotFoundError(f"{frame.f_globals['__name__']} imports {name}", name=name)
+            frame = frame.f_back
+        return None
+
+sys.meta_path.insert(0, OnlyWhatIsInstalled())
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+BANNED = {
+    "asyncio", "concurrent", "datetime", "http", "multiprocessing", "numpy", "queue", "sched", "select", "selectors",
+    "signal", "socket", "ssl", "subprocess", "threading", "torch", "urllib",
+}  # fmt: skip
+
+
+def test_pure_floors_bring_nothing_but_themselves() -> None:
+    """``cost`` is left out here, since it may bring numpy, and numpy brings what it wants."""
+    brought = {name.partition(".")[0] for name in run(IMPORT_ALL, *modules("core", "policy", "runtime"))}
+    assert brought & BANNED == set()
+    assert {name for name in brought if name not in sys.stdlib_module_names} == {"floodplain"}
+
+
+def test_prices_bring_numpy_at_most() -> None:
+    brought = {name.partition(".")[0] for name in run(IMPORT_ALL, *modules("cost"))}
+    assert "torch" not in brought
+    assert {name for name in brought if name not in sys.stdlib_module_names} <= {"floodplain", "numpy"}
+
+
+@pytest.mark.slow
+def test_the_data_plane_imports_on_a_bare_gpu_image() -> None:
+    names = [name for name in modules("memory", "engine") if name not in KERNELS]
+    brought = run(IMPORT_ON_A_BARE_IMAGE, ",".join(BARE_GPU_IMAGE), *names)
+    assert {"transformers", "tokenizers", "gguf", "safetensors", "fastapi", "triton"}.isdisjoint(brought)
+    assert KERNELS.isdisjoint(brought)
+    assert set(names) <= set(brought)
+
+
+def test_the_bare_image_lacks_what_it_should() -> None:
+    """Negative control: without numpy, or without torch, the data plane does not import."""
+    with pytest.raises(AssertionError, match="imports numpy"):
+        run(IMPORT_ON_A_BARE_IMAGE, "torch", "floodplain.engine.sampler", *modules("memory"))
+
+
+def test_the_package_itself_is_light() -> None:
+    assert {n for n in run(IMPORT_ALL, "floodplain") if n.startswith("floodplain")} == {"floodplain"}
+    assert {n.partition(".")[0] for n in run(IMPORT_ALL, "floodplain")} & BANNED == set()

@@ -1,0 +1,217 @@
+"""FCFS by example: on views made by hand, and through a loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.core.plan import Decision, PreemptionMode, Reason
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Status
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.registry import make_policy
+from tests.support.driver import Driver, computed
+from tests.support.loops import make_loop, make_request
+
+NEVER = 2**62
+
+
+def row(number: int, status: Status = Status.RUNNING, **fields: object) -> SequenceView:
+    """A decoding row of ten tokens in three blocks with room for two more, unless ``fields`` say otherwise."""
+    values: dict[str, object] = {
+        "seq_id": SeqId(number),
+        "status": status,
+        "order_key": (0, float(number), number),
+        "client": "",
+        "num_prompt": 8,
+        "since_step": 0,
+        "num_tokens": 10,
+        "num_scheduled": 9,
+        "num_blocks": 3,
+        "exclusive_blocks": 3,
+        "is_decoding": True,
+        "block_due_step": NEVER,
+        "end_step": NEVER,
+        "num_cached_tokens": 0,
+        "num_shared_blocks": 0,
+        "num_backed_blocks": 0,
+        "num_restorable_tokens": 0,
+    }
+    return SequenceView(**(values | fields))  # type: ignore[arg-type]
+
+
+def waiting(number: int, num_tokens: int, **fields: object) -> SequenceView:
+    values = {"num_tokens": num_tokens, "num_scheduled": 0, "num_blocks": 0, "is_decoding": False} | fields
+    return row(number, Status.WAITING, **values)
+
+
+def decide(
+    *, running: tuple[SequenceView, ...] = (), waits: tuple[SequenceView, ...] = (), **fields: object
+) -> Decision:
+    values: dict[str, object] = {
+        "step": 5,
+        "num_waiting": len(waits),
+        "swapped": (),
+        "loading": (),
+        "outstanding": frozenset(),
+        "num_available_blocks": 100,
+        "num_blocks": 100,
+        "block_tokens": 4,
+        "max_batched_tokens": 64,
+        "max_num_seqs": 8,
+    }
+    view = View(running=running, waiting=waits, **(values | fields))  # type: ignore[arg-type]
+    return FcfsPolicy().decide(view, 0.0, Random(0))
+
+
+def test_an_empty_view_decides_nothing() -> None:
+    assert decide() == Decision()
+
+
+def test_decodes_come_before_chunks_and_chunks_before_new_requests_under_one_budget() -> None:
+    chunking = row(1, num_tokens=30, num_scheduled=10, is_decoding=False)
+    decision = decide(running=(row(0), chunking), waits=(waiting(2, 40),), max_batched_tokens=32)
+    assert decision.decodes == (0,)
+    assert [(c.seq_id, c.num_tokens) for c in decision.chunks] == [(1, 20)]
+    assert [(c.seq_id, c.num_tokens) for c in decision.admissions] == [(2, 11)]
+
+
+def test_an_older_prefill_leaves_younger_decodes_their_tokens() -> None:
+    chunking = row(0, num_tokens=90, num_scheduled=10, is_decoding=False)
+    decision = decide(running=(chunking, row(1), row(2)), max_batched_tokens=32)
+    assert decision.decodes == (1, 2)
+    assert [(chunk.seq_id, chunk.num_tokens) for chunk in decision.chunks] == [(0, 30)]
+    assert decide(running=(row(0), row(1), row(2)), max_batched_tokens=2).decodes == (0, 1)
+
+
+def test_the_last_is_preempted_for_the_first_that_lacks_a_block() -> None:
+    decision = decide(running=(row(0, block_due_step=5), row(1), row(2)), num_available_blocks=0)
+    [order] = decision.preemptions
+    assert (order.seq_id, order.mode, order.reason) == (2, PreemptionMode.RECOMPUTE, Reason.POOL_EXHAUSTED)
+    assert decision.decodes == (0, 1)
+
+
+def test_a_block_is_not_due_before_its_step() -> None:
+    decision = decide(running=(row(0, block_due_step=6), row(1)), num_available_blocks=0)
+    assert decision.preemptions == ()
+    assert decision.decodes == (0, 1)
+
+
+def test_preempting_goes_on_until_there_is_room_even_to_oneself() -> None:
+    shared = {"exclusive_blocks": 0}
+    decision = decide(running=(row(0), row(1, block_due_step=5, **shared), row(2, **shared)), num_available_blocks=0)
+    assert [order.seq_id for order in decision.preemptions] == [2, 1]
+    assert decision.decodes == (0,)
+
+
+def test_nobody_starts_in_a_step_that_was_short_of_blocks() -> None:
+    running = (row(0, block_due_step=5), row(1, exclusive_blocks=50))
+    assert decide(running=running, waits=(waiting(2, 4),), num_available_blocks=0).admissions == ()
+
+
+def test_an_outstanding_victim_is_held_back_not_preempted() -> None:
+    running = (row(0, block_due_step=5), row(1), row(2))
+    decision = decide(running=running, num_available_blocks=0, outstanding=frozenset({SeqId(2)}))
+    assert decision.preemptions == ()
+    assert decision.decodes == (1,)  # the first waits for its block, the last is held back for it
+
+
+def test_who_waits_starts_in_order_until_the_first_that_does_not_fit() -> None:
+    waits = (waiting(0, 8), waiting(1, 40), waiting(2, 4))
+    decision = decide(waits=waits, num_available_blocks=6)
+    assert [c.seq_id for c in decision.admissions] == [0]
+
+
+def test_a_prefix_that_others_hold_costs_no_block_and_one_that_is_cached_does() -> None:
+    cached = waiting(0, 10, num_cached_tokens=8)
+    shared = waiting(0, 10, num_cached_tokens=8, num_shared_blocks=2)
+    assert decide(waits=(cached,), num_available_blocks=2).admissions == ()
+    assert [c.num_tokens for c in decide(waits=(cached,), num_available_blocks=3).admissions] == [2]
+    assert [c.num_tokens for c in decide(waits=(shared,), num_available_blocks=1).admissions] == [2]
+
+
+def test_places_are_counted_with_those_on_their_way_in() -> None:
+    loading = (row(1, Status.LOADING, is_decoding=False),)
+    waits = (waiting(2, 4), waiting(3, 4))
+    decision = decide(running=(row(0),), loading=loading, waits=waits, max_num_seqs=3)
+    assert [c.seq_id for c in decision.admissions] == [2]
+    assert decide(running=(row(0),), loading=loading, waits=waits, max_num_seqs=1).admissions == ()
+
+
+def test_nothing_is_scheduled_beyond_the_last_token() -> None:
+    assert decide(running=(row(0, end_step=5), row(1, end_step=6))).decodes == (1,)
+
+
+def test_a_decision_depends_on_the_view_alone() -> None:
+    view_fields = {"running": (row(0, block_due_step=5), row(1)), "waits": (waiting(2, 9),)}
+    assert decide(**view_fields) == decide(**view_fields)  # type: ignore[arg-type]
+
+
+# -- through a loop --------------------------------------------------------------------------------------------------
+
+
+def test_a_preempted_request_keeps_its_place_and_recomputes_what_it_had() -> None:
+    driver = Driver(make_loop(num_blocks=5, max_model_len=20, caches_prefixes=False))
+    first, second = (driver.submit(range(k, k + 8), max_tokens=8, ignore_eos=True) for k in (0, 8))
+    driver.step()
+    third = driver.submit([1, 2], max_tokens=2, ignore_eos=True)
+    preempting = driver.step()
+    assert [order.seq_id for order in preempting.preemptions] == [second]
+    assert driver.seq(second).num_computed == 0
+    assert [seq.seq_id for seq in driver.loop.state.waiting.head()] == [second, third]
+    plans = driver.run()
+    starts = [chunk.seq_id for plan in plans for chunk in plan.prefills]
+    assert starts.index(second) < starts.index(third)
+    assert driver.loop.counters.num_recomputed_tokens == 8
+    assert driver.finished.keys() == {first, second, third}
+
+
+def test_a_preempted_request_finds_its_own_prefix_again() -> None:
+    driver = Driver(make_loop(num_blocks=5, max_model_len=20))
+    driver.submit(range(8), max_tokens=5, ignore_eos=True)
+    driver.submit(range(8, 16), max_tokens=5, ignore_eos=True)
+    driver.run()
+    assert driver.loop.counters.preemptions["recompute"] == 1
+    assert driver.loop.counters.num_recomputed_tokens < 8
+
+
+def test_a_lower_priority_number_goes_first() -> None:
+    driver = Driver(make_loop(max_num_seqs=1))
+    for priority in (2, 0, 1):
+        request = make_request("r", (priority, 1), max_tokens=1)
+        driver.submit_request(replace(request, priority=priority))
+    assert [chunk.seq_id for _ in range(3) for chunk in driver.step().prefills] == [1, 2, 0]
+
+
+def test_ties_break_by_the_order_of_submission() -> None:
+    driver = Driver(make_loop(max_num_seqs=1))
+    for number in range(4):
+        driver.submit_request(make_request(str(number), (number, 1), arrival_s=0.0, max_tokens=1))
+    assert [chunk.seq_id for _ in range(4) for chunk in driver.step().prefills] == [0, 1, 2, 3]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
+    driver = Driver(make_loop(num_blocks=32, max_batched_tokens=6, block_tokens=4))
+    talker = driver.submit([1, 2], max_tokens=9, ignore_eos=True)
+    driver.step()
+    long = driver.submit(range(14), max_tokens=3, ignore_eos=True)
+    steps = [computed(driver.step()) for _ in range(4)]
+    assert steps == [{talker: 1, long: 5}, {talker: 1, long: 5}, {talker: 1, long: 4}, {talker: 1, long: 1}]
+    driver.run()
+
+
+def test_no_more_sequences_run_than_there_are_places() -> None:
+    driver = Driver(make_loop(num_blocks=32, max_num_seqs=3))
+    for number in range(9):
+        driver.submit([number, 2], max_tokens=4, ignore_eos=True)
+    assert max(len(computed(plan)) for plan in driver.run()) == 3
+
+
+def test_policies_have_names() -> None:
+    assert isinstance(make_policy("fcfs"), FcfsPolicy)
+    with pytest.raises(UserError, match=r"--policy must be one of .*fcfs.*, not 'lifo'"):
+        make_policy("lifo")
