@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from floodplain.core.errors import InvariantError
@@ -9,7 +10,7 @@ from floodplain.core.request import FinishReason
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.loop import Loop
 from tests.support.driver import Driver
-from tests.support.loops import RandomPolicy, make_loop
+from tests.support.loops import RandomPolicy, make_loop, make_request
 
 EVENTS = ("submit", "plan", "plan", "plan", "complete", "complete", "settle", "finish", "shrink", "evict")
 
@@ -23,6 +24,7 @@ def make_story_loop(seed: int, depth: int, num_slots: int, caches: bool) -> Loop
         depth=depth,
         max_model_len=24,
         max_num_seqs=5,
+        max_batched_tokens=1 + seed % 12,
         caches_prefixes=caches,
         seed=seed,
     )
@@ -46,7 +48,10 @@ def _happen(driver: Driver, story: Random, event: str) -> None:
     if event == "submit" and len(driver.loop.state.sequences) < 8:
         shared = tuple(range(10, 18))[: story.choice([0, 4, 8])]
         rest = tuple(story.randrange(23) for _ in range(story.randint(1, 5)))
-        driver.submit(shared + rest, max_tokens=story.randint(1, 9), ignore_eos=story.random() < 0.5)
+        request = make_request(
+            "r", shared + rest, driver.tick(), max_tokens=story.randint(1, 9), ignore_eos=story.random() < 0.5
+        )
+        driver.submit_request(replace(request, priority=story.choice([0, 0, 0, 1, -1])))
     elif event == "plan":
         driver.plan()
     elif event == "complete" and driver.pending:
