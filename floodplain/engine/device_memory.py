@@ -89,6 +89,8 @@ class DeviceMemory:
     def close(self) -> None:
         """Give everything back. Tensors over it must not be used any more. Safe to call twice."""
         self.device.close()
+        if self.device.torch_device.type == "cuda":
+            torch.cuda.empty_cache()  # embedding, head and activations lie in torch's own pool
 
     def _pool_bytes(self) -> int:
         if self._config.kv_memory is None and self.device.torch_device.type == "cuda":

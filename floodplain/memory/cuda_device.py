@@ -28,7 +28,7 @@ def _load_driver() -> Any:
 
 
 class CudaDriver:
-    """The driver with errors raised; every call runs with the device's primary context, shared with torch, current.
+    """The driver with errors raised. Calls on virtual memory need no current context, and others are left to torch.
 
     Args:
         index: Which CUDA device.
@@ -52,8 +52,7 @@ class CudaDriver:
 
     def try_call(self, function: Any, *args: Any) -> tuple[Any, Any]:
         """Call and return ``(status, result or None)``."""
-        with torch.cuda.device(self.index):
-            status, *results = function(*args)
+        status, *results = function(*args)
         return status, results[0] if len(results) == 1 else tuple(results) or None
 
 
@@ -92,7 +91,7 @@ class CudaDevice:
 
     def num_free_pages(self) -> int:
         """Pages that the driver reports free now, within ``max_pages``."""
-        free_bytes, _ = self._driver.call(self._driver.api.cuMemGetInfo)
+        free_bytes, _ = torch.cuda.mem_get_info(self._driver.index)
         num_pages = int(free_bytes) // self.page_bytes
         return num_pages if self._max_pages is None else min(num_pages, self._max_pages - len(self._owned))
 
@@ -174,12 +173,19 @@ class CudaArena:
         if not pages:
             return
         api = self._driver.api
-        for place, page in enumerate(pages, offset_page):
-            handle = self._device.find_handle(page)
-            self._driver.call(api.cuMemMap, self._address_of(place), self.page_bytes, 0, handle, 0)
-            self._table[place] = page
         first, num_bytes = self._address_of(offset_page), len(pages) * self.page_bytes
-        self._driver.call(api.cuMemSetAccess, first, num_bytes, [self._device.make_access()], 1)
+        try:
+            for place, page in enumerate(pages, offset_page):
+                handle = self._device.find_handle(page)
+                self._driver.call(api.cuMemMap, self._address_of(place), self.page_bytes, 0, handle, 0)
+                self._table[place] = page
+            self._driver.call(api.cuMemSetAccess, first, num_bytes, [self._device.make_access()], 1)
+        except BaseException:
+            for place in range(offset_page, offset_page + len(pages)):
+                if self._table[place] != _NO_PAGE:
+                    self._driver.call(api.cuMemUnmap, self._address_of(place), self.page_bytes)
+                    self._table[place] = _NO_PAGE
+            raise
 
     def unmap(self, offset_page: int, num_pages: int) -> list[Page]:
         """See ``Arena.unmap``. Waits for the device first: a kernel that still runs must not lose its memory."""

@@ -63,6 +63,7 @@ class CudaTransferEngine:
         self._staging_blocks = staging_blocks
         self._device = pool.device.torch_device
         self._pending: dict[int, _Pending] = {}
+        self._streams: dict[Direction, torch.cuda.Stream] = {}
 
     def start(self) -> CudaTransferEngine:
         """Make streams and staging; returns the engine."""

@@ -28,7 +28,7 @@ def _gather_kernel(bases, blocks, staging, digests, num_layers, block_words, str
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = tl.program_id(2) * stretch + tl.arange(0, stretch)
     is_inside = places < block_words
-    base = tl.load(bases + layer).to(tl.pointer_type(tl.int32))
+    base = tl.multiple_of(tl.load(bases + layer).to(tl.pointer_type(tl.int32)), 16)  # so that lanes move 16 bytes
     words = tl.load(base + tl.load(blocks + row) * block_words + places, mask=is_inside, other=0)
     tl.store(staging + (row * num_layers + layer) * block_words + places, words, mask=is_inside)
     _add_digest(digests + row, words, layer * block_words + places)
@@ -40,7 +40,7 @@ def _scatter_kernel(bases, blocks, staging, digests, num_layers, block_words, st
     places = tl.program_id(2) * stretch + tl.arange(0, stretch)
     is_inside = places < block_words
     words = tl.load(staging + (row * num_layers + layer) * block_words + places, mask=is_inside, other=0)
-    base = tl.load(bases + layer).to(tl.pointer_type(tl.int32))
+    base = tl.multiple_of(tl.load(bases + layer).to(tl.pointer_type(tl.int32)), 16)  # so that lanes move 16 bytes
     tl.store(base + tl.load(blocks + row) * block_words + places, words, mask=is_inside)
     _add_digest(digests + row, words, layer * block_words + places)
 

@@ -79,7 +79,9 @@ def test_blocks_return_as_they_left_and_damage_is_refused(bench: Bench) -> None:
 
 def test_an_outbound_copy_sees_what_earlier_kernels_wrote(bench: Bench) -> None:
     pool, slots, engine = bench
-    torch.cuda._sleep(50_000_000)
+    engine.submit(0, BlockCopy(OUT, (0,), (0,)))  # compiles the kernels, which takes longer than any sleep
+    _drain(engine)
+    torch.cuda._sleep(500_000_000)
     for words in pool.words:
         words[:NUM_BLOCKS] = 77
     engine.submit(1, BlockCopy(OUT, tuple(range(NUM_SLOTS)), tuple(range(NUM_SLOTS))))

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
@@ -95,12 +94,6 @@ def a_loop_that_believes_a_failed_restore(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Moves, "_settle_inbound", lambda self, move, ok, now: settle(self, move, True, now))
 
 
-def a_table_that_answers_before_the_copy_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackupTable, "find_whole", BackupTable.find)
-    monkeypatch.setattr(BackupTable, "begin_read", lambda self, backups: None)
-    monkeypatch.setattr(BackupTable, "finish_read", lambda self, backups: None)
-
-
 def a_loop_that_keeps_an_old_tail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Moves, "_tail_key", lambda self, seq: seq.root)
 
@@ -150,7 +143,6 @@ def a_loop_that_delivers_tokens_after_the_end(monkeypatch: pytest.MonkeyPatch) -
         an_executor_that_mixes_up_two_slots,
         a_loop_that_commits_failed_backups,
         a_loop_that_believes_a_failed_restore,
-        a_table_that_answers_before_the_copy_arrived,
         a_loop_that_keeps_an_old_tail,
         a_loop_that_frees_blocks_under_a_step,
         a_loop_that_forgets_stale_tables,
@@ -162,4 +154,4 @@ def a_loop_that_delivers_tokens_after_the_end(monkeypatch: pytest.MonkeyPatch) -
 def test_the_stories_notice(mutate: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises((AssertionError, InvariantError, KeyError, IndexError)):
-        tell_many(200)
+        tell_many(150)

@@ -32,7 +32,6 @@ PURE = ["core", "policy", "runtime", "cost"]
 PURE_IMPORTS = {
     "__future__", "abc", "array", "bisect", "collections", "collections.abc", "dataclasses", "enum", "functools",
     "heapq", "itertools", "math", "operator", "types", "typing",  # data and arithmetic
-    "fractions", "re",  # exact sizes out of what a user typed
     "hashlib",  # content keys
     "fractions", "re",  # sizes as people write them
 }  # fmt: skip
