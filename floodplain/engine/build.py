@@ -129,4 +129,4 @@ def _torch_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise UserError(f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

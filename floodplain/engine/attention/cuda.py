@@ -53,7 +53,8 @@ class CudaAttentionPlan:
 
         batch, max_len = self._batch, self._batch.max_context_len
         num_splits = choose_num_splits(q.shape[0] * self._shape.num_kv_heads, max_len, self._num_processors)
-        paged_decode(q, kv, batch.block_tables, batch.context_lens, max_len, num_splits, out)
+        with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+            paged_decode(q, kv, batch.block_tables, batch.context_lens, max_len, num_splits, out)
 
     def _prefill(
         self, q: torch.Tensor, new_kv: torch.Tensor, kv: torch.Tensor, gather_rows: torch.Tensor | None
