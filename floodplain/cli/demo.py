@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NUM_RESIDENT = 24
 """Requests that the pool holds, each at half of its output."""
-STABLE_SHARE = 0.7
+STABLE_SHARE = 0.5
 """The stable rate as a share of the measured capacity; the burst is twice as much."""
 CALIBRATION_TOKENS = 32
 TITLE = "Floodplain demo: what a burst does to a server whose memory is full"
