@@ -1,0 +1,87 @@
+"""The server over the real engine and a tiny random model, through the official client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
+from tests.fakes.engine import serving
+
+MODEL = "dummy:tiny-llama"
+
+
+class Served:
+    """A running server over a real engine, and a client of it."""
+
+    def __init__(self, engine: AsyncEngine, client: openai.OpenAI) -> None:
+        self.engine = engine
+        self.client = client
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    config = EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=256, max_num_seqs=4)
+    engine = AsyncEngine.from_config(config)
+    with (
+        serving(engine) as running,  # type: ignore[arg-type]  # it serves whatever is a ServingEngine
+        openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield Served(engine, client)
+
+
+def test_logprobs_of_every_token_the_last_included(served: Served) -> None:
+    done = served.client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=7, logprobs=True, top_logprobs=2
+    )
+    scores = done.choices[0].logprobs
+    assert scores is not None and scores.content is not None and done.usage is not None
+    assert len(scores.content) == done.usage.completion_tokens
+
+
+def test_stream_and_whole_answer_are_equal(served: Served) -> None:
+    ask = {"model": MODEL, "prompt": "once", "max_tokens": 20, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+    whole = served.client.completions.create(**ask)  # type: ignore[call-overload]
+    stream = served.client.completions.create(**ask, stream=True)  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.choices[0].text
+    assert whole.choices[0].finish_reason == "length"
+
+
+def test_second_time_comes_from_the_prefix_cache(served: Served) -> None:
+    usages = [
+        served.client.completions.create(
+            model=MODEL, prompt="a prompt of more than two blocks of tokens", max_tokens=2
+        ).usage
+        for _ in range(2)
+    ]
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages if usage and usage.prompt_tokens_details]
+    assert cached[0] == 0
+    assert cached[1] == 32  # 42 tokens less one, in whole blocks of 16
+
+
+def test_hang_up_frees_the_blocks(served: Served) -> None:
+    stream = served.client.completions.create(
+        model=MODEL, prompt="x", max_tokens=250, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 20  # a bound for a bug; it takes a step
+    while served.engine.stats().num_used_blocks and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert served.engine.stats().num_used_blocks == 0
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="256 tokens of max_model_len"):
+        served.client.completions.create(model=MODEL, prompt="x", max_tokens=500)
+
+
+@pytest.mark.parametrize("tiny", [1e-50, 1e-300])
+def test_absurd_sampling_does_not_kill_the_engine(tiny: float, served: Served) -> None:
+    served.client.completions.create(model=MODEL, prompt="x", max_tokens=3, temperature=tiny)
+    served.client.completions.create(model=MODEL, prompt="x", max_tokens=3, temperature=1.0, top_p=tiny)
+    assert served.engine.failure is None
