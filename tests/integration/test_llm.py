@@ -1,0 +1,90 @@
+"""``LLM`` as a user holds it: bad input says what to change, an interrupted call leaves nothing behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from floodplain import LLM, SamplingParams
+from floodplain.core.errors import RequestRefused, UserError
+
+MODEL = "dummy:tiny-llama"
+FLAGS: dict[str, Any] = {"dtype": "float32", "kv_memory": "1MiB", "max_model_len": 256}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+
+
+def test_outputs_come_in_the_order_of_the_prompts() -> None:
+    prompts = [{"prompt_token_ids": [token] * token} for token in range(3, 15)]
+    with LLM(MODEL, **FLAGS, max_num_seqs=3) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [prompt["prompt_token_ids"] for prompt in prompts]
+    assert all(output.finished and output.lifecycle and output.lifecycle.ttft_s for output in outputs)
+
+
+def test_a_seed_gives_the_same_samples_in_any_batch() -> None:
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [3, 4, 5]}, {"prompt_token_ids": [9] * 40}, {"prompt_token_ids": [8] * 33}]
+    with LLM(MODEL, **FLAGS) as llm:
+        alone = llm.generate(prompts[0], params, use_tqdm=False)[0].outputs[0].token_ids
+        batched = llm.generate(prompts, params, use_tqdm=False)[0].outputs[0].token_ids
+    assert alone == batched
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_memroy": 1}, "kv_memroy: did you mean kv_memory"),
+        ({"kv_memory": "12 parsecs"}, "12 parsecs"),
+        ({"max_num_seqs": "8"}, "--max-num-seqs must be a whole number"),
+        ({"kv_memory": 2**50}, "--kv-memory 1125899906842624 is more than"),
+        ({"kv_memory": 2**14, "max_model_len": 2000}, "--max-model-len 2000 does not fit"),
+        ({"device": "cpu:"}, "--device must be"),
+        ({"block_tokens": 10**7}, "--block-tokens must be at most"),
+    ],
+)
+def test_bad_flags_say_what_to_change(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        LLM(MODEL, **({"dtype": "float32"} | flags))
+
+
+@pytest.mark.parametrize("prompt", [17, ["a", 3], {"prompt_token_ids": ["a"]}, {"tokens": [1]}])
+def test_bad_prompts_say_what_a_prompt_is(prompt: Any) -> None:
+    with LLM(MODEL, **FLAGS) as llm, pytest.raises((UserError, TypeError), match=r"prompt|iterable"):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+
+
+def test_nothing_runs_when_one_prompt_can_never_fit() -> None:
+    with LLM(MODEL, **FLAGS) as llm:
+        with pytest.raises(RequestRefused, match="300 prompt tokens"):
+            llm.generate([{"prompt_token_ids": [3]}, {"prompt_token_ids": [3] * 300}], GREEDY, use_tqdm=False)
+        assert llm.stats().num_steps == 0
+
+
+def test_an_interrupt_between_steps_leaves_an_empty_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(MODEL, **FLAGS) as llm:
+        step, calls = llm.engine.step, []
+
+        def interrupted() -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([{"prompt_token_ids": [3]}] * 4, GREEDY, use_tqdm=False)
+        assert not llm.engine.has_unfinished
+        assert len(llm.generate({"prompt_token_ids": [3]}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 5
+
+
+def test_an_interrupt_inside_a_step_ends_the_llm_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(plan: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with LLM(MODEL, **FLAGS) as llm:
+        monkeypatch.setattr(llm.engine._executor, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate({"prompt_token_ids": [3]}, GREEDY, use_tqdm=False)
+        with pytest.raises(RuntimeError, match="make a new one"):
+            llm.generate({"prompt_token_ids": [3]}, GREEDY, use_tqdm=False)
