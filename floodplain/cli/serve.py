@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     with closing(bind(server_config.host, server_config.port)) as sock:
         from floodplain.engine.async_engine import AsyncEngine
 
+        logger.info("server config %s", json.dumps(asdict(server_config), default=str))
         engine = AsyncEngine.from_config(config)
-        logger.info("config %s", json.dumps(asdict(engine.engine.config) | asdict(server_config), default=str))
 
         def say_ready() -> None:
             url, model = url_of(sock), engine.model_name

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -84,12 +85,14 @@ def _assemble(
         on_close=memory.close,
     )
     policy = make_policy(config.policy)
+    resolved = replace(config, kv_memory=pool.num_blocks * memory.layout.block_bytes, max_model_len=max_model_len)
+    logger.info("engine config %s", json.dumps(asdict(resolved)))
     return Engine(
         Loop(LoopState(loop_config, ledger, policy), policy, config.seed),
         runner,
         tokenizer,
         model_name=config.model,
-        config=replace(config, kv_memory=pool.num_blocks * memory.layout.block_bytes, max_model_len=max_model_len),
+        config=resolved,
         block_bytes=memory.layout.block_bytes,
         vocab_size=source.config.shape.vocab_size,
     )
