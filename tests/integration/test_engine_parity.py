@@ -92,7 +92,7 @@ def test_batching_changes_nothing(name: str, flags: dict[str, Any], texts: list[
 @pytest.mark.parametrize("caches", [True, False])
 def test_preempted_and_recomputed(caches: bool, texts: list[str], check: Judge) -> None:
     """A pool far too small for all: many are preempted, some in the middle of a recomputation."""
-    flags = {"kv_memory": 1400 * 46_080, "max_model_len": 400, "enable_prefix_caching": caches}
+    flags = {"kv_memory": 900 * 46_080, "max_model_len": 400, "enable_prefix_caching": caches}
     with load(**flags) as llm:
         outputs = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
         stats = llm.stats()
@@ -113,5 +113,5 @@ def test_corrupted_kv_is_noticed(texts: list[str], check: Judge) -> None:
             return logits
 
         runner._model.forward = forgetful
-        verdict = check(llm.generate(texts[:6], greedy(max_tokens=8), use_tqdm=False))
-    assert len(verdict.wrong) >= 5
+        verdict = check(llm.generate(texts[:6], greedy(max_tokens=32), use_tqdm=False))
+    assert len(verdict.wrong) >= 3

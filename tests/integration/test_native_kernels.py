@@ -57,6 +57,14 @@ def test_decode_equals_the_definition(
     torch.testing.assert_close(solved, problem.answer, rtol=0, atol=TOLERANCES[dtype])
 
 
+def test_loading_the_kernels_leaves_the_processor_as_it_was() -> None:
+    """A library linked with -ffast-math would flush every subnormal number of this process to zero."""
+    kernels(torch.float32)
+    smallest = float.fromhex("0x1p-1074")
+    assert smallest + 0.0 == smallest > 0.0
+    assert float.fromhex("0x1p-1073") / 2 == smallest
+
+
 def test_decode_kernel_is_really_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control for the test above: a broken kernel must show."""
     ops = kernels(torch.float32)

@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr float kLowest = -3.0e38f;       // compiled with -ffast-math: no infinities
+constexpr float kLowest = -3.0e38f;       // compiled for finite numbers: no infinities
 constexpr int64_t kSerialWork = 1 << 14;  // below so many elements, starting threads costs more than it saves
 
 struct bf16 {
