@@ -50,6 +50,12 @@ def check() -> Judge:
     return lambda outputs: judge([reference(o) for o in outputs], [o.outputs[0].token_ids for o in outputs])
 
 
+@pytest.fixture(scope="module")
+def verdicts() -> list[Verdict]:
+    """What was judged so far."""
+    return []
+
+
 def load(**flags: Any) -> LLM:
     return LLM("smollm2", dtype="float32", **({"kv_memory": 2**30, "max_model_len": 1024} | flags))
 
@@ -58,7 +64,7 @@ def greedy(**more: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | more))
 
 
-def test_plain_chat_and_cached_prompts(texts: list[str], check: Judge) -> None:
+def test_plain_chat_and_cached_prompts(texts: list[str], check: Judge, verdicts: list[Verdict]) -> None:
     """Batched with all others; then once more, from the prefix cache; then in conversations."""
     with load() as llm:
         plain = llm.generate(texts, greedy(), use_tqdm=False)
@@ -70,7 +76,8 @@ def test_plain_chat_and_cached_prompts(texts: list[str], check: Judge) -> None:
     for name, outputs in (("plain", plain), ("cached", cached), ("chat", chat)):
         verdict = check(outputs)
         print(name, verdict)
-        assert verdict.is_equal, name
+        verdicts.append(verdict)
+        assert not verdict.wrong, name
 
 
 @pytest.mark.parametrize(
@@ -81,16 +88,19 @@ def test_plain_chat_and_cached_prompts(texts: list[str], check: Judge) -> None:
         ("alone", {"max_num_seqs": 1, "enable_prefix_caching": False}),
     ],
 )
-def test_batching_changes_nothing(name: str, flags: dict[str, Any], texts: list[str], check: Judge) -> None:
+def test_batching_changes_nothing(
+    name: str, flags: dict[str, Any], texts: list[str], check: Judge, verdicts: list[Verdict]
+) -> None:
     with load(**flags) as llm:
         num_prompts = 2 * flags["max_num_seqs"]
         verdict = check(llm.generate(texts[:num_prompts], greedy(max_tokens=32), use_tqdm=False))
     print(name, verdict)
-    assert verdict.is_equal
+    verdicts.append(verdict)
+    assert not verdict.wrong
 
 
 @pytest.mark.parametrize("caches", [True, False])
-def test_preempted_and_recomputed(caches: bool, texts: list[str], check: Judge) -> None:
+def test_preempted_and_recomputed(caches: bool, texts: list[str], check: Judge, verdicts: list[Verdict]) -> None:
     """A pool far too small for all: many are preempted, some in the middle of a recomputation."""
     flags = {"kv_memory": 900 * 46_080, "max_model_len": 400, "enable_prefix_caching": caches}
     with load(**flags) as llm:
@@ -98,7 +108,19 @@ def test_preempted_and_recomputed(caches: bool, texts: list[str], check: Judge) 
         stats = llm.stats()
     assert stats.preemptions["recompute"] > 3
     assert caches or stats.num_recomputed_tokens > 100
-    assert check(outputs).is_equal
+    verdict = check(outputs)
+    verdicts.append(verdict)
+    assert not verdict.wrong
+
+
+def test_hardly_any_near_tie_had_to_be_excused(verdicts: list[Verdict]) -> None:
+    """Over all requests above: two percent of a handful would be none."""
+    num_equal = sum(verdict.num_equal for verdict in verdicts)
+    excused = [index for verdict in verdicts for index in verdict.excused]
+    total = Verdict(num_equal, tuple(excused), ())
+    print("all", total)
+    assert num_equal > 0
+    assert total.is_equal
 
 
 def test_corrupted_kv_is_noticed(texts: list[str], check: Judge) -> None:
