@@ -39,6 +39,8 @@ class BackupTable:
 
     def __init__(self, slots: Iterable[SlotLedger] = ()) -> None:
         self.slots: dict[Tier, SlotLedger] = {ledger.tier: ledger for ledger in slots}
+        self.changed_keys: set[BlockKey] = set()
+        """Contents whose whole backup appeared or vanished, until a reader clears it."""
         self._by_key: dict[BlockKey, Backup] = {}
         self._writing: set[Backup] = set()
         self._unfound: set[Backup] = set()  # lost, with a reader or writer that still touches the slot
@@ -70,6 +72,7 @@ class BackupTable:
         for backup in backups:
             self._writing.remove(backup)
             backup.is_whole = not backup.is_lost
+            self.changed_keys.add(backup.key)
             self._collect(backup)
 
     def abort_write(self, backups: Iterable[Backup]) -> None:
@@ -105,6 +108,7 @@ class BackupTable:
         if not backup.is_lost:
             backup.is_lost, backup.is_whole = True, False
             del self._by_key[backup.key]
+            self.changed_keys.add(backup.key)
             self._unfound.add(backup)
         self._collect(backup)
 
@@ -134,6 +138,7 @@ class BackupTable:
             self._unfound.remove(backup)
         else:
             del self._by_key[backup.key]
+            self.changed_keys.add(backup.key)
             backup.is_lost = True
         backup.is_whole = False
         self.slots[backup.location.tier].free(backup.location)

@@ -55,8 +55,8 @@ class BlockLedger:
         self.block_tokens = block_tokens
         self.quantum_blocks = quantum_blocks
         self.caches_prefixes = caches_prefixes
-        self.index_version = 0
-        """Counts changes to which contents can be found: what a prefix hits may differ when it has moved."""
+        self.changed_keys: set[BlockKey] = set()
+        """Contents that appeared, vanished, or became or ceased to be merely cached, until a reader clears it."""
         self.sharing_version = 0
         """Counts changes to which blocks are shared or pinned: what a preemption frees may differ when it has moved."""
         self._free = FreeBlocks(quantum_blocks)
@@ -156,7 +156,7 @@ class BlockLedger:
         if key not in self._index:
             self._index[key] = block
             self._keys[block] = key
-            self.index_version += 1
+            self.changed_keys.add(key)
 
     def find(self, key: BlockKey) -> BlockId | None:
         """The readable block that holds this content, or None. Takes no reference."""
@@ -165,7 +165,7 @@ class BlockLedger:
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[BlockId]:
         """The readable blocks of these contents, up to the first that is missing.
 
-        It runs for every waiting sequence in sight at every step, over hundreds of keys: hence no Python per key.
+        It runs over hundreds of keys for every waiting sequence that comes in sight: hence no Python per key.
         """
         return list(takewhile(partial(is_not, None), map(self._index.get, keys)))  # type: ignore[arg-type]
 
@@ -177,6 +177,7 @@ class BlockLedger:
         if self._states[block] is not BlockState.OWNED:
             self._cached.pop(block, None)
             self._states[block] = BlockState.OWNED
+            self.changed_keys.add(key)
         self._refcounts[block] += 1
         if self._refcounts[block] == 2:
             self.sharing_version += 1
@@ -317,9 +318,10 @@ class BlockLedger:
         """Nobody holds the block any more: drain, cache or free it."""
         if self._pins[block]:
             self._states[block] = BlockState.DRAINING
-        elif self.caches_prefixes and self._keys[block] is not None:
+        elif self.caches_prefixes and (key := self._keys[block]) is not None:
             self._states[block] = BlockState.CACHED
             self._cached[block] = None
+            self.changed_keys.add(key)
         else:
             self._forget_key(block)
             self._states[block] = BlockState.FREE
@@ -336,7 +338,7 @@ class BlockLedger:
         if key is not None:
             del self._index[key]
             self._keys[block] = None
-            self.index_version += 1
+            self.changed_keys.add(key)
 
     def _extend_to(self, num_blocks: int) -> None:
         missing = num_blocks - len(self._states)

@@ -19,7 +19,7 @@ class FcfsPolicy:
     """First come, first served (lower ``priority`` first), with recompute preemption of the latest arrival."""
 
     name = "fcfs"
-    waiting_window = 16
+    waiting_window = 64
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """(priority, arrival, id): a preempted request is older than those that wait, so it is first again."""

@@ -22,6 +22,7 @@ class WaitingQueue:
         self._key = key
         self._window = window
         self._head: list[_Entry] = []
+        self._sequences: tuple[Sequence, ...] | None = None  # of the head, made when somebody asks
         self._heap: list[_Entry] = []
         self._members: dict[SeqId, tuple[OrderKey, Sequence]] = {}
 
@@ -31,18 +32,20 @@ class WaitingQueue:
     def __contains__(self, seq_id: SeqId) -> bool:
         return seq_id in self._members
 
-    def head(self) -> list[Sequence]:
-        """The first ``window`` sequences, in order."""
-        return [self._members[seq_id][1] for _, seq_id in self._head]
+    def head(self) -> tuple[Sequence, ...]:
+        """The first ``window`` sequences, in order; the same object until one comes or goes."""
+        if self._sequences is None:
+            self._sequences = tuple([self._members[seq_id][1] for _, seq_id in self._head])
+        return self._sequences
 
     def push(self, seq: Sequence) -> None:
         """Let a sequence wait."""
         entry = (self._key(seq), seq.seq_id)
         self._members[seq.seq_id] = (entry[0], seq)
         if len(self._head) < self._window and not self._heap:
-            insort(self._head, entry)
+            self._insert(entry)
         elif self._head and entry < self._head[-1]:
-            insort(self._head, entry)
+            self._insert(entry)
             if len(self._head) > self._window:
                 heapq.heappush(self._heap, self._head.pop())
         else:
@@ -55,10 +58,15 @@ class WaitingQueue:
         entry = (key, seq_id)
         if self._head and entry <= self._head[-1]:
             self._head.remove(entry)
+            self._sequences = None
             self._refill()
         elif len(self._heap) > 2 * (len(self._members) + self._window):
             self._drop_gone()
         return seq
+
+    def _insert(self, entry: _Entry) -> None:
+        insort(self._head, entry)
+        self._sequences = None
 
     def _refill(self) -> None:
         while self._heap and len(self._head) < self._window:
@@ -66,6 +74,7 @@ class WaitingQueue:
             member = self._members.get(entry[1])
             if member is not None and member[0] == entry[0] and entry not in self._head:
                 self._head.append(entry)
+                self._sequences = None
 
     def _drop_gone(self) -> None:
         """Most of the heap hung up: build it anew. Paid for by the removals since the last time."""

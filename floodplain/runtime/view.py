@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from floodplain.core.blocks import BlockState
-from floodplain.core.free_blocks import BlockId
+from itertools import chain
+
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, TierView, View
-from floodplain.runtime.sources import find_sources
 from floodplain.runtime.state import LoopState
+from floodplain.runtime.watch import ContentWatch
 
 _NEVER = 2**62
 
@@ -22,20 +22,25 @@ class ViewBuilder:
     def __init__(self, state: LoopState) -> None:
         self._state = state
         self._rows: dict[SeqId, SequenceView] = {}
-        self._exclusive: dict[SeqId, int] = {}
+        self._exclusive: dict[SeqId, tuple[int, int]] = {}  # (exclusive blocks, blocks held) when last counted
         self._running: tuple[SequenceView, ...] = ()
-        self._index_version = self._sharing_version = -1
+        self._sharing_version = -1
+        self._watch = ContentWatch(state)
+        self._head: tuple[Sequence, ...] | None = None
+        self._waiting: tuple[SequenceView, ...] = ()
+        self._swapped: tuple[SequenceView, ...] = ()
 
     def build(self, step: int, outstanding: frozenset[SeqId]) -> View:
         """The view for planning step ``step``."""
         state, ledger = self._state, self._state.ledger
+        self._refresh_absent(step)
         self._refresh_running(step)
         view = View(
             step=step,
             running=self._running,
-            waiting=tuple([self._waiting_row(seq, step) for seq in state.waiting.head()]),
+            waiting=self._waiting,
             num_waiting=len(state.waiting),
-            swapped=tuple([self._swapped_row(seq, step) for seq in state.swapped]),
+            swapped=self._swapped,
             loading=tuple([self._fresh_row(seq, step) for seq in state.loading]),
             outstanding=outstanding,
             num_available_blocks=ledger.num_available,
@@ -81,57 +86,56 @@ class ViewBuilder:
 
     def _count_exclusive(self, seq: Sequence) -> int:
         """Counted anew only when sharing changed; a table that merely grew, grew by exclusive blocks."""
-        known = self._exclusive.get(seq.seq_id)
-        if known is None:
-            known = self._state.ledger.count_exclusive(seq.blocks)
+        num_exclusive, num_blocks = self._exclusive.get(seq.seq_id, (-1, 0))
+        if num_exclusive < 0:
+            num_exclusive = self._state.ledger.count_exclusive(seq.blocks)
         else:
-            known += len(seq.blocks) - self._rows[seq.seq_id].num_blocks
-        self._exclusive[seq.seq_id] = known
-        return known
+            num_exclusive += len(seq.blocks) - num_blocks
+        self._exclusive[seq.seq_id] = (num_exclusive, len(seq.blocks))
+        return num_exclusive
 
     # -- elsewhere -------------------------------------------------------------------------------------------------
 
-    def _waiting_row(self, seq: Sequence, step: int) -> SequenceView:
+    def _refresh_absent(self, step: int) -> None:
+        """Rows of those that wait or are swapped out: made anew where what can be found of them changed."""
+        state = self._state
+        forgotten = self._watch.refresh()
+        head = state.waiting.head()
+        if head is self._head and not forgotten and not state.stale_rows:
+            return
+        forgotten |= self._watch.keep_only({seq.seq_id for seq in chain(head, state.swapped)})
+        for seq_id in forgotten | state.stale_rows:
+            self._rows.pop(seq_id, None)
+        self._head = head
+        self._waiting = tuple([self._absent_row(seq, step) for seq in head])
+        self._swapped = tuple([self._absent_row(seq, step) for seq in state.swapped])
+
+    def _absent_row(self, seq: Sequence, step: int) -> SequenceView:
         row = self._rows.get(seq.seq_id)
-        hits, num_shared = self._find_hits(seq)
-        num_cached_tokens = hits * self._state.ledger.block_tokens
-        if (
-            row is None
-            or row.status is not Status.WAITING
-            or row.num_cached_tokens != num_cached_tokens
-            or row.num_shared_blocks != num_shared
-            or seq.seq_id in self._state.stale_rows
-        ):
-            row = self._make_row(seq, step, num_cached_tokens=num_cached_tokens, num_shared_blocks=num_shared)
-            self._rows[seq.seq_id] = row
+        if row is None:
+            make_row = self._waiting_row if seq.status is Status.WAITING else self._swapped_row
+            row = self._rows[seq.seq_id] = make_row(seq, step)
         return row
 
-    def _find_hits(self, seq: Sequence) -> tuple[int, int]:
-        """(leading blocks whose content is on the device, how many of those are not merely cached).
-
-        A hit covers at most all known tokens but one, so that there is always something to compute.
-        """
-        ledger = self._state.ledger
-        if not ledger.caches_prefixes:
-            return 0, 0
-        keys = seq.keys_for((len(seq.tokens) - 1) // ledger.block_tokens, ledger.block_tokens)
-        blocks = ledger.find_prefix(keys)
-        seq.num_hit_blocks = len(blocks)
-        return len(blocks), len(blocks) - ledger.count_cached(blocks)
+    def _waiting_row(self, seq: Sequence, step: int) -> SequenceView:
+        """Only blocks on the device count for it: it starts without a copy."""
+        if not self._state.ledger.caches_prefixes:
+            return self._make_row(seq, step)
+        found = self._watch.find(seq)
+        seq.num_hit_blocks = found.num_hit_blocks
+        num_cached_tokens = found.num_hit_blocks * self._state.ledger.block_tokens
+        return self._make_row(seq, step, num_cached_tokens=num_cached_tokens, num_shared_blocks=found.num_shared_hits)
 
     def _swapped_row(self, seq: Sequence, step: int) -> SequenceView:
-        sources = find_sources(self._state, seq)
+        found = self._watch.find(seq)
         return self._make_row(
             seq,
             step,
-            num_cached_tokens=sum(s.backup is None for s in sources) * self._state.ledger.block_tokens,
-            num_shared_blocks=sum(self._is_free_of_charge(s.block) for s in sources),
-            num_backed_blocks=sum(s.backup is not None for s in sources),
-            num_restorable_tokens=sources[-1].num_tokens if sources else 0,
+            num_cached_tokens=found.num_device_blocks * self._state.ledger.block_tokens,
+            num_shared_blocks=found.num_shared_blocks,
+            num_backed_blocks=found.num_backed_blocks,
+            num_restorable_tokens=found.num_restorable_tokens,
         )
-
-    def _is_free_of_charge(self, block: BlockId | None) -> bool:
-        return block is not None and self._state.ledger.state(block) is not BlockState.CACHED
 
     def _fresh_row(self, seq: Sequence, step: int) -> SequenceView:
         return self._make_row(seq, step)

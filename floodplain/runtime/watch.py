@@ -1,0 +1,109 @@
+"""What can be had without computing of each sequence that is off the device, looked up anew only when that changed.
+
+A prefix can be hundreds of blocks long and a hundred requests may wait for it: asking for each of them at every step
+would cost more than everything else that the loop does. So every answer is kept together with the contents it rests
+on, and dies when one of those comes, goes, or changes hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from floodplain.core.blocks import BlockState
+from floodplain.core.hashing import BlockKey
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Sequence
+from floodplain.runtime.state import LoopState
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is of one sequence.
+
+    Attributes:
+        num_hit_blocks: Leading blocks that are on the device.
+        num_shared_hits: How many of those others hold, so that taking them costs no available block.
+        num_device_blocks: Blocks on the device in the leading run that can be restored, hits included.
+        num_shared_blocks: How many of those others hold.
+        num_backed_blocks: Blocks of that run that only swap space has.
+        num_restorable_tokens: Tokens of that run.
+        watched: The contents that this answer rests on: those of the run, and the first that is missing.
+    """
+
+    num_hit_blocks: int
+    num_shared_hits: int
+    num_device_blocks: int
+    num_shared_blocks: int
+    num_backed_blocks: int
+    num_restorable_tokens: int
+    watched: list[BlockKey]
+
+
+class ContentWatch:
+    """Keeps one ``Found`` per sequence, and knows which of them a changed content concerns."""
+
+    def __init__(self, state: LoopState) -> None:
+        self._state = state
+        self._found: dict[SeqId, Found] = {}
+        self._watchers: dict[BlockKey, set[SeqId]] = {}
+
+    def refresh(self) -> set[SeqId]:
+        """Forget every answer that may have changed since the last call; return whose."""
+        ledger, backups = self._state.ledger, self._state.backups
+        stale = {seq_id for seq_id in self._state.stale_rows if seq_id in self._found}
+        watchers = self._watchers
+        for key in ledger.changed_keys | backups.changed_keys:
+            if key in watchers:
+                stale |= watchers[key]
+        ledger.changed_keys.clear()
+        backups.changed_keys.clear()
+        for seq_id in stale:
+            self._forget(seq_id)
+        return stale
+
+    def keep_only(self, seq_ids: Set[SeqId]) -> Set[SeqId]:
+        """Watch for nobody but these; return the others, whose answers are not kept up to date any more."""
+        gone = self._found.keys() - seq_ids
+        for seq_id in gone:
+            self._forget(seq_id)
+        return gone
+
+    def find(self, seq: Sequence) -> Found:
+        """What there is of a sequence. It leaves at least one token to compute."""
+        found = self._found.get(seq.seq_id)
+        if found is None:
+            found = self._found[seq.seq_id] = self._look_up(seq)
+            for key in found.watched:
+                self._watchers.setdefault(key, set()).add(seq.seq_id)
+        return found
+
+    def _forget(self, seq_id: SeqId) -> None:
+        for key in self._found.pop(seq_id).watched:
+            watchers = self._watchers[key]
+            watchers.remove(seq_id)
+            if not watchers:
+                del self._watchers[key]
+
+    def _look_up(self, seq: Sequence) -> Found:
+        """Leading hits come first and fast: they are all there is for most."""
+        ledger, block_tokens = self._state.ledger, self._state.ledger.block_tokens
+        keys = seq.keys_for((len(seq.tokens) - 1) // block_tokens, block_tokens)
+        hits = ledger.find_prefix(keys)
+        num_shared = num_shared_hits = len(hits) - ledger.count_cached(hits)
+        num_device, num_backed = len(hits), 0
+        for key in keys[len(hits) :]:
+            block = ledger.find(key)
+            if block is not None:
+                num_device += 1
+                num_shared += ledger.state(block) is not BlockState.CACHED
+            elif self._state.backups.find_whole(key) is not None:
+                num_backed += 1
+            else:
+                break
+        num_full = num_device + num_backed
+        num_tokens = num_full * block_tokens
+        if seq.tail is not None and seq.tail[0].is_whole and seq.tail[1] // block_tokens == num_full:
+            num_backed, num_tokens = num_backed + 1, seq.tail[1]
+        watched = keys[: num_full + 1]
+        return Found(len(hits), num_shared_hits, num_device, num_shared, num_backed, num_tokens, watched)
