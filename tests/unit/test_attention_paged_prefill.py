@@ -1,0 +1,184 @@
+"""When FlashInfer computes prefills, and that it is told the right thing: a module that does what its manual says."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from floodplain.engine.attention.backend import AttentionShape
+from floodplain.engine.attention.cuda import CudaAttentionPlan
+from floodplain.engine.attention.paged_prefill import (
+    DISABLE_VARIABLE,
+    FlashInferPrefill,
+    open_flashinfer,
+    page_segments,
+    refuse_flashinfer,
+    workspace_bytes,
+)
+from floodplain.engine.batch import PrefillSegment
+from tests.support.attention import Problem, attention_by_definition, make_problem
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 64, 5)
+PREFILLS = [(0, 7), (13, 4), (5, 5), (0, 1), (9, 1), (4, 1)]
+"""With whole prompts and parts, contexts that end within a block and at its end, and single tokens."""
+
+
+class Wrapper:
+    """``BatchPrefillWithPagedKVCacheWrapper`` as docs.flashinfer.ai/api/prefill.html describes it, in float64."""
+
+    num_plans = 0
+
+    def __init__(self, workspace: torch.Tensor, kv_layout: str, *, backend: str) -> None:
+        assert (workspace.dtype, kv_layout, backend) == (torch.uint8, "NHD", "fa2")
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        **sizes: Any,
+    ) -> None:
+        arrays = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        assert all(array.dtype == torch.int32 and array.dim() == 1 for array in arrays)
+        assert len(paged_kv_indices) == paged_kv_indptr[-1]
+        self.queries, self.pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
+        self.indices, self.last_page_lens = paged_kv_indices.long(), paged_kv_last_page_len.tolist()
+        self.sizes = SimpleNamespace(**sizes)
+        assert self.sizes.causal
+        assert self.sizes.sm_scale == self.sizes.head_dim_qk**-0.5
+        self.num_plans += 1
+
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        sizes = self.sizes
+        assert q.shape == out.shape == (self.queries[-1], sizes.num_qo_heads, sizes.head_dim_qk)
+        assert paged_kv_cache.shape[1:] == (2, sizes.page_size, sizes.num_kv_heads, sizes.head_dim_qk)
+        assert q.dtype == sizes.q_data_type
+        assert paged_kv_cache.dtype == sizes.kv_data_type
+        assert out.is_contiguous()
+        for index, last_page_len in enumerate(self.last_page_lens):
+            assert 1 <= last_page_len <= sizes.page_size
+            pages = self.indices[self.pages[index] : self.pages[index + 1]]
+            num_tokens = (len(pages) - 1) * sizes.page_size + last_page_len
+            context = paged_kv_cache[pages].transpose(1, 2).flatten(0, 1)[:num_tokens]
+            rows = slice(self.queries[index], self.queries[index + 1])
+            out[rows] = attention_by_definition(q[rows], context).view_as(out[rows]).to(out.dtype)
+        return out
+
+
+FLASHINFER = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+
+
+def open_fake(shape: AttentionShape = SHAPE, dtype: torch.dtype = torch.float16) -> FlashInferPrefill:
+    return FlashInferPrefill(FLASHINFER, shape, dtype, CPU, 1)
+
+
+def solve(problem: Problem, segments: tuple[PrefillSegment, ...] | None = None) -> torch.Tensor:
+    """Attention of a problem without decodes; ``segments`` instead of its own."""
+    batch = problem.batch if segments is None else replace(problem.batch, prefills=segments)
+    kv = problem.kv.clone()
+    plan = CudaAttentionPlan(batch, SHAPE, 1, open_fake())
+    plan.write(kv, problem.new_kv)
+    return plan.attend(problem.q, problem.new_kv, kv)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_flashinfer_takes_half_precision_and_its_head_sizes(dtype: torch.dtype, head_dim: int) -> None:
+    assert refuse_flashinfer("cuda", dtype, head_dim, is_installed=True, is_disabled=False) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_type": "cpu"}, "cpu"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"head_dim": 80}, "80"),
+        ({"head_dim": 96}, "96"),
+        ({"head_dim": 16}, "16"),
+        ({"is_installed": False}, "not installed"),
+        ({"is_disabled": True}, DISABLE_VARIABLE),
+    ],
+)
+def test_each_refusal_says_why(change: dict[str, Any], reason: str) -> None:
+    good = {"device_type": "cuda", "dtype": torch.float16, "head_dim": 64, "is_installed": True, "is_disabled": False}
+    refusal = refuse_flashinfer(**(good | change))
+    assert refusal is not None
+    assert reason in refusal
+
+
+def test_a_refusal_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="floodplain")
+    assert open_flashinfer(SHAPE, torch.bfloat16, CPU, 1) is None
+    assert "prefills are computed by torch, not FlashInfer: it does not run on cpu" in caplog.text
+
+
+# -- what it is told ---------------------------------------------------------------------------------------------------
+
+
+def test_segments_end_to_end_with_tables_longer_than_their_contexts() -> None:
+    segments = (
+        PrefillSegment(2, 3, 10, torch.tensor([7, 4, 0, 0])),
+        PrefillSegment(5, 1, 11, torch.tensor([2, 9, 5])),
+    )
+    paged = page_segments(segments, 5)
+    assert paged.query_starts.tolist() == [0, 3, 4]
+    assert paged.block_starts.tolist() == [0, 2, 5]
+    assert paged.blocks.tolist() == [7, 4, 2, 9, 5]
+    assert paged.last_block_tokens.tolist() == [5, 1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prefills_equal_the_definition(seed: int) -> None:
+    """With scattered blocks, and NaN in every slot that no context reaches."""
+    problem = make_problem(SHAPE, [], PREFILLS, seed=seed, dtype=torch.float16)
+    torch.testing.assert_close(solve(problem).double(), problem.answer, rtol=0, atol=4e-3)
+
+
+def test_wrong_blocks_are_noticed() -> None:
+    """Negative control: the context of a chunk read from other blocks gives another answer."""
+    problem = make_problem(SHAPE, [], PREFILLS, dtype=torch.float16)
+    first, second, *others = problem.batch.prefills
+    second = replace(second, block_table=second.block_table.flip(0))
+    error = (solve(problem, (first, second, *others)).double() - problem.answer).abs()
+    assert not error[second.first_row : second.first_row + second.num_tokens].max() < 0.1  # NaN is noticed too
+    assert error[: second.first_row].max() < 4e-3
+
+
+def test_rows_after_the_decodes_are_prefills_and_one_plan_serves_all_layers() -> None:
+    problem = make_problem(SHAPE, [3, 8], PREFILLS, dtype=torch.float16)
+    prefill = open_fake()
+    plan = CudaAttentionPlan(problem.batch, SHAPE, 1, prefill)
+    for _ in range(3):
+        kv, q = problem.kv.clone(), problem.q[2:]
+        plan.write(kv, problem.new_kv)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        prefill.run(q, kv, out)
+        torch.testing.assert_close(out.flatten(1).double(), problem.answer[2:], rtol=0, atol=4e-3)
+    wrapper = prefill._wrapper
+    assert isinstance(wrapper, Wrapper)
+    assert wrapper.num_plans == 1
+
+
+def test_a_batch_of_decodes_is_not_planned() -> None:
+    prefill = open_fake()
+    CudaAttentionPlan(make_problem(SHAPE, [3, 8], [], dtype=torch.float16).batch, SHAPE, 1, prefill)
+    assert prefill._wrapper.num_plans == 0
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (64, 8, 128), (8, 1, 256)])
+def test_the_workspace_holds_every_split(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Tiles of all heads, in float32 with a log-sum for each row: what FlashInfer reserves at most."""
+    num_processors = 132
+    tiles = 2 * num_processors // num_kv_heads
+    needed = num_heads * tiles * 128 * head_dim * 4 + num_heads * tiles * 128 * 4
+    assert needed <= workspace_bytes(AttentionShape(num_heads, num_kv_heads, head_dim, 16), num_processors)
