@@ -14,6 +14,7 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.workload.spec import WorkloadSpec, build
+from floodplain.workload.traces import Trace, load_trace
 
 if TYPE_CHECKING:
     from floodplain.engine.offline import OfflineRun
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
     config, spec = dataclass_from(args, EngineConfig), dataclass_from(args, WorkloadSpec)
-    bench = dataclass_from(args, BenchConfig)
+    bench, trace = dataclass_from(args, BenchConfig), read_trace(spec)
 
     from floodplain.engine.async_engine import AsyncEngine
     from floodplain.engine.offline import hardware_report, run_offline
@@ -86,7 +87,7 @@ def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
     async def replay() -> OfflineRun:
         await engine.start()
         try:
-            requests = build(spec, engine.tokenizer)
+            requests = build(spec, engine.tokenizer, trace)
             return await run_offline(engine, requests, progress=not args.quiet, max_concurrency=bench.max_concurrency)
         finally:
             await engine.close()
@@ -98,14 +99,14 @@ def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
         tokenizer_id=engine.model_name,
         config=asdict(engine.engine.config) | _workload(spec),
         hardware=hardware_report(config.device),
-        **_asked(spec, bench),
+        **_asked(spec, bench, trace),
     )
     return benchmark_result(run.records, info, run.report, run.timeline, save_tokens=bench.save_tokens)
 
 
 def _bench_serve(args: argparse.Namespace) -> dict[str, Any]:
     server, spec = dataclass_from(args, ServerUnderTest), dataclass_from(args, WorkloadSpec)
-    bench = dataclass_from(args, BenchConfig)
+    bench, trace = dataclass_from(args, BenchConfig), read_trace(spec)
 
     from floodplain.engine.weights.open_model import open_model
     from floodplain.observe.result import benchmark_result
@@ -121,7 +122,7 @@ def _bench_serve(args: argparse.Namespace) -> dict[str, Any]:
         tokenizer = open_model(tokenizer_name).load_tokenizer()
     except UserError as error:
         raise UserError(f"{error} (prompts need a tokenizer: name one with --tokenizer MODEL)") from None
-    requests = build(spec, tokenizer)
+    requests = build(spec, tokenizer, trace)
 
     async def replay() -> list[RequestRecord]:
         async with HttpTarget(server.base_url, server.model, api_key=api_key) as target:
@@ -133,21 +134,40 @@ def _bench_serve(args: argparse.Namespace) -> dict[str, Any]:
         model_id=server.model,
         tokenizer_id=tokenizer_name,
         config=asdict(server) | _workload(spec),
-        **_asked(spec, bench),
+        **_asked(spec, bench, trace),
     )
     return benchmark_result(records, info, timeline=client_timeline(records), save_tokens=bench.save_tokens)
+
+
+def read_trace(spec: WorkloadSpec) -> Trace | None:
+    """Read the trace of the flags, if any; one line on stderr says which of its rows will be missing from the load.
+
+    Before the model is opened, so that a bad file is refused at once.
+    """
+    if spec.trace is None:
+        return None
+    trace = load_trace(spec.trace)
+    if trace.num_skipped:
+        num_rows = len(trace.rows) + trace.num_skipped
+        print(
+            f"floodplain: {trace.num_skipped} of {num_rows} rows of {spec.trace} are skipped: they record no prompt or "
+            "no output token, as failed requests do (to replay them, give both at least 1 token in the file)",
+            file=sys.stderr,
+        )
+    return trace
 
 
 def _workload(spec: WorkloadSpec) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(spec).items()}
 
 
-def _asked(spec: WorkloadSpec, bench: BenchConfig) -> dict[str, Any]:
+def _asked(spec: WorkloadSpec, bench: BenchConfig, trace: Trace | None) -> dict[str, Any]:
     return {
         "request_rate": None if spec.trace else spec.request_rate,
         "burstiness": spec.burstiness,
         "max_concurrency": bench.max_concurrency,
         "seed": spec.seed,
+        "skipped_rows": None if trace is None else trace.num_skipped,
         "goodput": spec.goodput,
     }
 

@@ -59,6 +59,7 @@ def benchmark_result(
         **_gaps(done),
         "max_send_lag_s": max((record.sent_s - record.arrival_s for record in records), default=None),
         "seed": info.seed,
+        "skipped_rows": info.skipped_rows,
     }
     if timeline is not None:
         result["floodplain"]["timeline"] = {name: list(values) for name, values in timeline.items()}

@@ -82,6 +82,7 @@ class RunInfo:
         burstiness: As asked.
         max_concurrency: As asked; None: open loop.
         seed: Of the workload.
+        skipped_rows: Rows of the trace's file that could not be replayed; None without a trace.
         config: The resolved configuration.
         goodput: As asked, ``ttft:MS …``.
         hardware: Where the engine ran; None if unknown.
@@ -94,6 +95,7 @@ class RunInfo:
     burstiness: float = 1.0
     max_concurrency: int | None = None
     seed: int = 0
+    skipped_rows: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     goodput: tuple[str, ...] = ()
     hardware: HardwareReport | None = None

@@ -45,11 +45,6 @@ def quiet_burst_quiet(
     )
 
 
-def expected_requests(phases: Sequence[Phase]) -> int:
-    """Return the mean number of arrivals over all phases (which must be finite), at least 1."""
-    return max(1, round(sum(phase.duration_s * phase.rate for phase in phases)))
-
-
 def phase_arrivals(
     phases: Sequence[Phase], num_requests: int, burstiness: float, rng: np.random.Generator
 ) -> FloatArray:

@@ -16,7 +16,7 @@ from floodplain.workload.lengths import chat_like, load_lengths
 from floodplain.workload.phases import phase_arrivals, quiet_burst_quiet
 from floodplain.workload.prompts import Prompt, PromptMaker, Tokenizer, load_prompts, package_prompts
 from floodplain.workload.records import LoadRequest
-from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS, load_trace
+from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS, Trace, load_trace
 
 DEFAULT_NUM_PROMPTS = 100
 MAX_REQUESTS = 10_000_000
@@ -124,8 +124,13 @@ class _Shape:
     prefix_ids: tuple[int, ...] = ()
 
 
-def build(spec: WorkloadSpec, tokenizer: Tokenizer) -> list[LoadRequest]:
+def build(spec: WorkloadSpec, tokenizer: Tokenizer, trace: Trace | None = None) -> list[LoadRequest]:
     """Return the requests that the flags describe, in order of arrival; the same for the same flags and seed.
+
+    Args:
+        spec: The flags.
+        tokenizer: Of the model that will be asked.
+        trace: What ``spec.trace`` holds, if the caller has read it already; else it is read here.
 
     Raises:
         UserError: A file is unreadable or has the wrong columns.
@@ -135,7 +140,9 @@ def build(spec: WorkloadSpec, tokenizer: Tokenizer) -> list[LoadRequest]:
     maker = PromptMaker(tokenizer, [prompt.text for prompt in prompts], seed=spec.seed)
     if spec.trace is None and spec.lengths is None and spec.prompts is not None:
         return _verbatim(spec, prompts[: spec.limit], maker, arrivals_rng, lengths_rng)
-    shapes = _trace_shapes(spec) if spec.trace else _drawn_shapes(spec, arrivals_rng, lengths_rng)
+    if trace is None and spec.trace is not None:
+        trace = load_trace(spec.trace)
+    shapes = _drawn_shapes(spec, arrivals_rng, lengths_rng) if trace is None else _trace_shapes(spec, trace)
     longest = max(shape.prompt_tokens for shape in shapes)
     if longest > MAX_TOKENS:
         raise UserError(f"a prompt would have {longest} tokens: lower length_scale or give max_input")
@@ -154,16 +161,15 @@ def build(spec: WorkloadSpec, tokenizer: Tokenizer) -> list[LoadRequest]:
     ]
 
 
-def _trace_shapes(spec: WorkloadSpec) -> list[_Shape]:
-    assert spec.trace is not None
-    trace = load_trace(spec.trace).scaled(
+def _trace_shapes(spec: WorkloadSpec, trace: Trace) -> list[_Shape]:
+    scaled = trace.scaled(
         limit=spec.limit,
         speedup=spec.speedup,
         length_scale=spec.length_scale,
         max_input=spec.max_input,
         max_output=spec.max_output,
     )
-    return [_Shape(row.arrival_s, row.prompt_tokens, row.output_tokens, row.prefix_ids) for row in trace.rows]
+    return [_Shape(row.arrival_s, row.prompt_tokens, row.output_tokens, row.prefix_ids) for row in scaled.rows]
 
 
 def _drawn_shapes(

@@ -52,7 +52,7 @@ class Trace:
 
     Attributes:
         rows: In order of arrival; the first arrives at 0.
-        num_skipped: Rows left out because they record a failure (no prompt or no output token).
+        num_skipped: Rows of the file left out because they record a failure (no prompt or no output token).
     """
 
     rows: tuple[TraceRow, ...]

@@ -120,7 +120,7 @@ def test_the_engine_part_has_the_promised_keys() -> None:
     own = benchmark_result(THREE, info, engine, {"time_s": [0.0]}, save_tokens=True)["floodplain"]
     assert {
         "version", "config", "hardware", "preemptions", "recomputed_tokens", "wasted_tokens", "swap", "max_token_gap_s",
-        "fairness", "steps", "scheduler_s", "seed",
+        "fairness", "steps", "scheduler_s", "seed", "skipped_rows",
     } <= own.keys()  # fmt: skip
     assert own["swap"] == {
         "out_bytes": 5, "in_bytes": 0, "backup_bytes": 0, "stall_s": 0.0,

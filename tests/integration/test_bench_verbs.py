@@ -1,0 +1,46 @@
+"""Both bench verbs from the command line to their result, over a tiny random model and over a fake server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.cli.main import main
+from tests.fakes.engine import FakeEngine, serving
+
+MODEL = "dummy:tiny-llama"
+
+
+def bench(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any], str]:
+    """The result that a bench printed, and what it said on stderr."""
+    status = main(["bench", *argv, "--format", "json", "-q"])
+    told = capsys.readouterr()
+    assert status == 0, told.err
+    return json.loads(told.out), told.err
+
+
+def offline(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any], str]:
+    return bench(capsys, "offline", MODEL, "--kv-memory", "1MiB", "--max-model-len", "256", *argv)
+
+
+def serve(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, Any], str]:
+    with serving(FakeEngine()) as server:
+        return bench(capsys, "serve", "--base-url", server.url, "--model", "fake", "--tokenizer", MODEL, *argv)
+
+
+@pytest.mark.parametrize("verb", [offline, serve])
+def test_skipped_rows_of_a_trace_are_told_and_counted_and_without_a_trace_unknown(
+    verb: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("t_s,prompt_tokens,output_tokens\n0,5,3\n0,0,3\n0.01,6,2\n")
+    result, told = verb(capsys, "--trace", str(path), "--ignore-eos")
+    assert (result["completed"], result["total_output_tokens"]) == (2, 5)
+    assert result["floodplain"]["skipped_rows"] == 1
+    assert told.count("1 of 3 rows") == 1
+    result, told = verb(capsys, "--num-prompts", "2", "--max-input", "9", "--max-output", "3")
+    assert result["floodplain"]["skipped_rows"] is None
+    assert "rows" not in told
