@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from floodplain.engine.attention.backend import AttentionShape
 from floodplain.engine.attention.cpu import CpuAttention
 from floodplain.engine.models.config import RopeConfig
+from floodplain.engine.models.decoder import Step
 from floodplain.engine.models.ops import KernelOps, TorchOps
 from floodplain.engine.models.rope import inverse_frequencies, rotation
 from floodplain.engine.native import build
@@ -103,11 +104,11 @@ def test_rotation_and_write_equal_torch(dtype: torch.dtype, turns: bool) -> None
     problem = make_problem(shape, [], [(3, num_tokens)], dtype=dtype)
     heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim).to(dtype)
     turn = rotation(problem.batch.positions, inverse_frequencies(RopeConfig(), dim), dtype) if turns else None
-    plan, slots = CpuAttention(shape).plan(problem.batch, dtype), problem.batch.slot_mapping
+    step = Step(CpuAttention(shape).plan(problem.batch, dtype), turn, problem.batch.slot_mapping)
     results = []
     for ops in (TorchOps(), KernelOps(kernels(dtype))):
         mine, kv = heads.clone(), torch.zeros(12, 2, block_tokens, num_kv_heads, dim, dtype=dtype)
-        stored = ops.rotate_and_write(mine, num_heads, turn, plan, slots, kv)
+        stored = ops.rotate_and_write(mine, num_heads, step, kv)
         results.append((mine.float(), stored.float(), kv.float()))
     for by_torch, by_kernel in zip(*results, strict=True):
         torch.testing.assert_close(by_kernel, by_torch, rtol=0, atol=TOLERANCES[dtype])

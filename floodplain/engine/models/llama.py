@@ -116,5 +116,5 @@ class LlamaLayer:
             queries, keys = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
             queries.copy_(F.rms_norm(queries, self._q_norm.shape, self._q_norm, self._eps))
             keys.copy_(F.rms_norm(keys, self._k_norm.shape, self._k_norm, self._eps))
-        new_kv = self._ops.rotate_and_write(heads, num_heads, step.turn, step.attention, step.slots, kv)
+        new_kv = self._ops.rotate_and_write(heads, num_heads, step, kv)
         return step.attention.attend(heads[:, :num_heads], new_kv, kv)

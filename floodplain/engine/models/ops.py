@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from floodplain.engine.attention.backend import AttentionPlan
-from floodplain.engine.models.rope import Rotation, rotate_
+from floodplain.engine.models.decoder import Step
+from floodplain.engine.models.rope import rotate_
 from floodplain.engine.native.ops import NativeOps
 
 
@@ -23,23 +23,13 @@ class LayerOps(Protocol):
         """``silu(gate) * up`` of the two halves of each row, [T, 2 * width] to [T, width]."""
         ...
 
-    def rotate_and_write(
-        self,
-        heads: torch.Tensor,
-        num_heads: int,
-        turn: Rotation | None,
-        attention: AttentionPlan,
-        slots: torch.Tensor,
-        kv: torch.Tensor,
-    ) -> torch.Tensor:
+    def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
         """Rotate queries and keys in place; store keys and values.
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim].
             num_heads: Of queries.
-            turn: None rotates nothing.
-            attention: Of this step.
-            slots: [T], where keys and values go.
+            step: Its rotation (None rotates nothing), its attention, and where keys and values go.
             kv: Of this layer.
 
         Returns:
@@ -60,21 +50,13 @@ class TorchOps:
         width = gate_up.shape[1] // 2
         return F.silu(gate_up[:, :width]) * gate_up[:, width:]
 
-    def rotate_and_write(
-        self,
-        heads: torch.Tensor,
-        num_heads: int,
-        turn: Rotation | None,
-        attention: AttentionPlan,
-        slots: torch.Tensor,
-        kv: torch.Tensor,
-    ) -> torch.Tensor:
+    def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
         """Rotate, then let the attention backend store."""
         num_kv_heads = (heads.shape[1] - num_heads) // 2
-        if turn is not None:
-            rotate_(heads[:, : num_heads + num_kv_heads], turn)
+        if step.turn is not None:
+            rotate_(heads[:, : num_heads + num_kv_heads], step.turn)
         new_kv = heads[:, num_heads:].view(-1, 2, num_kv_heads, heads.shape[2])
-        attention.write(kv, new_kv)
+        step.attention.write(kv, new_kv)
         return new_kv
 
 
@@ -86,17 +68,10 @@ class KernelOps:
         self.silu_mul = native.silu_mul
         self._rotate_and_write = native.rotate_and_write
 
-    def rotate_and_write(
-        self,
-        heads: torch.Tensor,
-        num_heads: int,
-        turn: Rotation | None,
-        attention: AttentionPlan,
-        slots: torch.Tensor,
-        kv: torch.Tensor,
-    ) -> torch.Tensor:
+    def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
         """Both in one pass over the tokens."""
-        self._rotate_and_write(heads, num_heads, None if turn is None else turn.halves, slots, kv)
+        turn = step.turn
+        self._rotate_and_write(heads, num_heads, None if turn is None else turn.halves, step.slots, kv)
         return heads[:, num_heads:].view(-1, 2, (heads.shape[1] - num_heads) // 2, heads.shape[2])
 
 
