@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PURE := $(wildcard $(foreach floor,core cost policy runtime,tests/*/test_$(floor)_*.py))
 
 .PHONY: setup demo test test-pure check format clean
 
@@ -22,7 +23,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-pure: $(STAMP)
-	$(BIN)/python -m pytest tests/unit tests/property
+	$(BIN)/python -m pytest $(PURE)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
