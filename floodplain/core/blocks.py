@@ -58,7 +58,7 @@ class BlockLedger:
         self.changed_keys: set[BlockKey] = set()
         """Contents that appeared, vanished, or became or ceased to be merely cached, until a reader clears it."""
         self.sharing_version = 0
-        """Counts changes to which blocks are shared or pinned: what a preemption frees may differ when it has moved."""
+        """Counts changes to which blocks are shared: what a preemption frees may differ when it has moved."""
         self._free = FreeBlocks(quantum_blocks)
         self._states: list[BlockState] = []
         self._refcounts: list[int] = []
@@ -66,7 +66,7 @@ class BlockLedger:
         self._keys: list[BlockKey | None] = []
         self._index: dict[BlockKey, BlockId] = {}
         self._cached: dict[BlockId, None] = {}  # least recently used first
-        self._num_present = 0
+        self._num_present = self._num_draining = 0
         self.add_memory(range(num_blocks))
 
     # -- what is there ---------------------------------------------------------------------------------------------
@@ -85,6 +85,11 @@ class BlockLedger:
     def num_cached(self) -> int:
         """Blocks that hold a reusable prefix and nothing else."""
         return len(self._cached)
+
+    @property
+    def num_draining(self) -> int:
+        """Blocks that nobody holds and that an outbound copy still reads."""
+        return self._num_draining
 
     @property
     def num_indexed_blocks(self) -> int:
@@ -176,6 +181,7 @@ class BlockLedger:
             return None
         if self._states[block] is not BlockState.OWNED:
             self._cached.pop(block, None)
+            self._num_draining -= self._states[block] is BlockState.DRAINING
             self._states[block] = BlockState.OWNED
             self.changed_keys.add(key)
         self._refcounts[block] += 1
@@ -190,7 +196,6 @@ class BlockLedger:
         for block in blocks:
             self._expect(block, BlockState.OWNED)
             self._pins[block] += 1
-        self.sharing_version += 1
 
     def unpin(self, blocks: Iterable[BlockId]) -> None:
         """The outbound copy is done with these blocks, well or not."""
@@ -199,8 +204,8 @@ class BlockLedger:
                 raise InvariantError(f"block {block} is unpinned but not pinned")
             self._pins[block] -= 1
             if self._states[block] is BlockState.DRAINING and not self._pins[block]:
+                self._num_draining -= 1
                 self._settle(block)
-        self.sharing_version += 1
 
     def begin_load(self, num_blocks: int) -> list[BlockId] | None:
         """Give blocks for an inbound copy to write, evicting cached ones at need; None if too few."""
@@ -284,6 +289,8 @@ class BlockLedger:
             raise InvariantError("the index names a block that holds other content")
         if self._num_present != sum(state is not BlockState.ABSENT for state in self._states):
             raise InvariantError("the number of present blocks is wrong")
+        if self._num_draining != sum(state is BlockState.DRAINING for state in self._states):
+            raise InvariantError("the number of draining blocks is wrong")
 
     def _is_consistent(self, block: BlockId, state: BlockState) -> bool:
         refcount, pins, key = self._refcounts[block], self._pins[block], self._keys[block]
@@ -318,6 +325,7 @@ class BlockLedger:
         """Nobody holds the block any more: drain, cache or free it."""
         if self._pins[block]:
             self._states[block] = BlockState.DRAINING
+            self._num_draining += 1
         elif self.caches_prefixes and (key := self._keys[block]) is not None:
             self._states[block] = BlockState.CACHED
             self._cached[block] = None

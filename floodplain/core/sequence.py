@@ -55,13 +55,15 @@ class Sequence:
         num_sealed: Leading blocks that the ledger knows by key.
         is_decoding: Whether the executor holds its last token and position, so that one token can follow.
         num_outstanding: Outstanding steps that it is part of.
+        num_leaving: Blocks of it that copies on their way out still read.
+        entered_step: The step in which it last came onto the device.
         max_total: Prompt and output tokens at which it must end.
         stop_ids: Tokens at which it ends.
     """
 
     __slots__ = (
-        "backups", "blocks", "finish_reason", "is_decoding", "keys", "lifecycle", "max_computed", "max_total",
-        "min_total", "num_computed", "num_hit_blocks", "num_outstanding", "num_prompt", "num_sampling",
+        "backups", "blocks", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle", "max_computed", "max_total",
+        "min_total", "num_computed", "num_hit_blocks", "num_leaving", "num_outstanding", "num_prompt", "num_sampling",
         "num_scheduled", "num_sealed", "order_key", "request", "root", "seq_id", "status", "stop_ids", "tail", "tokens",
     )  # fmt: skip
 
@@ -80,7 +82,7 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed = self.num_scheduled = self.num_sampling = self.max_computed = 0
-        self.num_outstanding = self.num_sealed = self.num_hit_blocks = 0
+        self.num_outstanding = self.num_sealed = self.num_hit_blocks = self.num_leaving = self.entered_step = 0
         self.is_decoding = False
         self.blocks: list[BlockId] = []
         self.keys: list[BlockKey] = []

@@ -38,6 +38,10 @@ class SequenceView:
         num_backed_blocks: Running: blocks with a backup, so that a swap-out copies at most ``num_blocks`` less these.
             Swapped: blocks that a swap-in copies.
         num_restorable_tokens: Swapped: leading tokens that come back without computing.
+        entered_step: Running: the step in which it last came onto the device.
+        last_token_s: When it got its last token, when this row was made; None before the first. A row that is decoding
+            gets one in every step since.
+        is_leaving: Copies of its blocks are on their way out, so that what can be restored may still grow.
     """
 
     seq_id: SeqId
@@ -57,6 +61,9 @@ class SequenceView:
     num_shared_blocks: int
     num_backed_blocks: int
     num_restorable_tokens: int
+    entered_step: int
+    last_token_s: float | None
+    is_leaving: bool
 
     @property
     def num_remaining(self) -> int:
@@ -71,13 +78,38 @@ class SequenceView:
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """One tier of swap space: slots (of one block each) that are free, and what its link costs."""
+    """One tier of swap space, and what its link costs.
+
+    Attributes:
+        tier: Which one.
+        num_free_slots: Free slots, of one block each.
+        num_slots: All slots.
+        block_s: Seconds that one block of a large copy takes on its link.
+        latency_s: Seconds before the first byte.
+        num_outbound_blocks: Blocks on their way there.
+        num_inbound_blocks: Blocks on their way back.
+    """
 
     tier: Tier
     num_free_slots: int
     num_slots: int
-    bandwidth: float
+    block_s: float
     latency_s: float
+    num_outbound_blocks: int = 0
+    num_inbound_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What computing costs on this device, as far as steps have shown it; 0 while nothing is known.
+
+    Attributes:
+        step_s: Seconds of a step that only decodes, as of late.
+        prefill_token_s: Seconds that one token of a prompt adds to a step.
+    """
+
+    step_s: float = 0.0
+    prefill_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +130,8 @@ class View:
         max_batched_tokens: Most tokens in one step.
         max_num_seqs: Most sequences on the device.
         tiers: Swap space, nearest first.
+        prices: What computing costs.
+        num_draining_blocks: Blocks that will be available when the copies that read them are done.
     """
 
     step: int
@@ -113,3 +147,5 @@ class View:
     max_batched_tokens: int
     max_num_seqs: int
     tiers: tuple[TierView, ...] = ()
+    prices: Prices = Prices()
+    num_draining_blocks: int = 0

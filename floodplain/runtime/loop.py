@@ -33,6 +33,7 @@ class _Outstanding:
     plan: StepPlan
     decoding: list[Sequence]
     chunked: list[Sequence]
+    issued_s: float
 
 
 class Loop:
@@ -127,7 +128,7 @@ class Loop:
             plan, decoding, chunked = self._plans.build(decision, self.state.counters.num_steps, now)
             if plan.decodes or plan.prefills or plan.transfers:
                 self.state.counters.num_steps += 1
-                self._steps.append(_Outstanding(plan, decoding, chunked))
+                self._steps.append(_Outstanding(plan, decoding, chunked, now))
                 return plan
             self._postpone(plan)
             if not decision.preemptions and not decision.resumptions:
@@ -190,6 +191,7 @@ class Loop:
             elif len(tokens) >= seq.max_total:
                 finished[seq.seq_id] = FinishReason.LENGTH
         self.state.counters.num_generated_tokens += len(token_ids)
+        self.state.prices.learn(step.plan, now - step.issued_s)
         for seq_id, reason in finished.items():
             self._end(self.state.sequences[seq_id], reason, now)
         if self._ended:

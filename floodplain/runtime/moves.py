@@ -139,6 +139,9 @@ class Moves:
             self._keep(seq, backup)
         blocks = tuple(seq.blocks[index] for index, _ in missing)
         state.ledger.pin(blocks)
+        state.stale_sharing.add(seq.seq_id)
+        seq.num_leaving += len(blocks)
+        state.num_outbound_blocks[tier] += len(blocks)
         return self._start(kind, _Outbound(seq.seq_id, blocks, tuple(backups)), blocks, tuple(backups), reason)
 
     # -- in --------------------------------------------------------------------------------------------------------
@@ -168,6 +171,8 @@ class Moves:
             self._arrive(move, now)
             return None
         state.backups.begin_read(backups)
+        for backup in backups:
+            state.num_inbound_blocks[backup.location.tier] += 1
         state.enter(seq, Status.LOADING)
         return self._start(TransferKind.SWAP_IN, move, move.loading, backups, reason)
 
@@ -214,6 +219,8 @@ class Moves:
     def _settle_outbound(self, move: _Outbound, ok: bool) -> None:
         state = self._state
         state.ledger.unpin(move.blocks)
+        for backup in move.backups:
+            state.num_outbound_blocks[backup.location.tier] -= 1
         if ok:
             state.backups.commit_write(move.backups)
         else:
@@ -221,10 +228,23 @@ class Moves:
             self._drop_lost(move.backups)
         seq = state.sequences.get(move.seq_id)
         if seq is not None:
+            seq.num_leaving -= len(move.blocks)
             state.stale_rows.add(seq.seq_id)
+        self._note_unpinned(seq, move.blocks)
+
+    def _note_unpinned(self, seq: Sequence | None, blocks: tuple[BlockId, ...]) -> None:
+        """Whoever holds one of them alone can give it up now: mostly its own sequence, if it is on the device."""
+        state = self._state
+        held = {block for block in blocks if state.ledger.refcount(block) == 1}
+        if seq is not None and seq.status is Status.RUNNING and held.issubset(seq.blocks):
+            state.stale_sharing.add(seq.seq_id)
+        elif held:
+            state.ledger.sharing_version += 1
 
     def _settle_inbound(self, move: _Inbound, ok: bool, now: float) -> None:
         state, seq = self._state, move.seq
+        for backup in move.backups:
+            state.num_inbound_blocks[backup.location.tier] -= 1
         is_wanted = seq.status is Status.LOADING
         if ok and is_wanted:
             state.backups.finish_read(move.backups)

@@ -14,6 +14,7 @@ from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.tiers import Link, Tier
 from floodplain.policy.base import Policy
+from floodplain.runtime.prices import StepPrices
 from floodplain.runtime.queue import WaitingQueue
 
 
@@ -29,6 +30,7 @@ class LoopConfig:
         depth: Most outstanding steps.
         eos_token_ids: Tokens that end a request unless it ignores them.
         fingerprint: Names the model in the content keys of blocks.
+        block_bytes: Bytes of one KV block over all layers; prices copies.
     """
 
     max_model_len: int
@@ -38,6 +40,7 @@ class LoopConfig:
     depth: int = 1
     eos_token_ids: frozenset[int] = frozenset()
     fingerprint: str = ""
+    block_bytes: int = 0
 
     def __post_init__(self) -> None:
         if min(self.max_model_len, self.max_batched_tokens, self.max_num_seqs, self.max_waiting, self.depth) < 1:
@@ -84,8 +87,13 @@ class LoopState:
         self.swapped: list[Sequence] = []
         self.loading: list[Sequence] = []
         self.counters = Counters()
+        self.prices = StepPrices()
+        self.num_outbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self.num_inbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.stale_rows: set[SeqId] = set()
         """Sequences whose row in the next view must be made anew."""
+        self.stale_sharing: set[SeqId] = set()
+        """Running sequences whose exclusive blocks must be counted anew, beside what ``sharing_version`` says."""
         self.stale_tables: set[SeqId] = set()
         """Sequences whose whole block table must go into the next plan."""
         self.released: list[SeqId] = []
@@ -95,6 +103,8 @@ class LoopState:
         """Move a sequence to ``status`` and to the collection that goes with it."""
         self._leave(seq)
         seq.move_to(status)
+        if status is Status.RUNNING:
+            seq.entered_step = self.counters.num_steps
         self.stale_rows.add(seq.seq_id)
         if status is Status.WAITING:
             self.waiting.push(seq)

@@ -44,11 +44,13 @@ class ViewBuilder:
             loading=tuple([self._fresh_row(seq, step) for seq in state.loading]),
             outstanding=outstanding,
             num_available_blocks=ledger.num_available,
+            num_draining_blocks=ledger.num_draining,
             num_blocks=ledger.num_blocks,
             block_tokens=ledger.block_tokens,
             max_batched_tokens=state.config.max_batched_tokens,
             max_num_seqs=state.config.max_num_seqs,
             tiers=self._tiers(),
+            prices=state.prices.now,
         )
         state.stale_rows.clear()
         return view
@@ -61,6 +63,10 @@ class ViewBuilder:
             self._sharing_version = state.ledger.sharing_version
             self._exclusive.clear()
             state.stale_rows.update(seq.seq_id for seq in state.running)
+        for seq_id in state.stale_sharing:
+            self._exclusive.pop(seq_id, None)
+        state.stale_rows |= state.stale_sharing
+        state.stale_sharing.clear()
         if state.stale_rows:
             for seq_id in state.stale_rows:
                 seq = state.sequences.get(seq_id)
@@ -171,11 +177,22 @@ class ViewBuilder:
             num_shared_blocks=num_shared_blocks,
             num_backed_blocks=num_backed_blocks,
             num_restorable_tokens=num_restorable_tokens,
+            entered_step=seq.entered_step,
+            last_token_s=seq.lifecycle.token_times_s[-1] if seq.lifecycle.token_times_s else None,
+            is_leaving=seq.num_leaving > 0,
         )
 
     def _tiers(self) -> tuple[TierView, ...]:
-        state = self._state
+        state, block_bytes = self._state, self._state.config.block_bytes
         return tuple(
-            TierView(tier, slots.num_free, slots.num_slots, state.links[tier].bandwidth, state.links[tier].latency_s)
+            TierView(
+                tier,
+                slots.num_free,
+                slots.num_slots,
+                block_bytes / state.links[tier].bandwidth,
+                state.links[tier].latency_s,
+                state.num_outbound_blocks[tier],
+                state.num_inbound_blocks[tier],
+            )
             for tier, slots in state.backups.slots.items()
         )

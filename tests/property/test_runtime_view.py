@@ -46,6 +46,9 @@ def at_step(row: SequenceView, step: int) -> tuple[object, ...]:
         row.num_shared_blocks,
         row.num_backed_blocks,
         row.num_restorable_tokens,
+        row.entered_step,
+        None if row.is_decoding else row.last_token_s,
+        row.is_leaving,
         row.num_generated(step),
     )
 

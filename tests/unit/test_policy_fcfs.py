@@ -40,6 +40,9 @@ def row(number: int, status: Status = Status.RUNNING, **fields: object) -> Seque
         "num_shared_blocks": 0,
         "num_backed_blocks": 0,
         "num_restorable_tokens": 0,
+        "entered_step": 0,
+        "last_token_s": None,
+        "is_leaving": False,
     }
     return SequenceView(**(values | fields))  # type: ignore[arg-type]
 

@@ -1,0 +1,39 @@
+"""What steps cost here, learned from the steps that ran: policies weigh a copy against computing with it."""
+
+from __future__ import annotations
+
+from floodplain.core.plan import StepPlan
+from floodplain.core.view import Prices
+
+_WEIGHT = 0.1
+"""Of one step in the running means: the last twenty or so decide."""
+
+
+class StepPrices:
+    """Running means over completed steps. The same durations give the same prices, in the engine and the simulator."""
+
+    def __init__(self) -> None:
+        self._step_s: float | None = None
+        self._prefill_token_s: float | None = None
+        self._prices = Prices()
+
+    @property
+    def now(self) -> Prices:
+        """The prices as of the last completed step; the same object until they change."""
+        return self._prices
+
+    def learn(self, plan: StepPlan, duration_s: float) -> None:
+        """A step took this long. What a step with prompts takes beyond one without is theirs."""
+        num_prefill = sum(len(chunk.token_ids) for chunk in plan.prefills)
+        if plan.decodes and not num_prefill:
+            self._step_s = _mean(self._step_s, duration_s)
+        elif num_prefill and num_prefill >= len(plan.decodes):
+            rest_s = max(0.0, duration_s - (self._step_s or 0.0)) if plan.decodes else duration_s
+            self._prefill_token_s = _mean(self._prefill_token_s, rest_s / num_prefill)
+        else:
+            return
+        self._prices = Prices(self._step_s or 0.0, self._prefill_token_s or 0.0)
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _WEIGHT * (value - mean)
