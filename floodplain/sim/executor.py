@@ -1,0 +1,79 @@
+"""A device that is not there: it answers every plan with tokens, and says how long that would have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
+from floodplain.core.tiers import Link, Tier
+
+DUMMY_TOKEN = 0
+"""What every step samples. Requests end by their ``max_tokens``; prompts must differ by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """The time of a step as a straight line in what it computes (least squares over measured steps).
+
+    Attributes:
+        base_s: Of any step.
+        decode_s: For each decode.
+        prefill_token_s: For each token of a prompt.
+    """
+
+    base_s: float
+    decode_s: float
+    prefill_token_s: float
+
+    def time_s(self, plan: StepPlan) -> float:
+        """Seconds that the device computes this plan; 0 for a plan that only moves KV."""
+        num_prefill = sum(len(chunk.token_ids) for chunk in plan.prefills)
+        if not plan.decodes and not num_prefill:
+            return 0.0
+        return self.base_s + self.decode_s * len(plan.decodes) + self.prefill_token_s * num_prefill
+
+
+class VirtualLinks:
+    """Links on which copies of one direction follow each other; the two directions do not disturb each other.
+
+    Args:
+        links: By the tier at their far end.
+        block_bytes: Bytes of one KV block.
+    """
+
+    def __init__(self, links: Mapping[Tier, Link], block_bytes: int) -> None:
+        self._links = links
+        self._block_bytes = block_bytes
+        self._free_at_s: dict[tuple[Tier, bool], float] = {}
+        self.moved_bytes = dict.fromkeys(TransferKind, 0)
+
+    def start(self, transfer: Transfer, now: float) -> float:
+        """Begin a copy; return when it ends. A copy over several tiers is as slow as the slowest of them."""
+        is_inbound = transfer.kind is TransferKind.SWAP_IN
+        ends = [now]
+        for tier in {location.tier for location in transfer.locations}:
+            num_bytes = self._block_bytes * sum(location.tier is tier for location in transfer.locations)
+            link, key = self._links[tier], (tier, is_inbound)
+            begin = max(now, self._free_at_s.get(key, 0.0))
+            self._free_at_s[key] = begin + link.latency_s + num_bytes / link.bandwidth
+            self.moved_bytes[transfer.kind] += num_bytes
+            ends.append(self._free_at_s[key])
+        return max(ends)
+
+
+class VirtualExecutor:
+    """Prices plans; see ``sim.instance`` for who lets the time pass.
+
+    Args:
+        step_time_s: Seconds of one plan.
+        links: Where transfers go.
+    """
+
+    def __init__(self, step_time_s: Callable[[StepPlan], float], links: VirtualLinks) -> None:
+        self.step_time_s = step_time_s
+        self.links = links
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """The tokens of a plan."""
+        return StepResult(plan.step_id, [DUMMY_TOKEN] * len(plan.sampled))
