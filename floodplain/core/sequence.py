@@ -62,9 +62,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "backups", "blocks", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle", "max_computed", "max_total",
-        "min_total", "num_computed", "num_hit_blocks", "num_leaving", "num_outstanding", "num_prompt", "num_sampling",
-        "num_scheduled", "num_sealed", "order_key", "request", "root", "seq_id", "status", "stop_ids", "tail", "tokens",
+        "backups", "blocks", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle", "max_computed",
+        "max_total", "min_total", "num_computed", "num_hit_blocks", "num_leaving", "num_outstanding", "num_prompt",
+        "num_sampling", "num_scheduled", "num_sealed", "order_key", "request", "root", "seq_id", "status", "stop_ids",
+        "tail", "tokens",
     )  # fmt: skip
 
     def __init__(
