@@ -21,6 +21,14 @@ class Reason(Enum):
     POOL_EXHAUSTED = "pool_exhausted"
     SLICE_ENDED = "slice_ended"
     SLICE_BEGINS = "slice_begins"
+    CROWDED = "crowded"
+    """Newcomers wait, because turns have become rare."""
+    LINK_BUSY = "link_busy"
+    """Slices are longer than asked, because copies could not keep up with shorter ones."""
+    SWAP_SLOW = "swap_slow"
+    """Computing again is cheaper than a copy back."""
+    SWAP_FULL = "swap_full"
+    """Swap space cannot take more."""
 
 
 class PreemptionMode(Enum):
@@ -77,6 +85,7 @@ class Decision:
         admissions: Waiting sequences that start, with their first chunk. A prefix hit comes on top.
         backups: Whose full blocks are written behind.
         wake_s: Ask again at this time even if nothing happens; needed only when nothing is scheduled.
+        reason: Why the policy could not decide as it would like; None in plain weather.
     """
 
     preemptions: tuple[Preemption, ...] = ()
@@ -86,6 +95,7 @@ class Decision:
     admissions: tuple[Chunk, ...] = ()
     backups: tuple[BackupOrder, ...] = ()
     wake_s: float | None = None
+    reason: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey, extend_keys
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, OrderKey, Request, SeqId
+from floodplain.core.served import weighted_work
 
 
 class Status(Enum):
@@ -56,16 +57,17 @@ class Sequence:
         is_decoding: Whether the executor holds its last token and position, so that one token can follow.
         num_outstanding: Outstanding steps that it is part of.
         num_leaving: Blocks of it that copies on their way out still read.
+        credit: Served work that it was taken to have had when it arrived (``core.served``).
         entered_step: The step in which it last came onto the device.
         max_total: Prompt and output tokens at which it must end.
         stop_ids: Tokens at which it ends.
     """
 
     __slots__ = (
-        "backups", "blocks", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle", "max_computed",
-        "max_total", "min_total", "num_computed", "num_hit_blocks", "num_leaving", "num_outstanding", "num_prompt",
-        "num_sampling", "num_scheduled", "num_sealed", "order_key", "request", "root", "seq_id", "status", "stop_ids",
-        "tail", "tokens",
+        "backups", "blocks", "credit", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle",
+        "max_computed", "max_total", "min_total", "num_computed", "num_hit_blocks", "num_leaving", "num_outstanding",
+        "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key", "request", "root", "seq_id",
+        "status", "stop_ids", "tail", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +86,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.num_computed = self.num_scheduled = self.num_sampling = self.max_computed = 0
         self.num_outstanding = self.num_sealed = self.num_hit_blocks = self.num_leaving = self.entered_step = 0
+        self.credit = 0.0
         self.is_decoding = False
         self.blocks: list[BlockId] = []
         self.keys: list[BlockKey] = []
@@ -100,6 +103,19 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """What was generated so far."""
         return self.tokens[self.num_prompt :]
+
+    @property
+    def stream_work(self) -> float:
+        """What it counts between requests (``core.served``): its credit, and what it generated."""
+        return self.credit + weighted_work(0, len(self.tokens) - self.num_prompt, self.request.priority)
+
+    @property
+    def key_work(self) -> float:
+        """What it adds to its key's account; computing again is no gift."""
+        num_generated = len(self.tokens) - self.num_prompt
+        num_computed = max(self.num_computed, self.max_computed)
+        num_prompt = self.num_prompt if num_generated else min(self.num_prompt, num_computed)
+        return weighted_work(num_prompt, num_generated, self.request.priority)
 
     def move_to(self, status: Status) -> None:
         """Make a transition.

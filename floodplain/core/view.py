@@ -7,7 +7,8 @@ so that the same row serves for a whole block of tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Status
@@ -41,6 +42,7 @@ class SequenceView:
         entered_step: Running: the step in which it last came onto the device.
         last_token_s: When it got its last token, when this row was made; None before the first. A row that is decoding
             gets one in every step since.
+        credit: Served work that it was taken to have had when it arrived.
         is_leaving: Copies of its blocks are on their way out, so that what can be restored may still grow.
     """
 
@@ -63,6 +65,7 @@ class SequenceView:
     num_restorable_tokens: int
     entered_step: int
     last_token_s: float | None
+    credit: float
     is_leaving: bool
 
     @property
@@ -131,6 +134,7 @@ class View:
         max_num_seqs: Most sequences on the device.
         tiers: Swap space, nearest first.
         prices: What computing costs.
+        key_credits: For each API key with live requests, served work that does not stand in those.
         num_draining_blocks: Blocks that will be available when the copies that read them are done.
     """
 
@@ -149,3 +153,4 @@ class View:
     tiers: tuple[TierView, ...] = ()
     prices: Prices = Prices()
     num_draining_blocks: int = 0
+    key_credits: Mapping[str, float] = field(default_factory=dict)

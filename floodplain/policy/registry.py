@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from floodplain.core.errors import UserError
 from floodplain.policy.base import Policy
+from floodplain.policy.cfs import CfsPolicy
+from floodplain.policy.fair import FairPolicy
 from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.gate import GatedPolicy
+from floodplain.policy.paced import PacedPolicy
+from floodplain.policy.settings import SharingSettings
+from floodplain.policy.sharing import SharingPolicy
 
-_POLICIES: dict[str, type[Policy]] = {"fcfs": FcfsPolicy}
+_SHARING: dict[str, type[SharingPolicy]] = {"cfs": CfsPolicy, "fair": FairPolicy, "paced": PacedPolicy}
+
+POLICIES = ("fcfs", *_SHARING)
 
 
-def make_policy(name: str) -> Policy:
-    """A new policy object.
+def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:
+    """A new policy object; those that take turns stand behind the gate.
 
     Raises:
         UserError: There is no policy of that name.
     """
-    if name not in _POLICIES:
-        raise UserError(f"--policy must be one of {', '.join(sorted(_POLICIES))}, not {name!r}")
-    return _POLICIES[name]()
+    if name == "fcfs":
+        return FcfsPolicy()
+    if name not in _SHARING:
+        raise UserError(f"--policy must be one of {', '.join(POLICIES)}, not {name!r}")
+    return GatedPolicy(_SHARING[name](settings or SharingSettings()))

@@ -19,6 +19,10 @@ class Executor(Protocol):
         """Transfers that ended since the last call: (transfer id, whether it arrived whole)."""
         ...
 
+    def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, bool]]:
+        """The same, waiting for the first one; empty if none is under way or the time is over."""
+        ...
+
     def close(self) -> None:
         """Give back all memory. Safe to call twice."""
         ...

@@ -71,6 +71,7 @@ class Loop:
             stop_ids |= config.eos_token_ids
         root = root_key(config.fingerprint, request.cache_salt)
         seq = Sequence(seq_id, request, root=root, max_total=max_total, stop_ids=stop_ids)
+        self.state.open_account(seq)
         self.state.sequences[seq_id] = seq
         self.state.waiting.push(seq)
         return seq_id
@@ -280,6 +281,7 @@ class Loop:
         seq.lifecycle.record(EventKind.FINISHED, now)
         self.state.enter(seq, Status.FINISHED)
         self.state.counters.finished[reason.value] += 1
+        self.state.accounts.depart(seq.request.client, seq.key_work)
         if seq.num_outstanding:
             self._ended.append(seq)
         else:

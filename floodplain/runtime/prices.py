@@ -23,12 +23,18 @@ class StepPrices:
         return self._prices
 
     def learn(self, plan: StepPlan, duration_s: float) -> None:
-        """A step took this long. What a step with prompts takes beyond one without is theirs."""
-        num_prefill = sum(len(chunk.token_ids) for chunk in plan.prefills)
-        if plan.decodes and not num_prefill:
+        """A step took this long. What a step with prompts takes beyond one without is theirs.
+
+        Whoever comes back from swap space computes one token as a chunk: that is a decode. A few tokens of a prompt
+        among many decodes say nothing about either.
+        """
+        sizes = [len(chunk.token_ids) for chunk in plan.prefills]
+        num_prefill = sum(size for size in sizes if size > 1)
+        num_decodes = len(plan.decodes) + sizes.count(1)
+        if num_decodes and not num_prefill:
             self._step_s = _mean(self._step_s, duration_s)
-        elif num_prefill and num_prefill >= len(plan.decodes):
-            rest_s = max(0.0, duration_s - (self._step_s or 0.0)) if plan.decodes else duration_s
+        elif num_prefill and num_prefill >= num_decodes:
+            rest_s = max(0.0, duration_s - (self._step_s or 0.0)) if num_decodes else duration_s
             self._prefill_token_s = _mean(self._prefill_token_s, rest_s / num_prefill)
         else:
             return

@@ -12,6 +12,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
+from floodplain.core.served import KeyAccounts
 from floodplain.core.tiers import Link, Tier
 from floodplain.policy.base import Policy
 from floodplain.runtime.prices import StepPrices
@@ -88,6 +89,7 @@ class LoopState:
         self.loading: list[Sequence] = []
         self.counters = Counters()
         self.prices = StepPrices()
+        self.accounts = KeyAccounts()
         self.num_outbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_inbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.stale_rows: set[SeqId] = set()
@@ -110,6 +112,12 @@ class LoopState:
             self.waiting.push(seq)
         elif status is not Status.FINISHED:
             insort(self._members(status), seq, key=lambda s: s.order_key)
+
+    def open_account(self, seq: Sequence) -> None:
+        """A sequence arrives: it begins at the least work that any active one has been given."""
+        active = [*self.running, *self.loading, *self.swapped, *self.waiting.head()]
+        seq.credit = min((other.stream_work for other in active), default=0.0)
+        self.accounts.arrive(seq.request.client, ((other.request.client, other.key_work) for other in active))
 
     def free_blocks(self, seq: Sequence) -> None:
         """Give up all blocks of a sequence."""

@@ -45,6 +45,7 @@ class ViewBuilder:
             outstanding=outstanding,
             num_available_blocks=ledger.num_available,
             num_draining_blocks=ledger.num_draining,
+            key_credits=state.accounts.credits,
             num_blocks=ledger.num_blocks,
             block_tokens=ledger.block_tokens,
             max_batched_tokens=state.config.max_batched_tokens,
@@ -179,6 +180,7 @@ class ViewBuilder:
             num_restorable_tokens=num_restorable_tokens,
             entered_step=seq.entered_step,
             last_token_s=seq.lifecycle.token_times_s[-1] if seq.lifecycle.token_times_s else None,
+            credit=seq.credit,
             is_leaving=seq.num_leaving > 0,
         )
 

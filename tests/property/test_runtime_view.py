@@ -49,6 +49,7 @@ def at_step(row: SequenceView, step: int) -> tuple[object, ...]:
         row.entered_step,
         None if row.is_decoding else row.last_token_s,
         row.is_leaving,
+        row.credit,
         row.num_generated(step),
     )
 

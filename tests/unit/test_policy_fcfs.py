@@ -42,6 +42,7 @@ def row(number: int, status: Status = Status.RUNNING, **fields: object) -> Seque
         "num_restorable_tokens": 0,
         "entered_step": 0,
         "last_token_s": None,
+        "credit": 0.0,
         "is_leaving": False,
     }
     return SequenceView(**(values | fields))  # type: ignore[arg-type]

@@ -1,0 +1,36 @@
+"""AQUA's completely fair scheduler: time slices, and the least served go first (AQUA, section 7)."""
+
+from __future__ import annotations
+
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows
+from floodplain.policy.slices import slice_for
+
+
+class CfsPolicy(SharingPolicy):
+    """Every ``slice_steps`` steps the device is filled anew with those that have been served least.
+
+    A newcomer has been served nothing and goes first. Between the ends of slices it comes only where there is room.
+    """
+
+    name = "cfs"
+
+    def rank(self, view: View, now: float) -> Ranking:
+        """The least served first; nobody leaves before the slice ends."""
+        rows = sorted(live_rows(view), key=lambda row: (served_tokens(row, view.step), row.order_key))
+        turn = slice_for(view, view.num_blocks, self.settings)
+        is_end = view.step % turn.steps == 0
+        pinned = frozenset() if is_end else frozenset(row.seq_id for row in view.running)
+        return Ranking(rows, pinned, turn.steps, turn.reason)
+
+
+def served_tokens(row: SequenceView, step: int) -> int:
+    """Tokens that a sequence has been given: of its prompt, and generated."""
+    return prefilled_tokens(row, step) + max(0, row.num_generated(step))
+
+
+def prefilled_tokens(row: SequenceView, step: int) -> int:
+    """Tokens of its prompt that were computed. Computing again is no gift."""
+    if row.num_generated(step) > 0:
+        return row.num_prompt
+    return min(row.num_prompt, max(row.num_scheduled, row.num_restorable_tokens))

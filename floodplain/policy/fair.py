@@ -1,0 +1,60 @@
+"""Fair shares: who has been given the least goes next, and nobody's past or absence is an advantage.
+
+Served work is counted for each request or for each API key, and lifted to the active minimum at arrival and on return
+from idle (``core.served``). So newcomers go first only as far as the least served of those before them have come: the
+old are not starved by a stream of new ones, which is what ``cfs`` does.
+
+Bound: between two turns of a request, every other one that was there takes at most two, and each that arrives
+meanwhile at most one more than its prompt. For when its turn ends its work is at most one turn above the least; who
+is below has one turn's work to catch up, and then ranks behind it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from floodplain.core.served import weighted_work
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.cfs import prefilled_tokens
+from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, rows_in_slice
+from floodplain.policy.slices import slice_for
+
+
+class FairPolicy(SharingPolicy):
+    """See the module's docstring."""
+
+    name = "fair"
+
+    def rank(self, view: View, now: float) -> Ranking:
+        """The least work first."""
+        count = work_by_key if self.settings.fair_by == "key" else work_by_request
+        turn = slice_for(view, view.num_blocks, self.settings)
+        work = count(view, turn.steps)
+        rows = sorted(live_rows(view), key=lambda row: (work[row.seq_id], row.order_key))
+        return Ranking(rows, frozenset(rows_in_slice(view, turn.steps)), turn.steps, turn.reason)
+
+
+def work_by_request(view: View, slice_steps: int) -> dict[int, float]:
+    """Each request counts for itself, by what it generated."""
+    return {row.seq_id: row.credit + _work(row, view.step, num_prompt=0) for row in live_rows(view)}
+
+
+def work_by_key(view: View, slice_steps: int) -> dict[int, float]:
+    """All requests of a key count together.
+
+    The second request of a key ranks as if the first had had its turn, and so on: keys alternate within one step.
+    """
+    by_key: dict[str, list[tuple[float, SequenceView]]] = defaultdict(list)
+    for row in live_rows(view):
+        by_key[row.client].append((_work(row, view.step, prefilled_tokens(row, view.step)), row))
+    ranks: dict[int, float] = {}
+    for client, requests in by_key.items():
+        total = view.key_credits.get(client, 0.0) + sum(work for work, _ in requests)
+        requests.sort(key=lambda request: (request[0], request[1].order_key))
+        for place, (_, row) in enumerate(requests):
+            ranks[row.seq_id] = total + weighted_work(0, place * slice_steps, row.order_key[0])
+    return ranks
+
+
+def _work(row: SequenceView, step: int, num_prompt: int) -> float:
+    return weighted_work(num_prompt, max(0, row.num_generated(step)), row.order_key[0])

@@ -1,0 +1,117 @@
+"""Everybody speaks soon, nobody falls silent for long, and work still finishes in order of arrival.
+
+The pool is divided. The larger part, the *core*, serves requests to their end by arrival, as FCFS does, so that work
+finishes. The rest is for *visitors*: all other streams take short turns there, the one that has been silent longest
+first. How large their part is follows from the pace that they shall keep, up to a limit: under overload the pace
+falls for all of them alike. Requests without a first token go before all, unless the device is *crowded*: somebody has
+been silent for longer than ``max_gap_s``, or swap space could not take one more. Then they wait, as under FCFS.
+
+Bounds, for steps of at most t seconds with turns of s steps, visitors that need V blocks in a part of P blocks, and
+copies hidden: a visitor is silent for at most about (V / P + 1) * s * t seconds. Newcomers add to V only while nobody
+is silent for more than ``max_gap_s``, so silence grows beyond it only with the visitors' own contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from floodplain.core.plan import Reason
+from floodplain.core.request import OrderKey
+from floodplain.core.sequence import Status
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.growth import blocks_held
+from floodplain.policy.settings import SharingSettings
+from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, rows_in_slice
+from floodplain.policy.slices import slice_for
+
+MIN_VISITOR_SHARE = 0.1
+"""Of the pool, as soon as there are visitors: enough that turns go on at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Newcomers:
+    """Requests without a first token: those that go before all, those that wait, and why they do."""
+
+    welcome: Seq[SequenceView]
+    others: Seq[SequenceView] = ()
+    reason: Reason | None = None
+
+
+class PacedPolicy(SharingPolicy):
+    """See the module's docstring."""
+
+    name = "paced"
+
+    def rank(self, view: View, now: float) -> Ranking:
+        """Newcomers, the core by arrival, then visitors by silence; a crowd of newcomers last of all."""
+        streams, fresh = _split(view)
+        core, visitors = divide(view, streams, self.settings)
+        visitors.sort(key=lambda row: (silent_since(row, now), row.order_key))
+        newcomers = _judge(view, now, fresh, visitors, self.settings)
+        turn = slice_for(view, int(self.settings.visitor_share * view.num_blocks), self.settings)
+        prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
+        pinned = frozenset([*prompts, *rows_in_slice(view, turn.steps)])
+        rows = [*newcomers.welcome, *core, *visitors, *newcomers.others]
+        return Ranking(rows, pinned, turn.steps, newcomers.reason or turn.reason)
+
+
+def divide(
+    view: View, streams: Seq[SequenceView], settings: SharingSettings
+) -> tuple[list[SequenceView], list[SequenceView]]:
+    """(the core, the visitors) of streams in order of arrival: visitors get what their pace needs, up to the limit."""
+    most_blocks = settings.visitor_share * view.num_blocks
+    core, visitors = _cut(view, streams, view.num_blocks - most_blocks)
+    needed_blocks = _blocks_for_pace(view, visitors, settings.pace)
+    if needed_blocks >= most_blocks:
+        return core, visitors
+    return _cut(view, streams, view.num_blocks - needed_blocks)
+
+
+def silent_since(row: SequenceView, now: float) -> float:
+    """When a stream had its last token."""
+    return now if row.is_decoding or row.last_token_s is None else row.last_token_s
+
+
+def _split(view: View) -> tuple[list[SequenceView], list[SequenceView]]:
+    """(streams, requests without a first token), each in order of arrival."""
+    streams: list[SequenceView] = []
+    fresh: list[SequenceView] = []
+    for row in sorted(live_rows(view), key=_by_arrival):
+        (streams if row.num_generated(view.step) else fresh).append(row)
+    return streams, fresh
+
+
+def _cut(view: View, streams: Seq[SequenceView], core_blocks: float) -> tuple[list[SequenceView], list[SequenceView]]:
+    """(the first that fit into the core, the others)."""
+    for index, row in enumerate(streams):
+        core_blocks -= blocks_held(view, row)
+        if core_blocks < 0:
+            return list(streams[:index]), list(streams[index:])
+    return list(streams), []
+
+
+def _blocks_for_pace(view: View, visitors: Seq[SequenceView], pace: float) -> float:
+    """Blocks that let every visitor keep the pace: each must be there for ``pace * step_s`` of the time."""
+    presence = min(1.0, pace * view.prices.step_s) if view.prices.step_s else 1.0
+    num_blocks = sum(blocks_held(view, row) for row in visitors)
+    return max(num_blocks * presence, MIN_VISITOR_SHARE * view.num_blocks if visitors else 0.0)
+
+
+def _judge(
+    view: View, now: float, fresh: Seq[SequenceView], visitors: Seq[SequenceView], settings: SharingSettings
+) -> _Newcomers:
+    """Newcomers wait while somebody is silent too long; and one by one, when swap space could not take them too."""
+    if fresh and visitors and now - silent_since(visitors[0], now) > settings.max_gap_s:
+        return _Newcomers((), fresh, Reason.CROWDED)
+    num_slots = sum(tier.num_free_slots for tier in view.tiers)
+    num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in view.running)
+    for index, row in enumerate(fresh):
+        num_slots -= blocks_held(view, row)
+        if num_slots < 0 and row.status is not Status.RUNNING:
+            return _Newcomers(fresh[:index], fresh[index:], Reason.SWAP_FULL)
+    return _Newcomers(fresh)
+
+
+def _by_arrival(row: SequenceView) -> OrderKey:
+    return row.order_key

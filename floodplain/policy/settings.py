@@ -1,0 +1,48 @@
+"""What the policies that share the device in turns can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from floodplain.core.errors import UserError
+
+FAIR_BY = ("request", "key")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingSettings:
+    """Settings of ``cfs``, ``fair`` and ``paced``; each ignores what is not for it.
+
+    Attributes:
+        slice_steps: Steps that whoever comes onto the device stays at least (``--slice``).
+        pace: Tokens per second that a stream should get while it has to take turns (``--pace``); best effort.
+        max_gap_s: ``paced``: newcomers wait once taking turns would cost a stream more seconds than this between turns.
+        visitor_share: ``paced``: at most this part of the pool serves turns; the rest finishes requests by arrival.
+        prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
+        fair_by: ``fair``: whose work is counted, each request's or each API key's.
+        takes_turns_by_recompute: Without swap space, take turns all the same and compute what was lost (a baseline).
+        is_synchronous: Write nothing behind, fetch nothing ahead, and compute nothing while copies are under way:
+            AQUA's switch (a baseline).
+
+    Raises:
+        UserError: A value is out of its range; the message names the flag.
+    """
+
+    slice_steps: int = 4
+    pace: float = 12.0
+    max_gap_s: float = 5.0
+    visitor_share: float = 0.3
+    prefill_share: float = 0.5
+    fair_by: str = "request"
+    takes_turns_by_recompute: bool = False
+    is_synchronous: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slice_steps <= 10_000:
+            raise UserError(f"--slice must be between 1 and 10000 steps, not {self.slice_steps}")
+        if not 0 < self.pace <= 1e6:
+            raise UserError(f"--pace must be above 0 tokens per second, not {self.pace}")
+        if self.fair_by not in FAIR_BY:
+            raise UserError(f"--fair-by must be one of {', '.join(FAIR_BY)}, not {self.fair_by!r}")
+        if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1 and self.max_gap_s > 0):
+            raise UserError("visitor_share and prefill_share lie between 0 and 1, and max_gap_s is above 0")

@@ -1,0 +1,244 @@
+"""Taking turns, whatever the order: who leaves so that who is next can come.
+
+A policy that shares the device ranks all live requests. This file does the rest: it fits the ranking into memory,
+gives everybody on the device a token, and sends somebody away only where the ranking asks for somebody else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from random import Random
+
+from floodplain.core.plan import Chunk, Decision, Preemption, Reason, Resumption
+from floodplain.core.request import OrderKey, SeqId
+from floodplain.core.sequence import Sequence, Status
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.batching import TokenBudget
+from floodplain.policy.growth import blocks_due, blocks_for
+from floodplain.policy.settings import SharingSettings
+from floodplain.policy.swap import SwapBudget
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """All live requests in the order in which they should be on the device.
+
+    Attributes:
+        rows: First the ones that should be there most.
+        pinned: Those of them that are there and may not be sent away yet for others: their slice has just begun.
+        slice_steps: Steps that whoever comes now stays at least.
+        reason: Why it is not the ranking that the policy would like.
+    """
+
+    rows: Seq[SequenceView]
+    pinned: frozenset[SeqId]
+    slice_steps: int
+    reason: Reason | None = None
+
+
+class SharingPolicy(ABC):
+    """What ``cfs``, ``fair`` and ``paced`` have in common: each is a ranking."""
+
+    name: str
+    waiting_window = 64
+
+    def __init__(self, settings: SharingSettings) -> None:
+        self.settings = settings
+
+    def waiting_key(self, seq: Sequence) -> OrderKey:
+        """(priority, arrival, id)."""
+        return seq.order_key
+
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        """One step."""
+        return share(view, self.rank(view, now), self.settings)
+
+    @abstractmethod
+    def rank(self, view: View, now: float) -> Ranking:
+        """All live requests of the view, in the order in which they should be on the device."""
+
+
+def live_rows(view: View) -> list[SequenceView]:
+    """Every live request that the view shows."""
+    return [*view.running, *view.loading, *view.swapped, *view.waiting]
+
+
+def rows_in_slice(view: View, slice_steps: int) -> list[SeqId]:
+    """Those on the device whose slice is not over."""
+    begun = view.step - slice_steps
+    return [row.seq_id for row in view.running if row.entered_step > begun]
+
+
+def share(view: View, ranking: Ranking, settings: SharingSettings) -> Decision:
+    """Fit a ranking into memory for one step."""
+    if settings.is_synchronous and (view.loading or any(row.is_leaving for row in view.swapped)):
+        return Decision()  # AQUA's switch: nothing is computed before everything has moved
+    turn = _Turn(view, ranking, settings)
+    turn.exchange()
+    turn.schedule_residents()
+    return turn.decision()
+
+
+class _Turn:
+    """Scratch state of one decision: what is left of blocks, tokens, slots and places on the device.
+
+    ``free`` blocks can be given now; ``draining`` ones when copies are done; ``reserved`` ones of the free are for the
+    growth of the residents within a slice, so that nobody comes who would push another one out at once.
+    """
+
+    def __init__(self, view: View, ranking: Ranking, settings: SharingSettings) -> None:
+        self._view = view
+        self._slice = ranking.slice_steps
+        self._is_synchronous = settings.is_synchronous
+        self._reason = ranking.reason
+        self._pinned = ranking.pinned
+        self._absent = [row for row in ranking.rows if row.status in (Status.WAITING, Status.SWAPPED)]
+        self._residents = [row for row in ranking.rows if row.status is Status.RUNNING]
+        self._place = {row.seq_id: place for place, row in enumerate(ranking.rows)}
+        self._free = view.num_available_blocks
+        self._draining = view.num_draining_blocks
+        self._reserved = sum(blocks_due(view, row, self._slice) for row in view.running)
+        self._num_places = view.max_num_seqs - len(view.running) - len(view.loading)
+        self._tokens = TokenBudget(view, settings.prefill_share)
+        self._swap = SwapBudget(view)
+        self._gone: set[SeqId] = set()
+        self._preemptions: list[Preemption] = []
+        self._resumptions: list[Resumption] = []
+        self._chunks: list[Chunk] = []
+        self._admissions: list[Chunk] = []
+        self._decodes: set[SeqId] = set()
+
+    def decision(self) -> Decision:
+        """What was decided."""
+        staying = [row for row in self._residents if row.seq_id not in self._gone]
+        return Decision(
+            preemptions=tuple(self._preemptions),
+            resumptions=tuple(self._resumptions),
+            decodes=tuple([row.seq_id for row in self._view.running if row.seq_id in self._decodes]),
+            chunks=tuple(self._chunks),
+            admissions=tuple(self._admissions),
+            backups=() if self._is_synchronous else self._swap.write_behind(reversed(staying)),
+            reason=self._reason or self._swap.reason,
+        )
+
+    # -- those that want to come -----------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Let the absent come in the order of the ranking, at the expense of residents that rank below them.
+
+        The first that finds no room ends it: a small request must not pass a large one for ever. Nobody is sent away
+        for another one whose KV could not be kept: a turn that costs a prompt is none.
+        """
+        for row in self._absent:
+            if row.is_leaving:
+                continue  # its last copy is not whole yet
+            num_blocks = self._blocks_to_enter(row)
+            if not self._has_room(num_blocks, self._free):
+                self._make_room(num_blocks, row, self._turned_out(row), Reason.SLICE_ENDED)
+                if not self._has_room(num_blocks, self._free):
+                    return
+            if self._enter(row):
+                self._free -= num_blocks
+                self._num_places -= 1
+
+    def _blocks_to_enter(self, row: SequenceView) -> int:
+        """For all its tokens and one slice, but never more than the pool has."""
+        num_blocks = blocks_for(self._view, row.num_tokens + self._slice)
+        return min(num_blocks, self._view.num_blocks) - row.num_shared_blocks
+
+    def _enter(self, row: SequenceView) -> bool:
+        if row.status is Status.SWAPPED:
+            self._resumptions.append(Resumption(row.seq_id, Reason.SLICE_BEGINS))
+            return True
+        num_tokens = self._tokens.take_prefill(row.num_remaining - row.num_cached_tokens)
+        if num_tokens:
+            self._admissions.append(Chunk(row.seq_id, num_tokens))
+        return num_tokens > 0
+
+    # -- those that are there --------------------------------------------------------------------------------------
+
+    def schedule_residents(self) -> None:
+        """A token or a chunk for each, in the order of the ranking; who finds no block makes the last ones leave."""
+        step = self._view.step
+        for row in self._residents:
+            if row.seq_id in self._gone:
+                continue
+            if not row.is_decoding:
+                self._schedule_chunk(row)
+            elif step < row.end_step and self._tokens.num_left and (step < row.block_due_step or self._take(1, row)):
+                self._tokens.take_decode()
+                self._decodes.add(row.seq_id)
+
+    def _schedule_chunk(self, row: SequenceView) -> None:
+        num_tokens = self._tokens.prefill_for(row.num_remaining)
+        num_blocks = blocks_for(self._view, row.num_scheduled + num_tokens) - row.num_blocks
+        if num_tokens and (num_blocks <= 0 or self._take(num_blocks, row)):
+            self._chunks.append(Chunk(row.seq_id, self._tokens.take_prefill(num_tokens)))
+
+    def _take(self, num_blocks: int, row: SequenceView) -> bool:
+        """Take blocks for a resident: at the expense of those below it, in the end its own. False: it pauses."""
+        if num_blocks > self._free + self._draining:
+            self._reserved = 0  # who is there goes before who will need more
+            if not self._make_room(num_blocks, row, self._below(row), Reason.POOL_EXHAUSTED) and self._can_leave(row):
+                self._send_away(row, Reason.POOL_EXHAUSTED)
+        if num_blocks > self._free or row.seq_id in self._gone:
+            return False
+        self._free -= num_blocks
+        return True
+
+    # -- making room -----------------------------------------------------------------------------------------------
+
+    def _has_room(self, num_blocks: int, num_there: int) -> bool:
+        return num_blocks <= num_there - self._reserved and self._num_places > 0
+
+    def _below(self, row: SequenceView) -> Iterable[SequenceView]:
+        """Residents that rank below ``row`` and can leave, the last first."""
+        for victim in reversed(self._residents):
+            if self._place[victim.seq_id] <= self._place[row.seq_id]:
+                return
+            if self._can_leave(victim):
+                yield victim
+
+    def _turned_out(self, row: SequenceView) -> Iterable[SequenceView]:
+        """Those of them whose slice is over, as long as swap space takes what is not backed up."""
+        num_slots = 0
+        for victim in self._below(row):
+            if victim.seq_id not in self._pinned:
+                num_slots += self._swap.num_copied(victim)
+                if not self._swap.can_keep(victim, num_slots):
+                    return
+                yield victim
+
+    def _can_leave(self, row: SequenceView) -> bool:
+        is_busy = row.seq_id in self._view.outstanding or row.seq_id in self._decodes
+        return not is_busy and row.seq_id not in self._gone
+
+    def _make_room(self, num_blocks: int, row: SequenceView, victims: Iterable[SequenceView], reason: Reason) -> bool:
+        """Send victims away if that makes room for ``row``, now or when copies are done; else nobody leaves."""
+        missing = num_blocks - (self._free + self._draining - self._reserved)
+        missing_places = 0 if row.status is Status.RUNNING else 1 - self._num_places
+        chosen: list[SequenceView] = []
+        for victim in victims:
+            if missing <= 0 and missing_places <= 0:
+                break
+            chosen.append(victim)
+            missing -= victim.exclusive_blocks + blocks_due(self._view, victim, self._slice)
+            missing_places -= 1
+        if missing > 0 or missing_places > 0:
+            return False
+        for victim in chosen:
+            self._send_away(victim, reason)
+        return True
+
+    def _send_away(self, row: SequenceView, reason: Reason) -> None:
+        preemption, num_copied = self._swap.preempt(row, reason)
+        self._preemptions.append(preemption)
+        self._gone.add(row.seq_id)
+        num_copied = min(num_copied, row.exclusive_blocks)
+        self._free += row.exclusive_blocks - num_copied
+        self._draining += num_copied
+        self._reserved = max(0, self._reserved - blocks_due(self._view, row, self._slice))
+        self._num_places += 1

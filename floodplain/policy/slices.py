@@ -1,0 +1,33 @@
+"""How long a slice must be so that the copies of the next one hide behind it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from floodplain.core.plan import Reason
+from floodplain.core.view import View
+from floodplain.policy.settings import SharingSettings
+
+LINK_USE = 0.85
+"""Of the link's time, at most, that taking turns may plan with: the rest is for prompts' backups and for jitter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Steps of a slice, and why they are more than was asked."""
+
+    steps: int
+    reason: Reason | None = None
+
+
+def slice_for(view: View, num_blocks: int, settings: SharingSettings) -> Slice:
+    """The slice that was asked for, or as many steps as it takes to bring ``num_blocks`` in over the nearest link."""
+    prices = view.prices
+    if not view.tiers or not prices.step_s:
+        return Slice(settings.slice_steps)
+    needed_s = num_blocks * view.tiers[0].block_s / LINK_USE
+    num_steps = math.ceil(needed_s / prices.step_s)
+    if num_steps <= settings.slice_steps:
+        return Slice(settings.slice_steps)
+    return Slice(num_steps, Reason.LINK_BUSY)

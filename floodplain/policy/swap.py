@@ -1,0 +1,92 @@
+"""Where a victim's KV goes, and what is written behind before anybody leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from floodplain.core.plan import BackupOrder, Preemption, PreemptionMode, Reason
+from floodplain.core.tiers import Tier
+from floodplain.core.view import SequenceView, TierView, View
+
+SLOTS_FOR_TURNS = 0.25
+"""Of a tier: writing behind leaves these slots to those that really leave."""
+
+
+class SwapBudget:
+    """Scratch state of one decision: free slots of each tier, nearest first.
+
+    Attributes:
+        reason: Why somebody had to leave without its KV, if somebody had.
+    """
+
+    def __init__(self, view: View) -> None:
+        self.reason: Reason | None = None
+        self._view = view
+        self._free = {tier.tier: tier.num_free_slots for tier in view.tiers}
+
+    def num_copied(self, row: SequenceView) -> int:
+        """Blocks that a copy must read before they are free: those that are not backed up."""
+        return max(0, row.num_blocks - row.num_backed_blocks)
+
+    def can_keep(self, row: SequenceView, num_slots: int) -> bool:
+        """Whether somebody's turn may end now, if ``num_slots`` are needed so far: it costs a copy, not a prompt.
+
+        It may also cost a prompt where that is the cheaper way, or where there is no swap space at all.
+        """
+        if not self._view.tiers or not self._copying_pays(row, self._view.tiers[0]):
+            return True
+        return any(num_free >= num_slots for num_free in self._free.values())
+
+    def preempt(self, row: SequenceView, reason: Reason) -> tuple[Preemption, int]:
+        """How a victim leaves, and how many blocks are free only when they are copied."""
+        num_copied = self.num_copied(row)
+        tier = self._choose_tier(row, num_copied)
+        if tier is None:
+            return Preemption(row.seq_id, PreemptionMode.RECOMPUTE, reason), 0
+        self._free[tier] -= num_copied
+        return Preemption(row.seq_id, PreemptionMode.SWAP, reason, tier), num_copied
+
+    def _choose_tier(self, row: SequenceView, num_copied: int) -> Tier | None:
+        for tier in self._view.tiers:
+            if not self._copying_pays(row, tier):
+                self.reason = Reason.SWAP_SLOW
+            elif self._free[tier.tier] < num_copied:
+                self.reason = Reason.SWAP_FULL
+            else:
+                return tier.tier
+        return None
+
+    def _copying_pays(self, row: SequenceView, tier: TierView) -> bool:
+        """Whether its KV comes back sooner than it is computed; yes while prices are unknown."""
+        compute_s = num_computed(self._view, row) * self._view.prices.prefill_token_s
+        return not compute_s or row.num_blocks * tier.block_s + tier.latency_s < compute_s
+
+    # -- behind ----------------------------------------------------------------------------------------------------
+
+    def write_behind(self, victims: Iterable[SequenceView]) -> tuple[BackupOrder, ...]:
+        """Back up full blocks, likeliest victims first, as far as the link can carry within a step."""
+        if not self._view.tiers:
+            return ()
+        tier = self._view.tiers[0]
+        num_spare = self._free[tier.tier] - int(SLOTS_FOR_TURNS * tier.num_slots)
+        budget, orders = min(num_spare, self._link_budget(tier)), []
+        for row in victims:
+            if budget < 1:
+                break
+            num_full = num_computed(self._view, row) // self._view.block_tokens
+            num_blocks = min(num_full - row.num_backed_blocks, budget)
+            if num_blocks > 0:
+                orders.append(BackupOrder(row.seq_id, num_blocks, tier.tier))
+                budget -= num_blocks
+        return tuple(orders)
+
+    def _link_budget(self, tier: TierView) -> int:
+        """Blocks that go over the link while a step runs, less those that are still on it."""
+        step_s = self._view.prices.step_s
+        num_per_step = int(step_s / tier.block_s) if step_s and tier.block_s else self._view.num_blocks
+        return max(1, num_per_step) - tier.num_outbound_blocks
+
+
+def num_computed(view: View, row: SequenceView) -> int:
+    """Tokens of a running sequence that have KV on the device."""
+    return row.num_scheduled + (view.step - row.since_step if row.is_decoding else 0)
