@@ -4,22 +4,47 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from floodplain.core.errors import UserError
 
 
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who sends a request.
+
+    Attributes:
+        name: Whose requests these are; fairness may be counted by it.
+        best_priority: The lowest ``priority`` that its requests may ask for; lower is sooner.
+    """
+
+    name: str = ""
+    best_priority: int = 0
+
+    def priority(self, asked: int | None) -> int:
+        """The priority of a request that asks for this one.
+
+        Raises:
+            UserError: It is beyond the client's ceiling.
+        """
+        if asked is not None and asked < self.best_priority:
+            raise UserError(f"priority {asked} is beyond this API key's ceiling: send {self.best_priority} or more")
+        return max(self.best_priority, 0) if asked is None else asked
+
+
 class KeyRing:
     """The keys that may use the server, and whose they are.
 
     Args:
-        names: Key to client's name; several keys may have one name.
+        clients: By key; several keys may have one client.
     """
 
-    def __init__(self, names: dict[str, str]) -> None:
-        self._names = {key.encode(): name for key, name in names.items()}
+    def __init__(self, clients: dict[str, Client]) -> None:
+        self._clients = {key.encode(): client for key, client in clients.items()}
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -30,20 +55,21 @@ class KeyRing:
         """
         return cls(read_keys(path))
 
-    def client_of(self, authorization: bytes) -> str | None:
+    def client_of(self, authorization: bytes) -> Client | None:
         """Whose key an ``Authorization`` header carries; None if nobody's. Takes as long for every wrong key."""
         scheme, _, presented = authorization.partition(b" ")
         found = None
-        for key, name in self._names.items():
+        for key, client in self._clients.items():
             if hmac.compare_digest(key, presented.strip()):
-                found = name
+                found = client
         return found if scheme.lower() == b"bearer" else None
 
 
-def read_keys(path: Path) -> dict[str, str]:
-    """Keys and their clients' names, from a file with a line ``KEY`` or ``NAME KEY`` for each; ``#`` starts a comment.
+def read_keys(path: Path) -> dict[str, Client]:
+    """Keys and their clients, from a file with a line ``KEY``, ``NAME KEY`` or ``NAME KEY PRIORITY`` for each.
 
-    A bare key's client is named ``key-N`` after its line.
+    A bare key's client is named ``key-N`` after its line. PRIORITY is the lowest that its requests may ask for, 0
+    unless it says so. ``#`` starts a comment.
 
     Raises:
         UserError: The file is unreadable, others may read it, or a line is malformed.
@@ -55,17 +81,27 @@ def read_keys(path: Path) -> dict[str, str]:
         raise UserError(f"cannot read the API key file {path}: {error}") from error
     if mode & 0o077:
         raise UserError(f"others may use the API key file {path} (mode {mode:04o}): run chmod 600 {path}")
-    names: dict[str, str] = {}
+    clients: dict[str, Client] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        if len(words) > 2 or words[-1] in names:
-            raise UserError(f"{path}, line {number}: write KEY or NAME KEY, each key once")
-        names[words[-1]] = words[0] if len(words) == 2 else f"key-{number}"
-    if not names:
+        key, client = _parse_line(words, number, path)
+        if key in clients:
+            raise UserError(f"{path}, line {number}: this KEY stands there twice")
+        clients[key] = client
+    if not clients:
         raise UserError(f"the API key file {path} holds no key: write one a line, KEY or NAME KEY")
-    return names
+    return clients
+
+
+def _parse_line(words: list[str], number: int, path: Path) -> tuple[str, Client]:
+    if len(words) == 1:
+        return words[0], Client(f"key-{number}")
+    priority = words[2] if len(words) == 3 else "0"
+    if len(words) > 3 or not re.fullmatch(r"-?\d{1,3}", priority, re.ASCII):
+        raise UserError(f"{path}, line {number}: write KEY, NAME KEY, or NAME KEY PRIORITY with a whole number")
+    return words[1], Client(words[0], int(priority))
 
 
 def check_exposure(host: str, keys: KeyRing | None) -> None:

@@ -104,7 +104,7 @@ class GenerationRequest(_SharedUnsupported):
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[Int, Field(ge=0)] | None = None  # no key may go before the others: 0 is every key's ceiling
+    priority: Int | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     user: str | None = None
 

@@ -15,6 +15,7 @@ from fastapi.routing import APIRoute
 
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import SamplingParams
+from floodplain.server.auth import Client
 from floodplain.server.errors import ERROR_STATUSES, ApiError, error_event
 from floodplain.server.gate import CLIENT_SCOPE_KEY
 from floodplain.server.protocol import ServingEngine
@@ -127,13 +128,15 @@ class OpenAIRoutes:
         params: SamplingParams,
         reply: Reply,
     ) -> Response:
+        client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
+        priority = client.priority(body.priority)
         streams = [
             self._engine.generate(
                 prompt,
                 params,
                 request_id=f"{reply.request_id}-{index}" if index else reply.request_id,
-                priority=body.priority or 0,
-                client=request.scope.get(CLIENT_SCOPE_KEY, ""),
+                priority=priority,
+                client=client.name,
                 cache_salt=body.cache_salt or "",
             )
             for index, prompt in enumerate(prompts)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
-from floodplain.server.auth import KeyRing, check_exposure
+from floodplain.server.auth import Client, KeyRing, check_exposure
 
 
 def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
@@ -20,7 +20,21 @@ def key_file(folder: Path, text: str, mode: int = 0o600) -> Path:
 def test_a_line_is_a_key_or_a_name_and_a_key(tmp_path: Path) -> None:
     keys = KeyRing.from_file(key_file(tmp_path, "# keys\nsecret1\n\nann secret2\nann secret3\n"))
     clients = [keys.client_of(f"Bearer {key}".encode()) for key in ("secret1", "secret2", "secret3", "secret4")]
-    assert clients == ["key-2", "ann", "ann", None]
+    assert clients == [Client("key-2"), Client("ann"), Client("ann"), None]
+
+
+def test_a_key_may_have_a_ceiling_of_priority(tmp_path: Path) -> None:
+    keys = KeyRing.from_file(key_file(tmp_path, "ops secret1 -5\nbatch secret2 3\n"))
+    ops, batch = keys.client_of(b"Bearer secret1"), keys.client_of(b"Bearer secret2")
+    assert ops is not None and batch is not None
+    assert [ops.priority(-5), ops.priority(None), ops.priority(7)] == [-5, 0, 7]
+    assert [batch.priority(3), batch.priority(None)] == [3, 3]
+
+
+@pytest.mark.parametrize(("client", "asked"), [(Client(), -1), (Client("ops", -5), -6), (Client("batch", 3), 2)])
+def test_nobody_goes_beyond_the_ceiling_of_its_key(client: Client, asked: int) -> None:
+    with pytest.raises(UserError, match=f"priority {asked} is beyond this API key's ceiling"):
+        client.priority(asked)
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
@@ -29,7 +43,7 @@ def test_a_file_that_others_may_open_is_refused(mode: int, tmp_path: Path) -> No
         KeyRing.from_file(key_file(tmp_path, "k", mode))
 
 
-@pytest.mark.parametrize("text", ["", "# only\n", "a b c\n", "k\nk\n", "ann k\nbob k\n"])
+@pytest.mark.parametrize("text", ["", "# only\n", "a b c\n", "a b 1 2\n", "a b 1.5\n", "k\nk\n", "ann k\nbob k\n"])
 def test_a_malformed_file_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="KEY") as caught:
         KeyRing.from_file(key_file(tmp_path, text))
@@ -45,15 +59,15 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=30))
 def test_no_other_header_gets_in(header: bytes) -> None:
-    keys = KeyRing({"a-long-enough-secret": "ann"})
+    keys = KeyRing({"a-long-enough-secret": Client("ann")})
     assert keys.client_of(header) is None
     assert keys.client_of(b"Basic a-long-enough-secret") is None
-    assert keys.client_of(b"bearer a-long-enough-secret") == "ann"
+    assert keys.client_of(b"bearer a-long-enough-secret") == Client("ann")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
 def test_other_machines_need_keys(host: str) -> None:
-    check_exposure(host, KeyRing({"k": "n"}))
+    check_exposure(host, KeyRing({"k": Client("n")}))
     with pytest.raises(UserError, match=f"--host {host} lets other machines in"):
         check_exposure(host, None)
 
