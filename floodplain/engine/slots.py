@@ -49,8 +49,8 @@ class SequenceSlots:
 
     def update_table(self, update: TableUpdate) -> None:
         """Write the new entries of a block table."""
-        end = update.start + len(update.blocks)
-        self.tables[self.row(update.seq_id), update.start : end] = update.blocks
+        row, end = self.row(update.seq_id), update.start + len(update.blocks)  # a new row may replace ``tables``
+        self.tables[row, update.start : end] = update.blocks
 
     def release(self, seq_id: SeqId) -> None:
         """Forget a sequence."""
