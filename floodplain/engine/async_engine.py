@@ -45,6 +45,7 @@ class AsyncEngine:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        engine.has_news = lambda: not self._inbox.empty()
         self._by_seq: dict[SeqId, _Client] = {}
         self._callers: set[_Client] = set()
         self._is_empty = asyncio.Event()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 import torch
 
+from floodplain.core.backups import BackupTable
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.decoder import Decoder
 from floodplain.engine.models.linear import can_pack
 from floodplain.engine.models.load import load_decoder
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.sampler import Sampler
 from floodplain.engine.shell import Engine
+from floodplain.engine.swap import open_swap
 from floodplain.engine.tokenizer import Tokenizer
 from floodplain.engine.weights.open_model import ModelSource, open_model
+from floodplain.memory.swap_space import SwapStats
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
@@ -32,7 +37,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Load the model, map the KV pool, and put the parts together.
+    """Load the model, map the KV pool, open the swap space, and put the parts together.
 
     Raises:
         UserError: The model cannot be read, the device is not there, or memory is too small for one request.
@@ -40,12 +45,12 @@ def build_engine(config: EngineConfig) -> Engine:
     device, dtype = _torch_device(config.device), _torch_dtype(config.dtype)
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()
-    memory = DeviceMemory(config, source.config, device, dtype)
-    try:
-        return _assemble(config, source, tokenizer, memory, device, dtype)
-    except BaseException:
-        memory.close()
-        raise
+    with ExitStack() as on_failure:
+        memory = DeviceMemory(config, source.config, device, dtype)
+        on_failure.callback(memory.close)
+        engine = _assemble(config, source, tokenizer, memory, device, dtype, on_failure)
+        on_failure.pop_all()
+    return engine
 
 
 def _assemble(
@@ -55,19 +60,14 @@ def _assemble(
     memory: DeviceMemory,
     device: torch.device,
     dtype: torch.dtype,
+    on_failure: ExitStack,
 ) -> Engine:
-    is_packed = config.pack_weights and can_pack(dtype, device)
-    model = load_decoder(
-        source.config,
-        source,
-        dtype=dtype,
-        device=device,
-        block_tokens=config.block_tokens,
-        allocate=None if is_packed else memory.allocate_parameters,
-        is_packed=is_packed,
-    )
+    model = _load(config, source, memory, device, dtype)
     pool, ledger = memory.open_pool()
     max_model_len = _max_model_len(config, source.config, pool.num_blocks)
+    swap = open_swap(config, pool)
+    if swap is not None:
+        on_failure.callback(swap.space.close)
     loop_config = LoopConfig(
         max_model_len=max_model_len,
         max_batched_tokens=config.max_batched_tokens,
@@ -75,6 +75,7 @@ def _assemble(
         max_waiting=config.max_waiting,
         eos_token_ids=tokenizer.eos_token_ids,
         fingerprint=f"{source.name}:{config.dtype}:{config.block_tokens}",
+        block_bytes=memory.layout.block_bytes,
     )
     runner = ModelRunner(
         model,
@@ -83,18 +84,43 @@ def _assemble(
         block_tokens=config.block_tokens,
         max_model_len=max_model_len,
         on_close=memory.close,
+        swap=swap.space if swap else None,
     )
     policy = make_policy(config.policy)
-    resolved = replace(config, kv_memory=pool.num_blocks * memory.layout.block_bytes, max_model_len=max_model_len)
+    backups = BackupTable([swap.ledger] if swap else [])
+    state = LoopState(loop_config, ledger, policy, backups, [swap.link] if swap else [])
+    resolved = replace(
+        config,
+        kv_memory=pool.num_blocks * memory.layout.block_bytes,
+        max_model_len=max_model_len,
+        swap_memory=swap.ledger.num_slots * memory.layout.block_bytes if swap else None,
+    )
     logger.info("engine config %s", json.dumps(asdict(resolved)))
     return Engine(
-        Loop(LoopState(loop_config, ledger, policy), policy, config.seed),
+        Loop(state, policy, config.seed),
         runner,
         tokenizer,
         model_name=config.model,
         config=resolved,
         block_bytes=memory.layout.block_bytes,
         vocab_size=source.config.shape.vocab_size,
+        swap_stats=swap.space.stats if swap else SwapStats,
+        links=(swap.facts,) if swap else (),
+    )
+
+
+def _load(
+    config: EngineConfig, source: ModelSource, memory: DeviceMemory, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    is_packed = config.pack_weights and can_pack(dtype, device)
+    return load_decoder(
+        source.config,
+        source,
+        dtype=dtype,
+        device=device,
+        block_tokens=config.block_tokens,
+        allocate=None if is_packed else memory.allocate_parameters,
+        is_packed=is_packed,
     )
 
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from floodplain.core.errors import UserError
+from floodplain.cost.link import LINKS
 
 
 def _flag(
@@ -18,6 +19,15 @@ def _flag(
 POLICIES = ("fcfs",)
 MAX_BLOCK_TOKENS = 1024
 DTYPES = ("float32", "bfloat16")
+SWAPS = ("none", "host")
+HARDWARE_PREFIX = "emulated-"
+HARDWARE = tuple(f"{HARDWARE_PREFIX}{name}" for name in LINKS)
+_COUNTS = (
+    "block_tokens", "max_batched_tokens", "max_num_seqs", "max_waiting", "kv_memory", "max_model_len", "swap_memory",
+)  # fmt: skip
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "policy": POLICIES, "dtype": DTYPES, "swap": SWAPS, "hardware": (None, *HARDWARE),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +60,41 @@ class EngineConfig:
         True, "on a CPU, keep weight matrices in its own blocked layout: faster, but a layer's parameters cannot move"
     )
     device: str = _flag("cpu", "cpu, cuda or cuda:INDEX")  # type: ignore[assignment]
+    swap: str = _flag("none", "where KV goes that must leave the device", SWAPS)  # type: ignore[assignment]
+    swap_memory: int | None = field(
+        default=None,
+        metadata={"help": "memory of the swap space (default: twice the KV pool, at most a quarter of what is free)",
+                  "size": True},
+    )  # fmt: skip
+    hardware: str | None = field(
+        default=None,
+        metadata={"help": "on a CPU, pace copies to swap space as this link would, slowed down by one factor for all "
+                          "links (default: as fast as this machine copies)",
+                  "choices": HARDWARE},
+    )  # fmt: skip
     seed: int = _flag(0, "seed of everything random")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        for name in ("block_tokens", "max_batched_tokens", "max_num_seqs", "max_waiting", "kv_memory", "max_model_len"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UserError(f"--{name.replace('_', '-')} must be a whole number of at least 1, not {value!r}")
         if self.block_tokens > MAX_BLOCK_TOKENS:
             raise UserError(f"--block-tokens must be at most {MAX_BLOCK_TOKENS}, not {self.block_tokens}")
-        if self.policy not in POLICIES:
-            raise UserError(f"--policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if self.dtype not in DTYPES:
-            raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise UserError(f"--{name} must be one of {', '.join(filter(None, choices))}, not {value!r}")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise UserError(f"--max-model-len must be at least 2, not {self.max_model_len}")
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")
+        self._check_swap()
+
+    def _check_swap(self) -> None:
+        if self.swap == "none":
+            for name, value in (("--swap-memory", self.swap_memory), ("--hardware", self.hardware)):
+                if value is not None:
+                    raise UserError(f"{name} says how to swap: give --swap host too, or leave it out")
+        if self.hardware is not None and self.device != "cpu":
+            raise UserError(f"--hardware {self.hardware} emulates a link on a CPU: leave it out with --device cuda")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.load_target import EngineTarget, sampled_timeline
 from floodplain.engine.outputs import EngineStats
-from floodplain.observe.run_facts import EngineReport, HardwareReport
+from floodplain.observe.run_facts import EngineReport, HardwareReport, SwapReport, TierTraffic
 from floodplain.workload.client import run_load
 from floodplain.workload.records import LoadRequest, RequestRecord
 
@@ -55,16 +56,39 @@ def report_between(before: EngineStats, after: EngineStats) -> EngineReport:
         wasted_tokens=after.num_wasted_tokens - before.num_wasted_tokens,
         steps=after.num_steps - before.num_steps,
         scheduler_s=after.scheduler_s - before.scheduler_s,
+        swap=_swap_between(before, after),
     )
 
 
-def hardware_report(device: str) -> HardwareReport:
-    """The device that computes. Without swap space there is no link, so nothing is emulated yet."""
+def _swap_between(before: EngineStats, after: EngineStats) -> SwapReport:
+    moved = {key: count - before.swap_bytes.get(key, 0) for key, count in after.swap_bytes.items()}
+    by_tier = {tier: TierTraffic(moved["out", tier], moved["in", tier]) for way, tier in moved if way == "out"}
+    backup_bytes = after.backup_bytes - before.backup_bytes
+    return SwapReport(
+        out_bytes=sum(traffic.out_bytes for traffic in by_tier.values()) - backup_bytes,
+        in_bytes=sum(traffic.in_bytes for traffic in by_tier.values()),
+        backup_bytes=backup_bytes,
+        stall_s=after.swap_stall_s - before.swap_stall_s,
+        by_tier=by_tier,
+        failed_transfers={
+            problem: count - before.failed_transfers.get(problem, 0)
+            for problem, count in after.failed_transfers.items()
+        },
+    )
+
+
+def hardware_report(device: str, links: Sequence[Mapping[str, Any]] = ()) -> HardwareReport:
+    """The device that computes, and the links of its engine (``Engine.links``)."""
     if device.startswith("cuda"):
         import torch
 
-        return HardwareReport(name=torch.cuda.get_device_name(device), emulated=False)
-    return HardwareReport(name=f"{_processor()}, {os.cpu_count()} cores", emulated=False)
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{_processor()}, {os.cpu_count()} cores"
+    emulated = [str(link["name"]) for link in links if link["emulated"]]
+    if emulated:
+        name = f"{', '.join(emulated)} on {name}"
+    return HardwareReport(name=name, emulated=bool(emulated), links=tuple(links))
 
 
 def _processor() -> str:

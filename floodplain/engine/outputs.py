@@ -56,7 +56,10 @@ class RequestOutput:
 class EngineStats:
     """A snapshot of gauges and counters since start; the source of ``/metrics`` and of timelines.
 
-    ``kv_blocks`` counts blocks by state name; ``scheduler_s`` is the loop's own time, all steps.
+    ``kv_blocks`` counts blocks by state name; ``scheduler_s`` is the loop's own time, all steps. ``kv_bytes`` is the
+    memory of the pool (``local``) and of the slots in use (other tiers). ``swap_bytes`` counts what went over links by
+    (``out`` or ``in``, tier); of it, ``backup_bytes`` went out ahead of need. ``swap_stall_s`` is the time in which
+    requests were alive and nothing could run before a copy ended; ``failed_transfers`` counts copies by problem.
     """
 
     num_running: int = 0
@@ -75,3 +78,7 @@ class EngineStats:
     num_recomputed_tokens: int = 0
     num_wasted_tokens: int = 0
     num_requests: dict[str, int] = field(default_factory=dict)
+    swap_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    backup_bytes: int = 0
+    swap_stall_s: float = 0.0
+    failed_transfers: dict[str, int] = field(default_factory=dict)

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.plan import PrefillChunk, StepPlan, StepResult
+from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, Transfer
 from floodplain.core.request import SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.batch import ForwardBatch, PrefillSegment
 from floodplain.engine.models.decoder import Decoder, LayerHooks
 from floodplain.engine.sampler import Sampler
 from floodplain.engine.slots import IntArray, SequenceSlots
+from floodplain.memory.swap_space import SwapSpace
 
 
 class ModelRunner:
@@ -27,6 +28,7 @@ class ModelRunner:
         block_tokens: Tokens in a block.
         max_model_len: Most tokens of a sequence.
         on_close: Gives back the memory behind ``kv_layers``.
+        swap: Runs the transfers of plans; the runner closes it. None: plans must not move KV.
         hooks: Called around each layer.
     """
 
@@ -39,6 +41,7 @@ class ModelRunner:
         block_tokens: int,
         max_model_len: int,
         on_close: Callable[[], None],
+        swap: SwapSpace | None = None,
         hooks: LayerHooks | None = None,
     ) -> None:
         self._model = model
@@ -46,6 +49,7 @@ class ModelRunner:
         self._sampler = sampler
         self._block_tokens = block_tokens
         self._on_close = on_close
+        self._swap = swap
         self._hooks = hooks
         self._slots = SequenceSlots(max_blocks=-(-max_model_len // block_tokens))
         self._params: dict[SeqId, SamplingParams] = {}
@@ -60,28 +64,42 @@ class ModelRunner:
         """Give back all memory."""
         if not self._is_closed:
             self._is_closed = True
+            if self._swap is not None:
+                self._swap.close()  # its copies end before the pool's memory goes
             self._kv_layers = ()
             del self._model  # views of parameters, whose memory goes next
             self._on_close()
 
     def poll_transfers(self) -> Sequence[tuple[int, bool]]:
-        """Nothing is ever under way: this engine has no swap space yet, so no policy of it moves KV."""
-        return ()
+        """See ``Executor``."""
+        return self._swap.poll() if self._swap is not None else ()
+
+    def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, bool]]:
+        """See ``Executor``."""
+        return self._swap.wait(timeout_s) if self._swap is not None else ()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end.
+        """Run one step to its end. Its transfers begin first and run beside it; nobody waits for them here.
 
         Raises:
-            InvariantError: The plan moves KV, or the runner is closed.
+            InvariantError: The plan moves KV and there is no swap space, or the runner is closed.
         """
-        if plan.transfers or self._is_closed:
-            raise InvariantError("a plan for swap space or a closed engine reached the model runner")
+        if self._is_closed:
+            raise InvariantError("a plan reached a closed model runner")
         self._apply_updates(plan)
+        self._start_transfers(plan.transfers)
         batch = self._make_batch(plan)
         if batch is None:
             return StepResult(plan.step_id, ())
         logits = self._model.forward(batch, self._kv_layers, self._hooks)
         return self._sample(plan, logits)
+
+    def _start_transfers(self, transfers: Sequence[Transfer]) -> None:
+        """What leaves was written by steps that have ended, or is in the device's queue before its copy."""
+        for transfer in transfers:
+            if self._swap is None:
+                raise InvariantError(f"transfer {transfer.transfer_id} reached a model runner without swap space")
+            self._swap.start(transfer)
 
     def _apply_updates(self, plan: StepPlan) -> None:
         for seq_id in plan.released:

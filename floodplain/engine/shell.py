@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
 
-from floodplain.core.blocks import BlockState
 from floodplain.core.errors import RequestRefused
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.plan import StepPlan
+from floodplain.core.plan import StepPlan, Wait
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.processor import OutputProcessor
+from floodplain.engine.snapshot import take_snapshot
 from floodplain.engine.tokenizer import Tokenizer
+from floodplain.memory.swap_space import SwapStats
 from floodplain.runtime.executor import Executor
 from floodplain.runtime.loop import Loop
+
+MAX_WAIT_S = 0.05
+"""A step that has nothing to run returns after this time at the latest."""
+_TURN_S = 0.002
+"""How often a step that waits looks for news."""
 
 
 class Engine:
@@ -31,7 +38,14 @@ class Engine:
         config: What the engine was made from, resolved: nothing in it is None that has a value.
         block_bytes: Bytes of one KV block over all layers.
         vocab_size: Token ids are below this.
+        swap_stats: What swap space has moved so far.
+        links: The facts of each link to swap space (see ``observe.run_facts.HardwareReport``).
         clock: Monotonic seconds.
+
+    Attributes:
+        has_news: Whoever feeds the engine from another thread sets it: a step that waits returns when it says True.
+        scheduler_s: The loop's own time, all steps.
+        swap_stall_s: Time in which requests were alive and nothing could run before a copy ended.
     """
 
     def __init__(
@@ -44,14 +58,20 @@ class Engine:
         config: EngineConfig,
         block_bytes: int,
         vocab_size: int,
+        swap_stats: Callable[[], SwapStats] = SwapStats,
+        links: Seq[Mapping[str, Any]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.config = config
-        self.scheduler_s = 0.0
+        self.links = tuple(links)
+        self.has_news: Callable[[], bool] = lambda: False
+        self.scheduler_s = self.swap_stall_s = 0.0
         self._executor = executor
+        self._swap_stats = swap_stats
+        self._num_copying = 0
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
         self._clock = clock
@@ -129,18 +149,44 @@ class Engine:
     def step(self) -> list[tuple[SeqId, OutputDelta]]:
         """Plan and run one step; an empty list if there was nothing to run.
 
+        While nothing can run before a copy ends, or before a time that the policy named, it waits: at most
+        ``MAX_WAIT_S``, and no longer than ``has_news`` allows.
+
         Raises:
             InvariantError: A bug; the engine must not go on.
         """
         begin = self._clock()
         plan = self.loop.next_plan(begin)
         self.scheduler_s += self._clock() - begin
-        deltas = self._run(plan) if isinstance(plan, StepPlan) else []
-        for transfer_id, is_whole in self._executor.poll_transfers():
+        if isinstance(plan, StepPlan):
+            deltas, ended = self._run(plan), self._executor.poll_transfers()
+        else:
+            deltas, ended = [], self._wait(plan)
+        self._num_copying -= len(ended)
+        for transfer_id, is_whole in ended:
             self.loop.transfer_done(transfer_id, is_whole, self._clock())
         return deltas
 
+    def _wait(self, wait: Wait) -> Seq[tuple[int, bool]]:
+        """Wait until a copy has ended, the policy's time has come, or there is news; return the copies that ended."""
+        if not self._num_copying and wait.until_s is None:
+            return ()
+        begin = self._clock()
+        until_s = begin + MAX_WAIT_S if wait.until_s is None else min(begin + MAX_WAIT_S, wait.until_s)
+        if self._num_copying:
+            until_s = max(until_s, begin + _TURN_S)  # whatever the policy said: no spinning beside the copy threads
+        ended: Seq[tuple[int, bool]] = ()
+        while not ended and not self.has_news() and (left_s := until_s - self._clock()) > 0:
+            if self._num_copying:
+                ended = self._executor.wait_transfers(min(left_s, _TURN_S))
+            else:
+                time.sleep(min(left_s, _TURN_S))
+        if self._num_copying and self._alive:
+            self.swap_stall_s += self._clock() - begin
+        return ended
+
     def _run(self, plan: StepPlan) -> list[tuple[SeqId, OutputDelta]]:
+        self._num_copying += len(plan.transfers)
         result = self._executor.execute(plan)
         begin = self._clock()
         outputs = self.loop.complete(result, begin)
@@ -167,25 +213,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; may be taken from another thread, between whose reads a step may run."""
-        state = self.loop.state
-        counters = asdict(state.counters)
-        blocks = {block_state.value: count for block_state, count in state.ledger.count_states().items()}
-        num_used = state.ledger.num_blocks - state.ledger.num_available
-        return EngineStats(
-            num_running=len(state.running) + len(state.loading),
-            num_waiting=len(state.waiting),
-            num_swapped=len(state.swapped),
-            kv_blocks={name: n for name, n in blocks.items() if name != BlockState.ABSENT.value},
-            kv_bytes={"local": state.ledger.num_blocks * self._block_bytes},
-            num_blocks=state.ledger.num_blocks,
-            num_used_blocks=num_used,
-            num_steps=counters["num_steps"],
+        return take_snapshot(
+            self.loop.state,
+            self._swap_stats(),
+            block_bytes=self._block_bytes,
             scheduler_s=self.scheduler_s,
-            num_prompt_tokens=counters["num_prompt_tokens"],
-            num_generated_tokens=counters["num_generated_tokens"],
-            num_cached_tokens=counters["num_cached_tokens"],
-            preemptions=counters["preemptions"],
-            num_recomputed_tokens=counters["num_recomputed_tokens"],
-            num_wasted_tokens=counters["num_wasted_tokens"],
-            num_requests=counters["finished"],
+            swap_stall_s=self.swap_stall_s,
         )

@@ -40,6 +40,12 @@ class StatsView(Protocol):
     @property
     def preemptions(self) -> Mapping[str, int]: ...  # noqa: D102
     @property
+    def swap_bytes(self) -> Mapping[tuple[str, str], int]: ...  # noqa: D102
+    @property
+    def swap_stall_s(self) -> float: ...  # noqa: D102
+    @property
+    def failed_transfers(self) -> Mapping[str, int]: ...  # noqa: D102
+    @property
     def num_prompt_tokens(self) -> int: ...  # noqa: D102
     @property
     def num_generated_tokens(self) -> int: ...  # noqa: D102
@@ -99,7 +105,7 @@ class ServingMetrics(Collector):
         self._e2e.observe([lifecycle.e2e_s])
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, now. Leases appear once there are some; swapping is zero until there is a tier to swap to."""
+        """All metrics, now. Leases appear once there are some; without swap space its counters stay 0."""
         stats = self._stats()
         yield self._gauge("requests_running", "Requests on the device.", {(): stats.num_running})
         yield self._gauge("requests_waiting", "Requests that wait.", {(): stats.num_waiting})
@@ -108,15 +114,22 @@ class ServingMetrics(Collector):
         yield self._gauge("kv_bytes", "Bytes of KV by tier.", _by_one(stats.kv_bytes), "tier")
         preemptions = {mode.value: 0 for mode in PreemptionMode} | dict(stats.preemptions)
         yield self._counter("preemptions", "Requests taken off the device.", _by_one(preemptions), "mode")
-        no_bytes: dict[tuple[str, ...], int] = {
-            (way, tier.value): 0 for way in ("out", "in") for tier in Tier if tier is not Tier.LOCAL
-        }
-        yield self._counter("swap_bytes", "Bytes of KV moved to and from a tier.", no_bytes, "direction", "tier")
-        yield self._counter("swap_stall_seconds", "Time that steps waited for swapped KV.", {(): 0})
+        yield from self._swap(stats)
         yield self._counter("prompt_tokens", "Prompt tokens of requests.", {(): stats.num_prompt_tokens})
         yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
         for histogram in (self._ttft, self._tpot, self._itl, self._e2e):
             yield histogram.family(self._model_name)
+
+    def _swap(self, stats: StatsView) -> Iterator[Metric]:
+        tiers = [tier.value for tier in Tier if tier is not Tier.LOCAL]
+        moved: dict[tuple[str, ...], int] = {
+            (way, tier): stats.swap_bytes.get((way, tier), 0) for way in ("out", "in") for tier in tiers
+        }
+        yield self._counter("swap_bytes", "Bytes of KV moved to and from a tier.", moved, "direction", "tier")
+        text = "Time in which nothing could run before a copy ended."
+        yield self._counter("swap_stall_seconds", text, {(): stats.swap_stall_s})
+        failed = _by_one(stats.failed_transfers)
+        yield self._counter("failed_transfers", "Copies of KV that were not whole.", failed, "problem")
 
     def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
         family = GaugeMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])
@@ -124,7 +137,7 @@ class ServingMetrics(Collector):
             family.add_metric([self._model_name, *key], value)
         return family
 
-    def _counter(self, name: str, text: str, values: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
+    def _counter(self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
         family = CounterMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])
         for key, value in values.items():
             family.add_metric([self._model_name, *key], value)

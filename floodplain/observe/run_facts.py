@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """Bytes that went to and came from one tier."""
+    """Bytes that went to and came from one tier, what was written ahead included."""
 
     out_bytes: int = 0
     in_bytes: int = 0
@@ -23,8 +23,9 @@ class SwapReport:
         out_bytes: KV written at preemptions.
         in_bytes: KV brought back.
         backup_bytes: KV written ahead, while its owner still ran.
-        stall_s: How long steps waited for copies.
+        stall_s: How long requests were alive and nothing could run before a copy ended.
         by_tier: The traffic of each tier, by its name.
+        failed_transfers: Copies that were not whole, by problem; what they moved was computed again.
     """
 
     out_bytes: int = 0
@@ -32,6 +33,7 @@ class SwapReport:
     backup_bytes: int = 0
     stall_s: float = 0.0
     by_tier: Mapping[str, TierTraffic] = field(default_factory=dict)
+    failed_transfers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +41,11 @@ class HardwareReport:
     """Where it ran.
 
     Attributes:
-        name: For example the GPU's; ``emulated-…`` when links are emulated.
+        name: For example the GPU's; ``emulated-… on …`` when links are emulated.
         emulated: Whether any part is.
-        links: The links in use, each as a mapping of its facts.
+        links: The links in use, each as a mapping of its facts: ``tier``, ``name``, ``emulated``, ``bandwidth`` (bytes
+            per second of a large copy, slower direction); of an emulated one also ``modelled_bandwidth``,
+            ``slowdown`` (their ratio, the same for all links) and ``source``.
     """
 
     name: str

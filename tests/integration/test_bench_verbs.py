@@ -44,3 +44,23 @@ def test_skipped_rows_of_a_trace_are_told_and_counted_and_without_a_trace_unknow
     result, told = verb(capsys, "--num-prompts", "2", "--max-input", "9", "--max-output", "3")
     assert result["floodplain"]["skipped_rows"] is None
     assert "rows" not in told
+
+
+def test_a_result_names_the_emulated_link_and_how_much_slower_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-prompts", "2", "--max-input", "9", "--max-output", "3", "--dtype", "float32", "--swap", "host")
+    plain, _ = offline(capsys, *flags)
+    (link,) = plain["floodplain"]["hardware"]["links"]
+    assert (plain["floodplain"]["hardware"]["emulated"], link["name"]) == (False, "measured")
+    paced, _ = offline(capsys, *flags, "--hardware", "emulated-pcie4")
+    hardware = paced["floodplain"]["hardware"]
+    (link,) = hardware["links"]
+    assert hardware["emulated"] is True
+    assert hardware["name"].startswith("emulated-pcie4 on ")
+    assert link["modelled_bandwidth"] == 25e9
+    assert link["bandwidth"] * link["slowdown"] == pytest.approx(25e9)
+    assert link["slowdown"] > 1
+    config = paced["floodplain"]["config"]
+    assert (config["hardware"], config["swap_memory"]) == ("emulated-pcie4", 2 * config["kv_memory"])
+    swap = paced["floodplain"]["swap"]
+    assert swap["by_tier"] == {"host": {"out_bytes": 0, "in_bytes": 0}}
+    assert swap["failed_transfers"] == {"digest_mismatch": 0, "empty_slot": 0, "not_copied": 0}

@@ -108,6 +108,21 @@ class FakeExecutor:
             else:
                 self.slots[slot] = dict(self.blocks[block])
 
+    def poll_transfers(self) -> list[tuple[int, bool]]:
+        """Copies end only when somebody waits for them."""
+        return []
+
+    def wait_transfers(self, timeout_s: float) -> list[tuple[int, bool]]:
+        """The oldest copy ends, at once."""
+        if not self.transfers:
+            return []
+        transfer = self.transfers.pop(0)
+        self.copy(transfer)
+        return [(transfer.transfer_id, True)]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _decode(self, seq_id: SeqId) -> int:
         replica = self.replicas[seq_id]
         self._write(replica, replica.position, replica.last_token)

@@ -21,6 +21,7 @@ PROMISED = {
     "preemptions_total": "counter",
     "swap_bytes_total": "counter",
     "swap_stall_seconds_total": "counter",
+    "failed_transfers_total": "counter",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
     "time_to_first_token_seconds": "histogram",
@@ -35,6 +36,7 @@ LABELS = {
     "kv_bytes": {"tier"},
     "preemptions_total": {"mode"},
     "swap_bytes_total": {"direction", "tier"},
+    "failed_transfers_total": {"problem"},
 }
 
 
@@ -46,7 +48,7 @@ def scrape(metrics: ServingMetrics) -> dict[str, object]:
 
 
 def test_the_names_types_and_labels_are_the_promised_ones() -> None:
-    stats = EngineStats(kv_blocks={"free": 1}, kv_bytes={"local": 2})
+    stats = EngineStats(kv_blocks={"free": 1}, kv_bytes={"local": 2}, failed_transfers={"not_copied": 0})
     families = scrape(ServingMetrics("m", lambda: stats))
     assert {name.removeprefix("floodplain_"): f.type for name, f in families.items()} == PROMISED  # type: ignore[attr-defined]
     for name, labels in LABELS.items():
@@ -65,6 +67,28 @@ def test_counters_and_gauges_are_the_engine_statistics_of_the_moment() -> None:
     assert (before, value_of(metrics, "floodplain_prompt_tokens_total")) == (10, 12)
     assert value_of(metrics, "floodplain_requests_running") == 2
     assert value_of(metrics, "floodplain_preemptions_total", mode="recompute") == 0
+
+
+def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
+    stats = EngineStats(
+        num_swapped=4,
+        kv_bytes={"local": 100, "host": 30},
+        swap_bytes={("out", "host"): 7, ("in", "host"): 5},
+        backup_bytes=2,
+        swap_stall_s=0.25,
+        failed_transfers={"digest_mismatch": 3},
+    )
+    metrics = ServingMetrics("m", lambda: stats)
+    seen = {
+        (way, tier): value_of(metrics, "floodplain_swap_bytes_total", direction=way, tier=tier)
+        for way in ("out", "in")
+        for tier in ("host", "peer")
+    }
+    assert seen == {("out", "host"): 7, ("in", "host"): 5, ("out", "peer"): 0, ("in", "peer"): 0}
+    assert value_of(metrics, "floodplain_swap_stall_seconds_total") == 0.25
+    assert value_of(metrics, "floodplain_failed_transfers_total", problem="digest_mismatch") == 3
+    assert value_of(metrics, "floodplain_kv_bytes", tier="host") == 30
+    assert value_of(metrics, "floodplain_requests_swapped") == 4
 
 
 def value_of(metrics: ServingMetrics, name: str, **labels: str) -> float | None:

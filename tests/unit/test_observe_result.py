@@ -108,7 +108,7 @@ def test_jain_index_is_one_for_equals_and_one_over_n_for_a_monopoly() -> None:
 
 
 def test_the_engine_part_has_the_promised_keys() -> None:
-    swap = SwapReport(out_bytes=5, by_tier={"host": TierTraffic(5, 2)})
+    swap = SwapReport(out_bytes=5, by_tier={"host": TierTraffic(5, 2)}, failed_transfers={"not_copied": 1})
     engine = EngineReport(preemptions=1, recomputed_tokens=2, wasted_tokens=3, steps=4, scheduler_s=0.5, swap=swap)
     info = RunInfo(
         backend="floodplain",
@@ -124,7 +124,7 @@ def test_the_engine_part_has_the_promised_keys() -> None:
     } <= own.keys()  # fmt: skip
     assert own["swap"] == {
         "out_bytes": 5, "in_bytes": 0, "backup_bytes": 0, "stall_s": 0.0,
-        "by_tier": {"host": {"out_bytes": 5, "in_bytes": 2}},
+        "by_tier": {"host": {"out_bytes": 5, "in_bytes": 2}}, "failed_transfers": {"not_copied": 1},
     }  # fmt: skip
     assert own["hardware"] == {"name": "emulated-h100", "emulated": True, "links": ({"name": "host"},)}
     assert own["timeline"] == {"time_s": [0.0]}

@@ -1,0 +1,53 @@
+"""What an engine's statistics are made of."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from floodplain.core.blocks import BlockState
+from floodplain.core.tiers import Tier
+from floodplain.engine.outputs import EngineStats
+from floodplain.memory.swap_space import SwapStats
+from floodplain.runtime.state import LoopState
+
+
+def take_snapshot(
+    state: LoopState, swap: SwapStats, *, block_bytes: int, scheduler_s: float, swap_stall_s: float
+) -> EngineStats:
+    """Gauges and counters now; may be taken from another thread, between whose reads a step may run.
+
+    Args:
+        state: Of the loop.
+        swap: What was moved.
+        block_bytes: Bytes of one KV block over all layers.
+        scheduler_s: The loop's own time, all steps.
+        swap_stall_s: Time in which nothing could run before a copy ended.
+    """
+    counters = asdict(state.counters)
+    blocks = {block_state.value: count for block_state, count in state.ledger.count_states().items()}
+    slots = {tier.value: one.num_slots - one.num_free for tier, one in state.backups.slots.items()}
+    return EngineStats(
+        num_running=len(state.running) + len(state.loading),
+        num_waiting=len(state.waiting),
+        num_swapped=len(state.swapped),
+        kv_blocks={name: count for name, count in blocks.items() if name != BlockState.ABSENT.value},
+        kv_bytes={
+            Tier.LOCAL.value: state.ledger.num_blocks * block_bytes,
+            **{name: num_used * block_bytes for name, num_used in slots.items()},
+        },
+        num_blocks=state.ledger.num_blocks,
+        num_used_blocks=state.ledger.num_blocks - state.ledger.num_available,
+        num_steps=counters["num_steps"],
+        scheduler_s=scheduler_s,
+        num_prompt_tokens=counters["num_prompt_tokens"],
+        num_generated_tokens=counters["num_generated_tokens"],
+        num_cached_tokens=counters["num_cached_tokens"],
+        preemptions=counters["preemptions"],
+        num_recomputed_tokens=counters["num_recomputed_tokens"],
+        num_wasted_tokens=counters["num_wasted_tokens"],
+        num_requests=counters["finished"],
+        swap_bytes=swap.traffic_bytes,
+        backup_bytes=swap.backup_bytes,
+        swap_stall_s=swap_stall_s,
+        failed_transfers={problem.value: count for problem, count in swap.failed_copies.items()},
+    )

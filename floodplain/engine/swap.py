@@ -1,0 +1,152 @@
+"""Opens an engine's swap space as its flags ask: slots, transfer engine, link, and what to say about them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from floodplain.core.errors import UserError
+from floodplain.core.tiers import Link, SlotLedger, Tier
+from floodplain.cost.link import LINKS, LinkProfile, common_scale
+from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
+from floodplain.engine.device_memory import _available_bytes
+from floodplain.memory.emulated_link import EmulatedLink
+from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
+from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
+from floodplain.memory.swap_space import SwapSpace, SwapTier
+from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
+
+LINK_STAGING_BYTES = 64 * 2**20
+"""Gathered at a time for a link: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
+CACHE_STAGING_BYTES = 4 * 2**20
+"""The same where the link is this machine's own memory: staging that stays in the caches is half as fast again."""
+DEFAULT_POOL_FACTOR = 2
+DEFAULT_AVAILABLE_SHARE = 0.25
+"""Swap space is by default so many times the KV pool, but at most this share of the memory that is available."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSwap:
+    """Swap space and what the loop must know of it.
+
+    Attributes:
+        space: Moves the bytes.
+        ledger: Books the slots.
+        link: What a copy costs.
+        facts: The link for the result of a benchmark: ``name``, ``bandwidth`` (bytes per second of a large copy, the
+            slower direction), and if it is emulated its model.
+    """
+
+    space: SwapSpace
+    ledger: SlotLedger
+    link: Link
+    facts: Mapping[str, Any]
+
+
+def open_swap(config: EngineConfig, pool: KVPool) -> OpenedSwap | None:
+    """Make the swap space of an engine; None if the flags ask for none. Close its ``space`` before the pool.
+
+    Raises:
+        UserError: The machine has less memory than was asked for, or what was asked for holds no block.
+    """
+    if config.swap == "none":
+        return None
+    num_slots = _count_slots(config.swap_memory, pool)
+    emulated = _emulated_link(config.hardware, pool.layout)
+    tier = _open_host_tier(pool, num_slots, emulated)
+    try:
+        link, facts = _describe_link(emulated, pool, tier)
+    except BaseException:
+        tier.engine.close()
+        raise
+    return OpenedSwap(SwapSpace({Tier.HOST: tier}), SlotLedger(Tier.HOST, num_slots), link, facts)
+
+
+def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> float:
+    """Bytes per second of moving the pool's first blocks there and back, the slower direction. All slots end empty."""
+    num_bytes = num_blocks * tier.slots.layout.block_bytes
+    ids = tuple(range(num_blocks))
+    best_s = [
+        min(_time_s(tier.engine, BlockCopy(direction, ids, ids)) for _ in range(num_repeats))
+        for direction in (Direction.OUTBOUND, Direction.INBOUND)
+    ]
+    tier.slots.digests[:] = EMPTY_DIGEST
+    return num_bytes / max(best_s)
+
+
+def _time_s(engine: TransferEngine, copy: BlockCopy) -> float:
+    start = time.perf_counter()
+    engine.submit(0, copy)
+    engine.wait()
+    return time.perf_counter() - start
+
+
+def _count_slots(asked_bytes: int | None, pool: KVPool) -> int:
+    block_bytes, available = pool.layout.block_bytes, _available_bytes()
+    default = min(DEFAULT_POOL_FACTOR * pool.num_blocks * block_bytes, int(available * DEFAULT_AVAILABLE_SHARE))
+    num_bytes = default if asked_bytes is None else asked_bytes
+    if num_bytes > available:
+        raise UserError(
+            f"--swap-memory {num_bytes} is more than the {available} bytes that this machine has free: lower it"
+        )
+    if num_bytes < block_bytes:
+        raise UserError(f"--swap-memory {num_bytes} is less than one KV block of {block_bytes} bytes: raise it")
+    return num_bytes // block_bytes
+
+
+def _emulated_link(hardware: str | None, layout: KVLayout) -> EmulatedLink | None:
+    if hardware is None:
+        return None
+    return EmulatedLink(LINKS[hardware.removeprefix(HARDWARE_PREFIX)], _emulation_scale(layout))
+
+
+@cache
+def _emulation_scale(layout: KVLayout) -> float:
+    """Measured once in a process, so that engines that are compared have the same link."""
+    return common_scale(LINKS.values(), measure_copy_bandwidth(layout))
+
+
+def _open_host_tier(pool: KVPool, num_slots: int, emulated: EmulatedLink | None) -> SwapTier:
+    is_cuda = pool.device.torch_device.type == "cuda"
+    staging_bytes = LINK_STAGING_BYTES if is_cuda or emulated else CACHE_STAGING_BYTES
+    staging_blocks = max(1, min(num_slots, staging_bytes // pool.layout.block_bytes))
+    slots = SwapSlots(pool.layout, num_slots, is_pinned=is_cuda)
+    if is_cuda:
+        from floodplain.memory.cuda_transfer import CudaTransferEngine
+
+        return SwapTier(slots, CudaTransferEngine(pool, slots, staging_blocks).start())
+    slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
+    return SwapTier(slots, HostTransferEngine(pool, slots, staging_blocks, emulated).start())
+
+
+def _describe_link(emulated: EmulatedLink | None, pool: KVPool, tier: SwapTier) -> tuple[Link, dict[str, Any]]:
+    facts: dict[str, Any] = {"tier": Tier.HOST.value}
+    if emulated is None:
+        most = max(1, LINK_STAGING_BYTES // pool.layout.block_bytes)
+        bandwidth = measure_bandwidth(tier, min(pool.num_blocks, tier.slots.num_slots, most))
+        facts |= {"name": "measured", "emulated": False, "bandwidth": bandwidth}
+        return Link(Tier.HOST, bandwidth), facts
+    modelled = large_copy_bandwidth(emulated.profile)
+    link = Link(Tier.HOST, modelled * emulated.scale, _latency_s(emulated.profile) / emulated.scale)
+    facts |= {
+        "name": f"{HARDWARE_PREFIX}{emulated.profile.name}",
+        "emulated": True,
+        "bandwidth": link.bandwidth,
+        "modelled_bandwidth": modelled,
+        "slowdown": 1 / emulated.scale,
+        "source": emulated.profile.source,
+    }
+    return link, facts
+
+
+def large_copy_bandwidth(profile: LinkProfile) -> float:
+    """Bytes per second of the largest copy that the profile knows, in its slower direction."""
+    return min(curve.points[-1][1] for curve in (profile.outbound, profile.inbound))
+
+
+def _latency_s(profile: LinkProfile) -> float:
+    return max(profile.outbound.latency_s, profile.inbound.latency_s)

@@ -1,0 +1,190 @@
+"""Swap space: the tiers that blocks leave for, each with its slots and the engine that copies there and back.
+
+Mechanism only. Whose block lies in which slot is decided by ``core.backups``, and what a failed copy means by the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.plan import Transfer, TransferKind
+from floodplain.core.tiers import Tier
+from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
+from floodplain.memory.transfer import BlockCopy, CopyResult, Direction, TransferEngine
+
+logger = logging.getLogger(__name__)
+
+_TURN_S = 1e-3
+"""How long one tier is waited for while another has copies under way too."""
+
+
+class Problem(Enum):
+    """Why a copy is not whole."""
+
+    DIGEST_MISMATCH = "digest_mismatch"
+    EMPTY_SLOT = "empty_slot"
+    NOT_COPIED = "not_copied"
+
+
+@dataclass(frozen=True, slots=True)
+class SwapTier:
+    """One tier.
+
+    Attributes:
+        slots: Its bytes.
+        engine: Copies between them and the KV pool; started.
+    """
+
+    slots: SwapSlots
+    engine: TransferEngine
+
+
+@dataclass(frozen=True, slots=True)
+class SwapStats:
+    """Totals since the start.
+
+    Attributes:
+        moved_bytes: Over each link, by what for; copies that turned out not to be whole count too.
+        failed_copies: Copies that were not whole, by problem.
+        busy_s: Seconds in which a copy was under way, as far as whoever polls could see.
+    """
+
+    moved_bytes: Mapping[tuple[TransferKind, Tier], int] = field(default_factory=dict)
+    failed_copies: Mapping[Problem, int] = field(default_factory=lambda: dict.fromkeys(Problem, 0))
+    busy_s: float = 0.0
+
+    @property
+    def num_digest_mismatches(self) -> int:
+        """Copies that brought back other bytes than had left."""
+        return self.failed_copies[Problem.DIGEST_MISMATCH]
+
+    @property
+    def backup_bytes(self) -> int:
+        """Bytes written ahead, while their owner still ran."""
+        return sum(count for (kind, _), count in self.moved_bytes.items() if kind is TransferKind.BACKUP)
+
+    @property
+    def traffic_bytes(self) -> dict[tuple[str, str], int]:
+        """All bytes by (``out`` or ``in``, tier); what was written ahead went out."""
+        traffic: dict[tuple[str, str], int] = {}
+        for (kind, tier), count in self.moved_bytes.items():
+            key = ("in" if kind is TransferKind.SWAP_IN else "out", tier.value)
+            traffic[key] = traffic.get(key, 0) + count
+        return traffic
+
+
+@dataclass(slots=True)
+class _Open:
+    transfer: Transfer
+    num_parts: int
+    is_whole: bool = True
+
+
+class SwapSpace:
+    """Runs the transfers of step plans. One thread starts and polls; ``stats`` may be called from any.
+
+    Args:
+        tiers: What there is, nearest first. The swap space owns their engines from now on.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, tiers: Mapping[Tier, SwapTier], clock: Callable[[], float] = time.monotonic) -> None:
+        self._tiers = dict(tiers)
+        self._clock = clock
+        self._open: dict[int, _Open] = {}
+        self._moved_bytes = {(kind, tier): 0 for kind in TransferKind for tier in tiers}
+        self._failed_copies = dict.fromkeys(Problem, 0)
+        self._busy_s = self._busy_since_s = 0.0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._open)
+
+    def start(self, transfer: Transfer) -> None:
+        """Begin a transfer and return at once; its parts in several tiers run side by side.
+
+        Raises:
+            InvariantError: It moves nothing, is under way already, or goes to a tier, slot or block that is not there.
+        """
+        parts = _parts(transfer)
+        if transfer.transfer_id in self._open or not parts or not parts.keys() <= self._tiers.keys():
+            wanted = [tier.value for tier in parts]
+            raise InvariantError(f"transfer {transfer.transfer_id} to {wanted} cannot begin in this swap space")
+        for tier, copy in parts.items():
+            self._tiers[tier].engine.submit(transfer.transfer_id, copy)
+        if not self._open:
+            self._busy_since_s = self._clock()
+        self._open[transfer.transfer_id] = _Open(transfer, len(parts))
+
+    def poll(self) -> list[tuple[int, bool]]:
+        """Transfers that ended since the last call: (transfer id, whether every part of it is whole)."""
+        return [ended for tier, one in self._tiers.items() for ended in self._take(tier, one.engine.poll())]
+
+    def wait(self, timeout_s: float) -> list[tuple[int, bool]]:
+        """The same, waiting for the first one; empty if none is under way or the time is over."""
+        end_s = self._clock() + timeout_s
+        ended = self.poll()
+        while not ended and self._open and (left_s := end_s - self._clock()) > 0:
+            busy = [(tier, one.engine) for tier, one in self._tiers.items() if one.engine.num_in_flight]
+            turn_s = left_s if len(busy) == 1 else min(left_s, _TURN_S)
+            for tier, engine in busy:
+                ended += self._take(tier, engine.wait(turn_s))
+        return ended
+
+    def close(self) -> None:
+        """Let the copies in flight end, and give back engines and slots. Safe to call twice."""
+        for one in self._tiers.values():
+            one.engine.close()
+        self._tiers.clear()
+        self._open.clear()
+
+    def stats(self) -> SwapStats:
+        """What was moved so far; stays when the swap space is closed."""
+        return SwapStats(dict(self._moved_bytes), dict(self._failed_copies), self._busy_s)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _take(self, tier: Tier, results: Sequence[CopyResult]) -> list[tuple[int, bool]]:
+        """Count the results of one tier; return the transfers that ended with them."""
+        ended = []
+        for result in results:
+            one = self._open[result.transfer_id]
+            self._moved_bytes[one.transfer.kind, tier] += result.num_bytes
+            if not result.is_whole:
+                one.is_whole = False
+                self._note_failure(tier, one.transfer, result)
+            one.num_parts -= 1
+            if not one.num_parts:
+                del self._open[result.transfer_id]
+                ended.append((result.transfer_id, one.is_whole))
+        if ended and not self._open:
+            self._busy_s += self._clock() - self._busy_since_s
+        return ended
+
+    def _note_failure(self, tier: Tier, transfer: Transfer, result: CopyResult) -> None:
+        expected = self._tiers[tier].slots.digests[list(_parts(transfer)[tier].slots)]
+        if not result.digests:
+            problem = Problem.NOT_COPIED
+        else:
+            problem = Problem.EMPTY_SLOT if (expected == EMPTY_DIGEST).any() else Problem.DIGEST_MISMATCH
+        self._failed_copies[problem] += 1
+        what = f"{transfer.kind.value} {transfer.transfer_id} of sequence {transfer.seq_id}"
+        logger.warning("%s over %s is not whole, so it is computed again: %s", what, tier.value, result.problem)
+
+
+def _parts(transfer: Transfer) -> dict[Tier, BlockCopy]:
+    """What moves in each tier."""
+    direction = Direction.INBOUND if transfer.kind is TransferKind.SWAP_IN else Direction.OUTBOUND
+    pairs: dict[Tier, list[tuple[int, int]]] = {}
+    for block, location in zip(transfer.blocks, transfer.locations, strict=True):
+        pairs.setdefault(location.tier, []).append((block, location.slot))
+    return {
+        tier: BlockCopy(direction, tuple(block for block, _ in some), tuple(slot for _, slot in some))
+        for tier, some in pairs.items()
+    }

@@ -1,0 +1,125 @@
+"""The async engine over swap space: stalls do not keep newcomers waiting, and replays report what moved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from floodplain.core.sampling import SamplingParams
+from floodplain.core.tiers import Tier
+from floodplain.cost.link import LinkCurve, LinkProfile
+from floodplain.engine import shell
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.offline import OfflineRun, run_offline
+from floodplain.memory.emulated_link import EmulatedLink
+from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.swap_space import SwapSpace, SwapTier
+from floodplain.policy.base import Policy
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.workload.records import LoadRequest
+from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy, SwapOncePolicy
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [tuple(range(first, first + 30 + first)) for first in range(3, 15)]
+
+
+@asynccontextmanager
+async def running(policy: Policy, **flags: Any) -> AsyncIterator[AsyncEngine]:
+    options: dict[str, Any] = {"dtype": "float32", "kv_memory": 24 * BLOCK_BYTES, "max_model_len": 128, "swap": "host"}
+    engine = AsyncEngine.from_config(EngineConfig(model="dummy:tiny-llama", **(options | flags)))
+    engine.engine.loop.policy = policy
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def space_of(engine: AsyncEngine) -> SwapSpace:
+    return cast(SwapSpace, cast(Any, engine.engine._executor)._swap)
+
+
+def slow_down(engine: AsyncEngine, block_s: float) -> None:
+    """Every block takes so long on its way."""
+    tiers = space_of(engine)._tiers
+    old = cast(HostTransferEngine, tiers[Tier.HOST].engine)
+    curve = LinkCurve(0.0, ((BLOCK_BYTES, BLOCK_BYTES / block_s),))
+    link = EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=1.0)
+    slots = tiers[Tier.HOST].slots
+    tiers[Tier.HOST] = SwapTier(slots, HostTransferEngine(old._pool, slots, 8, link).start())
+    old.close()
+
+
+async def generate(engine: AsyncEngine, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    return [token async for delta in engine.generate(prompt, params, request_id="r") for token in delta.token_ids]
+
+
+def test_a_newcomer_ends_the_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps wait for a minute here, and the copy takes 1.2 s: only the newcomer's own arrival can start it sooner."""
+    monkeypatch.setattr(shell, "MAX_WAIT_S", 60.0)
+
+    async def play() -> None:
+        async with running(FcfsPolicy()) as engine:
+            undisturbed = await generate(engine, PROMPTS[1], 6)
+            engine.engine.loop.policy = SwapOncePolicy(victim=1)
+            slow_down(engine, 0.4)
+            swapped = asyncio.create_task(generate(engine, PROMPTS[0], 20))
+            while not (engine.stats().num_swapped and space_of(engine).num_in_flight):
+                await asyncio.sleep(0.001)
+            assert await generate(engine, PROMPTS[1], 6) == undisturbed
+            assert engine.stats().num_swapped == space_of(engine).num_in_flight == 1, "the copy had ended before"
+            assert len(await swapped) == 20
+            stats = engine.stats()
+            assert stats.preemptions["swap"] == 1
+            assert stats.swap_stall_s > 0.3
+            assert stats.num_used_blocks == stats.kv_bytes["host"] == 0
+
+    asyncio.run(play())
+
+
+def test_a_stalled_engine_is_closed_at_once_by_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "MAX_WAIT_S", 60.0)
+
+    async def play() -> None:
+        async with running(SwapOncePolicy()) as engine:
+            slow_down(engine, 0.05)
+            lost = asyncio.create_task(generate(engine, PROMPTS[0], 20))
+            while not space_of(engine).num_in_flight:
+                await asyncio.sleep(0.001)
+        with pytest.raises(RuntimeError, match="closed"):
+            await lost
+
+    asyncio.run(play())
+
+
+def test_a_replay_reports_what_its_swaps_moved() -> None:
+    requests = [
+        LoadRequest(request_id=str(i), arrival_s=0.002 * i, prompt=None, prompt_token_ids=prompt, max_tokens=12,
+                    ignore_eos=True)
+        for i, prompt in enumerate(PROMPTS)
+    ]  # fmt: skip
+
+    async def replay(policy: Policy) -> OfflineRun:
+        async with running(policy, hardware="emulated-pcie4") as engine:
+            await run_offline(engine, requests[:3], progress=False)  # what was before does not count
+            before = engine.stats()
+            run = await run_offline(engine, requests, progress=False)
+            after = engine.stats()
+        swap, host = run.report.swap, run.report.swap.by_tier["host"]
+        assert host.out_bytes == after.swap_bytes["out", "host"] - before.swap_bytes["out", "host"] > 0
+        assert host.in_bytes == swap.in_bytes > 0
+        assert swap.out_bytes + swap.backup_bytes == host.out_bytes
+        assert 0 < swap.stall_s < max(run.timeline["time_s"]) + 1
+        assert not any(swap.failed_transfers.values())
+        assert run.report.preemptions > 0
+        return run
+
+    run = asyncio.run(replay(ImpatientPolicy()))
+    assert all(record.error is None and len(record.token_times_s) == 12 for record in run.records)

@@ -1,0 +1,250 @@
+"""A real (tiny, random, fp32) model whose KV leaves and comes back at random: greedy tokens stay what they were.
+
+The policy does anything that a view allows. Copies run on their own threads, so no two runs decide alike; the laws hold
+in every run: tokens are those of an undisturbed engine, the ledgers balance after every step, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from floodplain import LLM, SamplingParams
+from floodplain.core.errors import InvariantError
+from floodplain.core.plan import StepPlan, Transfer, TransferKind
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.tiers import Location, Tier
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats
+from floodplain.engine.shell import Engine
+from floodplain.memory.digest import SEED
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_space import SwapTier
+from floodplain.memory.transfer import FaultyTransferEngine
+from tests.support.parity import Reference, Verdict, judge
+from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
+
+pytestmark = pytest.mark.slow
+
+NUM_BLOCKS, NUM_SLOTS = 24, 64
+NUM_PROMPTS, NUM_TOKENS = 20, 24
+BASE: dict[str, Any] = {"dtype": "float32", "max_model_len": 128}
+SWAPPING: dict[str, Any] = {
+    "kv_memory": NUM_BLOCKS * BLOCK_BYTES, "swap": "host", "swap_memory": NUM_SLOTS * BLOCK_BYTES,
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+Disturb = Callable[["Run", int], None]
+
+
+@dataclass
+class Run:
+    """An engine under the random policy, and what came out of it."""
+
+    engine: Engine
+    outputs: dict[SeqId, list[int]] = field(default_factory=dict)
+    aborted: set[SeqId] = field(default_factory=set)
+
+    @property
+    def slots(self) -> SwapSlots:
+        """The bytes in swap space."""
+        executor: Any = self.engine._executor
+        slots: SwapSlots = executor._swap._tiers[Tier.HOST].slots
+        return slots
+
+    def whole_slots(self) -> list[int]:
+        """Slots whose content could be asked for."""
+        backups = self.engine.loop.state.backups
+        seqs = self.engine.loop.state.sequences.values()
+        kept = [backup for seq in seqs for backup in (*seq.backups, *((seq.tail[0],) if seq.tail else ()))]
+        assert backups.slots[Tier.HOST].num_slots == self.slots.num_slots
+        return [backup.location.slot for backup in kept if backup.is_whole]
+
+    def submit(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """All at once."""
+        for index, prompt in enumerate(prompts):
+            request = Request(request_id=str(index), prompt_token_ids=prompt, params=GREEDY, arrival_s=float(index))
+            self.outputs[self.engine.add(request)] = []
+
+    def drive(self, prompts: Sequence[tuple[int, ...]], disturb: Disturb | None = None) -> EngineStats:
+        """Run everything to its end; the engine is then as empty as it was."""
+        engine = self.engine
+        self.submit(prompts)
+        num_steps = 0
+        while engine.has_unfinished:
+            for seq_id, delta in engine.step():
+                self.outputs[seq_id] += delta.token_ids
+            engine.loop.check_integrity()
+            if disturb is not None:
+                disturb(self, num_steps)
+            num_steps += 1
+            assert num_steps < 50_000, "the engine does not come to rest"
+        state = engine.loop.state
+        assert state.ledger.num_available == state.ledger.num_blocks
+        assert all(ledger.num_free == ledger.num_slots for ledger in state.backups.slots.values())
+        stats = engine.stats()
+        assert stats.kv_bytes["host"] == 0
+        assert sum(stats.failed_transfers.values()) == state.counters.num_failed_transfers
+        return stats
+
+    def verdict(self, expected: Sequence[Reference]) -> Verdict:
+        """Compare what was not aborted with the undisturbed run."""
+        seq_ids = [seq_id for seq_id in self.outputs if seq_id not in self.aborted]
+        return judge([expected[seq_id] for seq_id in seq_ids], [self.outputs[seq_id] for seq_id in seq_ids])
+
+
+@contextmanager
+def swapping(**flags: Any) -> Iterator[Run]:
+    engine = build_engine(EngineConfig(model="dummy:tiny-llama", **(BASE | SWAPPING | flags)))
+    try:
+        engine.loop.policy = ImpatientPolicy()
+        yield Run(engine)
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    """1 to 100 random tokens; every fourth prompt begins with 40 tokens of the one before it."""
+    rng = Random(7)
+    some = [[rng.randrange(256) for _ in range(rng.randrange(1, 61))] for _ in range(NUM_PROMPTS)]
+    for index in range(3, NUM_PROMPTS, 4):
+        some[index][:0] = (some[index - 1] * 40)[:40]
+    return [tuple(prompt) for prompt in some]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[tuple[int, ...]]) -> list[Reference]:
+    """What an engine says that has room for everybody."""
+    params = replace(GREEDY, logprobs=2)
+    with LLM("dummy:tiny-llama", **BASE, kv_memory=2**22) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
+    references = []
+    for output in outputs:
+        tops = [entry.top for entry in output.outputs[0].logprobs or ()]
+        references.append(Reference(output.outputs[0].token_ids, [best[1] - second[1] for best, second in tops]))
+    return references
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"swap_memory": 5 * BLOCK_BYTES},
+        {"enable_prefix_caching": False},
+        {"block_tokens": 8, "max_batched_tokens": 37},
+        {"hardware": "emulated-pcie4"},
+        {"hardware": "emulated-c2c", "max_num_seqs": 5},
+    ],
+    ids=str,
+)
+def test_swapped_backed_up_and_restored(
+    flags: dict[str, Any], prompts: list[tuple[int, ...]], expected: list[Reference]
+) -> None:
+    with swapping(**flags) as run:
+        stats = run.drive(prompts)
+    verdict = run.verdict(expected)
+    assert verdict.is_equal, verdict
+    assert stats.preemptions["swap"] > 3
+    assert stats.swap_bytes["out", "host"] > 3 * BLOCK_BYTES < stats.swap_bytes["in", "host"]
+    assert 0 < stats.backup_bytes < stats.swap_bytes["out", "host"]
+    assert not any(stats.failed_transfers.values())
+
+
+def test_clients_that_hang_up_while_their_kv_is_under_way(
+    prompts: list[tuple[int, ...]], expected: list[Reference]
+) -> None:
+    rng = Random(3)
+
+    def hang_up(run: Run, step: int) -> None:
+        state = run.engine.loop.state
+        absent = [*state.loading, *state.swapped, *(seq for seq in state.running if seq.num_leaving)]
+        if absent and rng.random() < 0.1 and len(run.aborted) < NUM_PROMPTS // 2:
+            victim = rng.choice(absent).seq_id
+            run.aborted.add(victim)
+            assert run.engine.finish(victim, FinishReason.ABORT)
+
+    with swapping(hardware="emulated-pcie4") as run:
+        stats = run.drive(prompts, hang_up)
+    verdict = run.verdict(expected)
+    assert verdict.is_equal, verdict
+    assert stats.num_requests["abort"] == len(run.aborted) > 3
+
+
+def test_failed_copies_are_computed_again(prompts: list[tuple[int, ...]], expected: list[Reference]) -> None:
+    with swapping() as run:
+        executor: Any = run.engine._executor
+        tiers = executor._swap._tiers
+        faulty = FaultyTransferEngine(tiers[Tier.HOST].engine, failing=range(0, 100_000, 3))
+        tiers[Tier.HOST] = SwapTier(run.slots, faulty)
+        stats = run.drive(prompts)
+    verdict = run.verdict(expected)
+    assert verdict.is_equal, verdict
+    assert stats.failed_transfers["not_copied"] > 3
+    assert stats.failed_transfers["digest_mismatch"] == 0
+    assert stats.num_recomputed_tokens > 0
+
+
+def test_a_flipped_bit_in_swap_space_is_a_miss(prompts: list[tuple[int, ...]], expected: list[Reference]) -> None:
+    rng = Random(5)
+
+    def flip(run: Run, step: int) -> None:
+        for slot in run.whole_slots():
+            if rng.random() < 0.05:
+                run.slots.words[slot, rng.randrange(2), rng.randrange(1024)] ^= 1 << rng.randrange(31)
+
+    with swapping() as run:
+        stats = run.drive(prompts, flip)
+    verdict = run.verdict(expected)
+    assert verdict.is_equal, verdict
+    assert stats.failed_transfers["digest_mismatch"] > 3
+    assert stats.failed_transfers["not_copied"] == 0
+
+
+def test_wrong_bytes_with_right_digests_change_tokens(
+    prompts: list[tuple[int, ...]], expected: list[Reference]
+) -> None:
+    """Negative control: what comes back is what is computed with, and the judge sees it."""
+
+    def zero(run: Run, step: int) -> None:
+        slots = run.whole_slots()
+        run.slots.words[slots] = 0
+        run.slots.digests[slots] = np.int64(SEED)
+
+    with swapping() as run:
+        run.drive(prompts, zero)
+    assert len(run.verdict(expected).wrong) > 3
+
+
+def test_nothing_is_left_of_a_swap_space_closed_in_the_middle(prompts: list[tuple[int, ...]]) -> None:
+    with swapping(hardware="emulated-pcie4") as run:
+        engine = run.engine
+        run.submit(prompts)
+        executor, slots = cast(Any, engine._executor), weakref.ref(run.slots)
+        while executor._swap.num_in_flight < 3:
+            engine.step()
+        engine.close()
+        engine.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("copy-")]
+        with pytest.raises(InvariantError, match="closed"):
+            executor.execute(StepPlan(0))
+        gc.collect()
+        assert slots() is None
+
+
+def test_a_runner_without_swap_space_refuses_transfers() -> None:
+    engine = build_engine(EngineConfig(model="dummy:tiny-llama", kv_memory=2**18, **BASE))
+    transfer = Transfer(1, TransferKind.SWAP_IN, SeqId(0), (), (Location(Tier.HOST, 0),))
+    with pytest.raises(InvariantError, match="without swap space"):
+        engine._executor.execute(StepPlan(0, transfers=(transfer,)))
+    engine.close()

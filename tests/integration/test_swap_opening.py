@@ -1,0 +1,115 @@
+"""Opening and closing swap space: how large it is, what is refused, and that no failure leaves anything behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.core.tiers import Tier
+from floodplain.cost.link import LINKS
+from floodplain.engine import build, swap
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import HARDWARE, EngineConfig
+from floodplain.engine.shell import Engine
+from tests.support.swapping import BLOCK_BYTES
+
+KV_BYTES = 24 * BLOCK_BYTES
+
+
+def build_tiny(**flags: Any) -> Engine:
+    options: dict[str, Any] = {"dtype": "float32", "kv_memory": KV_BYTES, "max_model_len": 128, "swap": "host"}
+    return build_engine(EngineConfig(model="dummy:tiny-llama", **(options | flags)))
+
+
+def num_copy_threads() -> int:
+    return sum(thread.name.startswith("copy-") for thread in threading.enumerate())
+
+
+def num_slots(engine: Engine) -> int:
+    return engine.loop.state.backups.slots[Tier.HOST].num_slots
+
+
+@pytest.mark.parametrize(
+    ("available", "asked", "slots"),
+    [
+        (2**40, None, 48),  # twice the pool
+        (40 * BLOCK_BYTES, None, 10),  # a quarter of what there is
+        (2**40, 7 * BLOCK_BYTES, 7),
+        (2**40, 8 * BLOCK_BYTES - 1, 7),
+        (9 * BLOCK_BYTES, 9 * BLOCK_BYTES, 9),
+    ],
+)
+def test_its_size_is_what_was_asked_or_follows_the_pool_and_the_machine(
+    available: int, asked: int | None, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap, "_available_bytes", lambda: available)
+    engine = build_tiny(swap_memory=asked)
+    assert num_slots(engine) == slots
+    assert engine.config.swap_memory == slots * BLOCK_BYTES
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("available", "asked", "message"),
+    [
+        (2**30, 2**30 + 1, "--swap-memory 1073741825 is more than the 1073741824 bytes that this machine has free"),
+        (2**30, BLOCK_BYTES - 1, "--swap-memory 8191 is less than one KV block of 8192 bytes: raise it"),
+        (3 * BLOCK_BYTES, None, "--swap-memory 6144 is less than one KV block of 8192 bytes: raise it"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_leaves_nothing(
+    available: int, asked: int | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap, "_available_bytes", lambda: available)
+    with pytest.raises(UserError, match=message) as caught:
+        build_tiny(swap_memory=asked)
+    assert "\n" not in str(caught.value)
+    assert num_copy_threads() == 0
+
+
+@pytest.mark.parametrize("part", [(build, "make_policy"), (swap, "_describe_link")])
+def test_a_failure_after_it_was_opened_ends_its_threads(part: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def fail(*args: object) -> None:
+        seen.append(num_copy_threads())
+        raise UserError("no")
+
+    monkeypatch.setattr(*part, fail)
+    with pytest.raises(UserError, match=r"^no$"):
+        build_tiny()
+    assert seen == [2]
+    assert num_copy_threads() == 0
+
+
+def test_the_loop_knows_what_a_copy_costs_and_the_block_it_is_made_of() -> None:
+    engine = build_tiny()
+    (facts,) = engine.links
+    assert engine.loop.state.config.block_bytes == BLOCK_BYTES
+    assert engine.loop.state.links[Tier.HOST].bandwidth == facts["bandwidth"] > 1e6
+    engine.close()
+
+
+def test_emulated_links_of_one_process_are_slowed_by_one_factor() -> None:
+    slowdowns = set()
+    for name in HARDWARE:
+        engine = build_tiny(hardware=name)
+        (facts,) = engine.links
+        link, profile = engine.loop.state.links[Tier.HOST], LINKS[name.removeprefix("emulated-")]
+        modelled = min(curve.points[-1][1] for curve in (profile.outbound, profile.inbound))
+        assert (facts["name"], facts["modelled_bandwidth"]) == (name, modelled)
+        assert link.bandwidth == pytest.approx(modelled / facts["slowdown"])
+        assert link.latency_s == pytest.approx(profile.inbound.latency_s * facts["slowdown"])
+        slowdowns.add(facts["slowdown"])
+        engine.close()
+    assert len(slowdowns) == 1
+
+
+def test_without_swap_space_nothing_is_opened() -> None:
+    engine = build_tiny(swap="none")
+    assert (engine.links, engine.loop.state.backups.slots, num_copy_threads()) == ((), {}, 0)
+    assert (engine.config.swap_memory, engine.stats().swap_bytes) == (None, {})
+    engine.close()

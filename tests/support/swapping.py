@@ -1,0 +1,56 @@
+"""Policies that swap more than any sensible one would, for real engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason, Resumption
+from floodplain.core.request import SeqId
+from floodplain.core.tiers import Tier
+from floodplain.core.view import View
+from floodplain.policy.fcfs import FcfsPolicy
+from tests.support.loops import RandomPolicy
+
+BLOCK_BYTES = 8192
+"""Of tiny-llama in fp32: 2 layers of K and V, 16 tokens, 2 heads, 16 elements."""
+
+
+class ImpatientPolicy(RandomPolicy):
+    """Wants to be asked again soon after it had nothing to do, and mostly lets copies end whose blocks it wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_s = 0.0
+
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        nothing = Decision(wake_s=now + 1e-4)
+        if now == self._last_s:  # asked again about the same step, after a move that needed no copy: enough of it
+            return nothing
+        self._last_s = now
+        decision = super().decide(view, now, rng)
+        leaving = {row.seq_id for row in view.swapped if row.is_leaving}
+        if any(order.seq_id in leaving for order in decision.resumptions) and rng.random() < 0.9:
+            return nothing
+        return replace(decision, wake_s=nothing.wake_s)
+
+
+class SwapOncePolicy(FcfsPolicy):
+    """Swaps one request out once, as soon as it decodes, and brings it back when its copy has ended."""
+
+    name = "swap once"
+
+    def __init__(self, victim: int = 0) -> None:
+        self._victim = SeqId(victim)
+        self._is_done = False
+
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        is_due = any(row.seq_id == self._victim and row.is_decoding for row in view.running)
+        if is_due and not self._is_done:
+            self._is_done = True
+            order = Preemption(self._victim, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST)
+            return Decision(preemptions=(order,), wake_s=now + 1e6)
+        back = [row for row in view.swapped if not row.is_leaving]
+        if back:
+            return Decision(resumptions=(Resumption(back[0].seq_id, Reason.SLICE_BEGINS),), wake_s=now + 1e6)
+        return replace(super().decide(view, now, rng), wake_s=now + 1e6)
