@@ -1,0 +1,46 @@
+"""Engine flags: what is refused says what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from floodplain.cli.options import Parser, add_dataclass_flags, add_verb, dataclass_from, resolve
+from floodplain.core.errors import UserError
+from floodplain.cost.link import LINKS
+from floodplain.engine.config import HARDWARE, EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"swap": "disk"}, "^--swap must be one of none, host, not 'disk'$"),
+        ({"swap_memory": 2**20}, "^--swap-memory says how to swap: give --swap host too, or leave it out$"),
+        ({"hardware": "emulated-c2c"}, "^--hardware says how to swap: give --swap host too, or leave it out$"),
+        ({"swap": "host", "swap_memory": 0}, "--swap-memory must be a whole number of at least 1"),
+        ({"swap": "host", "swap_memory": "1GiB"}, "--swap-memory must be a whole number of at least 1"),
+        ({"swap": "host", "hardware": "pcie4"}, "--hardware must be one of emulated-pcie4, .*c2c, not 'pcie4'"),
+        ({"swap": "host", "hardware": "emulated-c2c", "device": "cuda:0"}, "leave it out with --device cuda"),
+    ],
+)  # fmt: skip
+def test_bad_swap_flags_are_one_line_that_says_what_to_change(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        EngineConfig(model="m", **flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_named_link_can_be_emulated() -> None:
+    assert [f"emulated-{name}" for name in LINKS] == list(HARDWARE)
+    for name in HARDWARE:
+        assert EngineConfig(model="m", swap="host", hardware=name).hardware == name
+
+
+def test_swap_flags_come_from_the_command_line() -> None:
+    parser = add_verb(Parser(prog="x").add_subparsers(), "verb", "A verb.")
+    add_dataclass_flags(parser, EngineConfig)
+    line = "m --swap host --swap-memory 1.5GiB --hardware emulated-nvlink4"
+    config = dataclass_from(resolve(parser, line.split(), {}), EngineConfig)
+    assert config == EngineConfig(model="m", swap="host", swap_memory=3 * 2**29, hardware="emulated-nvlink4")
+    assert dataclass_from(resolve(parser, ["m"], {}), EngineConfig).swap == "none"
+    assert all(action.help for action in parser._actions)

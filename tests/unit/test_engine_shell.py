@@ -1,0 +1,169 @@
+"""The engine's shell while nothing can run: it waits for copies, the policy's time or news, and never spins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from floodplain.core.plan import BackupOrder, Decision, Preemption, PreemptionMode, Reason
+from floodplain.core.request import FinishReason, SeqId
+from floodplain.core.sequence import Status
+from floodplain.core.tiers import Tier
+from floodplain.core.view import View
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.shell import MAX_WAIT_S, Engine
+from floodplain.engine.tokenizer import ByteTokenizer
+from tests.support.driver import ScriptedPolicy
+from tests.support.loops import FakeExecutor, make_loop, make_request
+
+FIRST = SeqId(0)
+
+
+class Clock:
+    """Goes on by a microsecond whenever it is read, so that time passes as soon as somebody looks."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+
+class SlowExecutor(FakeExecutor):
+    """Copies end in the ``num_turns``-th wait; each wait takes all the time that it may."""
+
+    def __init__(self, clock: Clock, num_turns: int) -> None:
+        super().__init__(block_tokens=4)
+        self.waits_s: list[float] = []
+        self._clock = clock
+        self._num_turns = num_turns
+
+    def wait_transfers(self, timeout_s: float) -> list[tuple[int, bool]]:
+        self.waits_s.append(timeout_s)
+        self._clock.now += timeout_s
+        return super().wait_transfers(timeout_s) if len(self.waits_s) >= self._num_turns else []
+
+
+def idle_until(wake_s: float | None) -> Callable[[View], Decision]:
+    return lambda view: Decision(wake_s=wake_s)
+
+
+def swap_out(view: View) -> Decision:
+    return Decision(preemptions=(Preemption(FIRST, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST),))
+
+
+def back_up(view: View) -> Decision:
+    return Decision(backups=(BackupOrder(FIRST, 9, Tier.HOST),))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make_engine(clock: Clock, num_turns: int, *script: Callable[[View], Decision]) -> tuple[Engine, SlowExecutor]:
+    """An engine whose only request has been prefilled; then the policy does what ``script`` says."""
+    policy = ScriptedPolicy()
+    executor = SlowExecutor(clock, num_turns)
+    engine = Engine(
+        make_loop(policy=policy, num_blocks=8, num_slots=8),
+        executor,
+        ByteTokenizer(256),
+        model_name="fake",
+        config=EngineConfig(model="fake"),
+        block_bytes=1,
+        vocab_size=256,
+        clock=clock,
+    )
+    engine.add(make_request("r", tuple(range(10)), max_tokens=20, ignore_eos=True))
+    engine.step()
+    policy.script.extend(script)
+    return engine, executor
+
+
+def test_a_step_with_nothing_but_a_copy_under_way_waits_for_it(clock: Clock) -> None:
+    engine, executor = make_engine(clock, 4, swap_out, idle_until(1e9))
+    begin = clock.now
+    assert engine.step() == []  # a plan of a transfer and nothing else: nobody waits in it
+    assert executor.waits_s == []
+    assert engine.step() == []
+    assert len(executor.waits_s) == 4
+    seq = engine.loop.state.sequences[FIRST]
+    assert seq.num_leaving == 0 and seq.tail is not None and seq.tail[0].is_whole
+    assert sum(executor.waits_s) <= engine.swap_stall_s <= clock.now - begin
+    assert engine.stats().swap_stall_s == engine.swap_stall_s
+    assert engine.stats().kv_bytes == {"local": 8, "host": 3}  # ten tokens lie in three blocks
+
+
+def test_a_wait_for_copies_ends_after_a_while_and_goes_on_in_the_next_step(clock: Clock) -> None:
+    engine, _ = make_engine(clock, 10**6, swap_out, *[idle_until(1e9)] * 3)
+    engine.step()
+    times = []
+    for _ in range(3):
+        times.append(clock.now)
+        assert engine.step() == []
+    times.append(clock.now)
+    assert all(0.9 * MAX_WAIT_S < b - a < 1.1 * MAX_WAIT_S for a, b in pairwise(times))
+    assert engine.swap_stall_s == pytest.approx(3 * MAX_WAIT_S, rel=0.1)
+
+
+def test_news_end_a_wait_for_copies(clock: Clock) -> None:
+    engine, executor = make_engine(clock, 10**6, swap_out, idle_until(1e9))
+    engine.step()
+    engine.has_news = lambda: len(executor.waits_s) == 3
+    assert engine.step() == []
+    assert len(executor.waits_s) == 3
+    assert sum(executor.waits_s) < MAX_WAIT_S
+
+
+@pytest.mark.parametrize("wake_in_s", [-1.0, 0.0, 0.003])
+def test_a_policy_that_wants_to_be_asked_soon_is_and_still_nothing_spins(clock: Clock, wake_in_s: float) -> None:
+    wakes: list[float] = []
+
+    def soon(view: View) -> Decision:
+        wakes.append(clock.now + wake_in_s)
+        return Decision(wake_s=wakes[-1])
+
+    engine, _ = make_engine(clock, 10**6, swap_out, soon)
+    engine.step()
+    begin = clock.now
+    assert engine.step() == []
+    assert 0.001 < clock.now - begin < max(wake_in_s, 0.002) + 0.001
+    assert clock.now >= wakes[0]
+
+
+def test_without_copies_a_step_waits_for_the_time_that_the_policy_named_and_counts_no_stall() -> None:
+    wake_s = time.monotonic() + 0.01
+    engine, executor = make_engine(Clock(), 1)
+    engine._clock = time.monotonic
+    engine.loop.policy.script.append(idle_until(wake_s))  # type: ignore[attr-defined]
+    assert engine.step() == []
+    assert time.monotonic() >= wake_s
+    assert (executor.waits_s, engine.swap_stall_s) == ([], 0.0)
+    assert len(engine.step()) == 1
+
+
+def test_copies_that_outlive_their_request_are_waited_for_but_are_no_stall(clock: Clock) -> None:
+    engine, executor = make_engine(clock, 3, back_up)
+    engine.step()
+    engine.finish(FIRST, FinishReason.ABORT)
+    assert engine.has_unfinished
+    assert engine.step() == []
+    assert len(executor.waits_s) == 3
+    assert not engine.has_unfinished
+    assert engine.swap_stall_s == 0.0
+    assert engine.step() == []  # with nothing at all to wait for, it returns at once
+    assert len(executor.waits_s) == 3
+
+
+def test_copies_beside_compute_cost_no_wait(clock: Clock) -> None:
+    engine, executor = make_engine(clock, 10**6, back_up)
+    engine.step()
+    assert engine.loop.state.sequences[FIRST].status is Status.RUNNING
+    for _ in range(5):
+        assert len(engine.step()) == 1
+    assert executor.waits_s == []
