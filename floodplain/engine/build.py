@@ -24,6 +24,7 @@ from floodplain.engine.swap import open_swap
 from floodplain.engine.tokenizer import Tokenizer
 from floodplain.engine.weights.open_model import ModelSource, open_model
 from floodplain.memory.swap_space import SwapStats
+from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
@@ -36,8 +37,10 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     return config.shape.kv_bytes_per_token(_torch_dtype(dtype).itemsize)
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def build_engine(config: EngineConfig, policy: Policy | None = None) -> Engine:
     """Load the model, map the KV pool, open the swap space, and put the parts together.
+
+    ``policy`` decides in the place of the one that the flags name.
 
     Raises:
         UserError: The model cannot be read, the device is not there, or memory is too small for one request.
@@ -48,13 +51,15 @@ def build_engine(config: EngineConfig) -> Engine:
     with ExitStack() as on_failure:
         memory = DeviceMemory(config, source.config, device, dtype)
         on_failure.callback(memory.close)
-        engine = _assemble(config, source, tokenizer, memory, device, dtype, on_failure)
+        policy = policy or make_policy(config.policy, config.sharing_settings())
+        engine = _assemble(config, policy, source, tokenizer, memory, device, dtype, on_failure)
         on_failure.pop_all()
     return engine
 
 
 def _assemble(
     config: EngineConfig,
+    policy: Policy,
     source: ModelSource,
     tokenizer: Tokenizer,
     memory: DeviceMemory,
@@ -86,7 +91,6 @@ def _assemble(
         on_close=memory.close,
         swap=swap.space if swap else None,
     )
-    policy = make_policy(config.policy)
     backups = BackupTable([swap.ledger] if swap else [])
     state = LoopState(loop_config, ledger, policy, backups, [swap.link] if swap else [])
     resolved = replace(

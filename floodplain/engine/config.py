@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from floodplain.core.errors import UserError
 from floodplain.cost.link import LINKS
+from floodplain.policy.registry import POLICIES
+from floodplain.policy.settings import FAIR_BY, SharingSettings
 
 
 def _flag(
@@ -16,7 +18,6 @@ def _flag(
     return field(default=default, metadata={"help": help_text, "choices": choices, "metavar": metavar})
 
 
-POLICIES = ("fcfs",)
 MAX_BLOCK_TOKENS = 1024
 DTYPES = ("float32", "bfloat16")
 SWAPS = ("none", "host")
@@ -41,7 +42,11 @@ class EngineConfig:
     """
 
     model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
-    policy: str = _flag("fcfs", "who runs next", POLICIES)  # type: ignore[assignment]
+    policy: str = _flag("paced", "who runs next when not everybody fits", POLICIES)  # type: ignore[assignment]
+    slice: int = _flag(4, "steps that whoever comes onto the device stays at least")  # type: ignore[assignment]
+    pace: float = _flag(12.0, "tokens per second that a stream gets while it takes turns, if it can")  # type: ignore[assignment]
+    max_gap: float = _flag(5.0, "paced: newcomers wait while a stream has been silent for so many seconds")  # type: ignore[assignment]
+    fair_by: str = _flag("request", "fair: whose work is counted", FAIR_BY)  # type: ignore[assignment]
     kv_memory: int | None = field(
         default=None,
         metadata={"help": "memory of the KV pool, e.g. 512MiB (default: 1GiB on a CPU, 90%% of what is free on a GPU)",
@@ -60,7 +65,7 @@ class EngineConfig:
         True, "on a CPU, keep weight matrices in its own blocked layout: faster, but a layer's parameters cannot move"
     )
     device: str = _flag("cpu", "cpu, cuda or cuda:INDEX")  # type: ignore[assignment]
-    swap: str = _flag("none", "where KV goes that must leave the device", SWAPS)  # type: ignore[assignment]
+    swap: str = _flag("host", "where KV goes that must leave the device", SWAPS)  # type: ignore[assignment]
     swap_memory: int | None = field(
         default=None,
         metadata={"help": "memory of the swap space (default: twice the KV pool, at most a quarter of what is free)",
@@ -90,11 +95,20 @@ class EngineConfig:
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")
         self._check_swap()
+        self.sharing_settings()
+
+    def sharing_settings(self) -> SharingSettings:
+        """For policies that take turns.
+
+        Raises:
+            UserError: A value is out of its range.
+        """
+        return SharingSettings(slice_steps=self.slice, pace=self.pace, max_gap_s=self.max_gap, fair_by=self.fair_by)
 
     def _check_swap(self) -> None:
         if self.swap == "none":
             for name, value in (("--swap-memory", self.swap_memory), ("--hardware", self.hardware)):
                 if value is not None:
-                    raise UserError(f"{name} says how to swap: give --swap host too, or leave it out")
+                    raise UserError(f"{name} says how to swap, and --swap none does not: leave one of them out")
         if self.hardware is not None and self.device != "cpu":
             raise UserError(f"--hardware {self.hardware} emulates a link on a CPU: leave it out with --device cuda")

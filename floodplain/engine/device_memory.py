@@ -124,7 +124,7 @@ def _open_device(device: torch.device, kv_bytes: int, param_bytes: int, layout: 
     from floodplain.memory.device_file import PAGE_BYTES
     from floodplain.memory.host_device import open_private_device
 
-    available = _available_bytes()
+    available = available_bytes()
     if kv_bytes > available:
         raise UserError(
             f"--kv-memory {kv_bytes} is more than the {available} bytes that this machine has free: lower it"
@@ -133,7 +133,7 @@ def _open_device(device: torch.device, kv_bytes: int, param_bytes: int, layout: 
     return open_private_device(kv_bytes + quantum_bytes + param_bytes + layout.num_layers * PAGE_BYTES)
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that the host can give without swapping: what is free, and what the page cache would give back."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

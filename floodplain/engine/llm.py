@@ -42,8 +42,9 @@ class LLM:
         if unknown:
             near = get_close_matches(unknown[0], known, 1)
             raise UserError(f"unknown engine flag {unknown[0]}" + (f": did you mean {near[0]}?" if near else ""))
-        if isinstance(flags.get("kv_memory"), str):
-            flags["kv_memory"] = parse_size(flags["kv_memory"])
+        for name in ("kv_memory", "swap_memory"):
+            if isinstance(flags.get(name), str):
+                flags[name] = parse_size(flags[name])
         self._engine = Engine.from_config(EngineConfig(model=model, **flags))
         self._num_requests = 0
         self._is_broken = False

@@ -12,7 +12,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
-from floodplain.engine.device_memory import _available_bytes
+from floodplain.engine.device_memory import available_bytes
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
 from floodplain.memory.kv_pool import KVLayout, KVPool
@@ -86,7 +86,7 @@ def _time_s(engine: TransferEngine, copy: BlockCopy) -> float:
 
 
 def _count_slots(asked_bytes: int | None, pool: KVPool) -> int:
-    block_bytes, available = pool.layout.block_bytes, _available_bytes()
+    block_bytes, available = pool.layout.block_bytes, available_bytes()
     default = min(DEFAULT_POOL_FACTOR * pool.num_blocks * block_bytes, int(available * DEFAULT_AVAILABLE_SHARE))
     num_bytes = default if asked_bytes is None else asked_bytes
     if num_bytes > available:

@@ -44,5 +44,7 @@ class SharingSettings:
             raise UserError(f"--pace must be above 0 tokens per second, not {self.pace}")
         if self.fair_by not in FAIR_BY:
             raise UserError(f"--fair-by must be one of {', '.join(FAIR_BY)}, not {self.fair_by!r}")
-        if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1 and self.max_gap_s > 0):
-            raise UserError("visitor_share and prefill_share lie between 0 and 1, and max_gap_s is above 0")
+        if not self.max_gap_s > 0:
+            raise UserError(f"--max-gap must be above 0 seconds, not {self.max_gap_s}")
+        if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1):
+            raise UserError("visitor_share and prefill_share lie between 0 and 1")

@@ -24,7 +24,7 @@ from tests.fakes.engine import FakeEngine
 class AsyncEngine:
     @staticmethod
     def from_config(config):
-        assert config.policy == "fcfs"
+        assert (config.policy, config.swap) == ("paced", "host")
         return FakeEngine(num_free_tokens=100)
 
 sys.modules["floodplain.engine.async_engine"] = types.SimpleNamespace(AsyncEngine=AsyncEngine)

@@ -45,7 +45,7 @@ def num_slots(engine: Engine) -> int:
 def test_its_size_is_what_was_asked_or_follows_the_pool_and_the_machine(
     available: int, asked: int | None, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap, "_available_bytes", lambda: available)
+    monkeypatch.setattr(swap, "available_bytes", lambda: available)
     engine = build_tiny(swap_memory=asked)
     assert num_slots(engine) == slots
     assert engine.config.swap_memory == slots * BLOCK_BYTES
@@ -63,14 +63,14 @@ def test_its_size_is_what_was_asked_or_follows_the_pool_and_the_machine(
 def test_what_cannot_be_is_one_line_and_leaves_nothing(
     available: int, asked: int | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap, "_available_bytes", lambda: available)
+    monkeypatch.setattr(swap, "available_bytes", lambda: available)
     with pytest.raises(UserError, match=message) as caught:
         build_tiny(swap_memory=asked)
     assert "\n" not in str(caught.value)
     assert num_copy_threads() == 0
 
 
-@pytest.mark.parametrize("part", [(build, "make_policy"), (swap, "_describe_link")])
+@pytest.mark.parametrize("part", [(build, "Loop"), (swap, "_describe_link")])
 def test_a_failure_after_it_was_opened_ends_its_threads(part: tuple[Any, str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 

@@ -12,12 +12,20 @@ from floodplain.cost.link import LINKS
 from floodplain.engine.config import HARDWARE, EngineConfig
 
 
+NO_SWAP = {"swap": "none"}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"swap": "disk"}, "^--swap must be one of none, host, not 'disk'$"),
-        ({"swap_memory": 2**20}, "^--swap-memory says how to swap: give --swap host too, or leave it out$"),
-        ({"hardware": "emulated-c2c"}, "^--hardware says how to swap: give --swap host too, or leave it out$"),
+        (NO_SWAP | {"swap_memory": 2**20}, "^--swap-memory says how to swap, and --swap none does not: leave one of"),
+        (NO_SWAP | {"hardware": "emulated-c2c"}, "^--hardware says how to swap, and --swap none does not: leave one of"),
+        ({"policy": "lifo"}, "^--policy must be one of fcfs, cfs, fair, paced, not 'lifo'$"),
+        ({"slice": 0}, "^--slice must be between 1 and 10000 steps, not 0$"),
+        ({"pace": -1.0}, "^--pace must be above 0 tokens per second, not -1.0$"),
+        ({"max_gap": 0.0}, "^--max-gap must be above 0 seconds, not 0.0$"),
+        ({"fair_by": "user"}, "^--fair[-_]by must be one of request, key, not 'user'$"),
         ({"swap": "host", "swap_memory": 0}, "--swap-memory must be a whole number of at least 1"),
         ({"swap": "host", "swap_memory": "1GiB"}, "--swap-memory must be a whole number of at least 1"),
         ({"swap": "host", "hardware": "pcie4"}, "--hardware must be one of emulated-pcie4, .*c2c, not 'pcie4'"),
@@ -42,5 +50,5 @@ def test_swap_flags_come_from_the_command_line() -> None:
     line = "m --swap host --swap-memory 1.5GiB --hardware emulated-nvlink4"
     config = dataclass_from(resolve(parser, line.split(), {}), EngineConfig)
     assert config == EngineConfig(model="m", swap="host", swap_memory=3 * 2**29, hardware="emulated-nvlink4")
-    assert dataclass_from(resolve(parser, ["m"], {}), EngineConfig).swap == "none"
+    assert dataclass_from(resolve(parser, ["m"], {}), EngineConfig).swap == "host"
     assert all(action.help for action in parser._actions)
