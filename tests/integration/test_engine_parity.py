@@ -99,15 +99,35 @@ def test_batching_changes_nothing(
     assert not verdict.wrong
 
 
+SMALL_KV_BYTES = 900 * 46_080
+"""Room for 900 tokens: about six of the requests."""
+
+
 @pytest.mark.parametrize("caches", [True, False])
 def test_preempted_and_recomputed(caches: bool, texts: list[str], check: Judge, verdicts: list[Verdict]) -> None:
     """A pool far too small for all: many are preempted, some in the middle of a recomputation."""
-    flags = {"kv_memory": 900 * 46_080, "max_model_len": 400, "enable_prefix_caching": caches}
-    with load(**flags) as llm:
+    flags = {"kv_memory": SMALL_KV_BYTES, "max_model_len": 400, "enable_prefix_caching": caches}
+    with load(policy="fcfs", swap="none", **flags) as llm:
         outputs = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
         stats = llm.stats()
     assert stats.preemptions["recompute"] > 3
     assert caches or stats.num_recomputed_tokens > 100
+    verdict = check(outputs)
+    verdicts.append(verdict)
+    assert not verdict.wrong
+
+
+@pytest.mark.parametrize("policy", ["cfs", "fair", "paced"])
+def test_taking_turns_through_swap_space(policy: str, texts: list[str], check: Judge, verdicts: list[Verdict]) -> None:
+    """The same pool, shared in turns: bytes leave and come back, and nothing is computed twice."""
+    with load(policy=policy, kv_memory=SMALL_KV_BYTES, swap_memory=2**28, max_model_len=400) as llm:
+        outputs = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
+        stats = llm.stats()
+        assert all(slots.num_free == slots.num_slots for slots in llm.engine.loop.state.backups.slots.values())
+    print(policy, stats.preemptions, stats.swap_bytes)
+    assert stats.preemptions["swap"] > 3
+    assert stats.swap_bytes["in", "host"] > 2**20
+    assert not sum(stats.failed_transfers.values())
     verdict = check(outputs)
     verdicts.append(verdict)
     assert not verdict.wrong

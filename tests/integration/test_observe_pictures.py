@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -8,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from floodplain.observe.plots import draw_all, save_plots, subtitle, to_svg
+from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.observe.plots import draw_all, save_plots, to_svg
 from floodplain.observe.report import render_report
 from floodplain.observe.result import benchmark_result
 from floodplain.observe.run_facts import HardwareReport, RunInfo
+from floodplain.observe.strip import residence_columns
+from floodplain.observe.style import subtitle
 from floodplain.observe.timeline import Timeline, TimelineSample
 from floodplain.workload.records import RequestRecord
 
@@ -34,9 +38,26 @@ def run(name: str, wait_s: float, *, has_failure: bool = False) -> tuple[str, di
         )
         for i in range(30)
     ]
-    hardware = HardwareReport(name="emulated-nvlink4", emulated=True)
+    link = {
+        "tier": "host", "name": "emulated-nvlink4", "emulated": True, "bandwidth": 1e9, "modelled_bandwidth": 2.5e11,
+        "slowdown": 250.0, "source": "a paper <1>",
+    }  # fmt: skip
+    hardware = HardwareReport(name="emulated-nvlink4", emulated=True, links=(link,))
     info = RunInfo(backend="floodplain", model_id="tiny <model>", tokenizer_id="tiny", hardware=hardware)
-    return name, benchmark_result(records, info, None, timeline.columns())
+    result = benchmark_result(records, info, None, timeline.columns())
+    result["floodplain"]["residence"] = residence_columns([life(record) for record in reversed(records)])
+    return name, result
+
+
+def life(record: RequestRecord) -> Lifecycle:
+    """A request that is scheduled when its first token comes, leaves for a quarter of a second, and comes back."""
+    first_s, last_s = record.token_times_s
+    request = Lifecycle(record.arrival_s, token_times_s=[first_s, last_s])
+    request.record(EventKind.SCHEDULED, first_s - 0.25)
+    request.record(EventKind.PREEMPTED, first_s + 0.25)
+    request.record(EventKind.SWAPPED_IN, first_s + 0.5)
+    request.record(EventKind.FINISHED, last_s)
+    return request
 
 
 RUNS = [run("FCFS & co", 2.0, has_failure=True), run("fair", 0.5)]
@@ -46,6 +67,7 @@ def test_saved_pictures_are_whole_files(tmp_path: Path) -> None:
     paths = save_plots(RUNS, tmp_path / "plots")
     assert [path.name for path in paths] == [
         "ttft.svg", "ttft.png", "tpot.svg", "tpot.png", "timeline.svg", "timeline.png",
+        "strip.svg", "strip.png",
     ]  # fmt: skip
     for path in paths:
         data = path.read_bytes()
@@ -67,6 +89,44 @@ def test_a_picture_shows_the_numbers_and_marks_failures() -> None:
     assert drawn["FCFS & co: failed (1)"] == ([4], [0.0])
     kv = draw_all(RUNS)["timeline"].axes[-1].lines[0]
     assert max(kv.get_ydata()) == pytest.approx(49.0)
+
+
+def test_the_strip_has_a_row_for_each_request_in_order_of_arrival() -> None:
+    panels = draw_all(RUNS)["strip"].axes
+    assert [panel.get_ylabel() for panel in panels] == ["FCFS & co\n(request)", "fair\n(request)"]
+    alive, bars, dots = panels[1].lines
+    assert list(dots.get_xdata()) == pytest.approx([i + 0.5 for i in range(30)])
+    assert list(dots.get_ydata()) == list(range(1, 31))
+    xs, ys = list(bars.get_xdata()), list(bars.get_ydata())
+    assert xs[:6] == pytest.approx([0.25, 0.75, math.nan, 1.0, 1.5, math.nan], nan_ok=True)
+    assert ys[:7] == pytest.approx([1, 1, math.nan, 1, 1, math.nan, 2], nan_ok=True)
+    assert list(alive.get_xdata())[:2] == [0.0, 1.5]
+
+
+def test_a_request_that_has_not_ended_has_no_row() -> None:
+    with pytest.raises(ValueError, match="not ended"):
+        residence_columns([Lifecycle(0.0)])
+
+
+def test_the_page_says_what_is_emulated_once_and_only_then() -> None:
+    text = render_report("A", RUNS, {}, ways={"fair": "Everybody <in turn>."})
+    assert text.count("slowed down 250 times") == 1
+    assert "a paper &lt;1&gt;" in text
+    assert "Everybody &lt;in turn&gt;." in text
+    real = benchmark_result([], RunInfo(backend="openai", model_id="m", tokenizer_id="t"))
+    assert "emulated" not in render_report("A", [("real", real)], {})
+
+
+def test_the_table_has_a_column_for_each_run() -> None:
+    head = re.search(r"<thead>(.*)</thead>", render_report("A", RUNS, {}))
+    assert head is not None
+    assert re.findall(r"<th[^>]*>([^<]*)</th>", head.group(1)) == ["run", "FCFS &amp; co", "fair"]
+
+
+def test_the_processor_is_named_once_where_a_link_is_emulated_on_it() -> None:
+    runs = [(name, {"model_id": "m", "floodplain": {"hardware": {"name": name}}}) for name in ("cpu", "link on cpu")]
+    assert subtitle(runs) == "m on link on cpu"
+    assert subtitle(runs[:1]) == "m on cpu"
 
 
 def test_pictures_are_reproducible_and_hardware_is_never_guessed() -> None:
@@ -102,7 +162,7 @@ def test_the_page_is_self_contained_and_accessible() -> None:
     assert not re.search(r"@import|url\((?!#)", text)
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
-    assert page.tags.count("svg") == page.tags.count("figcaption") == 3
+    assert page.tags.count("svg") == page.tags.count("figcaption") == 4
     assert dict(page.attributes)["lang"] == "en"
     assert ("role", "img") in page.attributes
     assert {"caption", "main", "title", "h1"} <= set(page.tags)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import pairwise
 
-from floodplain.core.lifecycle import EventKind, Lifecycle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.lifecycle import EventKind, Lifecycle, residence_s
 
 
 def story(arrival_s: float, events: list[tuple[float, EventKind]], token_times_s: list[float]) -> Lifecycle:
@@ -57,3 +62,56 @@ def test_a_request_that_hangs_up_before_its_first_token() -> None:
 def test_one_token_has_a_ttft_but_no_tpot() -> None:
     request = story(1.0, [], [2.0])
     assert (request.ttft_s, request.tpot_s, request.e2e_s, request.itl_s) == (1.0, None, 1.0, [])
+
+
+COMES = (EventKind.SCHEDULED, EventKind.SWAPPED_IN)
+GAPS_S = st.floats(0.0, 10.0, allow_subnormal=False)
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> Lifecycle:
+    """A request that comes and goes as often as it likes, and ends on the device or off it."""
+    now = draw(GAPS_S)
+    request = Lifecycle(now)
+    for turn in range(draw(st.integers(0, 12))):
+        kind = EventKind.PREEMPTED if turn % 2 else draw(st.sampled_from(COMES))
+        now += draw(GAPS_S)
+        request.record(kind, now)
+    request.record(EventKind.FINISHED, now + draw(GAPS_S))
+    return request
+
+
+def is_on_device(request: Lifecycle, when_s: float) -> bool:
+    """By the last event before: the slow way to say it."""
+    *_, last = (kind for now, kind in request.events if now <= when_s)
+    return last in COMES
+
+
+@given(stories())
+def test_stays_are_disjoint_in_order_and_within_the_life(request_: Lifecycle) -> None:
+    stays = residence_s(request_)
+    finished_s = request_.first(EventKind.FINISHED)
+    assert finished_s is not None
+    edges = [request_.arrival_s, *(edge for stay in stays for edge in stay), finished_s]
+    assert edges == sorted(edges)
+    assert all(begin < end for begin, end in stays)
+
+
+@given(stories())
+def test_stays_are_exactly_the_times_on_the_device(request_: Lifecycle) -> None:
+    stays = residence_s(request_)
+    for (before, _), (after, _) in pairwise(request_.events):
+        middle = (before + after) / 2
+        if before < middle < after:
+            assert any(begin < middle < end for begin, end in stays) == is_on_device(request_, middle)
+
+
+def test_a_stay_that_has_not_ended_is_left_out() -> None:
+    coming = [(1.0, EventKind.SCHEDULED), (2.0, EventKind.PREEMPTED), (4.0, EventKind.SWAPPED_IN)]
+    assert residence_s(story(0.0, coming, [])) == [(1.0, 2.0)]
+
+
+@pytest.mark.parametrize("kinds", [COMES, COMES[::-1], (EventKind.PREEMPTED,)])
+def test_impossible_moves_are_broken_invariants(kinds: tuple[EventKind, ...]) -> None:
+    with pytest.raises(InvariantError):
+        residence_s(story(0.0, [(float(i + 1), kind) for i, kind in enumerate(kinds)], []))

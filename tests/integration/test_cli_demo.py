@@ -1,0 +1,56 @@
+"""The demo's three ways on a model of random weights: the same requests, and each way is the way that it says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from floodplain.cli.demo import serve_way
+from floodplain.cli.demo_ways import LINK, WAYS
+from floodplain.engine.config import EngineConfig
+from floodplain.workload.spec import WorkloadSpec
+
+NUM_REQUESTS = 16
+BASE = EngineConfig(
+    model="dummy:tiny-llama", policy="fcfs", swap="none", dtype="float32", kv_memory=2**18, max_model_len=128
+)
+SPEC = WorkloadSpec(
+    request_rate=400.0, num_prompts=NUM_REQUESTS, max_input=40, max_output=48, ignore_eos=True, burst_factor=2.0,
+    burst_start=0.01, burst_duration=0.02,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict[str, Any]]:
+    async def serve_all() -> dict[str, dict[str, Any]]:
+        return dict([await serve_way(way, BASE, SPEC, 1.0, progress=False) for way in WAYS])
+
+    return asyncio.run(serve_all())
+
+
+def test_every_way_answers_the_same_requests(runs: dict[str, dict[str, Any]]) -> None:
+    assert list(runs) == ["fcfs", "AQUA's switch", "floodplain"]
+    for result in runs.values():
+        assert result["failed"] == 0
+        for key in ("request_ids", "input_lens", "output_lens"):
+            assert result[key] == runs["fcfs"][key]
+
+
+def test_every_way_is_what_its_result_says(runs: dict[str, dict[str, Any]]) -> None:
+    configs = {name: result["floodplain"]["config"] for name, result in runs.items()}
+    assert [config["policy"] for config in configs.values()] == ["fcfs", "cfs", "paced"]
+    assert [config["is_synchronous"] for config in configs.values()] == [False, True, False]
+    hardware = {name: result["floodplain"]["hardware"] for name, result in runs.items()}
+    assert [[link["name"] for link in each["links"]] for each in hardware.values()] == [[], [LINK], [LINK]]
+    factors = {each["links"][0]["slowdown"] for name, each in hardware.items() if name != "fcfs"}
+    assert len(factors) == 1
+
+
+def test_every_request_has_a_row_in_the_strip(runs: dict[str, dict[str, Any]]) -> None:
+    for result in runs.values():
+        rows = result["floodplain"]["residence"]
+        assert {len(column) for column in rows.values()} == {NUM_REQUESTS}
+        assert all(rows["on_device_s"])
+        assert min(rows["arrival_s"]) >= 0

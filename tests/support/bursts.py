@@ -1,0 +1,151 @@
+"""Bursts: loops whose policies see what links cost, and virtual instances that run them.
+
+Token ids of different requests are distinct, so that nobody shares a prefix by accident; sharing is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from floodplain.core.backups import BackupTable
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import StepPlan
+from floodplain.core.request import Request, SeqId
+from floodplain.core.tiers import Link, SlotLedger, Tier
+from floodplain.policy.base import Policy
+from floodplain.runtime.loop import Loop
+from floodplain.runtime.state import Counters, LoopConfig, LoopState
+from floodplain.sim.environment import Environment
+from floodplain.sim.executor import StepLine, VirtualExecutor, VirtualLinks
+from floodplain.sim.instance import VirtualInstance
+from tests.support.loops import EOS, make_request
+
+BLOCK_BYTES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A small device with swap space. ``block_s`` is the time of one block on the link; 0: copies cost nothing."""
+
+    num_blocks: int = 40
+    block_tokens: int = 4
+    num_slots: int = 400
+    block_s: float = 0.0001
+    latency_s: float = 0.0
+    max_num_seqs: int = 64
+    max_batched_tokens: int = 64
+    max_model_len: int = 160
+    depth: int = 1
+    caches_prefixes: bool = True
+    line: StepLine = StepLine(base_s=0.01, decode_s=0.0002, prefill_token_s=0.0003)
+
+    @property
+    def link(self) -> Link:
+        """The way to the host."""
+        return Link(Tier.HOST, BLOCK_BYTES / self.block_s if self.block_s else 1e30, self.latency_s)
+
+    def make_loop(self, policy: Policy, seed: int = 0) -> Loop:
+        """An empty loop on this machine."""
+        config = LoopConfig(
+            max_model_len=self.max_model_len,
+            max_batched_tokens=self.max_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            depth=self.depth,
+            eos_token_ids=frozenset({EOS}),
+            fingerprint="fake",
+            block_bytes=BLOCK_BYTES,
+        )
+        ledger = BlockLedger(self.num_blocks, self.block_tokens, quantum_blocks=2, caches_prefixes=self.caches_prefixes)
+        backups = BackupTable([SlotLedger(Tier.HOST, self.num_slots)] if self.num_slots else [])
+        return Loop(LoopState(config, ledger, policy, backups, [self.link]), policy, seed)
+
+
+def make_burst(
+    num_requests: int,
+    *,
+    interval_s: float = 0.0,
+    num_prompt: int = 8,
+    max_tokens: int = 20,
+    num_shared: int = 0,
+    clients: Sequence[str] = ("",),
+    first_s: float = 0.0,
+) -> list[Request]:
+    """Requests that arrive ``interval_s`` apart; the first ``num_shared`` prompt tokens are the same for all."""
+    requests = []
+    for index in range(num_requests):
+        own = tuple(1000 + 1000 * index + position for position in range(num_prompt - num_shared))
+        request = make_request(
+            f"r{index}",
+            tuple(range(num_shared)) + own,
+            first_s + index * interval_s,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+        )
+        requests.append(replace(request, client=clients[index % len(clients)]))
+    return requests
+
+
+@dataclass
+class Run:
+    """What came of a burst.
+
+    Attributes:
+        steps: (when it began, its plan) of every step.
+    """
+
+    instance: VirtualInstance
+    environment: Environment
+    steps: list[tuple[float, StepPlan]] = field(default_factory=list)
+
+    @property
+    def loop(self) -> Loop:
+        """The loop."""
+        return self.instance.loop
+
+    @property
+    def counters(self) -> Counters:
+        """The loop's totals."""
+        return self.instance.loop.counters
+
+    @property
+    def lifecycles(self) -> dict[SeqId, Lifecycle]:
+        """Of every request, in order of submission."""
+        return self.instance.lifecycles
+
+    @property
+    def elapsed_s(self) -> float:
+        """Virtual time until everything was at rest."""
+        return self.environment.now
+
+    @property
+    def max_ttft_s(self) -> float:
+        """The longest wait for a first token."""
+        return max(one.token_times_s[0] - one.arrival_s for one in self.lifecycles.values())
+
+    @property
+    def max_gap_s(self) -> float:
+        """The longest silence between two tokens of one stream."""
+        return max(max(one.itl_s, default=0.0) for one in self.lifecycles.values())
+
+
+def begin(machine: Machine, policy: Policy, requests: Iterable[Request], seed: int = 0) -> Run:
+    """An instance whose requests are about to arrive."""
+    environment = Environment()
+    executor = VirtualExecutor(machine.line.time_s, VirtualLinks({Tier.HOST: machine.link}, BLOCK_BYTES))
+    instance = VirtualInstance(environment, machine.make_loop(policy, seed), executor)
+    run = Run(instance, environment)
+    instance.on_step = lambda plan, now: run.steps.append((now, plan))
+    for request in requests:
+        environment.schedule(request.arrival_s, lambda request=request: instance.submit(request))  # type: ignore[misc]
+    return run
+
+
+def burst(machine: Machine, policy: Policy, requests: Iterable[Request], seed: int = 0) -> Run:
+    """Let all requests arrive and end, and everything come to rest."""
+    run = begin(machine, policy, requests, seed)
+    run.environment.run()
+    assert not run.loop.has_unfinished
+    run.loop.check_integrity()
+    return run
