@@ -1,7 +1,8 @@
-"""``floodplain demo``: serve a small real model under a burst, and show the queue that forms.
+"""``floodplain demo``: serve one burst in three ways with a small real model, and show who waits for what.
 
-The pool of KV memory holds about 24 requests. The load is set by what this machine turns out to do: a stable rate below
-its capacity, twice that for the burst. Everything runs in this process, from the load client to the model.
+The pool of KV memory holds about 24 requests (``--quick``: 12 shorter ones). The load is set by what this machine turns
+out to do: a stable rate below its capacity, several times that for the burst. Capacity is measured once, and every way
+gets the same requests. Everything runs in this process, from the load client to the model.
 """
 
 from __future__ import annotations
@@ -9,32 +10,34 @@ from __future__ import annotations
 import argparse
 import asyncio
 import platform
+import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from floodplain.cli.demo_ways import TITLE, WAYS, Way, paragraphs
 from floodplain.cli.files import check_writable
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.lifecycle import Lifecycle
 from floodplain.engine.config import EngineConfig
+from floodplain.policy.base import Policy
+from floodplain.policy.registry import make_policy
 from floodplain.workload.spec import WorkloadSpec, build
 
 if TYPE_CHECKING:
     from floodplain.engine.async_engine import AsyncEngine
+    from floodplain.observe.run_facts import RunInfo
 
-NUM_RESIDENT = 24
-"""Requests that the pool holds, each at half of its output."""
+Run = tuple[str, dict[str, Any]]
+"""A way's name and its benchmark result."""
+
 STABLE_SHARE = 0.5
-"""The stable rate as a share of the measured capacity; the burst is twice as much."""
+"""The stable rate as a share of the measured capacity."""
 CALIBRATION_TOKENS = 32
-TITLE = "Floodplain demo: what a burst does to a server whose memory is full"
-PARAGRAPHS = (
-    "A small language model answers a stable stream of requests. Then, for a while, twice as many arrive. The memory "
-    "for their keys and values (KV) holds about 24 requests, so the others wait in line, first come, first served: "
-    "this is what today's servers do.",
-    "While the line lasts, a newcomer sees nothing at all, although every request that runs produces text faster than "
-    "anybody reads. This is the baseline that sharing the memory in turns has to beat.",
-)
+NUM_WARM_UP, WARM_UP_TOKENS = 8, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +45,46 @@ class DemoConfig:
     """The flags of the demo."""
 
     out: Path = field(default=Path("demo"), metadata={"help": "folder for demo.json, pictures and index.html"})
-    quick: bool = field(default=False, metadata={"help": "a shorter burst: less than a minute in all"})
+    quick: bool = field(default=False, metadata={"help": "a shorter burst: about a minute in all"})
     model: str = field(default="smollm2", metadata={"help": "the model that is served"})
     seed: int = field(default=0, metadata={"help": "seed of arrivals, lengths and texts"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Timing:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scale:
+    """How large the demo is: phases of the load, requests that the pool holds at half of their output, lengths."""
+
     quiet_s: float
     burst_s: float
     tail_s: float
+    burst_factor: float
+    num_resident: int
+    length_scale: float
+    max_input: int
+    max_output: int
 
 
-FULL, QUICK = _Timing(20.0, 30.0, 20.0), _Timing(5.0, 10.0, 3.0)
+FULL = _Scale(
+    quiet_s=10.0, burst_s=20.0, tail_s=8.0, burst_factor=3.0,
+    num_resident=24, length_scale=0.6, max_input=320, max_output=256,
+)  # fmt: skip
+QUICK = _Scale(
+    quiet_s=1.0, burst_s=3.0, tail_s=0.5, burst_factor=4.0,
+    num_resident=12, length_scale=0.3, max_input=160, max_output=128,
+)  # fmt: skip
 
 
 def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
-    add_dataclass_flags(add_verb(verbs, "demo", "Serve a small model under a burst and show the queue."), DemoConfig)
+    add_dataclass_flags(add_verb(verbs, "demo", "Serve a burst in three ways and show who waits for what."), DemoConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo, write its files, print its table."""
     demo = dataclass_from(args, DemoConfig)
     check_writable(demo.out / "demo.json")
-    result = asyncio.run(_run_policy(demo, "fcfs", progress=not args.quiet))
-    runs = [("fcfs", result)]
-    _write(demo.out, runs)
+    runs = asyncio.run(_run_demo(demo, progress=not args.quiet))
+    _write(demo, runs)
 
     from floodplain.observe.strict_json import to_json
     from floodplain.observe.table import format_table, summary_rows, transposed
@@ -81,54 +97,102 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(result["failed"] for _, result in runs) else 0
 
 
-async def _run_policy(demo: DemoConfig, policy: str, *, progress: bool) -> dict[str, Any]:
-    """Serve the burst under one policy."""
-    from floodplain.engine.async_engine import AsyncEngine
-    from floodplain.engine.offline import hardware_report, run_offline
-    from floodplain.observe.result import benchmark_result
-    from floodplain.observe.run_facts import RunInfo
+async def _run_demo(demo: DemoConfig, *, progress: bool) -> list[Run]:
+    scale = _scale(demo)
+    sample = _shape(WorkloadSpec(request_rate=1.0, num_prompts=200, seed=demo.seed), scale)
+    base = _engine_config(demo, sample, scale)
+    batch = replace(sample, num_prompts=scale.num_resident)
+    capacity = await _capacity(base, batch)
+    spec = _burst(sample, STABLE_SHARE * capacity, scale)
+    return [await serve_way(way, base, spec, capacity, progress=progress) for way in WAYS]
 
-    sample = _shape(WorkloadSpec(request_rate=1.0, num_prompts=200, seed=demo.seed))
-    engine = AsyncEngine.from_config(_engine_config(demo, policy, sample))
+
+async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: float, *, progress: bool) -> Run:
+    """Serve the requests of ``spec`` one way; returns its name and benchmark result, ``floodplain.residence`` included.
+
+    Args:
+        way: Who runs when, and where KV goes.
+        base: The engine, whichever way.
+        spec: The load.
+        capacity: Requests a second, for the result.
+        progress: Whether to show how far the load has come.
+    """
+    from floodplain.engine.offline import run_offline
+    from floodplain.observe.result import benchmark_result
+    from floodplain.observe.strip import residence_columns
+
+    lifecycles: list[Lifecycle] = []
+    async with _started(way.config(base), way.make_policy()) as engine:
+        await _warm_up(engine, spec)
+        engine.subscribe(lifecycles.append)
+        if progress:
+            print(f"{way.name}:", file=sys.stderr)
+        start_s = time.monotonic()
+        run = await run_offline(engine, build(spec, engine.tokenizer), progress=progress)
+        info = _run_info(engine, spec, {"measured_capacity": capacity} | asdict(way.settings))
+    result = benchmark_result(run.records, info, run.report, run.timeline)
+    result["floodplain"]["residence"] = residence_columns(lifecycles, start_s)
+    return way.name, result
+
+
+@asynccontextmanager
+async def _started(config: EngineConfig, policy: Policy) -> AsyncIterator[AsyncEngine]:
+    from floodplain.engine.async_engine import AsyncEngine
+    from floodplain.engine.build import build_engine
+
+    engine = AsyncEngine(build_engine(config, policy))
     await engine.start()
     try:
-        capacity = await _measure_capacity(engine, replace(sample, num_prompts=NUM_RESIDENT))
-        spec = _burst(sample, STABLE_SHARE * capacity, QUICK if demo.quick else FULL)
-        run = await run_offline(engine, build(spec, engine.tokenizer), progress=progress)
+        yield engine
     finally:
         await engine.close()
-    info = RunInfo(
+
+
+def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) -> RunInfo:
+    from floodplain.engine.offline import hardware_report
+    from floodplain.observe.run_facts import RunInfo
+
+    return RunInfo(
         backend="floodplain",
         model_id=engine.model_name,
         tokenizer_id=engine.model_name,
         request_rate=spec.request_rate,
-        seed=demo.seed,
-        config=asdict(engine.engine.config) | asdict(spec) | {"measured_capacity": capacity},
-        hardware=hardware_report(engine.engine.config.device),
+        seed=spec.seed,
+        config=facts | asdict(engine.engine.config) | asdict(spec),
+        hardware=hardware_report(engine.engine.config.device, engine.engine.links),
     )
-    return benchmark_result(run.records, info, run.report, run.timeline)
 
 
-def _shape(spec: WorkloadSpec) -> WorkloadSpec:
+def _scale(demo: DemoConfig) -> _Scale:
+    return QUICK if demo.quick else FULL
+
+
+def _shape(spec: WorkloadSpec, scale: _Scale) -> WorkloadSpec:
     """Chat-like lengths, kept short so that a laptop's processor sees many requests."""
-    return replace(spec, length_scale=0.6, max_input=320, max_output=256, ignore_eos=True)
+    return replace(
+        spec,
+        length_scale=scale.length_scale,
+        max_input=scale.max_input,
+        max_output=scale.max_output,
+        ignore_eos=True,
+    )
 
 
-def _burst(sample: WorkloadSpec, stable_rate: float, timing: _Timing) -> WorkloadSpec:
-    """Quiet, twice as much, quiet again."""
-    num_prompts = round(stable_rate * (timing.quiet_s + 2 * timing.burst_s + timing.tail_s))
+def _burst(sample: WorkloadSpec, stable_rate: float, scale: _Scale) -> WorkloadSpec:
+    """Quiet, several times as much, quiet again."""
+    num_prompts = round(stable_rate * (scale.quiet_s + scale.burst_factor * scale.burst_s + scale.tail_s))
     return replace(
         sample,
         request_rate=stable_rate,
         num_prompts=max(1, num_prompts),
-        burst_factor=2.0,
-        burst_start=timing.quiet_s,
-        burst_duration=timing.burst_s,
+        burst_factor=scale.burst_factor,
+        burst_start=scale.quiet_s,
+        burst_duration=scale.burst_s,
     )
 
 
-def _engine_config(demo: DemoConfig, policy: str, sample: WorkloadSpec) -> EngineConfig:
-    """An engine whose pool holds ``NUM_RESIDENT`` requests at half of their output."""
+def _engine_config(demo: DemoConfig, sample: WorkloadSpec, scale: _Scale) -> EngineConfig:
+    """An engine whose pool holds ``num_resident`` requests at half of their output."""
     from floodplain.engine.build import kv_bytes_per_token
     from floodplain.engine.weights.open_model import open_model
 
@@ -136,33 +200,51 @@ def _engine_config(demo: DemoConfig, policy: str, sample: WorkloadSpec) -> Engin
     requests = build(sample, source.load_tokenizer())
     mean_tokens = sum(len(r.prompt_token_ids) + r.max_tokens / 2 for r in requests) / len(requests)
     dtype = "bfloat16"
-    kv_memory = round(NUM_RESIDENT * mean_tokens * kv_bytes_per_token(source.config, dtype))
+    kv_memory = round(scale.num_resident * mean_tokens * kv_bytes_per_token(source.config, dtype))
     return EngineConfig(
-        model=demo.model, policy=policy, dtype=dtype, kv_memory=kv_memory, max_model_len=1024, seed=demo.seed
+        model=demo.model,
+        policy="fcfs",
+        swap="none",
+        dtype=dtype,
+        kv_memory=kv_memory,
+        max_model_len=scale.max_input + scale.max_output,
+        seed=demo.seed,
     )
 
 
-async def _measure_capacity(engine: AsyncEngine, sample: WorkloadSpec) -> float:
+async def _capacity(base: EngineConfig, batch: WorkloadSpec) -> float:
     """Requests a second that this machine can sustain with a full pool.
 
     Time a full batch over two output lengths; the longer run less the shorter one is pure decoding.
     """
+    async with _started(base, make_policy(base.policy)) as engine:
+        # The first warms up; no text comes twice.
+        _, short_s, long_s = [await _time_batch(engine, batch, i, n) for i, n in enumerate((1, 1, CALIBRATION_TOKENS))]
+        requests = build(batch, engine.tokenizer)
+    decode_s = max(1e-6, long_s - short_s) / (CALIBRATION_TOKENS - 1)
+    mean_output = sum(request.max_tokens for request in requests) / len(requests)
+    return len(requests) / (short_s + decode_s * mean_output)
+
+
+async def _warm_up(engine: AsyncEngine, spec: WorkloadSpec) -> None:
+    """A few other texts: threads, allocator and learned prices are alike for every way."""
+    batch = replace(spec, num_prompts=NUM_WARM_UP)
+    await _time_batch(engine, batch, 0, WARM_UP_TOKENS)
+
+
+async def _time_batch(engine: AsyncEngine, spec: WorkloadSpec, number: int, num_tokens: int) -> float:
+    """Seconds for the requests of ``spec`` with another seed, all at once, so many output tokens each."""
     from floodplain.engine.load_target import EngineTarget
     from floodplain.workload.client import run_load
 
-    seconds = []
-    for run, num_tokens in enumerate((1, 1, CALIBRATION_TOKENS)):  # the first warms up; no text comes twice
-        requests = build(replace(sample, seed=sample.seed + run + 1), engine.tokenizer)
-        begin = time.monotonic()
-        batch = [replace(request, arrival_s=0.0, max_tokens=num_tokens) for request in requests]
-        await run_load(EngineTarget(engine), batch, progress=False)
-        seconds.append(time.monotonic() - begin)
-    decode_s = max(1e-6, seconds[2] - seconds[1]) / (CALIBRATION_TOKENS - 1)
-    mean_output = sum(request.max_tokens for request in requests) / len(requests)
-    return len(requests) / (seconds[1] + decode_s * mean_output)
+    requests = build(replace(spec, seed=spec.seed + number + 1), engine.tokenizer)
+    batch = [replace(request, arrival_s=0.0, max_tokens=num_tokens) for request in requests]
+    begin = time.monotonic()
+    await run_load(EngineTarget(engine), batch, progress=False)
+    return time.monotonic() - begin
 
 
-def _summary(runs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+def _summary(runs: list[Run]) -> dict[str, Any]:
     return {"runs": [{"name": name, **result} for name, result in runs], "machine": _machine()}
 
 
@@ -180,12 +262,14 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, runs: list[tuple[str, dict[str, Any]]]) -> None:
+def _write(demo: DemoConfig, runs: list[Run]) -> None:
     from floodplain.observe.plots import save_plots
     from floodplain.observe.report import render_report
     from floodplain.observe.strict_json import save_result
 
-    save_result(folder / "demo.json", _summary(runs))
-    save_plots(runs, folder)
-    page = render_report(TITLE, runs, _machine(), PARAGRAPHS)
-    (folder / "index.html").write_text(page, encoding="utf-8")
+    scale = _scale(demo)
+    save_result(demo.out / "demo.json", _summary(runs))
+    save_plots(runs, demo.out)
+    words = paragraphs(scale.num_resident, scale.burst_s, scale.burst_factor)
+    page = render_report(TITLE, runs, _machine(), words, {way.name: way.words for way in WAYS})
+    (demo.out / "index.html").write_text(page, encoding="utf-8")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 
+from floodplain.core.errors import InvariantError
+
 
 class EventKind(Enum):
     """What can happen to a request, tokens aside."""
@@ -100,3 +102,27 @@ class Lifecycle:
     def e2e_s(self) -> float | None:
         """End-to-end latency."""
         return end_to_end_s(self.arrival_s, self.token_times_s)
+
+
+def residence_s(lifecycle: Lifecycle) -> list[tuple[float, float]]:
+    """When the request was on the device: (start, end) of each stay that has ended, in order and disjoint.
+
+    A stay begins when a request that waited is scheduled or when its KV has arrived, and ends when it is preempted or
+    finished. Stays that took no time are left out.
+
+    Raises:
+        InvariantError: It came while it was on the device, or was preempted while it was not.
+    """
+    stays: list[tuple[float, float]] = []
+    since_s: float | None = None
+    for now, kind in lifecycle.events:
+        comes = kind in (EventKind.SCHEDULED, EventKind.SWAPPED_IN)
+        if (comes and since_s is not None) or (kind is EventKind.PREEMPTED and since_s is None):
+            raise InvariantError(f"a request is {kind.value} at {now} s, but {'on' if comes else 'off'} the device")
+        if comes:
+            since_s = now
+        elif since_s is not None:
+            if now > since_s:
+                stays.append((since_s, now))
+            since_s = None
+    return stays

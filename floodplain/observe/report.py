@@ -7,14 +7,17 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from floodplain.observe.plots import Run, draw_all, subtitle, to_svg
-from floodplain.observe.table import format_number, lookup, summary_rows
+from floodplain.observe.plots import draw_all, to_svg
+from floodplain.observe.style import Run, subtitle
+from floodplain.observe.table import format_number, lookup, summary_rows, transposed
 
 CAPTIONS: Mapping[str, str] = {
     "ttft": "How long each request waited for its first token. A hill is a queue: requests that came later waited for "
     "those before them.",
     "tpot": "How fast text came once it had begun. Low and flat reads smoothly; peaks are pauses or a crowded batch.",
     "timeline": "How many requests ran and how many waited, and how full the KV memory was, over time.",
+    "strip": "Who was on the device when. Each row is a request, the first to arrive at the top. A bar: it was on the "
+    "device. A thin grey line: it was alive, but not on the device. The dot: its first token.",
 }
 
 CSS = """
@@ -31,7 +34,13 @@ dt { font-weight: 600; } dd { margin: 0 0 .5rem 1.2rem; }
 """
 
 
-def render_report(title: str, runs: Sequence[Run], machine: Mapping[str, Any], paragraphs: Sequence[str] = ()) -> str:
+def render_report(
+    title: str,
+    runs: Sequence[Run],
+    machine: Mapping[str, Any],
+    paragraphs: Sequence[str] = (),
+    ways: Mapping[str, str] | None = None,
+) -> str:
     """Return the page as HTML that refers to nothing outside itself.
 
     Args:
@@ -39,11 +48,13 @@ def render_report(title: str, runs: Sequence[Run], machine: Mapping[str, Any], p
         runs: Names and benchmark results; at least one.
         machine: Facts of the machine, shown as they are.
         paragraphs: What the reader should know first, in plain words (plain text).
+        ways: What the names of the runs stand for, in plain words (plain text).
     """
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="where">{escape(subtitle(runs))}</p>',
         *(f"<p>{escape(text)}</p>" for text in paragraphs),
+        *(["<h2>The ways</h2>", _facts(ways)] if ways else []),
         "<h2>What happened</h2>",
         "<ul>",
         *(f"<li>{escape(explain(name, result))}</li>" for name, result in runs),
@@ -52,6 +63,7 @@ def render_report(title: str, runs: Sequence[Run], machine: Mapping[str, Any], p
         _table(runs),
         "<h2>Pictures</h2>",
         *(_picture(name, to_svg(figure)) for name, figure in draw_all(runs).items()),
+        *_emulation(runs),
         "<h2>Machine</h2>",
         _facts(machine),
     ]
@@ -104,7 +116,7 @@ def explain(name: str, result: Mapping[str, Any]) -> str:
 
 
 def _table(runs: Sequence[Run]) -> str:
-    headings, rows = summary_rows(runs)
+    headings, rows = transposed(*summary_rows(runs))
     head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in headings)
     lines = [
         f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
@@ -115,7 +127,8 @@ def _table(runs: Sequence[Run]) -> str:
             '<div class="scroll" role="region" aria-label="Numbers of each run" tabindex="0">',
             "<table>",
             "<caption>TTFT: wait for the first token. TPOT: mean time of each further token. E2E: whole answer. "
-            "p90: nine of ten requests were at or below this.</caption>",
+            "p90: nine of ten requests were at or below this. Stalled: nothing could run before a copy ended."
+            "</caption>",
             f"<thead><tr>{head}</tr></thead>",
             "<tbody>",
             *lines,
@@ -143,6 +156,23 @@ def inline_svg(svg: str, prefix: str, label: str) -> str:
     return element.replace("<svg", f'<svg role="img" aria-label="{escape(label, quote=True)}"', 1)
 
 
-def _facts(machine: Mapping[str, Any]) -> str:
-    entries = (f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in machine.items())
+def explain_emulation(link: Mapping[str, Any]) -> str:
+    """Return what is real and what is not about an emulated link, in plain words; takes its facts of a result."""
+    gigabytes = {key: format_number(link[key] / 1e9) for key in ("modelled_bandwidth", "bandwidth")}
+    return (
+        f"{link['name']}: copies to and from swap space are real and stay inside this machine's memory. Each is held "
+        f"back until it has taken as long as on the modelled link, slowed down {format_number(link['slowdown'])} "
+        f"times: {gigabytes['modelled_bandwidth']} GB/s of a large copy become {gigabytes['bandwidth']} GB/s. "
+        f"Everything else is measured, not modelled. Source of the link's numbers: {link['source']}"
+    )
+
+
+def _emulation(runs: Sequence[Run]) -> list[str]:
+    links = [link for _, result in runs for link in lookup(result, "floodplain.hardware.links") or ()]
+    texts = dict.fromkeys(explain_emulation(link) for link in links if link["emulated"])
+    return ["<h2>What is emulated</h2>", *(f"<p>{escape(text)}</p>" for text in texts)] if texts else []
+
+
+def _facts(facts: Mapping[str, Any]) -> str:
+    entries = (f"<dt>{escape(str(key))}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items())
     return "\n".join(["<dl>", *entries, "</dl>"])

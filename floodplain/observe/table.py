@@ -19,6 +19,9 @@ SUMMARY: tuple[tuple[str, str, float], ...] = (
     ("done", "completed", 1.0),
     ("failed", "failed", 1.0),
     ("preempted", "floodplain.preemptions", 1.0),
+    ("recomputed (tokens)", "floodplain.recomputed_tokens", 1.0),
+    ("swap-in (MB)", "floodplain.swap.in_bytes", 1e-6),
+    ("stalled (s)", "floodplain.swap.stall_s", 1.0),
 )
 """(heading, key of a benchmark result, factor from the key's unit to the heading's)."""
 

@@ -1,0 +1,93 @@
+"""The ways to serve a burst that ``floodplain demo`` compares, and the words of its page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from floodplain.engine.config import EngineConfig
+from floodplain.policy.base import Policy
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+
+LINK = "emulated-pcie5"
+SWAP_POOLS = 4
+"""Swap space of the ways that have it, in KV pools: enough that it is hardly ever what newcomers wait for."""
+TITLE = "Floodplain demo: one burst, served in three ways"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One column of the comparison.
+
+    Attributes:
+        name: As pictures and ``demo.json`` have it.
+        words: What it does, for somebody who knows no policy by name.
+        policy: By the names of ``--policy``.
+        hardware: The link to swap space; None: there is no swap space.
+        settings: Of the policy, if it takes turns.
+    """
+
+    name: str
+    words: str
+    policy: str
+    hardware: str | None = None
+    settings: SharingSettings = field(default=SharingSettings())
+
+    def config(self, base: EngineConfig) -> EngineConfig:
+        """``base``, gone this way."""
+        num_bytes = SWAP_POOLS * base.kv_memory if self.hardware and base.kv_memory else None
+        return replace(
+            base,
+            policy=self.policy,
+            slice=self.settings.slice_steps,
+            swap="host" if self.hardware else "none",
+            swap_memory=num_bytes,
+            hardware=self.hardware,
+        )
+
+    def make_policy(self) -> Policy:
+        """A new policy object."""
+        return make_policy(self.policy, self.settings)
+
+
+WAYS = (
+    Way(
+        name="fcfs",
+        words="First come, first served, as most servers do it. Whoever is on the device stays until the answer is "
+        "complete; when memory runs short, the last to come leaves and is computed again later. Everybody else waits "
+        "in line and sees nothing.",
+        policy="fcfs",
+    ),
+    Way(
+        name="AQUA's switch",
+        words="Requests take turns, the least served first, and whoever comes onto the device stays for at least 16 "
+        "steps. At a switch, those who leave are copied to swap space and those who come are copied back, and nothing "
+        "is computed while the copies are under way. This is the rule and the switch of the AQUA paper, inside this "
+        "engine.",
+        policy="cfs",
+        hardware=LINK,
+        settings=SharingSettings(slice_steps=16, is_synchronous=True),
+    ),
+    Way(
+        name="floodplain",
+        words="Most of the memory belongs to the oldest requests until they are complete. The rest is shared by all "
+        "others in short turns: newcomers first, then whoever has been silent longest. Copies run while others "
+        "compute. This is the default of floodplain serve.",
+        policy="paced",
+        hardware=LINK,
+    ),
+)
+
+
+def paragraphs(num_resident: int, burst_s: float, burst_factor: float) -> tuple[str, ...]:
+    """What a reader of the page should know first."""
+    return (
+        f"A small language model answers a stable stream of requests. Then, for {burst_s:g} seconds, {burst_factor:g} "
+        f"times as many arrive. The memory for their keys and values (KV) holds about {num_resident} requests: when "
+        "more are alive than fit, somebody has to wait.",
+        "The same requests are served once in each way, one way after the other, by the same model with the same KV "
+        "memory; only the choice of who runs when differs, and where the KV of the others stays. While everybody fits, "
+        "the ways that take turns do what the first one does.",
+        "All times are what the client saw, on this machine. One run of each way shows how they behave; small "
+        "differences between them may be chance.",
+    )

@@ -1,0 +1,82 @@
+"""The look of all pictures: colours, fonts, a figure with its title, a legend.
+
+Matplotlib is imported when a picture is drawn, and only its figures are used: no windows, no global state kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from floodplain.observe.table import lookup
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Run = tuple[str, Mapping[str, Any]]
+"""A name and a benchmark result."""
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette, which people with any colour vision can tell apart (https://jfly.uni-koeln.de/color/)."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", "-.", ":")
+
+STYLE: Mapping[str, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#666666",
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.xmargin": 0.01,
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "grid.color": "#e4e4e4",
+    "legend.frameon": False,
+    "savefig.dpi": 150,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "floodplain",
+}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw and save in the common style while the context is open."""
+    import matplotlib
+
+    with matplotlib.rc_context(dict(STYLE)):
+        yield
+
+
+def make_figure(
+    title: str, runs: Sequence[Run], num_panels: int = 1, panel_inches: float = 1.6
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with panels under each other, a title that says what, and a line that says where."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.0, 2.2 + panel_inches * num_panels), layout="constrained")
+    panels = figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0]
+    panels[0].set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold")
+    panels[0].text(
+        0.0, 1.03, subtitle(runs), transform=panels[0].transAxes, ha="left", va="bottom", fontsize=8.5, color="#555555"
+    )
+    return figure, list(panels)
+
+
+def subtitle(runs: Sequence[Run]) -> str:
+    """Return model and hardware of the runs, each named once; with an emulated link if any run has one."""
+    models = dict.fromkeys(str(result.get("model_id") or "unknown model") for _, result in runs)
+    hardware = dict.fromkeys(
+        str(lookup(result, "floodplain.hardware.name") or "hardware unknown (measured at the client)")
+        for _, result in runs
+    )
+    named = [name for name in hardware if not any(other.endswith(f" on {name}") for other in hardware)]
+    return f"{', '.join(models)} on {', '.join(named)}"
+
+
+def add_legend(figure: Figure, panel: Axes, runs: Sequence[Run]) -> None:
+    """Put the legend of ``panel`` under the figure, unless there is only one thing to name."""
+    handles, labels = panel.get_legend_handles_labels()
+    if len(labels) > 1 or len(runs) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))
