@@ -118,14 +118,15 @@ class ModelRunner:
 
     def _make_batch(self, plan: StepPlan) -> ForwardBatch | None:
         """Decodes first, then the chunks; all arithmetic on arrays. None if the plan computes nothing."""
-        slots, block_tokens, num_decodes = self._slots, self._block_tokens, len(plan.decodes)
-        if not num_decodes and not plan.prefills:
+        slots, block_tokens = self._slots, self._block_tokens
+        if not plan.decodes and not plan.prefills:
             return None
-        rows = self._decode_rows
+        rows = self._rows_of_one_token(plan)
         positions = slots.positions[rows]
-        max_context = int(positions.max()) + 1 if num_decodes else 0
+        max_context = int(positions.max()) + 1 if len(rows) else 0
         token_ids, all_rows, all_positions = [slots.last_tokens[rows]], [rows], [positions]
-        for chunk in plan.prefills:
+        runs = [chunk for chunk in plan.prefills if len(chunk.token_ids) > 1]
+        for chunk in runs:
             count = len(chunk.token_ids)
             token_ids.append(np.array(chunk.token_ids, dtype=np.int64))
             all_rows.append(np.full(count, slots.row(chunk.seq_id)))
@@ -139,9 +140,22 @@ class ModelRunner:
             block_tables=self._tensor(slots.tables[rows, : -(-max_context // block_tokens)]),
             context_lens=self._tensor(positions + 1),
             max_context_len=max_context,
-            prefills=self._segments(plan.prefills, num_decodes),
+            prefills=self._segments(runs, len(rows)),
             logits_rows=self._tensor(_logits_rows(plan)),
         )
+
+    def _rows_of_one_token(self, plan: StepPlan) -> IntArray:
+        """Rows that feed one token: the decodes, then the chunks of one token, which are decodes in all but name.
+
+        Whoever comes back from swap space computes such a chunk: many in each step when turns are taken.
+        """
+        slots, singles = self._slots, [chunk for chunk in plan.prefills if len(chunk.token_ids) == 1]
+        if not singles:
+            return self._decode_rows
+        rows = np.array([slots.row(chunk.seq_id) for chunk in singles], dtype=np.int64)
+        slots.last_tokens[rows] = [chunk.token_ids[0] for chunk in singles]
+        slots.positions[rows] = [chunk.start for chunk in singles]
+        return np.concatenate((self._decode_rows, rows))
 
     def _segments(self, chunks: Sequence[PrefillChunk], first_row: int) -> tuple[PrefillSegment, ...]:
         segments = []
@@ -177,10 +191,15 @@ class ModelRunner:
 
 
 def _logits_rows(plan: StepPlan) -> IntArray:
-    """The rows of the batch whose logits are sampled: every decode, and the last token of each finished prefill."""
-    ends, row = [], len(plan.decodes)
+    """The rows of the batch whose logits are sampled, in the order of ``plan.sampled``.
+
+    Chunks of one token stand behind the decodes, longer ones behind those; of a chunk its last row counts.
+    """
+    ends, single = [], len(plan.decodes)
+    row = single + sum(len(chunk.token_ids) == 1 for chunk in plan.prefills)
     for chunk in plan.prefills:
-        row += len(chunk.token_ids)
+        is_single = len(chunk.token_ids) == 1
+        single, row = (single + 1, row) if is_single else (single, row + len(chunk.token_ids))
         if chunk.samples:
-            ends.append(row - 1)
+            ends.append((single if is_single else row) - 1)
     return np.concatenate((np.arange(len(plan.decodes)), np.array(ends, dtype=np.int64)))
