@@ -31,6 +31,10 @@ class Reason(Enum):
     """Swap space cannot take more."""
 
 
+LIMITS = (Reason.CROWDED, Reason.LINK_BUSY, Reason.SWAP_SLOW, Reason.SWAP_FULL)
+"""Reasons of a whole decision: what kept the policy from deciding as it would like."""
+
+
 class PreemptionMode(Enum):
     """What becomes of the KV of a preempted sequence."""
 

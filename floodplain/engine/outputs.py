@@ -59,7 +59,8 @@ class EngineStats:
     ``kv_blocks`` counts blocks by state name; ``scheduler_s`` is the loop's own time, all steps. ``kv_bytes`` is the
     memory of the pool (``local``) and of the slots in use (other tiers). ``swap_bytes`` counts what went over links by
     (``out`` or ``in``, tier); of it, ``backup_bytes`` went out ahead of need. ``swap_stall_s`` is the time in which
-    requests were alive and nothing could run before a copy ended; ``failed_transfers`` counts copies by problem.
+    requests were alive and nothing could run before a copy ended; ``failed_transfers`` counts copies by problem;
+    ``limited_steps`` counts steps whose decision was limited, by reason (``core.plan.LIMITS``).
     """
 
     num_running: int = 0
@@ -82,3 +83,4 @@ class EngineStats:
     backup_bytes: int = 0
     swap_stall_s: float = 0.0
     failed_transfers: dict[str, int] = field(default_factory=dict)
+    limited_steps: dict[str, int] = field(default_factory=dict)

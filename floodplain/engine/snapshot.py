@@ -46,6 +46,7 @@ def take_snapshot(
         num_recomputed_tokens=counters["num_recomputed_tokens"],
         num_wasted_tokens=counters["num_wasted_tokens"],
         num_requests=counters["finished"],
+        limited_steps=counters["limited_steps"],
         swap_bytes=swap.traffic_bytes,
         backup_bytes=swap.backup_bytes,
         swap_stall_s=swap_stall_s,

@@ -46,6 +46,8 @@ class StatsView(Protocol):
     @property
     def failed_transfers(self) -> Mapping[str, int]: ...  # noqa: D102
     @property
+    def limited_steps(self) -> Mapping[str, int]: ...  # noqa: D102
+    @property
     def num_prompt_tokens(self) -> int: ...  # noqa: D102
     @property
     def num_generated_tokens(self) -> int: ...  # noqa: D102
@@ -130,6 +132,8 @@ class ServingMetrics(Collector):
         yield self._counter("swap_stall_seconds", text, {(): stats.swap_stall_s})
         failed = _by_one(stats.failed_transfers)
         yield self._counter("failed_transfers", "Copies of KV that were not whole.", failed, "problem")
+        limited = _by_one(stats.limited_steps)
+        yield self._counter("limited_steps", "Steps that were not decided as the policy likes.", limited, "reason")
 
     def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
         family = GaugeMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])

@@ -129,6 +129,8 @@ class Loop:
             plan, decoding, chunked = self._plans.build(decision, self.state.counters.num_steps, now)
             if plan.decodes or plan.prefills or plan.transfers:
                 self.state.counters.num_steps += 1
+                if decision.reason is not None:
+                    self.state.counters.limited_steps[decision.reason.value] += 1
                 self._steps.append(_Outstanding(plan, decoding, chunked, now))
                 return plan
             self._postpone(plan)

@@ -10,6 +10,7 @@ from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
+from floodplain.core.plan import LIMITS
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.served import KeyAccounts
@@ -53,7 +54,8 @@ class Counters:
     """Totals since the loop began; they only grow.
 
     ``num_recomputed_tokens`` are tokens computed again after a preemption; ``num_wasted_tokens`` were sampled for a
-    sequence that had ended; ``num_cached_tokens`` came from the prefix cache at admission.
+    sequence that had ended; ``num_cached_tokens`` came from the prefix cache at admission; ``limited_steps`` are steps
+    whose decision was limited, by reason.
     """
 
     num_steps: int = 0
@@ -64,6 +66,7 @@ class Counters:
     num_wasted_tokens: int = 0
     num_failed_transfers: int = 0
     preemptions: dict[str, int] = field(default_factory=lambda: {"recompute": 0, "swap": 0})
+    limited_steps: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in LIMITS})
     finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
 
 

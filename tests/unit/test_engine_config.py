@@ -11,7 +11,6 @@ from floodplain.core.errors import UserError
 from floodplain.cost.link import LINKS
 from floodplain.engine.config import HARDWARE, EngineConfig
 
-
 NO_SWAP = {"swap": "none"}
 
 
@@ -19,8 +18,8 @@ NO_SWAP = {"swap": "none"}
     ("flags", "message"),
     [
         ({"swap": "disk"}, "^--swap must be one of none, host, not 'disk'$"),
-        (NO_SWAP | {"swap_memory": 2**20}, "^--swap-memory says how to swap, and --swap none does not: leave one of"),
-        (NO_SWAP | {"hardware": "emulated-c2c"}, "^--hardware says how to swap, and --swap none does not: leave one of"),
+        (NO_SWAP | {"swap_memory": 2**20}, "^--swap-memory says how to swap, and --swap none does not"),
+        (NO_SWAP | {"hardware": "emulated-c2c"}, "^--hardware says how to swap, and --swap none does not"),
         ({"policy": "lifo"}, "^--policy must be one of fcfs, cfs, fair, paced, not 'lifo'$"),
         ({"slice": 0}, "^--slice must be between 1 and 10000 steps, not 0$"),
         ({"pace": -1.0}, "^--pace must be above 0 tokens per second, not -1.0$"),

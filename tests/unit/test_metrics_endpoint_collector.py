@@ -22,6 +22,7 @@ PROMISED = {
     "swap_bytes_total": "counter",
     "swap_stall_seconds_total": "counter",
     "failed_transfers_total": "counter",
+    "limited_steps_total": "counter",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
     "time_to_first_token_seconds": "histogram",
@@ -37,6 +38,7 @@ LABELS = {
     "preemptions_total": {"mode"},
     "swap_bytes_total": {"direction", "tier"},
     "failed_transfers_total": {"problem"},
+    "limited_steps_total": {"reason"},
 }
 
 
@@ -48,7 +50,9 @@ def scrape(metrics: ServingMetrics) -> dict[str, object]:
 
 
 def test_the_names_types_and_labels_are_the_promised_ones() -> None:
-    stats = EngineStats(kv_blocks={"free": 1}, kv_bytes={"local": 2}, failed_transfers={"not_copied": 0})
+    stats = EngineStats(
+        kv_blocks={"free": 1}, kv_bytes={"local": 2}, failed_transfers={"not_copied": 0}, limited_steps={"crowded": 0}
+    )
     families = scrape(ServingMetrics("m", lambda: stats))
     assert {name.removeprefix("floodplain_"): f.type for name, f in families.items()} == PROMISED  # type: ignore[attr-defined]
     for name, labels in LABELS.items():
@@ -77,6 +81,7 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
         backup_bytes=2,
         swap_stall_s=0.25,
         failed_transfers={"digest_mismatch": 3},
+        limited_steps={"crowded": 4},
     )
     metrics = ServingMetrics("m", lambda: stats)
     seen = {
@@ -87,6 +92,7 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
     assert seen == {("out", "host"): 7, ("in", "host"): 5, ("out", "peer"): 0, ("in", "peer"): 0}
     assert value_of(metrics, "floodplain_swap_stall_seconds_total") == 0.25
     assert value_of(metrics, "floodplain_failed_transfers_total", problem="digest_mismatch") == 3
+    assert value_of(metrics, "floodplain_limited_steps_total", reason="crowded") == 4
     assert value_of(metrics, "floodplain_kv_bytes", tier="host") == 30
     assert value_of(metrics, "floodplain_requests_swapped") == 4
 
