@@ -1,0 +1,34 @@
+"""The highest Poisson rate at which FCFS with this pool keeps TTFT p99 under one second, by bisection."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+TTFT_GOAL_S = 1.0
+PROBE_FACTOR = 0.5
+"""Of the load ``quiet``, which probes run at a rate of their own."""
+
+
+def ttft_p99_s(rate: float, seed: int) -> float:
+    """Of FCFS under 100 Poisson arrivals at ``rate``."""
+    command = [sys.executable, str(HERE / "measure.py"), "quiet", str(rate / PROBE_FACTOR), str(seed), "-", "fcfs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(np.quantile(json.loads(done.stdout)["ttft_s"], 0.99))
+
+
+def find_capacity(low: float = 1.0, high: float = 5.0, num_probes: int = 5) -> tuple[float, list[dict[str, float]]]:
+    """(requests per second, every probe): the goal holds at the rate, and fails a step above."""
+    probes = []
+    for _ in range(num_probes):
+        rate = (low + high) / 2
+        p99 = ttft_p99_s(rate, seed=100)
+        probes.append({"rate": rate, "ttft_p99_s": p99})
+        print(f"capacity: {rate:.2f} req/s: TTFT p99 {p99:.2f} s", file=sys.stderr, flush=True)
+        low, high = (rate, high) if p99 < TTFT_GOAL_S else (low, rate)
+    return low, probes

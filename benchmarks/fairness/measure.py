@@ -1,0 +1,78 @@
+"""The same requests, one way after the other, in one process: ``measure.py LOAD CAPACITY SEED TRACES WAY...``.
+
+It prints one JSON object per way, on a line. One process, because the factor by which emulated links are slowed is
+measured once in each. ``-`` stands for no folder of traces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.build import build_engine, kv_bytes_per_token
+from floodplain.engine.offline import hardware_report, run_offline
+from floodplain.engine.weights.open_model import open_model
+from floodplain.workload.records import RequestRecord
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from ways import WAYS  # noqa: E402
+from workloads import make_requests, pool_bytes  # noqa: E402
+
+
+def main(way_name: str, load: str, capacity: float, seed: int, traces: Path | None) -> dict[str, Any]:
+    """Run ``load`` one way; ``capacity`` scales its rates."""
+    source, way = open_model("smollm2"), WAYS[way_name]
+    tokenizer = source.load_tokenizer()
+    kv_memory = pool_bytes(tokenizer, kv_bytes_per_token(source.config, "bfloat16"))
+    requests = make_requests(load, capacity, seed, tokenizer, traces)
+    engine = AsyncEngine(build_engine(way.config(kv_memory, seed), way.make_policy()))
+    run = asyncio.run(_serve(engine, requests))
+    done = [record for record in run.records if record.error is None]
+    facts = engine.engine
+    return {
+        "way": way_name,
+        "load": load,
+        "seed": seed,
+        "capacity": capacity,
+        "num_requests": len(run.records),
+        "num_failed": len(run.records) - len(done),
+        "duration_s": max(record.finished_s for record in done),
+        "output_tokens": sum(len(record.token_times_s) for record in done),
+        "ttft_s": [_round(record.token_times_s[0] - record.arrival_s) for record in done],
+        "e2e_s": [_round(record.token_times_s[-1] - record.arrival_s) for record in done],
+        "longest_gap_s": [_round(_longest_gap_s(record)) for record in done],
+        "engine": asdict(run.report),
+        "hardware": asdict(hardware_report(facts.config.device, facts.links)),
+    }
+
+
+async def _serve(engine: AsyncEngine, requests: list[Any]) -> Any:
+    await engine.start()
+    try:
+        await run_offline(engine, requests[:8], progress=False)  # warm: threads, allocator, prices
+        return await run_offline(engine, requests, progress=False)
+    finally:
+        await engine.close()
+
+
+def _longest_gap_s(record: RequestRecord) -> float:
+    return max((b - a for a, b in pairwise(record.token_times_s)), default=0.0)
+
+
+def _round(seconds: float) -> float:
+    return round(seconds, 4)
+
+
+if __name__ == "__main__":
+    load, capacity, seed, traces, *ways = sys.argv[1:]
+    for way in ways:
+        run = main(way, load, float(capacity), int(seed), None if traces == "-" else Path(traces))
+        print(json.dumps(run), flush=True)

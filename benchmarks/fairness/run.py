@@ -1,0 +1,77 @@
+"""Compares ways of serving the same bursts; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from secrets import randbelow
+from typing import Any
+
+from capacity import find_capacity
+from table import format_table
+from ways import WAYS
+from workloads import LOADS
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> None:
+    """Find the capacity, run everything that is asked for, keep every request's times, print the ratios."""
+    args = _parse()
+    result: dict[str, Any] = {
+        "command": "benchmarks/fairness/run.py " + " ".join(sys.argv[1:]),
+        "machine": {"platform": platform.platform(), "processor": _processor()},
+        "runs": [],
+    }
+    if args.resume and args.out.exists():
+        result = json.loads(args.out.read_text())
+    capacity = args.capacity or result.get("capacity")
+    if capacity is None:
+        capacity, result["capacity_probes"] = find_capacity()
+    result["capacity"] = capacity
+    for load in args.loads:
+        for seed in [*args.seeds, *(randbelow(10**6) for _ in range(args.drawn_seeds))]:
+            _run(result, load, seed, args)
+    print(format_table(result["runs"]))
+
+
+def _run(result: dict[str, Any], load: str, seed: int, args: argparse.Namespace) -> None:
+    """All ways of one load and seed in one process; the next seed begins with another way."""
+    shift = seed % len(args.ways)
+    ways = args.ways[shift:] + args.ways[:shift]
+    command = [sys.executable, str(HERE / "measure.py"), load, str(result["capacity"]), str(seed)]
+    begin = time.monotonic()
+    with subprocess.Popen([*command, str(args.traces or "-"), *ways], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            result["runs"].append(json.loads(line))
+            args.out.write_text(json.dumps(result) + "\n")
+            print(f"{load} {seed} {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    if process.returncode:
+        sys.exit(f"{load}, seed {seed}, failed")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=["burst"])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
+    parser.add_argument("--drawn-seeds", type=int, default=0, help="seeds drawn now, beside --seeds")
+    parser.add_argument("--capacity", type=float, help="requests per second (default: found first)")
+    parser.add_argument("--traces", type=Path, help="folder with the trace files that some loads need")
+    parser.add_argument("--resume", action="store_true", help="add to the runs that --out holds")
+    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    return parser.parse_args()
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+if __name__ == "__main__":
+    main()

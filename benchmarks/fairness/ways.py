@@ -1,0 +1,67 @@
+"""The ways that are compared: a policy, its settings, and where KV goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from floodplain.engine.config import EngineConfig
+from floodplain.policy.base import Policy
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+
+SWAP_BYTES = 2 * 10**9
+"""Room for about 300 requests: swap space is never short in these runs."""
+
+AQUA_SLICE = 16
+"""Steps of a slice where a switch is not free: the paper's CFS runs "a few" decode steps before it chooses anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One column of the comparison."""
+
+    name: str
+    policy: str
+    hardware: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, kv_memory: int, seed: int) -> EngineConfig:
+        """Of an engine that goes this way."""
+        return EngineConfig(
+            model="smollm2",
+            policy=self.policy,
+            dtype="bfloat16",
+            kv_memory=kv_memory,
+            max_model_len=1024,
+            swap="host" if self.hardware else "none",
+            swap_memory=SWAP_BYTES if self.hardware else None,
+            hardware=self.hardware,
+            seed=seed,
+        )
+
+    def make_policy(self) -> Policy:
+        """The policy, behind its gate."""
+        return make_policy(self.policy, SharingSettings(**self.settings))
+
+
+def _swapping(policy: str, **settings: Any) -> list[Way]:
+    names = {"emulated-pcie5": "pcie", "emulated-nvlink4": "nvlink"}
+    suffix = "-sync" if settings.get("is_synchronous") else ""
+    return [Way(f"{policy}{suffix}/{short}", policy, hardware, settings) for hardware, short in names.items()]
+
+
+WAYS = {
+    way.name: way
+    for way in [
+        Way("fcfs", "fcfs"),
+        Way("cfs-recompute", "cfs", settings={"slice_steps": AQUA_SLICE, "takes_turns_by_recompute": True}),
+        *_swapping("cfs", slice_steps=AQUA_SLICE, is_synchronous=True),
+        *_swapping("cfs", slice_steps=AQUA_SLICE),
+        *_swapping("fair"),
+        *_swapping("paced"),
+    ]
+}
+"""By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing fetched ahead."""
+
+BASELINE = "fcfs"

@@ -1,0 +1,91 @@
+"""The requests of the comparison. Rates are multiples of the capacity that ``capacity.py`` found on this machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from floodplain.engine.tokenizer import Tokenizer
+from floodplain.workload.phases import Phase, phase_arrivals
+from floodplain.workload.records import LoadRequest
+from floodplain.workload.spec import WorkloadSpec, build
+
+NUM_RESIDENT = 24
+"""Requests that the pool holds, each at half of its output."""
+
+CHAT = WorkloadSpec(request_rate=1.0, length_scale=0.6, max_input=320, max_output=256, ignore_eos=True)
+"""Chat-like lengths, kept short so that a laptop's processor sees many requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One row of the comparison.
+
+    Attributes:
+        phases: (requests or seconds, rate as a multiple of capacity), in order; the last is given in requests.
+        trace: A file whose arrivals and lengths are replayed instead, so many times faster (``speedup``).
+        spec: Lengths, and for a trace how it is scaled.
+    """
+
+    phases: tuple[tuple[str, float, float], ...] = ()
+    trace: str | None = None
+    speedup: float = 1.0
+    spec: WorkloadSpec = CHAT
+
+
+LOADS = {
+    "burst": Load((("requests", 25, 1.0), ("seconds", 60, 2.0), ("requests", 25, 1.0))),
+    "sustained": Load((("requests", 25, 1.0), ("seconds", 60, 3.0), ("requests", 5, 1.0))),
+    "quiet": Load((("requests", 100, 0.5),)),
+    "azure": Load(trace="azure2023_conv.csv", spec=replace(CHAT, request_rate=math.inf, length_scale=0.15, limit=250)),
+    "burstgpt": Load(
+        trace="burstgpt_burst_1h.csv",
+        speedup=20.0,
+        spec=replace(CHAT, request_rate=math.inf, length_scale=0.25, limit=250),
+    ),
+    "arxiv": Load(
+        (("requests", 10, 0.3), ("seconds", 60, 0.8), ("requests", 10, 0.3)),
+        spec=replace(CHAT, lengths=Path("len_arxiv_summ_4k.csv"), length_scale=0.25, max_input=900, max_output=120),
+    ),
+}
+
+
+def make_requests(
+    name: str, capacity: float, seed: int, tokenizer: Tokenizer, traces: Path | None
+) -> list[LoadRequest]:
+    """The requests of a load, in order of arrival; the same for the same arguments.
+
+    Raises:
+        FileNotFoundError: The load needs a file of ``traces``.
+    """
+    load = LOADS[name]
+    spec = replace(load.spec, seed=seed)
+    if load.trace is not None or spec.lengths is not None:
+        if traces is None:
+            raise FileNotFoundError(f"{name} needs --traces DIR with {load.trace or spec.lengths}")
+        if load.trace is not None:
+            return build(replace(spec, trace=traces / load.trace, speedup=load.speedup), tokenizer)
+        spec = replace(spec, lengths=traces / str(spec.lengths))
+    arrivals = _arrivals(load, capacity, seed)
+    requests = build(replace(spec, num_prompts=len(arrivals)), tokenizer)
+    return [replace(r, arrival_s=float(when)) for r, when in zip(requests, arrivals, strict=True)]
+
+
+def _arrivals(load: Load, capacity: float, seed: int) -> np.ndarray:
+    phases, num_requests = [], 0.0
+    for unit, amount, factor in load.phases:
+        rate = factor * capacity
+        phases.append(Phase(amount / rate if unit == "requests" else amount, rate))
+        num_requests += amount if unit == "requests" else amount * rate
+    phases[-1] = Phase(math.inf, phases[-1].rate)
+    return phase_arrivals(phases, round(num_requests), 1.0, np.random.default_rng(seed))
+
+
+def pool_bytes(tokenizer: Tokenizer, bytes_per_token: int) -> int:
+    """KV memory for ``NUM_RESIDENT`` chat-like requests, each at half of its output."""
+    requests = build(replace(CHAT, num_prompts=200), tokenizer)
+    mean_tokens = sum(len(r.prompt_token_ids) + r.max_tokens / 2 for r in requests) / len(requests)
+    return round(NUM_RESIDENT * mean_tokens * bytes_per_token)
