@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PURE := $(wildcard $(foreach floor,core cost policy runtime,tests/*/test_$(floor)_*.py))
+PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
 .PHONY: setup demo test test-pure check format clean
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from floodplain.core.view import View
+from floodplain.core.view import SequenceView, View
 
 UNPRICED_PREFILL = 256
 """Prompt tokens in a step beside decodes while no step has shown what they cost."""
@@ -16,10 +16,10 @@ class TokenBudget:
     """
 
     def __init__(self, view: View, prefill_share: float) -> None:
-        num_decodes = sum(row.is_decoding for row in view.running)
+        num_streams = sum(wants_one_token(view, row) for row in view.running)
         self.num_left = view.max_batched_tokens
-        self._prefill = max(0, view.max_batched_tokens - num_decodes)
-        if num_decodes:
+        self._prefill = max(0, view.max_batched_tokens - num_streams)
+        if num_streams:
             self._prefill = min(self._prefill, prefill_cap(view, prefill_share))
 
     def prefill_for(self, num_tokens: int) -> int:
@@ -36,6 +36,14 @@ class TokenBudget:
     def take_decode(self) -> None:
         """Put one more stream into the step."""
         self.num_left -= 1
+
+
+def wants_one_token(view: View, row: SequenceView) -> bool:
+    """Whether a running sequence is a stream that wants its next token, just back from swap space perhaps.
+
+    Whoever comes back whole computes one token as a chunk: that is a decode, and no prompt may take its place.
+    """
+    return view.step < row.end_step if row.is_decoding else row.num_remaining == 1
 
 
 def prefill_cap(view: View, prefill_share: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows
+from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, rows_in_slice
 from floodplain.policy.slices import slice_for
 
 
@@ -20,8 +20,8 @@ class CfsPolicy(SharingPolicy):
         rows = sorted(live_rows(view), key=lambda row: (served_tokens(row, view.step), row.order_key))
         turn = slice_for(view, view.num_blocks, self.settings)
         is_end = view.step % turn.steps == 0
-        pinned = frozenset() if is_end else frozenset(row.seq_id for row in view.running)
-        return Ranking(rows, pinned, turn.steps, turn.reason)
+        pinned = rows_in_slice(view, 1) if is_end else [row.seq_id for row in view.running]
+        return Ranking(rows, frozenset(pinned), turn.steps, turn.reason)
 
 
 def served_tokens(row: SequenceView, step: int) -> int:

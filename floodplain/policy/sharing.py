@@ -16,7 +16,7 @@ from floodplain.core.plan import Chunk, Decision, Preemption, Reason, Resumption
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.batching import TokenBudget
+from floodplain.policy.batching import TokenBudget, wants_one_token
 from floodplain.policy.growth import blocks_due, blocks_for
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.swap import SwapBudget
@@ -103,8 +103,14 @@ class _Turn:
         self._reserved = sum(blocks_due(view, row, self._slice) for row in view.running)
         self._num_places = view.max_num_seqs - len(view.running) - len(view.loading)
         self._tokens = TokenBudget(view, settings.prefill_share)
+        self._prompts = [
+            (self._place[row.seq_id], row.num_remaining)
+            for row in self._residents
+            if not row.is_decoding and not wants_one_token(view, row)
+        ]
         self._swap = SwapBudget(view)
         self._gone: set[SeqId] = set()
+        self._has_shared = False  # somebody comes who counts on blocks that others hold: now nobody may leave
         self._preemptions: list[Preemption] = []
         self._resumptions: list[Resumption] = []
         self._chunks: list[Chunk] = []
@@ -130,33 +136,42 @@ class _Turn:
         """Let the absent come in the order of the ranking, at the expense of residents that rank below them.
 
         The first that finds no room ends it: a small request must not pass a large one for ever. Nobody is sent away
-        for another one whose KV could not be kept: a turn that costs a prompt is none.
+        for another one whose KV could not be kept: a turn that costs a prompt is none. What somebody shares may be
+        gone with those who leave: then its room is kept, and it comes in the next step, when that is certain.
         """
         for row in self._absent:
-            if row.is_leaving:
-                continue  # its last copy is not whole yet
+            num_tokens = self._tokens_to_begin(row)
+            if row.is_leaving or not num_tokens:
+                continue  # its last copy is not whole yet, or no token of it fits into this step
             num_blocks = self._blocks_to_enter(row)
             if not self._has_room(num_blocks, self._free):
                 self._make_room(num_blocks, row, self._turned_out(row), Reason.SLICE_ENDED)
                 if not self._has_room(num_blocks, self._free):
                     return
-            if self._enter(row):
-                self._free -= num_blocks
-                self._num_places -= 1
+            if not (row.num_shared_blocks and self._gone):
+                self._enter(row, num_tokens)
+            self._free -= num_blocks
+            self._num_places -= 1
+
+    def _tokens_to_begin(self, row: SequenceView) -> int:
+        """Tokens for which the step has room when prompts that are there already and rank above have theirs."""
+        if row.status is Status.SWAPPED:
+            return row.num_remaining
+        num_ahead = sum(num_tokens for place, num_tokens in self._prompts if place < self._place[row.seq_id])
+        num_tokens = row.num_remaining - row.num_cached_tokens
+        return max(0, self._tokens.prefill_for(num_ahead + num_tokens) - num_ahead)
 
     def _blocks_to_enter(self, row: SequenceView) -> int:
         """For all its tokens and one slice, but never more than the pool has."""
         num_blocks = blocks_for(self._view, row.num_tokens + self._slice)
         return min(num_blocks, self._view.num_blocks) - row.num_shared_blocks
 
-    def _enter(self, row: SequenceView) -> bool:
+    def _enter(self, row: SequenceView, num_tokens: int) -> None:
         if row.status is Status.SWAPPED:
             self._resumptions.append(Resumption(row.seq_id, Reason.SLICE_BEGINS))
-            return True
-        num_tokens = self._tokens.take_prefill(row.num_remaining - row.num_cached_tokens)
-        if num_tokens:
-            self._admissions.append(Chunk(row.seq_id, num_tokens))
-        return num_tokens > 0
+        else:
+            self._admissions.append(Chunk(row.seq_id, self._tokens.take_prefill(num_tokens)))
+        self._has_shared = self._has_shared or row.num_shared_blocks > 0
 
     # -- those that are there --------------------------------------------------------------------------------------
 
@@ -173,10 +188,16 @@ class _Turn:
                 self._decodes.add(row.seq_id)
 
     def _schedule_chunk(self, row: SequenceView) -> None:
-        num_tokens = self._tokens.prefill_for(row.num_remaining)
+        is_stream = wants_one_token(self._view, row)
+        num_tokens = min(1, self._tokens.num_left) if is_stream else self._tokens.prefill_for(row.num_remaining)
         num_blocks = blocks_for(self._view, row.num_scheduled + num_tokens) - row.num_blocks
-        if num_tokens and (num_blocks <= 0 or self._take(num_blocks, row)):
-            self._chunks.append(Chunk(row.seq_id, self._tokens.take_prefill(num_tokens)))
+        if not num_tokens or (num_blocks > 0 and not self._take(num_blocks, row)):
+            return
+        self._chunks.append(Chunk(row.seq_id, num_tokens))
+        if is_stream:
+            self._tokens.take_decode()
+        else:
+            self._tokens.take_prefill(num_tokens)
 
     def _take(self, num_blocks: int, row: SequenceView) -> bool:
         """Take blocks for a resident: at the expense of those below it, in the end its own. False: it pauses."""
@@ -203,10 +224,13 @@ class _Turn:
                 yield victim
 
     def _turned_out(self, row: SequenceView) -> Iterable[SequenceView]:
-        """Those of them whose slice is over, as long as swap space takes what is not backed up."""
+        """Those of them whose slice is over, as long as swap space takes what is not backed up.
+
+        Who will have to compute again stays until it has got a token for what it computed: else nobody ever would.
+        """
         num_slots = 0
         for victim in self._below(row):
-            if victim.seq_id not in self._pinned:
+            if victim.seq_id not in self._pinned and (victim.is_decoding or not self._swap.loses_kv(victim)):
                 num_slots += self._swap.num_copied(victim)
                 if not self._swap.can_keep(victim, num_slots):
                     return
@@ -214,7 +238,7 @@ class _Turn:
 
     def _can_leave(self, row: SequenceView) -> bool:
         is_busy = row.seq_id in self._view.outstanding or row.seq_id in self._decodes
-        return not is_busy and row.seq_id not in self._gone
+        return not (is_busy or self._has_shared or row.seq_id in self._gone)
 
     def _make_room(self, num_blocks: int, row: SequenceView, victims: Iterable[SequenceView], reason: Reason) -> bool:
         """Send victims away if that makes room for ``row``, now or when copies are done; else nobody leaves."""

@@ -28,12 +28,16 @@ class SwapBudget:
         """Blocks that a copy must read before they are free: those that are not backed up."""
         return max(0, row.num_blocks - row.num_backed_blocks)
 
+    def loses_kv(self, row: SequenceView) -> bool:
+        """Whether it will have to compute again when its turn ends."""
+        return not self._view.tiers or not self._copying_pays(row, self._view.tiers[0])
+
     def can_keep(self, row: SequenceView, num_slots: int) -> bool:
         """Whether somebody's turn may end now, if ``num_slots`` are needed so far: it costs a copy, not a prompt.
 
         It may also cost a prompt where that is the cheaper way, or where there is no swap space at all.
         """
-        if not self._view.tiers or not self._copying_pays(row, self._view.tiers[0]):
+        if self.loses_kv(row):
             return True
         return any(num_free >= num_slots for num_free in self._free.values())
 

@@ -33,7 +33,7 @@ def find_sources(state: LoopState, seq: Sequence) -> list[Source]:
         block = state.ledger.find(key)
         backup = None if block is not None else state.backups.find_whole(key)
         if block is None and backup is None:
-            return sources
+            break
         sources.append(Source(key, block, backup, (len(sources) + 1) * block_tokens))
     if seq.tail is not None and seq.tail[0].is_whole and seq.tail[1] // block_tokens == len(sources):
         sources.append(Source(None, None, *seq.tail))

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
-from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.plan import StepPlan
-from floodplain.core.request import Request, SeqId
+from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.plan import Decision, StepPlan
+from floodplain.core.request import OrderKey, Request, SeqId
+from floodplain.core.sequence import Sequence as LoopSequence
 from floodplain.core.tiers import Link, SlotLedger, Tier
+from floodplain.core.view import View
 from floodplain.policy.base import Policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import Counters, LoopConfig, LoopState
@@ -23,6 +26,9 @@ from floodplain.sim.instance import VirtualInstance
 from tests.support.loops import EOS, make_request
 
 BLOCK_BYTES = 1024
+
+
+LINE = StepLine(base_s=0.01, decode_s=0.0002, prefill_token_s=0.0003)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,7 @@ class Machine:
     max_model_len: int = 160
     depth: int = 1
     caches_prefixes: bool = True
-    line: StepLine = StepLine(base_s=0.01, decode_s=0.0002, prefill_token_s=0.0003)
+    line: StepLine = LINE
 
     @property
     def link(self) -> Link:
@@ -60,6 +66,24 @@ class Machine:
         ledger = BlockLedger(self.num_blocks, self.block_tokens, quantum_blocks=2, caches_prefixes=self.caches_prefixes)
         backups = BackupTable([SlotLedger(Tier.HOST, self.num_slots)] if self.num_slots else [])
         return Loop(LoopState(config, ledger, policy, backups, [self.link]), policy, seed)
+
+
+class Recorder:
+    """A policy that remembers what another one saw and decided: (view, now, decision)."""
+
+    def __init__(self, inner: Policy) -> None:
+        self.name = inner.name
+        self.waiting_window = inner.waiting_window
+        self.inner = inner
+        self.seen: list[tuple[View, float, Decision]] = []
+
+    def waiting_key(self, seq: LoopSequence) -> OrderKey:
+        return self.inner.waiting_key(seq)
+
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        decision = self.inner.decide(view, now, rng)
+        self.seen.append((view, now, decision))
+        return decision
 
 
 def make_burst(
@@ -128,6 +152,16 @@ class Run:
     def max_gap_s(self) -> float:
         """The longest silence between two tokens of one stream."""
         return max(max(one.itl_s, default=0.0) for one in self.lifecycles.values())
+
+
+def entries(lifecycle: Lifecycle) -> list[float]:
+    """When a request came onto the device: the beginnings of its turns."""
+    return [when for when, kind in lifecycle.events if kind in (EventKind.SCHEDULED, EventKind.SWAPPED_IN)]
+
+
+def exits(lifecycle: Lifecycle) -> list[float]:
+    """When it was sent away."""
+    return [when for when, kind in lifecycle.events if kind is EventKind.PREEMPTED]
 
 
 def begin(machine: Machine, policy: Policy, requests: Iterable[Request], seed: int = 0) -> Run:

@@ -1,0 +1,166 @@
+"""Every policy that takes turns, told random stories: whatever happens, everybody is served and everything comes home.
+
+Laws: every request that nobody hung up gets the tokens of an undisturbed run; ledgers balance after every call; no
+decision asks for what is not there; something runs while requests are alive, and all comes to rest within a bound;
+nothing stays in swap space. ``tests/sim/test_long_stories.py`` tells longer ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.plan import Decision, Reason
+from floodplain.core.sequence import Status
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.gate import GatedPolicy
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+from floodplain.policy.sharing import SharingPolicy, _Turn
+from floodplain.policy.slices import slice_for
+from floodplain.policy.swap import SwapBudget
+from tests.support.bursts import Machine, Recorder, burst, make_burst
+from tests.support.turns import Story, Teller, make_story
+
+SEEDS = st.integers(0, 2**32)
+SHARING = ["cfs", "fair", "paced"]
+
+
+@pytest.mark.parametrize("policy", SHARING)
+@pytest.mark.parametrize("stress", ["", "is_synchronous", "takes_turns_by_recompute"])
+def test_every_story_ends_well(policy: str, stress: str) -> None:
+    @settings(max_examples=3)
+    @given(seed=SEEDS)
+    def law(seed: int) -> None:
+        story = make_story(seed, policy, max_requests=12)
+        if stress:
+            num_slots = 0 if stress == "takes_turns_by_recompute" else 60
+            story = replace(
+                story,
+                settings=replace(story.settings, **{stress: True}),
+                machine=replace(story.machine, num_slots=num_slots),
+            )
+        Teller(story).tell()
+
+    law()
+
+
+# -- laws of single decisions ----------------------------------------------------------------------------------------
+
+
+def decided(story: Story) -> Iterator[tuple[SharingPolicy, View, float, Decision]]:
+    """What the policy behind the gate decided in a story, with the policy for questions."""
+    gated = make_policy(story.policy, story.settings)
+    assert isinstance(gated, GatedPolicy)
+    recorder = Recorder(gated._inner)
+    Teller(story, recorder).tell()
+    for view, now, decision in recorder.seen:
+        yield gated._inner, view, now, decision
+
+
+def turned_out(view: View, decision: Decision) -> list[SequenceView]:
+    rows = {row.seq_id: row for row in view.running}
+    return [rows[order.seq_id] for order in decision.preemptions if order.reason is Reason.SLICE_ENDED]
+
+
+@settings(max_examples=12)
+@given(SEEDS, st.sampled_from(SHARING))
+def test_nobody_is_turned_out_before_its_slice_is_over(seed: int, policy: str) -> None:
+    """A slice of ``cfs`` is everybody's and ends at multiples of its steps; the others' begins with the stay."""
+    for inner, view, _, decision in decided(make_story(seed, policy, max_requests=10)):
+        share = inner.settings.visitor_share if policy == "paced" else 1.0
+        num_steps = slice_for(view, int(share * view.num_blocks), inner.settings).steps
+        for row in turned_out(view, decision):
+            assert view.step > row.entered_step
+            assert (view.step % num_steps == 0) if policy == "cfs" else (view.step >= row.entered_step + num_steps)
+
+
+@settings(max_examples=12)
+@given(SEEDS, st.sampled_from(SHARING))
+def test_the_absent_come_in_the_order_of_the_ranking(seed: int, policy: str) -> None:
+    """Who can come and does not, comes before all that rank below it: except while the step has no token for it."""
+    for inner, view, now, decision in decided(make_story(seed, policy, max_requests=10)):
+        came = {order.seq_id for order in (*decision.resumptions, *decision.admissions)}
+        gone = {order.seq_id for order in decision.preemptions}
+        rows = [row for row in inner.rank(view, now).rows if row.status in (Status.WAITING, Status.SWAPPED)]
+        places = [place for place, row in enumerate(rows) if row.seq_id in came]
+        num_prompt = sum(chunk.num_tokens for chunk in (*decision.chunks, *decision.admissions))
+        is_step_full = num_prompt > 0 or len(view.running) >= view.max_batched_tokens
+        for row in rows[: max(places, default=0)]:
+            has_no_token = row.status is Status.WAITING and is_step_full
+            assert row.seq_id in came or row.is_leaving or has_no_token or (gone and row.num_shared_blocks)
+
+
+@settings(max_examples=12)
+@given(SEEDS, st.sampled_from(SHARING))
+def test_a_turn_ends_only_for_somebody_who_ranks_above(seed: int, policy: str) -> None:
+    for inner, view, now, decision in decided(make_story(seed, policy, max_requests=10)):
+        place = {row.seq_id: number for number, row in enumerate(inner.rank(view, now).rows)}
+        waits = [row.seq_id for row in (*view.swapped, *view.waiting)]
+        for row in turned_out(view, decision):
+            assert min(place[seq_id] for seq_id in waits) < place[row.seq_id]
+
+
+# -- found by these stories, and fixed -------------------------------------------------------------------------------
+
+
+SYSTEM = Machine(num_blocks=24, num_slots=400, block_s=0.0, max_batched_tokens=32)
+
+
+@pytest.mark.parametrize("policy", SHARING)
+@pytest.mark.parametrize("caches", [True, False])
+def test_what_is_shared_with_those_who_leave_is_not_counted_as_there(policy: str, caches: bool) -> None:
+    """A shared system prompt: its holders leave in the step in which others come who count on it."""
+    machine = replace(SYSTEM, caches_prefixes=caches)
+    burst(machine, make_policy(policy), make_burst(30, interval_s=0.01, num_prompt=20, num_shared=16))
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [("cfs", SharingSettings()), ("fair", SharingSettings(fair_by="key"))],
+)
+def test_prompts_longer_than_a_slice_are_no_livelock(policy: str, settings: SharingSettings) -> None:
+    """By computing again, and so that no slice is enough for a prompt."""
+    settings = replace(settings, slice_steps=2, takes_turns_by_recompute=True)
+    machine = Machine(num_blocks=12, num_slots=0, max_batched_tokens=4)
+    requests = make_burst(6, interval_s=0.01, num_prompt=24, max_tokens=4, clients=("a", "b"))
+    run = burst(machine, make_policy(policy, settings), requests)
+    assert run.counters.num_steps < 1000
+
+
+# -- negative controls -----------------------------------------------------------------------------------------------
+
+
+def takes_blocks_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Turn, "_has_room", lambda self, num_blocks, num_there: self._num_places > 0)
+
+
+def forgets_that_slots_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapBudget, "_choose_tier", lambda self, row, num_copied: self._view.tiers[0].tier)
+
+
+def never_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Turn, "_make_room", lambda *args: False)
+    monkeypatch.setattr(_Turn, "_can_leave", lambda *args: False)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "policy"),
+    [
+        (takes_blocks_twice, "paced"),
+        (forgets_that_slots_are_spent, "cfs"),
+        (never_makes_room, "fair"),
+    ],
+)
+def test_stories_notice_a_policy_that(
+    mutate: Callable[[pytest.MonkeyPatch], None], policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, InvariantError)):
+        for seed in range(200):
+            Teller(make_story(seed, policy, max_requests=16)).tell()

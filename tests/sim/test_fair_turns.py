@@ -1,0 +1,173 @@
+"""``fair`` in turns and in work, under a sustained stream of newcomers, with ``cfs`` as the control.
+
+Turns: whoever leaves with D more work than another one goes behind it until that one has caught up. A turn of s steps
+is worth at least s tokens, so the other one takes at most D // s + 1 turns. Where one leaves for one, nobody leaves
+more than a slice above the least, and that is two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from floodplain.core.request import Request, SeqId
+from floodplain.core.served import PROMPT_WEIGHT, weight_of
+from floodplain.core.view import View
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+from tests.support.bursts import Machine, Recorder, Run, burst, entries, exits, make_burst
+
+SLICE = 4
+MACHINE = Machine(
+    num_blocks=30,
+    block_tokens=16,
+    num_slots=20_000,
+    block_s=5e-5,
+    max_batched_tokens=256,
+    max_num_seqs=256,
+)
+NEWCOMERS = make_burst(100, interval_s=1 / 60, num_prompt=16, max_tokens=48)
+"""One after the other for 1.7 s, which is more than twice as many as the machine serves in that time."""
+
+
+def run_burst(policy: str, machine: Machine = MACHINE, requests: list[Request] = NEWCOMERS) -> tuple[Run, Recorder]:
+    recorder = Recorder(make_policy(policy, SharingSettings(slice_steps=SLICE)))
+    return burst(machine, recorder, requests), recorder
+
+
+def all_rows(view: View) -> Iterator[object]:
+    return iter((*view.running, *view.loading, *view.swapped, *view.waiting))
+
+
+def works(recorder: Recorder) -> dict[float, dict[SeqId, float]]:
+    """By time of decision, the work of every request of the view: what it was lifted to and what it generated."""
+    return {
+        now: {row.seq_id: row.credit + max(0, row.num_generated(view.step)) for row in all_rows(view)}  # type: ignore[attr-defined]
+        for view, now, decision in recorder.seen
+        if decision.preemptions
+    }
+
+
+def turns_between(run: Run, recorder: Recorder) -> Iterator[tuple[int, float]]:
+    """(turns of another one that was there, its lag behind), for any two turns of a request that follow each other.
+
+    First turns do not count: they may have begun before the gate opened, and lasted as long as there was room.
+    """
+    work_at = works(recorder)
+    begins = {seq_id: entries(one) for seq_id, one in run.lifecycles.items()}
+    for seq_id, one in run.lifecycles.items():
+        for left_s in exits(one)[1:]:
+            back_s = next(when for when in begins[seq_id] if when > left_s)
+            work = work_at[left_s]
+            for other in work.keys() - {seq_id}:
+                num_turns = sum(left_s <= when < back_s for when in begins[other])
+                yield num_turns, work[seq_id] - work[other]
+
+
+@pytest.mark.slow
+def test_between_two_turns_of_one_another_takes_at_most_two() -> None:
+    run, recorder = run_burst("fair")
+    counts = Counter(num_turns for num_turns, _ in turns_between(run, recorder))
+    assert set(counts) == {0, 1, 2}
+    assert counts[2] < counts[1] / 20
+    assert run.counters.preemptions["recompute"] == 0
+
+
+@pytest.mark.slow
+def test_under_cfs_it_takes_more() -> None:
+    run, recorder = run_burst("cfs")
+    assert max(num_turns for num_turns, _ in turns_between(run, recorder)) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_tokens", [4, 16])
+def test_nobody_takes_more_turns_than_its_lag_is_worth(block_tokens: int) -> None:
+    """With small blocks requests grow apart: several must leave for one, and stays get longer than a slice."""
+    machine = replace(MACHINE, num_blocks=480 // block_tokens // 2, block_tokens=block_tokens)
+    for num_turns, lag in turns_between(*run_burst("fair", machine)):
+        assert num_turns <= max(0, lag) // SLICE + 1
+
+
+@pytest.mark.slow
+def test_under_cfs_they_do() -> None:
+    assert any(num_turns > max(0, lag) // SLICE + 1 for num_turns, lag in turns_between(*run_burst("cfs")))
+
+
+# -- by key ----------------------------------------------------------------------------------------------------------
+
+LONG = replace(MACHINE, num_blocks=60)
+
+
+def two_keys(num_a: int, num_b: int, priority: int = 0) -> list[Request]:
+    """``a`` comes first and with many; fewer in all than a view shows of the queue."""
+    requests = make_burst(num_a + num_b, interval_s=1e-4, num_prompt=16, max_tokens=100)
+    return [
+        replace(request, client="a" if number < num_a else "b", priority=priority if number < num_a else 0)
+        for number, request in enumerate(requests)
+    ]
+
+
+def work_of(view: View, client: str) -> float:
+    """Tokens over weight, a prompt's half, of all requests that the key ever had: counted here by hand."""
+    total = view.key_credits.get(client, 0.0)
+    for row in (*view.running, *view.loading, *view.swapped, *view.waiting):
+        if row.client == client:
+            num_generated = max(0, row.num_generated(view.step))
+            num_prompt = row.num_prompt if num_generated else max(row.num_scheduled, row.num_restorable_tokens)
+            total += (PROMPT_WEIGHT * num_prompt + num_generated) / weight_of(row.order_key[0])
+    return total
+
+
+def gaps_between_keys(settings: SharingSettings, requests: list[Request]) -> list[tuple[float, float]]:
+    """(work of a, work of b) whenever both have requests that are off the device."""
+    recorder = Recorder(make_policy("fair", settings))
+    burst(LONG, recorder, requests)
+    return [
+        (work_of(view, "a"), work_of(view, "b"))
+        for view, _, _ in recorder.seen
+        if {row.client for row in (*view.swapped, *view.waiting)} == {"a", "b"}
+    ]
+
+
+BY_KEY = SharingSettings(slice_steps=SLICE, fair_by="key")
+
+BOUND = 2 * SLICE * LONG.num_blocks / 2 + PROMPT_WEIGHT * LONG.max_batched_tokens
+"""All residents (of two blocks or more) may be of one key for a slice, and stay for one more because room for the
+other's must be made first; and a step's prompts may be."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_a", "num_b"), [(30, 30), (42, 20)])
+def test_two_keys_get_the_same_however_many_requests_they_have(num_a: int, num_b: int) -> None:
+    gaps = gaps_between_keys(BY_KEY, two_keys(num_a, num_b))
+    assert len(gaps) > 100
+    assert all(abs(a - b) <= BOUND for a, b in gaps)
+
+
+@pytest.mark.slow
+def test_counted_by_requests_they_do_not() -> None:
+    gaps = gaps_between_keys(SharingSettings(slice_steps=SLICE), two_keys(42, 20))
+    assert any(abs(a - b) > 3 * BOUND for a, b in gaps)
+
+
+@pytest.mark.slow
+def test_a_keys_priority_is_worth_its_weight_and_no_more() -> None:
+    """Three steps better: 1.95 tokens for one. ``weight_of`` bounds it; the server bounds what a key may ask for."""
+    gaps = gaps_between_keys(BY_KEY, two_keys(40, 20, priority=-3))
+    assert all(abs(a - b) <= BOUND for a, b in gaps)
+    a, b = gaps[-1]
+    assert a * weight_of(-3) / b == pytest.approx(1.25**3, rel=0.15)
+
+
+@pytest.mark.slow
+def test_priority_within_a_key_decides_within_the_key() -> None:
+    """Half of a's requests ask for more: they get it from the other half, and ``a`` gains what its weights say."""
+    requests = two_keys(40, 20)
+    mixed = [
+        replace(one, priority=1 if number % 2 else -1) if one.client == "a" else one
+        for number, one in enumerate(requests)
+    ]
+    assert all(abs(a - b) <= BOUND for a, b in gaps_between_keys(BY_KEY, mixed))

@@ -1,0 +1,157 @@
+"""A loop in virtual time: what one request costs, what time is spent on, and that a run can be run again."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason, Resumption, TransferKind
+from floodplain.core.tiers import Tier
+from floodplain.core.view import View
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.registry import POLICIES, make_policy
+from floodplain.sim.instance import VirtualInstance
+from tests.support.bursts import BLOCK_BYTES, Machine, Run, burst, make_burst
+from tests.support.driver import ScriptedPolicy
+
+MACHINE = Machine()
+LINE = MACHINE.line
+
+
+def hash_of(run: Run) -> str:
+    """Of when every step began and of all that it was told to do."""
+    return hashlib.sha256(repr(run.steps).encode()).hexdigest()
+
+
+def only(run: Run) -> Lifecycle:
+    [one] = run.lifecycles.values()
+    return one
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_request_alone_waits_for_its_prompt_and_nothing_else(policy: str) -> None:
+    one = only(burst(MACHINE, make_policy(policy), make_burst(1, num_prompt=30, max_tokens=5, first_s=3.0)))
+    assert one.ttft_s == pytest.approx(LINE.base_s + 30 * LINE.prefill_token_s)
+    assert one.itl_s == pytest.approx([LINE.base_s + LINE.decode_s] * 4)
+    assert one.arrival_s == 3.0
+
+
+def test_a_prompt_of_two_steps_waits_for_both() -> None:
+    one = only(burst(MACHINE, FcfsPolicy(), make_burst(1, num_prompt=100, max_tokens=1)))
+    assert one.ttft_s == pytest.approx(2 * LINE.base_s + 100 * LINE.prefill_token_s)
+
+
+def test_requests_that_do_not_overlap_do_not_wait_for_each_other() -> None:
+    """As in a queue with one server: nobody waits while the one before it has left."""
+    run = burst(MACHINE, FcfsPolicy(), make_burst(10, interval_s=1.0, num_prompt=30))
+    assert {round(one.ttft_s or 0.0, 9) for one in run.lifecycles.values()} == {
+        round(LINE.base_s + 30 * LINE.prefill_token_s, 9)
+    }
+    assert run.instance.busy_s == pytest.approx(sum(one.e2e_s or 0.0 for one in run.lifecycles.values()))
+
+
+def test_one_at_a_time_they_wait_as_a_queue_of_one_server_says() -> None:
+    """D/D/1 with a load of 2: request k waits for k services less k intervals."""
+    service_s = LINE.base_s + 20 * LINE.prefill_token_s + 9 * (LINE.base_s + LINE.decode_s)
+    machine = replace(MACHINE, max_num_seqs=1)
+    run = burst(machine, FcfsPolicy(), make_burst(8, interval_s=service_s / 2, num_prompt=20, max_tokens=10))
+    for number, one in enumerate(run.lifecycles.values()):
+        assert one.queueing_delay_s == pytest.approx(number * service_s / 2)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_seed_gives_the_same_steps_at_the_same_times(policy: str) -> None:
+    requests = make_burst(30, interval_s=0.01)
+    assert len({hash_of(burst(MACHINE, make_policy(policy), requests, seed=5)) for _ in range(2)}) == 1
+
+
+def test_other_requests_times_or_machines_give_other_steps() -> None:
+    runs = [
+        burst(MACHINE, make_policy("paced"), make_burst(30, interval_s=0.01)),
+        burst(MACHINE, make_policy("paced"), make_burst(30, interval_s=0.0101)),
+        burst(MACHINE, make_policy("paced"), make_burst(30, interval_s=0.01, max_tokens=21)),
+        burst(replace(MACHINE, block_s=0.01), make_policy("paced"), make_burst(30, interval_s=0.01)),
+    ]
+    assert len({hash_of(run) for run in runs}) == len(runs)
+
+
+class Dicing(FcfsPolicy):
+    """Lets the seed decide whether a step is planned at all."""
+
+    def decide(self, view: View, now: float, rng: object) -> Decision:
+        is_idle = rng.random() < 0.3  # type: ignore[attr-defined]
+        return Decision(wake_s=now + 0.005) if is_idle else super().decide(view, now, rng)  # type: ignore[arg-type]
+
+
+def test_the_seed_is_the_policys_dice() -> None:
+    requests = make_burst(10)
+    hashes = [hash_of(burst(MACHINE, Dicing(), requests, seed)) for seed in (1, 1, 2)]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("block_s", [0.0001, 0.01])
+def test_time_is_spent_once(policy: str, block_s: float) -> None:
+    run = burst(replace(MACHINE, block_s=block_s), make_policy(policy), make_burst(30, interval_s=0.01))
+    begins = [when_s for when_s, _ in run.steps]
+    durations = [LINE.time_s(plan) for _, plan in run.steps]
+    assert all(begin + took <= after + 1e-12 for begin, took, after in zip(begins, durations, begins[1:], strict=False))
+    assert run.instance.busy_s == pytest.approx(sum(durations))
+    assert 0 <= run.instance.stall_s <= run.elapsed_s - run.instance.busy_s + 1e-9
+    for one in run.lifecycles.values():
+        times = [when for when, _ in one.events]
+        assert times == sorted(times)
+        assert one.token_times_s == sorted(one.token_times_s)
+
+
+def swap_once(at_step: int) -> ScriptedPolicy:
+    """Request 0 is swapped out as soon as it decodes, and back at once."""
+
+    def out(view: View) -> Decision:
+        return Decision(
+            preemptions=(Preemption(view.running[0].seq_id, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST),)
+        )
+
+    def back(view: View) -> Decision:
+        return Decision(resumptions=(Resumption(view.swapped[0].seq_id, Reason.SLICE_BEGINS),))
+
+    def wait(view: View) -> Decision:
+        return Decision()
+
+    policy = ScriptedPolicy([lambda view: FcfsPolicy().decide(view, 0.0, None)] * at_step)  # type: ignore[arg-type]
+    policy.script.extend([out, wait, back])
+    return policy
+
+
+def test_while_copies_are_under_way_and_nothing_can_run_the_device_is_stalled() -> None:
+    """Out, and back: a latency and two blocks each time."""
+    machine = Machine(block_s=0.5, latency_s=1.0, caches_prefixes=False)
+    policy = swap_once(at_step=3)
+    run = burst(machine, policy, make_burst(1, num_prompt=4, max_tokens=8))
+    out_s = back_s = 1.0 + 2 * 0.5  # four tokens of the prompt and two generated: a full block and an open one
+    assert run.instance.stall_s == pytest.approx(out_s + back_s)
+    assert run.elapsed_s == pytest.approx(run.instance.busy_s + run.instance.stall_s)
+    assert max(only(run).itl_s) == pytest.approx(out_s + back_s + LINE.base_s + LINE.decode_s, abs=2e-4)
+
+
+def test_bytes_on_the_link_are_those_of_the_copies() -> None:
+    run = burst(MACHINE, make_policy("paced"), make_burst(30, interval_s=0.01))
+    moved = dict.fromkeys(TransferKind, 0)
+    for _, plan in run.steps:
+        for transfer in plan.transfers:
+            moved[transfer.kind] += BLOCK_BYTES * len(transfer.blocks)
+    executor = run.instance._executor
+    assert executor.links.moved_bytes == moved
+    assert moved[TransferKind.SWAP_IN] > 0
+
+
+# -- negative control ------------------------------------------------------------------------------------------------
+
+
+def test_an_instance_that_forgets_to_settle_copies_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VirtualInstance, "_settle", lambda self, now: None)
+    with pytest.raises(AssertionError):
+        burst(MACHINE, make_policy("paced"), make_burst(30, interval_s=0.01))

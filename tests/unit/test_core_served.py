@@ -1,0 +1,121 @@
+"""Served work: weights, lift at arrival and on return from idle, and that nothing of it is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.served import MAX_PRIORITY, PROMPT_WEIGHT, KeyAccounts, weight_of, weighted_work
+
+
+def test_one_step_of_priority_is_a_quarter_more_or_less() -> None:
+    assert weight_of(0) == 1.0
+    assert weight_of(-1) / weight_of(0) == weight_of(3) / weight_of(4) == 1.25
+    assert weighted_work(0, 100, -1) == 80
+
+
+def test_no_priority_weighs_more_than_the_last_step() -> None:
+    assert weight_of(-MAX_PRIORITY - 1000) == weight_of(-MAX_PRIORITY)
+    assert weight_of(MAX_PRIORITY + 1000) == weight_of(MAX_PRIORITY) > 0
+
+
+def test_a_token_of_a_prompt_counts_half() -> None:
+    assert weighted_work(10, 3, 0) == 10 * PROMPT_WEIGHT + 3 == 8
+
+
+def test_the_first_key_begins_at_nothing() -> None:
+    accounts = KeyAccounts()
+    accounts.arrive("a", [])
+    assert accounts.credits == {"a": 0.0}
+
+
+def test_a_new_key_begins_at_the_least_that_any_active_one_was_given() -> None:
+    accounts = KeyAccounts()
+    accounts.arrive("a", [])
+    accounts.arrive("b", [("a", 30.0)])
+    assert accounts.credits["b"] == 30.0
+    accounts.arrive("c", [("a", 70.0), ("b", 12.0)])  # b: 30 by lift and 12 of its own
+    assert accounts.credits["c"] == 42.0
+
+
+def test_a_second_request_of_a_live_key_is_not_lifted() -> None:
+    accounts = KeyAccounts()
+    accounts.arrive("a", [])
+    accounts.arrive("a", [("a", 50.0)])
+    assert accounts.credits == {"a": 0.0}
+
+
+def test_what_an_ended_request_was_given_stays_on_its_key() -> None:
+    accounts = KeyAccounts()
+    accounts.arrive("a", [])
+    accounts.arrive("a", [])
+    accounts.depart("a", 25.0)
+    assert accounts.credits == {"a": 25.0}
+
+
+def test_being_away_saves_nothing_up() -> None:
+    accounts = KeyAccounts()
+    accounts.arrive("a", [])
+    accounts.arrive("b", [])
+    accounts.depart("b", 5.0)
+    accounts.arrive("b", [("a", 200.0)])
+    assert accounts.credits["b"] == 200.0
+
+
+def test_nor_does_it_wipe_out_what_one_was_given() -> None:
+    accounts = KeyAccounts()
+    accounts.arrive("a", [])
+    accounts.arrive("b", [])
+    accounts.depart("b", 500.0)
+    accounts.arrive("b", [("a", 200.0)])
+    assert accounts.credits["b"] == 500.0
+
+
+def test_when_nobody_is_left_everybody_begins_anew() -> None:
+    accounts = KeyAccounts()
+    accounts.arrive("a", [])
+    accounts.arrive("b", [])
+    accounts.depart("b", 500.0)
+    accounts.depart("a", 3.0)
+    accounts.arrive("b", [])
+    assert accounts.credits == {"b": 0.0}
+
+
+def test_what_a_view_was_given_does_not_change_any_more() -> None:
+    accounts = KeyAccounts()
+    accounts.arrive("a", [])
+    shown = accounts.credits
+    accounts.arrive("b", [("a", 7.0)])
+    accounts.depart("a", 9.0)
+    assert shown == {"a": 0.0}
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 50)), max_size=40)
+
+
+@settings(max_examples=80)
+@given(EVENTS)
+def test_a_keys_total_is_its_lifts_and_all_that_its_requests_were_given(events: list[tuple[str, bool, int]]) -> None:
+    """Against plain sums; and whoever arrives is never below the least of those that are active."""
+    accounts = KeyAccounts()
+    live: dict[str, list[float]] = {key: [] for key in "abc"}
+    totals: dict[str, float] = {}
+    for key, is_arrival, work in events:
+        if not is_arrival and live[key]:
+            given_work = live[key].pop() + work
+            totals[key] += work
+            accounts.depart(key, given_work)
+            if not any(live.values()):
+                totals.clear()
+        elif is_arrival:
+            active = {other: totals[other] for other in "abc" if live[other]}
+            accounts.arrive(key, [(other, one) for other in "abc" for one in live[other]])
+            if key not in active:
+                totals[key] = max(totals.get(key, 0.0), min(active.values(), default=0.0))
+                assert totals[key] >= min(active.values(), default=0.0)
+            live[key].append(float(work))
+            totals[key] += work
+        assert accounts.credits.keys() == {other for other in "abc" if live[other]}
+        for other in accounts.credits:
+            assert accounts.credits[other] + sum(live[other]) == pytest.approx(totals[other])

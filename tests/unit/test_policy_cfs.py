@@ -1,0 +1,103 @@
+"""AQUA's rule by example: what counts as served, and when anybody may leave."""
+
+from __future__ import annotations
+
+from random import Random
+
+from floodplain.core.plan import Decision, PreemptionMode, Reason
+from floodplain.core.view import Prices, SequenceView
+from floodplain.policy.cfs import CfsPolicy, prefilled_tokens, served_tokens
+from floodplain.policy.settings import SharingSettings
+from tests.support.views import host, make_view, prompt, stream, swapped, waiting
+
+
+def decide(*rows: SequenceView, step: int = 100, **fields: object) -> Decision:
+    view = make_view(*rows, step=step, **fields)
+    return CfsPolicy(SharingSettings(slice_steps=4)).decide(view, 0.0, Random(0))
+
+
+def order(*rows: SequenceView) -> list[int]:
+    return [row.seq_id for row in CfsPolicy(SharingSettings()).rank(make_view(*rows), 0.0).rows]
+
+
+def left(decision: Decision) -> set[int]:
+    return {order.seq_id for order in decision.preemptions}
+
+
+def came(decision: Decision) -> set[int]:
+    return {order.seq_id for order in (*decision.resumptions, *decision.admissions)}
+
+
+def test_served_are_the_tokens_of_a_prompt_that_are_computed_and_those_generated() -> None:
+    assert served_tokens(stream(0), 100) == 8 + 4
+    assert served_tokens(stream(0), 103) == 8 + 7
+    assert served_tokens(prompt(0, 30, 8), 100) == 8
+    assert served_tokens(waiting(0), 100) == 0
+
+
+def test_a_prompt_in_swap_space_keeps_what_it_has() -> None:
+    half = swapped(0, num_prompt=30, num_tokens=30, num_restorable_tokens=20)
+    assert prefilled_tokens(half, 100) == 20
+
+
+def test_computing_again_is_no_gift() -> None:
+    again = prompt(0, 12, 4, num_prompt=8)  # four tokens generated, preempted, a third computed again
+    assert served_tokens(again, 100) == 8 + 4
+
+
+def test_the_least_served_go_first_and_then_the_earliest() -> None:
+    assert order(stream(0, num_tokens=20), stream(1), waiting(2), waiting(3), prompt(4, 30, 8)) == [2, 3, 4, 1, 0]
+
+
+FULL = {"num_blocks": 9, "num_available_blocks": 0}
+
+
+def resident(number: int, num_tokens: int, **fields: object) -> SequenceView:
+    """With room in its blocks for a slice: it needs nothing and leaves three blocks."""
+    return stream(number, num_tokens=num_tokens, block_due_step=200, **fields)
+
+
+RESIDENTS = (resident(0, 15), resident(1, 13), resident(2, 14))
+
+
+def test_when_a_slice_ends_the_most_served_leaves_for_the_least_served() -> None:
+    decision = decide(*RESIDENTS, swapped(3), **FULL)
+    assert left(decision) == {0, 2}  # twelve tokens and a slice are four blocks, and each leaves three
+    assert {(one.mode, one.reason) for one in decision.preemptions} == {(PreemptionMode.SWAP, Reason.SLICE_ENDED)}
+
+
+def test_between_the_ends_of_slices_nobody_leaves() -> None:
+    for step in (101, 102, 103):
+        assert decide(*RESIDENTS, swapped(3), step=step, **FULL).preemptions == ()
+
+
+def test_but_who_fits_comes() -> None:
+    assert came(decide(*RESIDENTS, swapped(3), waiting(4), step=101, num_blocks=20, num_available_blocks=11)) == {3, 4}
+
+
+def test_nobody_leaves_for_somebody_who_has_been_served_more() -> None:
+    assert decide(*RESIDENTS, swapped(3, num_tokens=40), **FULL).preemptions == ()
+
+
+def test_who_came_in_this_very_step_stays() -> None:
+    """Else it would come and go without an end, and nothing would ever run."""
+    rows = [resident(row.seq_id, row.num_tokens, entered_step=100) for row in RESIDENTS]
+    assert decide(*rows, waiting(3), **FULL).preemptions == ()
+    rows = [resident(row.seq_id, row.num_tokens, entered_step=99) for row in RESIDENTS]
+    assert left(decide(*rows, waiting(3), **FULL)) == {0}  # three blocks for 8 tokens and a slice
+
+
+def test_nobody_leaves_for_somebody_who_cannot_begin() -> None:
+    """All tokens of the step are the streams': a newcomer would get the blocks and nothing else."""
+    assert left(decide(*RESIDENTS, waiting(3), max_batched_tokens=4, **FULL)) == {0}
+    assert left(decide(*RESIDENTS, waiting(3), max_batched_tokens=3, **FULL)) == set()
+
+
+def test_who_must_compute_again_stays_until_it_has_a_token_for_it() -> None:
+    """Else a turn that ends in the middle of a prompt was for nothing, and two of them could go on for ever."""
+    residents = [prompt(number, 8, 4, num_blocks=3, exclusive_blocks=3) for number in range(3)]
+    slow = {"tiers": (host(block_s=9.0),), "prices": Prices(1e9, 0.1)}
+    assert left(decide(*residents, waiting(3, 4), **FULL)) == {2}
+    assert left(decide(*residents, waiting(3, 4), tiers=(), **FULL)) == set()
+    assert left(decide(*residents, waiting(3, 4), **slow, **FULL)) == set()
+    assert left(decide(*RESIDENTS, waiting(3, 4), tiers=(), **FULL)) == {0}

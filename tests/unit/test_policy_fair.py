@@ -1,0 +1,80 @@
+"""Equal shares by example: whose work counts for whom."""
+
+from __future__ import annotations
+
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.fair import FairPolicy, work_by_key, work_by_request
+from floodplain.policy.settings import SharingSettings
+from tests.support.views import make_view, prompt, stream, swapped, waiting
+
+
+def order(view: View, **settings: object) -> list[int]:
+    policy = FairPolicy(SharingSettings(**settings))  # type: ignore[arg-type]
+    return [row.seq_id for row in policy.rank(view, 0.0).rows]
+
+
+def of(client: str, row: SequenceView, **fields: object) -> SequenceView:
+    return stream(row.seq_id, **({name: getattr(row, name) for name in _FIELDS} | {"client": client} | fields))
+
+
+_FIELDS = [name for name in SequenceView.__dataclass_fields__ if name != "seq_id"]
+
+
+def test_between_requests_what_was_generated_counts_and_prompts_do_not() -> None:
+    view = make_view(stream(0), stream(1, num_prompt=4), prompt(2, 300, 200), waiting(3, 500))
+    assert work_by_request(view, 4) == {0: 4.0, 1: 8.0, 2: 0.0, 3: 0.0}
+
+
+def test_a_request_begins_with_its_credit() -> None:
+    assert work_by_request(make_view(waiting(0, credit=17.0), stream(1, credit=3.0)), 4) == {0: 17.0, 1: 7.0}
+
+
+def test_tokens_on_the_way_count() -> None:
+    assert work_by_request(make_view(stream(0), step=103), 4) == {0: 7.0}
+
+
+def test_priority_divides_work() -> None:
+    view = make_view(stream(0, order_key=(-1, 0.0, 0)), stream(1, order_key=(1, 0.0, 1)))
+    assert work_by_request(view, 4) == {0: 4 / 1.25, 1: 4 * 1.25}
+
+
+def test_the_least_work_goes_first_and_then_priority_and_arrival() -> None:
+    view = make_view(stream(0, credit=2.0), swapped(1), stream(2), waiting(3, credit=4.0, order_key=(-1, 9.0, 3)))
+    assert order(view) == [3, 1, 2, 0]
+
+
+def test_who_is_in_its_slice_is_pinned() -> None:
+    ranking = FairPolicy(SharingSettings(slice_steps=4)).rank(
+        make_view(stream(0, entered_step=96), stream(1, entered_step=97)), 0.0
+    )
+    assert ranking.pinned == {1}
+
+
+def test_requests_of_one_key_count_together_half_for_prompts() -> None:
+    rows = [of("a", stream(0)), of("a", prompt(1, 30, 20)), of("b", swapped(2)), of("b", waiting(3))]
+    view = make_view(*rows, key_credits={"a": 100.0, "b": 7.0})
+    work = work_by_key(view, 4)
+    assert min(work[0], work[1]) == 100 + (4 + 4) + 10  # prompt 8 and four tokens; twenty tokens of a prompt
+    assert min(work[2], work[3]) == 7 + (4 + 4)
+
+
+def test_the_second_request_of_a_key_ranks_as_if_the_first_had_had_its_turn() -> None:
+    """So that keys alternate within one step, and a key does not gain by having many requests."""
+    rows = [of("a", waiting(number)) for number in range(4)] + [of("b", waiting(9))]
+    view = make_view(*rows, key_credits={"a": 0.0, "b": 3.0})
+    assert work_by_key(view, 4) == {0: 0.0, 1: 4.0, 2: 8.0, 3: 12.0, 9: 3.0}
+    assert order(view, fair_by="key", slice_steps=4) == [0, 9, 1, 2, 3]
+
+
+def test_within_a_key_the_least_served_request_goes_first() -> None:
+    rows = [of("a", stream(0)), of("a", stream(1, num_tokens=10)), of("a", waiting(2))]
+    assert order(make_view(*rows, key_credits={"a": 0.0}), fair_by="key") == [2, 1, 0]
+
+
+def test_a_key_of_many_does_not_stand_before_a_key_of_one() -> None:
+    many = [of("a", waiting(number)) for number in range(10)]
+    one = of("b", waiting(50))
+    by_request = order(make_view(*many, one))
+    by_key = order(make_view(*many, one, key_credits={"a": 0.0, "b": 0.0}), fair_by="key")
+    assert by_request.index(50) == 10
+    assert by_key.index(50) == 1

@@ -1,0 +1,85 @@
+"""When the gate lets FCFS decide, by example."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from floodplain.core.plan import Decision
+from floodplain.core.sequence import Status
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.gate import GatedPolicy, everybody_fits
+from floodplain.policy.settings import SharingSettings
+from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows
+from tests.support.views import make_view, prompt, stream, swapped, waiting
+
+SLICE = 4
+
+
+class Marked(SharingPolicy):
+    """Says that it was asked."""
+
+    name = "marked"
+
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        return Decision(wake_s=42.0)
+
+    def rank(self, view: View, now: float) -> Ranking:
+        return Ranking(live_rows(view), frozenset(), SLICE)
+
+
+def is_open(*rows: SequenceView, takes_turns_by_recompute: bool = False, **fields: object) -> bool:
+    settings = SharingSettings(slice_steps=SLICE, takes_turns_by_recompute=takes_turns_by_recompute)
+    decision = GatedPolicy(Marked(settings)).decide(make_view(*rows, **fields), 0.0, Random(0))
+    return decision.wake_s == 42.0
+
+
+def test_it_is_closed_while_everybody_fits() -> None:
+    assert not is_open()
+    assert not is_open(stream(0), prompt(1), waiting(2))
+
+
+def test_it_opens_when_a_newcomer_does_not_fit_with_a_slice_of_growth() -> None:
+    assert not is_open(stream(0), waiting(1, 8), num_available_blocks=4)  # 12 tokens are 3 blocks, and one to grow
+    assert is_open(stream(0), waiting(1, 8), num_available_blocks=3)
+
+
+def test_what_is_shared_is_not_needed_twice() -> None:
+    assert not is_open(stream(0), waiting(1, 8, num_shared_blocks=1), num_available_blocks=3)
+
+
+def test_it_opens_a_slice_before_streams_outgrow_the_pool() -> None:
+    assert not is_open(stream(0, block_due_step=104), num_available_blocks=0)
+    assert is_open(stream(0, block_due_step=103), num_available_blocks=0)
+    assert not is_open(stream(0, block_due_step=103, end_step=103), num_available_blocks=0)
+
+
+def test_a_prompt_needs_room_for_all_of_it() -> None:
+    assert not is_open(prompt(0, 30, 8), num_available_blocks=7)  # 34 tokens are 9 blocks, of which it has 2
+    assert is_open(prompt(0, 30, 8), num_available_blocks=6)
+
+
+def test_it_is_open_while_somebody_is_off_the_device() -> None:
+    assert is_open(swapped(0))
+    assert is_open(swapped(0, status=Status.LOADING))
+
+
+def test_it_opens_when_more_wait_than_it_can_see() -> None:
+    assert is_open(waiting(0), num_waiting=2)
+
+
+def test_it_opens_when_there_are_too_few_places() -> None:
+    assert not is_open(stream(0), waiting(1), max_num_seqs=2)
+    assert is_open(stream(0), waiting(1), max_num_seqs=1)
+
+
+@pytest.mark.parametrize("rows", [(stream(0), waiting(1, 8)), (swapped(0),)])
+def test_without_swap_space_it_stays_closed_unless_turns_by_computing_are_wanted(rows: tuple[SequenceView]) -> None:
+    assert not is_open(*rows, tiers=(), num_available_blocks=0)
+    assert is_open(*rows, tiers=(), num_available_blocks=0, takes_turns_by_recompute=True)
+
+
+def test_many_blocks_are_quickly_enough() -> None:
+    rows = [stream(number) for number in range(20)]
+    assert everybody_fits(make_view(*rows, num_available_blocks=40), SLICE)

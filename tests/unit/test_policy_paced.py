@@ -1,0 +1,142 @@
+"""The default policy by example: who is newcomer, core or visitor, and in which order they go."""
+
+from __future__ import annotations
+
+import pytest
+
+from floodplain.core.plan import Reason
+from floodplain.core.sequence import Status
+from floodplain.core.view import Prices, SequenceView, View
+from floodplain.policy.paced import PacedPolicy, divide, silent_since
+from floodplain.policy.settings import SharingSettings
+from floodplain.policy.sharing import Ranking
+from tests.support.views import host, make_view, prompt, stream, swapped, waiting
+
+NOW = 10.0
+
+
+def rank(view: View, **settings: object) -> Ranking:
+    return PacedPolicy(SharingSettings(**settings)).rank(view, NOW)  # type: ignore[arg-type]
+
+
+def order(view: View, **settings: object) -> list[int]:
+    return [row.seq_id for row in rank(view, **settings).rows]
+
+
+def parts(view: View, **settings: object) -> tuple[list[int], list[int]]:
+    streams = sorted((*view.running, *view.loading, *view.swapped), key=lambda row: row.order_key)
+    core, visitors = divide(view, streams, SharingSettings(**settings))  # type: ignore[arg-type]
+    return [row.seq_id for row in core], [row.seq_id for row in visitors]
+
+
+def visitor(number: int, last_token_s: float, **fields: object) -> SequenceView:
+    return swapped(number, last_token_s=last_token_s, **fields)
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------
+
+
+def test_while_all_streams_fit_into_the_core_there_are_no_visitors() -> None:
+    assert parts(make_view(*(stream(number) for number in range(5)), num_blocks=30)) == ([0, 1, 2, 3, 4], [])
+
+
+def test_the_core_are_the_oldest_streams_that_fit_into_its_part() -> None:
+    view = make_view(*(swapped(number) for number in range(20)), num_blocks=30)
+    assert parts(view, visitor_share=0.3) == ([*range(7)], [*range(7, 20)])  # 21 blocks of three each
+    assert parts(view, visitor_share=0.7) == ([0, 1, 2], [*range(3, 20)])
+
+
+def test_a_stream_that_does_not_fit_ends_the_core() -> None:
+    """By arrival: a small one does not pass a large one."""
+    large = swapped(1, num_tokens=80)
+    assert parts(make_view(swapped(0), large, swapped(2), swapped(3), num_blocks=30)) == ([0], [1, 2, 3])
+
+
+def test_visitors_whose_pace_needs_less_than_their_part_leave_the_rest_to_the_core() -> None:
+    """Steps of 25 ms and 8 tokens a second: each visitor is there for a fifth of the time."""
+    view = make_view(*(swapped(number) for number in range(18)), num_blocks=50, prices=Prices(step_s=0.025))
+    assert parts(view, visitor_share=0.3, pace=1e6) == ([*range(11)], [*range(11, 18)])
+    assert parts(view, visitor_share=0.3, pace=8.0) == ([*range(15)], [*range(15, 18)])  # a tenth at least: 5 of 50
+
+
+def test_while_no_step_is_priced_visitors_get_their_whole_part() -> None:
+    view = make_view(*(swapped(number) for number in range(12)), num_blocks=30)
+    assert parts(view, pace=0.001)[0] == [*range(7)]
+
+
+# -- the order -------------------------------------------------------------------------------------------------------
+
+
+def test_newcomers_go_before_the_core_and_the_core_before_visitors() -> None:
+    streams = [visitor(number, 9.0) for number in range(4)]
+    view = make_view(*streams, waiting(8), prompt(9), num_blocks=9)
+    assert order(view) == [8, 9, 0, 1, 2, 3]
+
+
+def test_among_visitors_the_one_that_has_been_silent_longest_goes_first() -> None:
+    silent = [visitor(1, 7.0), visitor(2, 9.0), visitor(3, 6.0), visitor(4, 7.0)]
+    assert order(make_view(swapped(0), *silent, num_blocks=5)) == [0, 3, 1, 4, 2]
+
+
+def test_a_visitor_that_speaks_is_not_silent() -> None:
+    assert silent_since(stream(0, last_token_s=1.0), NOW) == NOW
+    assert silent_since(visitor(0, 1.0), NOW) == 1.0
+    assert silent_since(prompt(0, 12, 11, num_prompt=8, last_token_s=1.0), NOW) == 1.0  # back, and not yet heard
+
+
+def test_priority_goes_before_arrival() -> None:
+    assert order(make_view(waiting(0), waiting(1, order_key=(-1, 5.0, 1)))) == [1, 0]
+
+
+# -- crowded ---------------------------------------------------------------------------------------------------------
+
+CROWD = [swapped(0), visitor(1, 4.0), visitor(2, 9.0)]
+
+
+def test_newcomers_wait_while_somebody_has_been_silent_too_long() -> None:
+    view = make_view(*CROWD, waiting(5), waiting(6), num_blocks=5)
+    assert order(view, max_gap_s=6.0) == [5, 6, 0, 1, 2]
+    assert order(view, max_gap_s=5.9) == [0, 1, 2, 5, 6]
+    assert rank(view, max_gap_s=5.9).reason is Reason.CROWDED
+    assert rank(view, max_gap_s=6.0).reason is None
+
+
+def test_a_silent_core_is_no_crowd() -> None:
+    """Who is silent there waits for its copies, and not for others' turns."""
+    assert rank(make_view(swapped(0, last_token_s=0.0), waiting(5), num_blocks=50), max_gap_s=1.0).reason is None
+
+
+def test_without_newcomers_there_is_no_crowd() -> None:
+    assert rank(make_view(*CROWD, num_blocks=5), max_gap_s=1.0).reason is None
+
+
+def test_newcomers_wait_one_by_one_when_swap_space_could_not_take_them_too() -> None:
+    """Seven slots: three for what a resident has not backed up, two for each newcomer of eight tokens."""
+    view = make_view(stream(0), *(waiting(number) for number in (5, 6, 7)), tiers=(host(num_free_slots=7),))
+    assert order(view) == [5, 6, 0, 7]
+    assert rank(view).reason is Reason.SWAP_FULL
+
+
+def test_a_prompt_that_has_begun_goes_on() -> None:
+    view = make_view(prompt(5), waiting(6), tiers=(host(num_free_slots=0),))
+    assert order(view) == [5, 6]
+
+
+# -- slices ----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_and_those_in_their_slice_are_pinned() -> None:
+    view = make_view(prompt(0, entered_step=1), stream(1, entered_step=96), stream(2, entered_step=97))
+    assert rank(view, slice_steps=4).pinned == {0, 2}
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.3, 36), (0.6, 71)])
+def test_a_slice_is_as_long_as_the_copies_of_the_visitors_part(share: float, steps: int) -> None:
+    view = make_view(tiers=(host(block_s=0.02),), prices=Prices(step_s=0.02))
+    assert rank(view, visitor_share=share).slice_steps == steps
+    assert rank(view, visitor_share=share).reason is Reason.LINK_BUSY
+
+
+def test_loading_visitors_are_ranked_with_the_others() -> None:
+    on_its_way = visitor(1, 5.0, status=Status.LOADING)
+    assert order(make_view(swapped(0), on_its_way, visitor(2, 4.0), num_blocks=5)) == [0, 2, 1]

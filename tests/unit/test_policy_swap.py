@@ -1,0 +1,132 @@
+"""Where a victim's KV goes, and what is written behind: prices and slots, one decision at a time."""
+
+from __future__ import annotations
+
+from floodplain.core.plan import BackupOrder, Preemption, PreemptionMode, Reason
+from floodplain.core.request import SeqId
+from floodplain.core.tiers import Tier
+from floodplain.core.view import Prices
+from floodplain.policy.swap import SLOTS_FOR_TURNS, SwapBudget, num_computed
+from tests.support.views import host, make_view, prompt, stream
+
+PRICES = Prices(step_s=0.02, prefill_token_s=0.001)
+VICTIM = stream(1, num_backed_blocks=2)  # 11 tokens with KV, in three blocks of which two are backed up
+BY_COPY = Preemption(SeqId(1), PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST)
+BY_COMPUTING = Preemption(SeqId(1), PreemptionMode.RECOMPUTE, Reason.SLICE_ENDED)
+
+
+def budget(*tiers: object, prices: Prices = PRICES) -> SwapBudget:
+    return SwapBudget(make_view(VICTIM, tiers=tiers, prices=prices))
+
+
+def test_kv_of_a_stream_counts_the_steps_since_its_row_was_made() -> None:
+    assert num_computed(make_view(step=104), stream(0)) == 15
+    assert num_computed(make_view(step=104), prompt(0, num_scheduled=8)) == 8
+
+
+def test_only_what_has_no_backup_is_copied() -> None:
+    swap = budget(host(num_free_slots=1))
+    assert swap.preempt(VICTIM, Reason.SLICE_ENDED) == (BY_COPY, 1)
+    assert swap.reason is None
+
+
+def test_when_computing_again_is_cheaper_nothing_is_copied() -> None:
+    """Eleven tokens cost 11 ms; three blocks back cost as much from 3.67 ms a block on."""
+    assert budget(host(block_s=0.0036)).preempt(VICTIM, Reason.SLICE_ENDED) == (BY_COPY, 1)
+    swap = budget(host(block_s=0.0037))
+    assert swap.preempt(VICTIM, Reason.SLICE_ENDED) == (BY_COMPUTING, 0)
+    assert swap.reason is Reason.SWAP_SLOW
+
+
+def test_the_latency_of_the_link_counts() -> None:
+    assert budget(host(latency_s=0.01)).preempt(VICTIM, Reason.SLICE_ENDED)[0] == BY_COPY
+    assert budget(host(latency_s=0.02)).preempt(VICTIM, Reason.SLICE_ENDED)[0] == BY_COMPUTING
+
+
+def test_while_prices_are_unknown_everything_is_copied() -> None:
+    assert budget(host(block_s=99.0), prices=Prices()).preempt(VICTIM, Reason.SLICE_ENDED)[0] == BY_COPY
+
+
+def test_when_swap_space_is_full_it_is_computed_again() -> None:
+    swap = budget(host(num_free_slots=0))
+    assert swap.preempt(VICTIM, Reason.SLICE_ENDED) == (BY_COMPUTING, 0)
+    assert swap.reason is Reason.SWAP_FULL
+
+
+def test_slots_are_spent_once() -> None:
+    swap = budget(host(num_free_slots=5))
+    modes = [swap.preempt(stream(number), Reason.SLICE_ENDED)[0].mode for number in range(3)]  # three blocks each
+    assert modes == [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE, PreemptionMode.RECOMPUTE]
+
+
+def test_the_next_tier_takes_what_the_first_cannot() -> None:
+    peer = host(num_free_slots=0)
+    far = host(num_free_slots=9)
+    object.__setattr__(peer, "tier", Tier.PEER)
+    order, num_copied = budget(peer, far).preempt(VICTIM, Reason.SLICE_ENDED)
+    assert (order.tier, num_copied) == (Tier.HOST, 1)
+
+
+def test_a_turn_may_end_only_if_it_costs_no_prompt() -> None:
+    assert budget(host(num_free_slots=3)).can_keep(VICTIM, 3)
+    assert not budget(host(num_free_slots=2)).can_keep(VICTIM, 3)
+
+
+def test_or_where_computing_is_the_cheaper_way_or_the_only_one() -> None:
+    assert budget(host(num_free_slots=0, block_s=1.0)).can_keep(VICTIM, 3)
+    assert budget().can_keep(VICTIM, 3)
+    assert budget().loses_kv(VICTIM)
+    assert budget(host(block_s=1.0)).loses_kv(VICTIM)
+    assert not budget(host(num_free_slots=0)).loses_kv(VICTIM)
+
+
+# -- written behind --------------------------------------------------------------------------------------------------
+
+
+def behind(*victims: object, **fields: object) -> list[tuple[int, int]]:
+    """(sequence, blocks) of the orders."""
+    prices = fields.pop("prices", Prices())
+    swap = SwapBudget(make_view(*victims, tiers=(host(**fields),), prices=prices))  # type: ignore[arg-type]
+    orders = swap.write_behind(victims)  # type: ignore[arg-type]
+    assert all(isinstance(order, BackupOrder) and order.tier is Tier.HOST for order in orders)
+    return [(order.seq_id, order.num_blocks) for order in orders]
+
+
+def test_full_blocks_are_written_the_likeliest_victim_first() -> None:
+    assert behind(stream(7), stream(3), stream(5)) == [(7, 2), (3, 2), (5, 2)]
+
+
+def test_neither_the_open_block_nor_what_is_backed_up() -> None:
+    assert behind(stream(0, num_backed_blocks=1), stream(1, num_backed_blocks=2), stream(2, num_scheduled=12)) == [
+        (0, 1),
+        (2, 3),
+    ]
+
+
+def test_slots_are_left_to_those_that_really_leave() -> None:
+    assert SLOTS_FOR_TURNS == 0.25
+    assert behind(stream(0), stream(1), num_slots=40, num_free_slots=13) == [(0, 2), (1, 1)]
+    assert behind(stream(0), num_slots=40, num_free_slots=10) == []
+
+
+def test_no_more_than_the_link_carries_within_a_step() -> None:
+    link = {"prices": Prices(step_s=0.02), "block_s": 0.005}  # four blocks
+    assert behind(stream(0), stream(1), stream(2), **link) == [(0, 2), (1, 2)]
+    assert behind(stream(0), stream(1), num_outbound_blocks=3, **link) == [(0, 1)]
+    assert behind(stream(0), num_outbound_blocks=4, **link) == []
+
+
+def test_a_link_that_is_slower_than_a_step_still_gets_one_block_at_a_time() -> None:
+    link = {"prices": Prices(step_s=0.02), "block_s": 0.5}
+    assert behind(stream(0), **link) == [(0, 1)]
+    assert behind(stream(0), num_outbound_blocks=1, **link) == []
+
+
+def test_what_leaves_in_this_step_has_paid_before() -> None:
+    swap = SwapBudget(make_view(tiers=(host(num_slots=16, num_free_slots=8),)))
+    swap.preempt(stream(0), Reason.SLICE_ENDED)  # three slots; four stay free, so one is left
+    assert [order.num_blocks for order in swap.write_behind([stream(1)])] == [1]
+
+
+def test_without_swap_space_nothing_is_written() -> None:
+    assert SwapBudget(make_view(tiers=())).write_behind([stream(0)]) == ()
