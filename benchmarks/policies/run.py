@@ -1,0 +1,192 @@
+"""Compares policies in virtual time; see README.md. Deterministic: the same arguments give the same table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from floodplain.core.backups import BackupTable
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.core.tiers import Link, SlotLedger, Tier
+from floodplain.policy.base import Policy
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+from floodplain.runtime.loop import Loop
+from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.sim.environment import Environment
+from floodplain.sim.executor import StepLine, VirtualExecutor, VirtualLinks
+from floodplain.sim.instance import VirtualInstance
+from floodplain.workload.lengths import Lengths, chat_like
+from floodplain.workload.phases import Phase, phase_arrivals
+
+HERE = Path(__file__).resolve().parent
+LINE = StepLine(base_s=0.0135, decode_s=0.0007, prefill_token_s=0.0004)
+"""A step of SmolLM2 in bf16 on two cores, as a straight line."""
+BLOCK_TOKENS, BLOCK_BYTES = 16, 368_640
+NUM_RESIDENT = 24
+PCIE, NVLINK = 0.28e9, 2.0e9
+"""Bytes per second: the ratio of PCIe5 and NVLink4, slowed so that the faster is half of this machine's own copies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A burst of ``factor`` times capacity for ``burst_s`` seconds, after 25 requests at capacity."""
+
+    name: str
+    factor: float
+    burst_s: float
+
+
+LOADS = (Load("2x for 60 s", 2.0, 60.0), Load("3x for 120 s", 3.0, 120.0), Load("half of capacity", 0.5, 60.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A policy, its settings, and its swap space."""
+
+    name: str
+    policy: str
+    bandwidth: float = PCIE
+    num_slots: int = 20_000
+    settings: SharingSettings = SharingSettings()  # noqa: RUF009 - frozen
+
+    def make_policy(self) -> Policy:
+        """A new policy object."""
+        return make_policy(self.policy, self.settings)
+
+
+AQUA = SharingSettings(slice_steps=16)
+WAYS = (
+    Way("fcfs", "fcfs", num_slots=0),
+    Way("cfs-recompute", "cfs", num_slots=0, settings=replace(AQUA, takes_turns_by_recompute=True)),
+    Way("cfs-sync/pcie", "cfs", settings=replace(AQUA, is_synchronous=True)),
+    Way("cfs-sync/nvlink", "cfs", NVLINK, settings=replace(AQUA, is_synchronous=True)),
+    Way("cfs/pcie", "cfs", settings=AQUA),
+    Way("cfs/nvlink", "cfs", NVLINK, settings=AQUA),
+    Way("fair/pcie", "fair"),
+    Way("fair/nvlink", "fair", NVLINK),
+    Way("paced/pcie", "paced"),
+    Way("paced/nvlink", "paced", NVLINK),
+    Way("paced/pcie, 500 slots", "paced", num_slots=500),
+    Way("paced, no swap space", "paced", num_slots=0),
+)
+
+
+def lengths(num_requests: int, seed: int) -> Lengths:
+    """Chat-like, kept short: the demo's."""
+    return chat_like(num_requests, np.random.default_rng(seed)).fitted(0.6, 320, 256)
+
+
+def pool_blocks() -> int:
+    """Room for ``NUM_RESIDENT`` requests, each at half of its output."""
+    pool = lengths(2000, seed=999)
+    return math.ceil(NUM_RESIDENT * float((pool.prompt_tokens + pool.output_tokens / 2).mean()) / BLOCK_TOKENS)
+
+
+def make_requests(load: Load, capacity: float, seed: int) -> list[Request]:
+    """Requests whose prompts have nothing in common."""
+    phases = [Phase(25 / capacity, capacity), Phase(load.burst_s, load.factor * capacity), Phase(math.inf, capacity)]
+    count = round(50 + load.factor * capacity * load.burst_s)
+    arrivals, drawn = phase_arrivals(phases, count, 1.0, np.random.default_rng(seed)), lengths(count, seed)
+    return [
+        Request(
+            request_id=str(index),
+            prompt_token_ids=tuple(range(1000 * index, 1000 * index + int(drawn.prompt_tokens[index]))),
+            params=SamplingParams(max_tokens=int(drawn.output_tokens[index]), ignore_eos=True, temperature=0.0),
+            arrival_s=float(when),
+        )
+        for index, when in enumerate(arrivals)
+    ]
+
+
+def simulate(way: Way, requests: list[Request]) -> dict[str, Any]:
+    """Serve the requests one way."""
+    environment, policy = Environment(), way.make_policy()
+    link = Link(Tier.HOST, way.bandwidth, 1e-5)
+    backups = BackupTable([SlotLedger(Tier.HOST, way.num_slots)] if way.num_slots else [])
+    config = LoopConfig(max_model_len=1024, block_bytes=BLOCK_BYTES)
+    state = LoopState(config, BlockLedger(pool_blocks(), BLOCK_TOKENS), policy, backups, [link])
+    executor = VirtualExecutor(LINE.time_s, VirtualLinks({Tier.HOST: link}, BLOCK_BYTES))
+    instance = VirtualInstance(environment, Loop(state, policy), executor)
+    for request in requests:
+        environment.schedule(request.arrival_s, lambda request=request: instance.submit(request))  # type: ignore[misc]
+    environment.run()
+    lives = list(instance.lifecycles.values())
+    return {
+        "way": way.name,
+        "duration_s": environment.now,
+        "output_tokens": sum(len(life.token_times_s) for life in lives),
+        "ttft_s": [round(life.ttft_s or 0.0, 4) for life in lives],
+        "e2e_s": [round(life.e2e_s or 0.0, 4) for life in lives],
+        "longest_gap_s": [round(max(life.itl_s, default=0.0), 4) for life in lives],
+        "preemptions": state.counters.preemptions,
+        "recomputed_tokens": state.counters.num_recomputed_tokens,
+        "stall_s": instance.stall_s,
+    }
+
+
+def find_capacity() -> float:
+    """The highest steady rate at which FCFS keeps TTFT p99 under a second (two seeds, nine bisections)."""
+    low, high = 1.0, 12.0
+    for _ in range(9):
+        rate = (low + high) / 2
+        steady = Load("steady", 1.0, 250 / rate)
+        worst = max(np.quantile(simulate(WAYS[0], make_requests(steady, rate, s))["ttft_s"], 0.99) for s in (11, 12))
+        low, high = (rate, high) if worst < 1.0 else (low, rate)
+    return low
+
+
+COLUMNS: dict[str, Callable[[list[dict[str, Any]]], float]] = {
+    "TTFT p50": lambda runs: _quantile(runs, "ttft_s", 0.5),
+    "TTFT p99": lambda runs: _quantile(runs, "ttft_s", 0.99),
+    "E2E p50": lambda runs: _quantile(runs, "e2e_s", 0.5),
+    "E2E p99": lambda runs: _quantile(runs, "e2e_s", 0.99),
+    "E2E mean": lambda runs: float(np.mean(np.concatenate([run["e2e_s"] for run in runs]))),
+    "longest gap": lambda runs: _quantile(runs, "longest_gap_s", 1.0),
+    "tokens/s": lambda runs: sum(run["output_tokens"] for run in runs) / sum(run["duration_s"] for run in runs),
+}
+
+
+def _quantile(runs: list[dict[str, Any]], key: str, quantile: float) -> float:
+    return float(np.quantile(np.concatenate([run[key] for run in runs]), quantile))
+
+
+def main() -> None:
+    """Print a table for each load; keep the summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, 9)))
+    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    args = parser.parse_args()
+    capacity = find_capacity()
+    result: dict[str, Any] = {"capacity": capacity, "seeds": args.seeds, "loads": {}}
+    for load in LOADS:
+        print(f"\n**{load.name}**\n\n| way | " + " | ".join(COLUMNS) + " | swaps | recomputes | stall |")
+        print("|---" * (len(COLUMNS) + 4) + "|")
+        rows: dict[str, Any] = {}
+        for way in WAYS:
+            runs = [simulate(way, make_requests(load, capacity, seed)) for seed in args.seeds]
+            rows[way.name] = {name: column(runs) for name, column in COLUMNS.items()}
+            print(_row(way.name, rows[way.name], rows[WAYS[0].name], runs), flush=True)
+        result["loads"][load.name] = rows
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _row(name: str, row: dict[str, float], base: dict[str, float], runs: list[dict[str, Any]]) -> str:
+    is_base = row is base
+    cells = [f"{value:.2f}" if is_base else f"{value / base[key]:.3f}x" for key, value in row.items()]
+    cells += [str(sum(run["preemptions"][mode] for run in runs)) for mode in ("swap", "recompute")]
+    cells.append(f"{sum(run['stall_s'] for run in runs) / sum(run['duration_s'] for run in runs):.2%}")
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    main()
