@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.errors import InvariantError
@@ -51,6 +51,7 @@ def test_what_is_due_later_stays() -> None:
     assert happened == [1.0, 2.0, 3.0]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.floats(0, 100), max_size=30))
 def test_time_never_goes_back(times: list[float]) -> None:
     environment, seen = Environment(), []

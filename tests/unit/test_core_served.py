@@ -94,7 +94,7 @@ def test_what_a_view_was_given_does_not_change_any_more() -> None:
 EVENTS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 50)), max_size=40)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(EVENTS)
 def test_a_keys_total_is_its_lifts_and_all_that_its_requests_were_given(events: list[tuple[str, bool, int]]) -> None:
     """Against plain sums; and whoever arrives is never below the least of those that are active."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.view import Prices, SequenceView, View
@@ -20,9 +20,9 @@ def back(number: int, **fields: object) -> SequenceView:
     return prompt(number, 12, 11, **values)
 
 
-def chunks_of(view: View, **settings: object) -> dict[int, int]:
+def chunks_of(view: View) -> dict[int, int]:
     """Tokens of prompts and of streams that came back, by sequence."""
-    policy = PacedPolicy(SharingSettings(**settings))  # type: ignore[arg-type]
+    policy = PacedPolicy(SharingSettings())
     decision = policy.decide(view, 1.0, None)  # type: ignore[arg-type]
     return {chunk.seq_id: chunk.num_tokens for chunk in (*decision.chunks, *decision.admissions)}
 
@@ -77,6 +77,7 @@ def test_prompts_that_are_there_go_before_those_that_come() -> None:
 ROWS = st.lists(st.sampled_from(["stream", "back", "prompt", "waiting"]), min_size=1, max_size=12)
 
 
+@settings(max_examples=50)
 @given(ROWS, st.integers(1, 40), st.booleans())
 def test_no_step_is_too_large_and_no_stream_loses_its_place(kinds: list[str], limit: int, is_priced: bool) -> None:
     makers = {"stream": stream, "back": back, "prompt": prompt, "waiting": waiting}
