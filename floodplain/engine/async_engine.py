@@ -15,6 +15,7 @@ from floodplain.core.errors import ShuttingDown, UserError
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
+from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.shell import Engine
@@ -99,7 +100,8 @@ class AsyncEngine:
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the engine's thread."""
+        """Start the engine's thread. This thread gives its compute threads up for it."""
+        release_compute_threads()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="floodplain-engine", daemon=True)
         self._thread.start()
