@@ -21,9 +21,7 @@ from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
 
 LINK_STAGING_BYTES = 64 * 2**20
-"""Gathered at a time for a link: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
-CACHE_STAGING_BYTES = 4 * 2**20
-"""The same where the link is this machine's own memory: staging that stays in the caches is half as fast again."""
+"""Gathered at a time on a device: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
 DEFAULT_POOL_FACTOR = 2
 DEFAULT_AVAILABLE_SHARE = 0.25
 """Swap space is by default so many times the KV pool, but at most this share of the memory that is available."""
@@ -112,15 +110,14 @@ def _emulation_scale(layout: KVLayout) -> float:
 
 def _open_host_tier(pool: KVPool, num_slots: int, emulated: EmulatedLink | None) -> SwapTier:
     is_cuda = pool.device.torch_device.type == "cuda"
-    staging_bytes = LINK_STAGING_BYTES if is_cuda or emulated else CACHE_STAGING_BYTES
-    staging_blocks = max(1, min(num_slots, staging_bytes // pool.layout.block_bytes))
     slots = SwapSlots(pool.layout, num_slots, is_pinned=is_cuda)
     if is_cuda:
         from floodplain.memory.cuda_transfer import CudaTransferEngine
 
+        staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
         return SwapTier(slots, CudaTransferEngine(pool, slots, staging_blocks).start())
     slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
-    return SwapTier(slots, HostTransferEngine(pool, slots, staging_blocks, emulated).start())
+    return SwapTier(slots, HostTransferEngine(pool, slots, emulated).start())
 
 
 def _describe_link(emulated: EmulatedLink | None, pool: KVPool, tier: SwapTier) -> tuple[Link, dict[str, Any]]:

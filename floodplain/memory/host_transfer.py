@@ -11,39 +11,37 @@ from typing import Self
 import numpy as np
 
 from floodplain.core.blocks import BlockLedger
-from floodplain.memory.digest import compute_digests, compute_weights
+from floodplain.memory.block_mover import open_mover
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_device import open_private_device
 from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import (
-    Batch,
     BlockCopy,
     CopyResult,
     Direction,
     check_copy,
     judge_inbound,
-    split_into_batches,
 )
 
 
 class HostTransferEngine:
-    """See ``TransferEngine``. The copy threads use numpy, which takes no part in torch's thread pool.
+    """See ``TransferEngine``.
 
     Args:
         pool: Its blocks move.
         slots: Where to.
-        staging_blocks: Blocks that one copy over the link carries at most.
         link: Paces the copies; None lets them run as fast as this machine does.
     """
 
-    def __init__(self, pool: KVPool, slots: SwapSlots, staging_blocks: int, link: EmulatedLink | None = None) -> None:
+    def __init__(self, pool: KVPool, slots: SwapSlots, link: EmulatedLink | None = None) -> None:
         self._pool = pool
         self._slots = slots
         self._jobs: dict[Direction, SimpleQueue[tuple[int, BlockCopy] | None]] = {d: SimpleQueue() for d in Direction}
         self._results: SimpleQueue[CopyResult | BaseException] = SimpleQueue()
         self._num_in_flight = 0
-        copiers = {d: HostCopier(pool, slots, staging_blocks, link) for d in Direction}
+        copiers = {d: HostCopier(pool, slots, link) for d in Direction}
         self._threads = [
             threading.Thread(target=self._run, args=(copiers[d], self._jobs[d]), name=f"copy-{d.value}", daemon=True)
             for d in Direction
@@ -102,57 +100,36 @@ class HostTransferEngine:
 
 
 class HostCopier:
-    """Does one copy after another through its own staging buffer, in the calling thread. See ``HostTransferEngine``."""
+    """Does one copy after another, in the calling thread. See ``HostTransferEngine``."""
 
-    def __init__(self, pool: KVPool, slots: SwapSlots, staging_blocks: int, link: EmulatedLink | None) -> None:
-        layout = pool.layout
-        self._layers = [words.numpy() for words in pool.words]
+    def __init__(self, pool: KVPool, slots: SwapSlots, link: EmulatedLink | None) -> None:
         self._slots = slots
-        self._slot_words = slots.words.numpy()
-        self._staging = np.empty((staging_blocks, layout.num_layers, layout.layer_block_words), dtype=np.int32)
-        self._weights = compute_weights(layout.num_layers * layout.layer_block_words)
-        self._block_bytes = layout.block_bytes
+        self._mover = open_mover(pool, slots)
+        self._block_bytes = pool.layout.block_bytes
         self._link = link
 
     def run(self, transfer_id: int, copy: BlockCopy) -> CopyResult:
         """Copy, and return how it went."""
         num_bytes = len(copy.blocks) * self._block_bytes
-        slots = np.asarray(copy.slots)
+        blocks, slots = np.asarray(copy.blocks, dtype=np.int64), np.asarray(copy.slots, dtype=np.int64)
         is_outbound = copy.direction is Direction.OUTBOUND
         expected = self._slots.digests[slots]
         if is_outbound:
             self._slots.digests[slots] = EMPTY_DIGEST
-        found = np.empty(len(slots), dtype=np.int64)
-        for batch in split_into_batches(copy, len(self._staging)):
-            sizes = [count * self._block_bytes for _, _, count in batch.runs]
-            with self._link.occupy(copy.direction, sizes) if self._link else nullcontext():
-                found[batch.order] = self._move_out(batch) if is_outbound else self._move_in(batch)
+        with self._link.occupy(copy.direction, self._sizes(slots)) if self._link else nullcontext():
+            found = self._mover.move(copy.direction, blocks, slots)
         if not is_outbound:
             return judge_inbound(transfer_id, num_bytes, expected, found)
         self._slots.digests[slots] = found
         return CopyResult(transfer_id, True, num_bytes, tuple(found.tolist()))
 
-    def _move_out(self, batch: Batch) -> np.ndarray:
-        staging = self._staging[: len(batch.blocks)]
-        for layer, words in enumerate(self._layers):
-            staging[:, layer] = words[batch.blocks]
-        digests = compute_digests(staging.reshape(len(staging), -1), self._weights)
-        for row, slot, count in batch.runs:
-            self._slot_words[slot : slot + count] = staging[row : row + count]
-        return digests
-
-    def _move_in(self, batch: Batch) -> np.ndarray:
-        staging = self._staging[: len(batch.blocks)]
-        for row, slot, count in batch.runs:
-            staging[row : row + count] = self._slot_words[slot : slot + count]
-        digests = compute_digests(staging.reshape(len(staging), -1), self._weights)
-        for layer, words in enumerate(self._layers):
-            words[batch.blocks] = staging[:, layer]
-        return digests
+    def _sizes(self, slots: np.ndarray) -> list[int]:
+        """Bytes of each copy over the link: adjacent slots travel together."""
+        return [count * self._block_bytes for _, count in find_runs(np.sort(slots))]
 
 
 def measure_copy_bandwidth(layout: KVLayout, num_blocks: int = 64, num_repeats: int = 5) -> float:
-    """Bytes per second of gather, copy and scatter here, the better of several tries; the slower direction counts.
+    """Bytes per second of gather, copy and scatter here with digests, the better of several tries; the slower direction counts.
 
     Nothing paces the copies: this is what ``cost.link.common_scale`` wants. It takes twice the blocks' memory.
     """
@@ -160,7 +137,7 @@ def measure_copy_bandwidth(layout: KVLayout, num_blocks: int = 64, num_repeats: 
     with open_private_device(2 * num_bytes + 2**24 * layout.num_layers) as device:
         pool = KVPool(device, layout, num_blocks)
         pool.grow(BlockLedger(0, layout.block_tokens, quantum_blocks=pool.quantum_blocks), num_blocks)
-        copier = HostCopier(pool, SwapSlots(layout, num_blocks), num_blocks, None)
+        copier = HostCopier(pool, SwapSlots(layout, num_blocks), None)
         ids = tuple(range(num_blocks))
         best_s = [
             min(_time_s(copier, BlockCopy(direction, ids, ids)) for _ in range(num_repeats))

@@ -54,7 +54,7 @@ def bench() -> Iterator[Bench]:
         pool = KVPool(device, LAYOUT, NUM_BLOCKS)
         pool.grow(BlockLedger(0, 4, quantum_blocks=pool.quantum_blocks), NUM_BLOCKS)
         slots = SwapSlots(LAYOUT, NUM_SLOTS)
-        engine = HostTransferEngine(pool, slots, staging_blocks=5).start()
+        engine = HostTransferEngine(pool, slots).start()
         bench = Bench(pool, slots, engine)
         _fill(bench, 0)
         yield bench
@@ -115,7 +115,7 @@ def test_slots_that_changed_places_or_were_zeroed_are_refused(bench: Bench) -> N
 def test_a_slot_is_empty_until_its_copy_is_done(bench: Bench) -> None:
     fresh = SwapSlots(LAYOUT, 2)
     fresh.words.zero_()
-    engine = HostTransferEngine(bench.pool, fresh, staging_blocks=1).start()
+    engine = HostTransferEngine(bench.pool, fresh).start()
     engine.submit(1, BlockCopy(IN, (0, 1), (0, 1)))
     (result,) = engine.wait()
     assert result.problem == "a slot holds no whole block"
@@ -171,7 +171,7 @@ def test_a_bug_in_the_copy_thread_reaches_the_caller() -> None:
         pool.grow(BlockLedger(0, 4, quantum_blocks=pool.quantum_blocks), 4)
         slots = SwapSlots(LAYOUT, 4)
         slots.digests = np.empty(0, dtype=np.int64)
-        engine = HostTransferEngine(pool, slots, staging_blocks=4).start()
+        engine = HostTransferEngine(pool, slots).start()
         engine.submit(0, BlockCopy(OUT, (0,), (0,)))
         with pytest.raises(IndexError):
             engine.wait()
@@ -196,7 +196,7 @@ def test_a_paced_copy_takes_its_modelled_time_and_one_direction_is_one_road(benc
     curve = LinkCurve(0.005, ((LAYOUT.block_bytes, LAYOUT.block_bytes / 0.010),))
     link = EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=0.5)
     assert link.time_s(OUT, LAYOUT.block_bytes) == pytest.approx(0.020)
-    engine = HostTransferEngine(bench.pool, bench.slots, staging_blocks=4, link=link).start()
+    engine = HostTransferEngine(bench.pool, bench.slots, link=link).start()
     start = time.monotonic()
     engine.submit(0, BlockCopy(OUT, (0, 1), (0, 2)))  # two runs: two copies
     engine.submit(1, BlockCopy(OUT, (2,), (1,)))

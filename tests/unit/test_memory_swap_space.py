@@ -44,7 +44,7 @@ class Bench:
         return torch.stack([words[blocks] for words in self.pool.words], dim=1)
 
     def engine(self, tier: Tier, link: EmulatedLink | None = None) -> HostTransferEngine:
-        return HostTransferEngine(self.pool, self.slots[tier], staging_blocks=3, link=link).start()
+        return HostTransferEngine(self.pool, self.slots[tier], link=link).start()
 
     def space(self, **engines: TransferEngine) -> SwapSpace:
         """Over both tiers; ``host`` and ``peer`` may bring engines of their own."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.engine.native.build import load_library
+from floodplain.memory.native.build import load_library
 
+SOURCE = Path(__file__).with_name("kernels.cpp")
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -105,5 +107,5 @@ def native_ops(device: torch.device, dtype: torch.dtype) -> NativeOps | None:
     """The kernels for a device and dtype, or None if there are none here."""
     if device.type != "cpu" or dtype not in _NAMES:
         return None
-    library = load_library()
+    library = load_library(SOURCE, "torch")
     return None if library is None else NativeOps(library, dtype)

@@ -1,4 +1,4 @@
-"""Compiles the kernels once per machine and loads them."""
+"""Compiles C++ once per machine and loads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
 # What -ffast-math stands for, spelt out: with that flag itself, loading the library would switch the whole process to
 # flushing subnormal numbers to zero (GCC bug 55522). The macro lets glibc offer its vector exp.
 FAST_MATH = (
@@ -32,43 +31,50 @@ COMPILERS = ("c++", "g++")
 DISABLE_VARIABLE = "FLOODPLAIN_NO_NATIVE_KERNELS"
 
 
-@functools.lru_cache(maxsize=1)
-def load_library() -> ctypes.CDLL | None:
-    """The compiled kernels; None where there is no compiler, with one line in the log that says so.
+@functools.cache
+def load_library(source: Path, fallback: str) -> ctypes.CDLL | None:
+    """A compiled file of C++; None where there is no compiler, with one line in the log that says so.
+
+    Args:
+        source: The file.
+        fallback: Who does its work otherwise, for the log.
 
     The library lies in the user's cache folder under a name that changes with source, flags, compiler and processor.
-    torch must be loaded first: the kernels then run on its OpenMP threads, not on a second pool beside it.
+    torch must be loaded first: OpenMP loops then run on its threads, not on a second pool beside it.
     """
     if os.environ.get(DISABLE_VARIABLE):
-        logger.info("CPU kernels are off (%s): torch does their work, slower", DISABLE_VARIABLE)
+        logger.info("%s is off (%s): %s does its work, slower", source.name, DISABLE_VARIABLE, fallback)
         return None
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
-        logger.warning("no C++ compiler (%s): torch does the work of the CPU kernels, slower", ", ".join(COMPILERS))
+        wanted = ", ".join(COMPILERS)
+        logger.warning("no C++ compiler (%s): %s does the work of %s, slower", wanted, fallback, source.name)
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler)))
+        return ctypes.CDLL(str(_compiled(source, compiler)))
     except (OSError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        logger.warning("the CPU kernels cannot be compiled, torch does their work, slower: %s", _first_line(detail))
+        logger.warning(
+            "%s cannot be compiled, %s does its work, slower: %s", source.name, fallback, _first_line(detail)
+        )
         return None
 
 
-def _compiled(compiler: str) -> Path:
-    library = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
+def _compiled(source: Path, compiler: str) -> Path:
+    library = _cache_folder() / f"{source.stem}-{_fingerprint(source, compiler)}.so"
     if not library.exists():
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             built = Path(scratch) / library.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(built)]
+            command = [compiler, *FLAGS, str(source), "-o", str(built)]
             subprocess.run(command, check=True, capture_output=True, text=True)
             built.replace(library)  # whole or not at all: several processes may compile at once
     return library
 
 
-def _fingerprint(compiler: str) -> str:
+def _fingerprint(source: Path, compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
-    facts = (SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), version, _processor())
+    facts = (source.read_text(encoding="utf-8"), " ".join(FLAGS), version, _processor())
     return hashlib.blake2b("\0".join(facts).encode(), digest_size=12).hexdigest()
 
 

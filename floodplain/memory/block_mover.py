@@ -1,0 +1,99 @@
+"""Moves blocks of a host's KV pool to slots and back in the calling thread, taking their digests on the way.
+
+Neither of the two takes part in torch's thread pool, so that copies never wait for compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from floodplain.memory.digest import SEED, compute_digests, compute_weights
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.native.build import load_library
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.transfer import Direction
+
+SOURCE = Path(__file__).parent / "native" / "copy.cpp"
+_STAGING_BYTES = 4 * 2**20
+"""Staging that stays in the caches is half as fast again as a large one."""
+
+
+class BlockMover(Protocol):
+    """Copies block by block."""
+
+    def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Copy ``blocks[i]`` to (OUTBOUND) or from (INBOUND) ``slots[i]``, int64 [n] both; return digests, int64 [n]."""
+
+
+class NativeMover:
+    """One pass over the bytes, without Python's lock.
+
+    Args:
+        library: ``native/copy.cpp``, loaded.
+        pool: Its blocks.
+        slots: Their slots.
+    """
+
+    def __init__(self, library: ctypes.CDLL, pool: KVPool, slots: SwapSlots) -> None:
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self._move = library.move_blocks
+        self._move.argtypes = [*[pointer] * 5, *[count] * 3, ctypes.c_int, ctypes.c_uint64]
+        self._move.restype = None
+        self._layers = np.array([words.data_ptr() for words in pool.words], dtype=np.uint64)
+        self._sizes = (pool.layout.num_layers, pool.layout.layer_block_words)
+        self._slots = slots
+
+    def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """See ``BlockMover``."""
+        blocks, slots = np.ascontiguousarray(blocks, dtype=np.int64), np.ascontiguousarray(slots, dtype=np.int64)
+        digests = np.empty(len(blocks), dtype=np.int64)
+        self._move(
+            self._layers.ctypes.data, self._slots.words.data_ptr(), blocks.ctypes.data, slots.ctypes.data,
+            digests.ctypes.data, len(blocks), *self._sizes, direction is Direction.OUTBOUND, SEED,
+        )  # fmt: skip
+        return digests
+
+
+class NumpyMover:
+    """The same where nothing can be compiled: gather into a small staging buffer, digest, copy. See ``NativeMover``."""
+
+    def __init__(self, pool: KVPool, slots: SwapSlots) -> None:
+        layout = pool.layout
+        self._layers = [words.numpy() for words in pool.words]
+        self._slot_words = slots.words.numpy()
+        num_rows = max(1, _STAGING_BYTES // layout.block_bytes)
+        self._staging = np.empty((num_rows, layout.num_layers, layout.layer_block_words), dtype=np.int32)
+        self._weights = compute_weights(layout.num_layers * layout.layer_block_words)
+
+    def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """See ``BlockMover``."""
+        digests = np.empty(len(blocks), dtype=np.int64)
+        move_some = self._move_out if direction is Direction.OUTBOUND else self._move_in
+        for start in range(0, len(blocks), len(self._staging)):
+            some = slice(start, start + len(self._staging))
+            digests[some] = move_some(blocks[some], slots[some])
+        return digests
+
+    def _move_out(self, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        staging = self._staging[: len(blocks)]
+        for layer, words in enumerate(self._layers):
+            staging[:, layer] = words[blocks]
+        self._slot_words[slots] = staging
+        return compute_digests(staging.reshape(len(staging), -1), self._weights)
+
+    def _move_in(self, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        staging = self._staging[: len(blocks)]
+        staging[:] = self._slot_words[slots]
+        for layer, words in enumerate(self._layers):
+            words[blocks] = staging[:, layer]
+        return compute_digests(staging.reshape(len(staging), -1), self._weights)
+
+
+def open_mover(pool: KVPool, slots: SwapSlots) -> BlockMover:
+    """The faster one of those that this machine can run."""
+    library = load_library(SOURCE, "numpy")
+    return NumpyMover(pool, slots) if library is None else NativeMover(library, pool, slots)

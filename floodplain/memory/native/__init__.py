@@ -1,0 +1,1 @@
+"""C++ for the CPU, compiled on the machine that runs it, and the copies that use it."""
