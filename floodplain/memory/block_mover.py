@@ -26,7 +26,11 @@ class BlockMover(Protocol):
     """Copies block by block."""
 
     def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Copy ``blocks[i]`` to (OUTBOUND) or from (INBOUND) ``slots[i]``, int64 [n] both; return digests, int64 [n]."""
+        """Copy ``blocks[i]`` to (OUTBOUND) or from (INBOUND) ``slots[i]``, both int64 [n].
+
+        Returns:
+            The digests of the blocks, int64 [n].
+        """
 
 
 class NativeMover:

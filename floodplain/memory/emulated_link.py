@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from floodplain.cost.link import LinkProfile
 from floodplain.memory.transfer import Direction
@@ -23,21 +22,22 @@ class EmulatedLink:
         self.profile = profile
         self.scale = scale
         self._curves = {Direction.OUTBOUND: profile.outbound, Direction.INBOUND: profile.inbound}
-        self._locks = {direction: threading.Lock() for direction in Direction}
+        self._free_at_s = dict.fromkeys(Direction, 0.0)
+        self._lock = threading.Lock()
 
     def time_s(self, direction: Direction, num_bytes: int) -> float:
         """Seconds that one copy takes at least."""
         return self._curves[direction].time_s(num_bytes) / self.scale
 
-    @contextmanager
-    def occupy(self, direction: Direction, sizes_bytes: Sequence[int]) -> Iterator[None]:
-        """Hold the link while the body moves copies of these sizes, and not less than they take one after another.
+    def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> float:
+        """Send copies of these sizes one after another, behind all that is booked already.
 
-        What the body does beside the copies (gather, digests) counts into that time: on a GPU it is hidden behind the
-        link. Sleeping is right here, on a copy thread: it stands for bytes under way.
+        What is done beside the copies (gather, digests) counts into that time: on a GPU it is hidden behind the link.
+
+        Returns:
+            When the last byte arrives, on the monotonic clock.
         """
-        with self._locks[direction]:
-            end_s = time.monotonic() + sum(self.time_s(direction, size) for size in sizes_bytes)
-            yield
-            while (left_s := end_s - time.monotonic()) > 0:
-                time.sleep(left_s)
+        with self._lock:
+            begin_s = max(time.monotonic(), self._free_at_s[direction])
+            self._free_at_s[direction] = begin_s + sum(self.time_s(direction, size) for size in sizes_bytes)
+            return self._free_at_s[direction]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Self
 
@@ -26,8 +29,20 @@ from floodplain.memory.transfer import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One copy, and when it may be said to have ended: its bytes are on the modelled link until then."""
+
+    transfer_id: int
+    copy: BlockCopy
+    ready_s: float = 0.0
+
+
 class HostTransferEngine:
     """See ``TransferEngine``.
+
+    On a machine whose cores all compute, each time that a copy thread wakes up it holds a step up. So it takes all jobs
+    that are there at once, and never sleeps until bytes have crossed a modelled link: results wait instead.
 
     Args:
         pool: Its blocks move.
@@ -38,13 +53,14 @@ class HostTransferEngine:
     def __init__(self, pool: KVPool, slots: SwapSlots, link: EmulatedLink | None = None) -> None:
         self._pool = pool
         self._slots = slots
-        self._jobs: dict[Direction, SimpleQueue[tuple[int, BlockCopy] | None]] = {d: SimpleQueue() for d in Direction}
-        self._results: SimpleQueue[CopyResult | BaseException] = SimpleQueue()
+        self._link = link
+        self._jobs: dict[Direction, SimpleQueue[Job | None]] = {d: SimpleQueue() for d in Direction}
+        self._copied: SimpleQueue[list[tuple[float, CopyResult]] | BaseException] = SimpleQueue()
+        self._arriving: list[tuple[float, CopyResult]] = []
         self._num_in_flight = 0
-        copiers = {d: HostCopier(pool, slots, link) for d in Direction}
         self._threads = [
-            threading.Thread(target=self._run, args=(copiers[d], self._jobs[d]), name=f"copy-{d.value}", daemon=True)
-            for d in Direction
+            threading.Thread(target=self._run, args=(direction,), name=f"copy-{direction.value}", daemon=True)
+            for direction in Direction
         ]
 
     def start(self) -> Self:
@@ -68,8 +84,9 @@ class HostTransferEngine:
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
         """See ``TransferEngine``."""
         check_copy(copy, self._pool, self._slots)
+        ready_s = self._link.book(copy.direction, self._sizes(copy)) if self._link else 0.0
         self._num_in_flight += 1
-        self._jobs[copy.direction].put((transfer_id, copy))
+        self._jobs[copy.direction].put(Job(transfer_id, copy, ready_s))
 
     def poll(self) -> list[CopyResult]:
         """See ``TransferEngine``."""
@@ -77,59 +94,87 @@ class HostTransferEngine:
 
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
         """See ``TransferEngine``."""
-        results: list[CopyResult] = []
-        while self._num_in_flight:
-            try:
-                result = self._results.get(timeout=0 if results else timeout_s)
-            except Empty:
-                break
-            if isinstance(result, BaseException):
-                raise result
-            results.append(result)
-            self._num_in_flight -= 1
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._collect(0)
+        while not (results := self._take_arrived()) and self._num_in_flight and time.monotonic() < end_s:
+            self._collect(min(end_s, *(ready_s for ready_s, _ in self._arriving), math.inf) - time.monotonic())
         return results
 
-    def _run(self, copier: HostCopier, jobs: SimpleQueue[tuple[int, BlockCopy] | None]) -> None:
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _sizes(self, copy: BlockCopy) -> list[int]:
+        """Bytes of each piece that goes over the link: adjacent slots travel together."""
+        return [count * self._pool.layout.block_bytes for _, count in find_runs(sorted(copy.slots))]
+
+    def _collect(self, timeout_s: float) -> None:
+        """Take what the copy threads are done with, waiting for it if that can come; else until the time is over."""
+        if self._num_in_flight == len(self._arriving):
+            if self._arriving and timeout_s > 0:
+                time.sleep(timeout_s)
+            return
+        with suppress(Empty):
+            copied = self._copied.get(timeout=None if timeout_s == math.inf else max(0.0, timeout_s))
+            while True:
+                if isinstance(copied, BaseException):
+                    raise copied
+                self._arriving += copied
+                copied = self._copied.get_nowait()
+
+    def _take_arrived(self) -> list[CopyResult]:
+        now = time.monotonic()
+        arrived = [result for ready_s, result in self._arriving if ready_s <= now]
+        if arrived:
+            self._arriving = [one for one in self._arriving if one[0] > now]
+            self._num_in_flight -= len(arrived)
+        return arrived
+
+    def _run(self, direction: Direction) -> None:
         """Body of a copy thread. A bug in it is raised where results are taken, so that it ends the process there."""
-        while (job := jobs.get()) is not None:
-            try:
-                self._results.put(copier.run(*job))
-            except BaseException as error:
-                self._results.put(error)
-                return
+        try:
+            copier, jobs, is_open = HostCopier(self._pool, self._slots), self._jobs[direction], True
+            while is_open:
+                batch = [jobs.get()]
+                while not jobs.empty():
+                    batch.append(jobs.get())
+                is_open = None not in batch
+                self._copied.put(copier.run(direction, [job for job in batch if job is not None]))
+        except BaseException as error:
+            self._copied.put(error)
 
 
 class HostCopier:
-    """Does one copy after another, in the calling thread. See ``HostTransferEngine``."""
+    """Copies in the calling thread. See ``HostTransferEngine``."""
 
-    def __init__(self, pool: KVPool, slots: SwapSlots, link: EmulatedLink | None) -> None:
+    def __init__(self, pool: KVPool, slots: SwapSlots) -> None:
         self._slots = slots
         self._mover = open_mover(pool, slots)
         self._block_bytes = pool.layout.block_bytes
-        self._link = link
 
-    def run(self, transfer_id: int, copy: BlockCopy) -> CopyResult:
-        """Copy, and return how it went."""
-        num_bytes = len(copy.blocks) * self._block_bytes
-        blocks, slots = np.asarray(copy.blocks, dtype=np.int64), np.asarray(copy.slots, dtype=np.int64)
-        is_outbound = copy.direction is Direction.OUTBOUND
+    def run(self, direction: Direction, jobs: Sequence[Job]) -> list[tuple[float, CopyResult]]:
+        """Do all jobs of one direction in one pass; return when each is ready, and how it went."""
+        blocks = np.array([block for job in jobs for block in job.copy.blocks], dtype=np.int64)
+        slots = np.array([slot for job in jobs for slot in job.copy.slots], dtype=np.int64)
         expected = self._slots.digests[slots]
-        if is_outbound:
+        if direction is Direction.OUTBOUND:
             self._slots.digests[slots] = EMPTY_DIGEST
-        with self._link.occupy(copy.direction, self._sizes(slots)) if self._link else nullcontext():
-            found = self._mover.move(copy.direction, blocks, slots)
-        if not is_outbound:
-            return judge_inbound(transfer_id, num_bytes, expected, found)
-        self._slots.digests[slots] = found
-        return CopyResult(transfer_id, True, num_bytes, tuple(found.tolist()))
+        found = self._mover.move(direction, blocks, slots)
+        if direction is Direction.OUTBOUND:
+            self._slots.digests[slots] = expected = found
+        results, end = [], 0
+        for job in jobs:
+            part = slice(end, end := end + len(job.copy.blocks))
+            results.append((job.ready_s, self._judge(job, expected[part], found[part])))
+        return results
 
-    def _sizes(self, slots: np.ndarray) -> list[int]:
-        """Bytes of each copy over the link: adjacent slots travel together."""
-        return [count * self._block_bytes for _, count in find_runs(np.sort(slots))]
+    def _judge(self, job: Job, expected: np.ndarray, found: np.ndarray) -> CopyResult:
+        num_bytes = len(found) * self._block_bytes
+        if job.copy.direction is Direction.INBOUND:
+            return judge_inbound(job.transfer_id, num_bytes, expected, found)
+        return CopyResult(job.transfer_id, True, num_bytes, tuple(found.tolist()))
 
 
 def measure_copy_bandwidth(layout: KVLayout, num_blocks: int = 64, num_repeats: int = 5) -> float:
-    """Bytes per second of gather, copy and scatter here with digests, the better of several tries; the slower direction counts.
+    """Bytes per second of gather, digest, copy and scatter here: the best of several tries, the slower direction.
 
     Nothing paces the copies: this is what ``cost.link.common_scale`` wants. It takes twice the blocks' memory.
     """
@@ -137,7 +182,7 @@ def measure_copy_bandwidth(layout: KVLayout, num_blocks: int = 64, num_repeats: 
     with open_private_device(2 * num_bytes + 2**24 * layout.num_layers) as device:
         pool = KVPool(device, layout, num_blocks)
         pool.grow(BlockLedger(0, layout.block_tokens, quantum_blocks=pool.quantum_blocks), num_blocks)
-        copier = HostCopier(pool, SwapSlots(layout, num_blocks), None)
+        copier = HostCopier(pool, SwapSlots(layout, num_blocks))
         ids = tuple(range(num_blocks))
         best_s = [
             min(_time_s(copier, BlockCopy(direction, ids, ids)) for _ in range(num_repeats))
@@ -148,5 +193,5 @@ def measure_copy_bandwidth(layout: KVLayout, num_blocks: int = 64, num_repeats: 
 
 def _time_s(copier: HostCopier, copy: BlockCopy) -> float:
     start = time.perf_counter()
-    copier.run(0, copy)
+    copier.run(copy.direction, [Job(0, copy)])
     return time.perf_counter() - start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
-from floodplain.cost.link import LINKS, LinkCurve, LinkProfile
+from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_device import open_private_device
@@ -209,19 +208,14 @@ def test_a_paced_copy_takes_its_modelled_time_and_one_direction_is_one_road(benc
     engine.close()
 
 
-def test_the_two_directions_of_a_link_do_not_wait_for_each_other() -> None:
-    link = EmulatedLink(LINKS["c2c"], scale=1.0)
-    inside = threading.Event()
-
-    def come_in() -> None:
-        with link.occupy(IN, [1]):
-            inside.set()
-
-    with link.occupy(OUT, [1]):
-        thread = threading.Thread(target=come_in)
-        thread.start()
-        assert inside.wait(10)
-    thread.join()
+def test_a_link_is_one_road_in_each_direction() -> None:
+    curve = LinkCurve(1.0, ((10, 5.0),))  # a second, and then 10 bytes per second
+    link = EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=0.01)
+    begin_s = time.monotonic()
+    first_s, second_s, other_way_s = link.book(OUT, [10]), link.book(OUT, [10, 20]), link.book(IN, [10])
+    assert 200 <= first_s - begin_s < 300
+    assert second_s - first_s == pytest.approx(200 + 300)
+    assert other_way_s - begin_s < 300
 
 
 def test_the_bandwidth_of_this_machine_is_measured() -> None:
