@@ -15,10 +15,11 @@ Pins are orthogonal to the owner: a block is reused only after every copy that t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import is_not
 
 from floodplain.core.errors import InvariantError
@@ -65,7 +66,8 @@ class BlockLedger:
         self._pins: list[int] = []
         self._keys: list[BlockKey | None] = []
         self._index: dict[BlockKey, BlockId] = {}
-        self._cached: dict[BlockId, None] = {}  # least recently used first
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
+        self._going: set[BlockId] = set()  # draining blocks that were about to be evicted
         self._num_present = self._num_draining = 0
         self.add_memory(range(num_blocks))
 
@@ -99,6 +101,15 @@ class BlockLedger:
     def cached_blocks(self) -> list[BlockId]:
         """The cached blocks, least recently used first."""
         return list(self._cached)
+
+    @property
+    def num_empty(self) -> int:
+        """Free blocks: what can be given without forgetting anything."""
+        return len(self._free)
+
+    def next_evicted(self, num_blocks: int) -> list[tuple[BlockId, BlockKey]]:
+        """The next blocks that need would evict, with their content."""
+        return [(block, key) for block in islice(self._cached, num_blocks) if (key := self._keys[block]) is not None]
 
     def state(self, block: BlockId) -> BlockState:
         """The state of a block."""
@@ -183,6 +194,7 @@ class BlockLedger:
             self._cached.pop(block, None)
             self._num_draining -= self._states[block] is BlockState.DRAINING
             self._states[block] = BlockState.OWNED
+            self._going.discard(block)
             self.changed_keys.add(key)
         self._refcounts[block] += 1
         if self._refcounts[block] == 2:
@@ -197,9 +209,20 @@ class BlockLedger:
             self._expect(block, BlockState.OWNED)
             self._pins[block] += 1
 
-    def unpin(self, blocks: Iterable[BlockId]) -> None:
-        """The outbound copy is done with these blocks, well or not."""
+    def pin_cached(self, blocks: Iterable[BlockId]) -> None:
+        """An outbound copy begins to read these cached blocks. If nobody revives them, they will be the next to go."""
         for block in blocks:
+            self._expect(block, BlockState.CACHED)
+            del self._cached[block]
+            if (key := self._keys[block]) is not None:
+                self.changed_keys.add(key)
+            self._going.add(block)
+            self._pins[block] += 1
+            self._settle(block)
+
+    def unpin(self, blocks: Sequence[BlockId]) -> None:
+        """The outbound copy is done with these blocks, well or not. As in ``free``, the tail goes first."""
+        for block in reversed(blocks):
             if self._pins[block] < 1:
                 raise InvariantError(f"block {block} is unpinned but not pinned")
             self._pins[block] -= 1
@@ -303,6 +326,7 @@ class BlockLedger:
             and (key is None or self._index.get(key) == block)
             and (key is None or state in (BlockState.OWNED, BlockState.CACHED, BlockState.DRAINING))
             and (key is not None or state is not BlockState.CACHED)
+            and (state is BlockState.DRAINING or block not in self._going)
         )
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -329,6 +353,9 @@ class BlockLedger:
         elif self.caches_prefixes and (key := self._keys[block]) is not None:
             self._states[block] = BlockState.CACHED
             self._cached[block] = None
+            if block in self._going:
+                self._going.remove(block)
+                self._cached.move_to_end(block, last=False)
             self.changed_keys.add(key)
         else:
             self._forget_key(block)

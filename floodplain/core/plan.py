@@ -21,6 +21,8 @@ class Reason(Enum):
     POOL_EXHAUSTED = "pool_exhausted"
     SLICE_ENDED = "slice_ended"
     SLICE_BEGINS = "slice_begins"
+    PREFIX_IN_SWAP = "prefix_in_swap"
+    """A prompt begins with what swap space has, and fetching it is sooner than computing it."""
     CROWDED = "crowded"
     """Newcomers wait, because turns have become rare."""
     LINK_BUSY = "link_busy"
@@ -62,7 +64,8 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Bring a swapped sequence back."""
+    """Bring a sequence onto the device whose KV is in swap space: one that was swapped out, or one that waits and
+    begins with a prefix that is known there."""
 
     seq_id: SeqId
     reason: Reason
@@ -78,16 +81,25 @@ class BackupOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixBackupOrder:
+    """Write those of the ``num_blocks`` prefix blocks that the device would forget next, and ``tier`` lacks, there."""
+
+    num_blocks: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """One answer of a policy. The loop applies the fields in the order in which they stand here.
 
     Attributes:
         preemptions: Who leaves.
-        resumptions: Which swapped sequences come back.
+        resumptions: Whose KV comes back from swap space.
         decodes: Running, decoding sequences that get one more token, in the order of the view.
         chunks: Running sequences that compute more of their known tokens.
         admissions: Waiting sequences that start, with their first chunk. A prefix hit comes on top.
         backups: Whose full blocks are written behind.
+        prefix_backup: Prefixes that nobody uses now, to be kept in swap space.
         wake_s: Ask again at this time even if nothing happens; needed only when nothing is scheduled.
         reason: Why the policy could not decide as it would like; None in plain weather.
     """
@@ -98,6 +110,7 @@ class Decision:
     chunks: tuple[Chunk, ...] = ()
     admissions: tuple[Chunk, ...] = ()
     backups: tuple[BackupOrder, ...] = ()
+    prefix_backup: PrefixBackupOrder | None = None
     wake_s: float | None = None
     reason: Reason | None = None
 
@@ -140,7 +153,7 @@ class Transfer:
     Attributes:
         transfer_id: Names the copy.
         kind: SWAP_IN reads the locations; the others write them.
-        seq_id: For whom.
+        seq_id: For whom; None for prefixes that nobody uses now.
         blocks: Blocks of the pool, and
         locations: their slots, pair by pair.
         reason: Why.
@@ -148,7 +161,7 @@ class Transfer:
 
     transfer_id: int
     kind: TransferKind
-    seq_id: SeqId
+    seq_id: SeqId | None
     blocks: tuple[BlockId, ...]
     locations: tuple[Location, ...]
     reason: Reason | None = None

@@ -24,8 +24,8 @@ class Status(Enum):
 
 
 TRANSITIONS: dict[Status, frozenset[Status]] = {
-    # admitted | aborted
-    Status.WAITING: frozenset({Status.RUNNING, Status.FINISHED}),
+    # copy of its prefix begins | admitted | aborted
+    Status.WAITING: frozenset({Status.LOADING, Status.RUNNING, Status.FINISHED}),
     # copy begins | nothing to copy | its backups were lost: recompute | aborted
     Status.SWAPPED: frozenset({Status.LOADING, Status.RUNNING, Status.WAITING, Status.FINISHED}),
     # copy arrived | copy failed: what is left of its backups decides | aborted
@@ -56,6 +56,7 @@ class Sequence:
         num_sealed: Leading blocks that the ledger knows by key.
         is_decoding: Whether the executor holds its last token and position, so that one token can follow.
         num_outstanding: Outstanding steps that it is part of.
+        num_arriving: Loading: blocks that it will have.
         num_leaving: Blocks of it that copies on their way out still read.
         credit: Served work that it was taken to have had when it arrived (``core.served``).
         entered_step: The step in which it last came onto the device.
@@ -65,9 +66,9 @@ class Sequence:
 
     __slots__ = (
         "backups", "blocks", "credit", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle",
-        "max_computed", "max_total", "min_total", "num_computed", "num_hit_blocks", "num_leaving", "num_outstanding",
-        "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key", "request", "root", "seq_id",
-        "status", "stop_ids", "tail", "tokens",
+        "max_computed", "max_total", "min_total", "num_arriving", "num_computed", "num_hit_blocks", "num_leaving",
+        "num_outstanding", "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key", "request", "root",
+        "seq_id", "status", "stop_ids", "tail", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -85,7 +86,8 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_computed = self.num_scheduled = self.num_sampling = self.max_computed = 0
-        self.num_outstanding = self.num_sealed = self.num_hit_blocks = self.num_leaving = self.entered_step = 0
+        self.num_outstanding = self.num_sealed = self.num_hit_blocks = self.entered_step = 0
+        self.num_arriving = self.num_leaving = 0
         self.credit = 0.0
         self.is_decoding = False
         self.blocks: list[BlockId] = []

@@ -29,7 +29,7 @@ class SequenceView:
             expected, in every step from then on.
         num_tokens: Known and expected tokens, at ``since_step``.
         num_scheduled: Leading tokens with KV on the device, outstanding steps included, at ``since_step``.
-        num_blocks: Blocks that it holds.
+        num_blocks: Blocks that it holds; loading: those that are on their way included.
         exclusive_blocks: Blocks that preempting it makes available.
         is_decoding: Each step schedules one token that the executor already holds.
         block_due_step: Decoding: the first step that needs one more block.
@@ -37,8 +37,8 @@ class SequenceView:
         num_cached_tokens: Waiting or swapped: tokens whose blocks are on the device by content and need no copy.
         num_shared_blocks: Waiting or swapped: how many of those blocks cost no available block, since others hold them.
         num_backed_blocks: Running: blocks with a backup, so that a swap-out copies at most ``num_blocks`` less these.
-            Swapped: blocks that a swap-in copies.
-        num_restorable_tokens: Swapped: leading tokens that come back without computing.
+            Waiting or swapped: blocks that a swap-in copies.
+        num_restorable_tokens: Waiting or swapped: leading tokens that come back without computing.
         entered_step: Running: the step in which it last came onto the device.
         last_token_s: When it got its last token, when this row was made; None before the first. A row that is decoding
             gets one in every step since.
@@ -85,7 +85,7 @@ class TierView:
 
     Attributes:
         tier: Which one.
-        num_free_slots: Free slots, of one block each.
+        num_free_slots: Slots that a copy can take, of one block each: free ones, and those of prefixes nobody keeps.
         num_slots: All slots.
         block_s: Seconds that one block of a large copy takes on its link.
         latency_s: Seconds before the first byte.
@@ -128,6 +128,7 @@ class View:
         loading: Sequences on their way back, in order of their keys.
         outstanding: Sequences in steps that are not complete: they cannot be preempted now.
         num_available_blocks: Blocks that can be given, by eviction of cached prefixes at need.
+        num_empty_blocks: Those of them that hold no cached prefix.
         num_blocks: Blocks of the pool.
         block_tokens: Tokens in a block.
         max_batched_tokens: Most tokens in one step.
@@ -153,4 +154,5 @@ class View:
     tiers: tuple[TierView, ...] = ()
     prices: Prices = Prices()
     num_draining_blocks: int = 0
+    num_empty_blocks: int = 0
     key_credits: Mapping[str, float] = field(default_factory=dict)

@@ -91,7 +91,7 @@ def _assemble(
         on_close=memory.close,
         swap=swap.space if swap else None,
     )
-    backups = BackupTable([swap.ledger] if swap else [])
+    backups = BackupTable([swap.ledger] if swap else [], retains=ledger.caches_prefixes)
     state = LoopState(loop_config, ledger, policy, backups, [swap.link] if swap else [])
     resolved = replace(
         config,

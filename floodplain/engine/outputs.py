@@ -57,7 +57,8 @@ class EngineStats:
     """A snapshot of gauges and counters since start; the source of ``/metrics`` and of timelines.
 
     ``kv_blocks`` counts blocks by state name; ``scheduler_s`` is the loop's own time, all steps. ``kv_bytes`` is the
-    memory of the pool (``local``) and of the slots in use (other tiers). ``swap_bytes`` counts what went over links by
+    memory of the pool (``local``) and of the slots that live requests need (other tiers); ``cached_bytes`` is that of
+    the slots with prefixes that nobody uses now. ``swap_bytes`` counts what went over links by
     (``out`` or ``in``, tier); of it, ``backup_bytes`` went out ahead of need. ``swap_stall_s`` is the time in which
     requests were alive and nothing could run before a copy ended; ``failed_transfers`` counts copies by problem;
     ``limited_steps`` counts steps whose decision was limited, by reason (``core.plan.LIMITS``).
@@ -68,6 +69,7 @@ class EngineStats:
     num_swapped: int = 0
     kv_blocks: dict[str, int] = field(default_factory=dict)
     kv_bytes: dict[str, int] = field(default_factory=dict)
+    cached_bytes: dict[str, int] = field(default_factory=dict)
     num_blocks: int = 0
     num_used_blocks: int = 0
     num_steps: int = 0

@@ -25,7 +25,8 @@ def take_snapshot(
     """
     counters = asdict(state.counters)
     blocks = {block_state.value: count for block_state, count in state.ledger.count_states().items()}
-    slots = {tier.value: one.num_slots - one.num_free for tier, one in state.backups.slots.items()}
+    backups = state.backups
+    kept = {tier.value: one.num_slots - backups.num_available(tier) for tier, one in backups.slots.items()}
     return EngineStats(
         num_running=len(state.running) + len(state.loading),
         num_waiting=len(state.waiting),
@@ -33,8 +34,9 @@ def take_snapshot(
         kv_blocks={name: count for name, count in blocks.items() if name != BlockState.ABSENT.value},
         kv_bytes={
             Tier.LOCAL.value: state.ledger.num_blocks * block_bytes,
-            **{name: num_used * block_bytes for name, num_used in slots.items()},
+            **{name: num_kept * block_bytes for name, num_kept in kept.items()},
         },
+        cached_bytes={tier.value: backups.num_idle(tier) * block_bytes for tier in backups.slots},
         num_blocks=state.ledger.num_blocks,
         num_used_blocks=state.ledger.num_blocks - state.ledger.num_available,
         num_steps=counters["num_steps"],

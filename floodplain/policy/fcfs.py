@@ -2,17 +2,18 @@
 
 One token budget per step is shared by decodes and prefill chunks. When a running sequence finds no free block, the
 latest arrival is preempted and will recompute; nothing new starts in such a step. Otherwise waiting requests start in
-order of arrival, until the first one that does not fit.
+order of arrival, until the first one that does not fit. With swap space, a prefix that lies there is a hit, too.
 """
 
 from __future__ import annotations
 
 from random import Random
 
-from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Reason
+from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Reason, Resumption
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import SequenceView, View
+from floodplain.policy.prefixes import pays_to_fetch
 
 
 class FcfsPolicy:
@@ -46,12 +47,14 @@ class _Step:
         self._chunks: list[Chunk] = []
         self._admissions: list[Chunk] = []
         self._preemptions: list[Preemption] = []
+        self._resumptions: list[Resumption] = []
         self.is_short_of_blocks = False
 
     def decision(self) -> Decision:
         """What was decided."""
         return Decision(
             preemptions=tuple(self._preemptions),
+            resumptions=tuple(self._resumptions),
             decodes=tuple(self._decodes),
             chunks=tuple(self._chunks),
             admissions=tuple(self._admissions),
@@ -73,6 +76,10 @@ class _Step:
         """Start waiting sequences in order, each with as large a chunk as the budget allows."""
         num_free_seqs = self._view.max_num_seqs - len(self._view.running) - len(self._view.loading)
         for row in self._view.waiting[: max(0, num_free_seqs)]:
+            if pays_to_fetch(self._view, row):
+                if not self._fetch(row):
+                    return
+                continue
             num_tokens = min(row.num_remaining - row.num_cached_tokens, self._budget)
             num_blocks = self._blocks_for(row.num_cached_tokens + num_tokens) - row.num_shared_blocks
             if not num_tokens or num_blocks > self._blocks:
@@ -80,6 +87,15 @@ class _Step:
             self._budget -= num_tokens
             self._blocks -= num_blocks
             self._admissions.append(Chunk(row.seq_id, num_tokens))
+
+    def _fetch(self, row: SequenceView) -> bool:
+        """Let its prefix come from swap space; the rest is computed when it is there. False: too few blocks."""
+        num_blocks = self._blocks_for(row.num_restorable_tokens) - row.num_shared_blocks
+        if num_blocks > self._blocks:
+            return False
+        self._blocks -= num_blocks
+        self._resumptions.append(Resumption(row.seq_id, Reason.PREFIX_IN_SWAP))
+        return True
 
     def _schedule_chunk(self, index: int, row: SequenceView) -> None:
         """Decodes that come later keep their tokens: a long prompt must not stop the streams, whatever its priority."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from floodplain.core.plan import Decision
@@ -11,6 +12,7 @@ from floodplain.core.view import View
 from floodplain.policy.base import Policy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.growth import blocks_due, blocks_for
+from floodplain.policy.prefixes import prefix_backup
 from floodplain.policy.sharing import SharingPolicy
 
 
@@ -19,7 +21,8 @@ class GatedPolicy:
 
     The gate opens when they stop fitting. It closes when nobody is in swap space any more, and whoever comes back from
     there must fit together with the growth of a slice: between the two lies the hysteresis. Without swap space it stays
-    closed: a turn that costs a prompt is worse than waiting.
+    closed: a turn that costs a prompt is worse than waiting. While it is closed, prefixes that the device is about to
+    forget go to swap space.
     """
 
     def __init__(self, inner: SharingPolicy) -> None:
@@ -36,23 +39,33 @@ class GatedPolicy:
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         """FCFS's decision or the inner policy's."""
-        is_plain = everybody_fits(view, self._slice_steps) or not (view.tiers or self._takes_turns_by_recompute)
-        policy: Policy = self._fcfs if is_plain else self._inner
+        num_spare = count_spare_blocks(view, self._slice_steps)
+        if num_spare >= 0:
+            decision, order = self._fcfs.decide(view, now, rng), prefix_backup(view, num_spare)
+            return decision if order is None else replace(decision, prefix_backup=order)
+        can_take_turns = view.tiers or self._takes_turns_by_recompute
+        policy: Policy = self._inner if can_take_turns else self._fcfs
         return policy.decide(view, now, rng)
 
 
-def everybody_fits(view: View, slice_steps: int) -> bool:
-    """Whether all live requests can be on the device now and after ``slice_steps`` more steps."""
-    if view.swapped or view.loading or view.num_waiting > len(view.waiting):
-        return False
-    if len(view.running) + len(view.waiting) > view.max_num_seqs:
-        return False
+def count_spare_blocks(view: View, slice_steps: int) -> int:
+    """Blocks at least that stay free when all live requests are on the device for ``slice_steps`` more steps.
+
+    Negative: they do not fit.
+    """
+    if view.swapped or view.num_waiting > len(view.waiting):
+        return -1
+    if len(view.running) + len(view.loading) + len(view.waiting) > view.max_num_seqs:
+        return -1
     num_free = view.num_available_blocks
     for row in view.waiting:
         num_free -= blocks_for(view, row.num_tokens + slice_steps) - row.num_shared_blocks
-    if num_free >= len(view.running) * (1 + slice_steps // view.block_tokens) and _only_decodes(view):
-        return True  # the quick answer for a pool with room: streams cannot grow faster than that
-    return sum(blocks_due(view, row, slice_steps) for row in view.running) <= num_free
+    for row in view.loading:
+        num_free -= blocks_for(view, row.num_tokens + slice_steps) - row.num_blocks
+    num_most = len(view.running) * (1 + slice_steps // view.block_tokens)
+    if num_free >= num_most and _only_decodes(view):
+        return num_free - num_most  # the quick answer for a pool with room: streams cannot grow faster than that
+    return num_free - sum(blocks_due(view, row, slice_steps) for row in view.running)
 
 
 def _only_decodes(view: View) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
 
 
@@ -22,4 +23,4 @@ def blocks_due(view: View, row: SequenceView, num_steps: int) -> int:
 
 def blocks_held(view: View, row: SequenceView) -> int:
     """Blocks that a sequence has on the device, or would have with all its tokens there."""
-    return row.num_blocks or blocks_for(view, row.num_tokens)
+    return row.num_blocks if row.status is Status.RUNNING else blocks_for(view, row.num_tokens)

@@ -18,6 +18,7 @@ from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.batching import TokenBudget, wants_one_token
 from floodplain.policy.growth import blocks_due, blocks_for
+from floodplain.policy.prefixes import pays_to_fetch
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.swap import SwapBudget
 
@@ -155,7 +156,7 @@ class _Turn:
 
     def _tokens_to_begin(self, row: SequenceView) -> int:
         """Tokens for which the step has room when prompts that are there already and rank above have theirs."""
-        if row.status is Status.SWAPPED:
+        if row.status is Status.SWAPPED or pays_to_fetch(self._view, row):
             return row.num_remaining
         num_ahead = sum(num_tokens for place, num_tokens in self._prompts if place < self._place[row.seq_id])
         num_tokens = row.num_remaining - row.num_cached_tokens
@@ -169,6 +170,9 @@ class _Turn:
     def _enter(self, row: SequenceView, num_tokens: int) -> None:
         if row.status is Status.SWAPPED:
             self._resumptions.append(Resumption(row.seq_id, Reason.SLICE_BEGINS))
+        elif pays_to_fetch(self._view, row):
+            self._resumptions.append(Resumption(row.seq_id, Reason.PREFIX_IN_SWAP))
+            self._swap.keep_prefix(row)
         else:
             self._admissions.append(Chunk(row.seq_id, self._tokens.take_prefill(num_tokens)))
         self._has_shared = self._has_shared or row.num_shared_blocks > 0

@@ -41,6 +41,10 @@ class SwapBudget:
             return True
         return any(num_free >= num_slots for num_free in self._free.values())
 
+    def keep_prefix(self, row: SequenceView) -> None:
+        """A request fetches its prefix: the slots where that lies do not give way to others any more."""
+        self._free[self._view.tiers[0].tier] -= row.num_backed_blocks
+
     def preempt(self, row: SequenceView, reason: Reason) -> tuple[Preemption, int]:
         """How a victim leaves, and how many blocks are free only when they are copied."""
         num_copied = self.num_copied(row)
@@ -86,9 +90,13 @@ class SwapBudget:
 
     def _link_budget(self, tier: TierView) -> int:
         """Blocks that go over the link while a step runs, less those that are still on it."""
-        step_s = self._view.prices.step_s
-        num_per_step = int(step_s / tier.block_s) if step_s and tier.block_s else self._view.num_blocks
-        return max(1, num_per_step) - tier.num_outbound_blocks
+        return blocks_per_step(self._view, tier) - tier.num_outbound_blocks
+
+
+def blocks_per_step(view: View, tier: TierView) -> int:
+    """Blocks that the link carries one way while a step runs; at least one."""
+    step_s = view.prices.step_s
+    return max(1, int(step_s / tier.block_s)) if step_s and tier.block_s else view.num_blocks
 
 
 def num_computed(view: View, row: SequenceView) -> int:

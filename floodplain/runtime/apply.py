@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
-from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import Chunk, Decision, PrefillChunk, StepPlan, TableUpdate, Transfer
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
@@ -53,6 +52,8 @@ class PlanBuilder:
             self._share_prefix(self._expect(admission.seq_id, Status.WAITING))
         moves += [self._moves.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
         moves += [self._moves.back_up(order.seq_id, order.num_blocks, order.tier) for order in decision.backups]
+        if decision.prefix_backup is not None:
+            moves.append(self._moves.save_prefixes(decision.prefix_backup))
         return [move for move in moves if move is not None]
 
     # -- decodes ---------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ class PlanBuilder:
         if not 0 < num_tokens <= len(seq.tokens) - start or seq.is_decoding:
             raise InvariantError(f"sequence {seq.seq_id} cannot run {num_tokens} tokens from {start} on")
         if status is Status.WAITING:
-            seq.lifecycle.record(EventKind.SCHEDULED, now)
+            state.note_start(seq, now)
             state.enter(seq, Status.RUNNING)
         num_blocks = -(-(start + num_tokens) // state.ledger.block_tokens) - len(seq.blocks)
         self._grow_table(seq, max(0, num_blocks))
@@ -121,10 +122,6 @@ class PlanBuilder:
         seq.num_sealed = seq.num_hit_blocks
         if seq.num_hit_blocks:
             self._state.stale_tables.add(seq.seq_id)
-        if seq.lifecycle.first(EventKind.SCHEDULED) is None:
-            self._state.counters.num_prompt_tokens += seq.num_prompt
-            self._state.counters.num_cached_tokens += seq.num_computed
-            seq.lifecycle.num_cached_tokens = seq.num_computed
 
     # -- tables ----------------------------------------------------------------------------------------------------
 

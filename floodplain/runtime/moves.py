@@ -7,13 +7,14 @@ blocks were written behind moves its last, partly filled block at most.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from floodplain.core.backups import Backup
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey, block_key
 from floodplain.core.lifecycle import EventKind
-from floodplain.core.plan import Preemption, PreemptionMode, Reason, Transfer, TransferKind
+from floodplain.core.plan import Preemption, PreemptionMode, PrefixBackupOrder, Reason, Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.tiers import Tier
@@ -23,7 +24,7 @@ from floodplain.runtime.state import LoopState
 
 @dataclass(frozen=True, slots=True)
 class _Outbound:
-    seq_id: SeqId
+    seq_id: SeqId | None
     blocks: tuple[BlockId, ...]
     backups: tuple[Backup, ...]
 
@@ -31,6 +32,7 @@ class _Outbound:
 @dataclass(frozen=True, slots=True)
 class _Inbound:
     seq: Sequence
+    origin: Status
     sources: tuple[Source, ...]
     table: tuple[BlockId, ...]
     loading: tuple[BlockId, ...]
@@ -87,10 +89,29 @@ class Moves:
         return transfer
 
     def back_up(self, seq_id: SeqId, num_blocks: int, tier: Tier) -> Transfer | None:
-        """Write up to ``num_blocks`` more full, computed blocks of a running sequence behind; None if none are left."""
+        """Write up to ``num_blocks`` more full, computed blocks of a running sequence behind; None if none are left.
+
+        Those that have a backup already count: they are kept from now on, so that their slots do not give way any more.
+        """
         seq = self._expect(seq_id, Status.RUNNING)
-        missing = self._keep_known(seq)[:num_blocks]
+        missing = self._keep_known(seq, num_blocks)
         return self._begin_outbound(seq, missing, tier, TransferKind.BACKUP, None) if missing else None
+
+    def save_prefixes(self, order: PrefixBackupOrder) -> Transfer | None:
+        """Write content that the device would forget next to swap space; None if all of it is there already."""
+        state = self._state
+        missing = [
+            (block, key)
+            for block, key in state.ledger.next_evicted(order.num_blocks)
+            if state.backups.find(key) is None
+        ]
+        backups = state.backups.begin_write(order.tier, [key for _, key in missing])
+        if not missing or backups is None:
+            return None
+        blocks = tuple(block for block, _ in missing)
+        state.ledger.pin_cached(blocks)
+        state.num_outbound_blocks[order.tier] += len(blocks)
+        return self._start(TransferKind.BACKUP, _Outbound(None, blocks, tuple(backups)), blocks, tuple(backups), None)
 
     def _write_out(self, seq: Sequence, order: Preemption) -> Transfer | None:
         missing = self._keep_known(seq)
@@ -104,22 +125,28 @@ class Moves:
         transfer = self._begin_outbound(seq, missing, order.tier, TransferKind.SWAP_OUT, order.reason)
         if num_tail:
             seq.tail = (seq.backups.pop(), seq.num_computed)
+            seq.tail[0].is_private = True
         return transfer
 
     def _tail_key(self, seq: Sequence) -> BlockKey:
         """Nobody shares a partial block, so its key is the sequence's own, and another one each time."""
         return block_key(BlockKey(seq.root + b"tail"), (seq.seq_id, self._num_transfers))
 
-    def _keep_known(self, seq: Sequence) -> list[tuple[int, BlockKey]]:
-        """Keep every backup that exists of the sequence's full blocks; return (index, key) of those that lack one."""
+    def _keep_known(self, seq: Sequence, most: int | None = None) -> list[tuple[int, BlockKey]]:
+        """Go over the full blocks that it keeps no backup of, ``most`` at most: keep those backups that exist.
+
+        Returns:
+            (index, key) of those that do not.
+        """
         block_tokens = self._state.ledger.block_tokens
+        keys = seq.keys_for(seq.num_computed // block_tokens, block_tokens)
         kept = {backup.key for backup in seq.backups}
         missing = []
-        for index, key in enumerate(seq.keys_for(seq.num_computed // block_tokens, block_tokens)):
+        for index, key in islice(((index, key) for index, key in enumerate(keys) if key not in kept), most):
             backup = self._state.backups.find(key)
             if backup is None:
                 missing.append((index, key))
-            elif key not in kept:
+            else:
                 self._keep(seq, backup)
         return missing
 
@@ -147,7 +174,7 @@ class Moves:
     # -- in --------------------------------------------------------------------------------------------------------
 
     def resume(self, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
-        """Bring a swapped sequence back; what cannot be restored is left to compute.
+        """Bring a sequence onto the device with what swap space has of it; what it lacks is left to compute.
 
         Returns:
             The copy that must arrive before it runs; None if nothing needs one and it is running now.
@@ -155,7 +182,7 @@ class Moves:
         Raises:
             InvariantError: There are too few blocks.
         """
-        state, seq = self._state, self._expect(seq_id, Status.SWAPPED)
+        state, seq = self._state, self._expect(seq_id, Status.SWAPPED, Status.WAITING)
         sources = find_sources(state, seq)
         for source in sources:
             if source.block is not None and source.key is not None:
@@ -166,7 +193,10 @@ class Moves:
             raise InvariantError(f"{len(backups)} blocks to load for sequence {seq_id}, fewer available")
         inbound = iter(loading)
         table = tuple(next(inbound) if source.block is None else source.block for source in sources)
-        move = _Inbound(seq, tuple(sources), table, tuple(loading), backups)
+        move = _Inbound(seq, seq.status, tuple(sources), table, tuple(loading), backups)
+        if seq.status is Status.WAITING:  # a swapped one keeps them already
+            for backup in backups:
+                self._keep(seq, backup)
         if not loading:
             self._arrive(move, now)
             return None
@@ -174,12 +204,13 @@ class Moves:
         for backup in backups:
             state.num_inbound_blocks[backup.location.tier] += 1
         state.enter(seq, Status.LOADING)
+        seq.num_arriving = len(table)
         return self._start(TransferKind.SWAP_IN, move, move.loading, backups, reason)
 
     def _arrive(self, move: _Inbound, now: float) -> None:
         state, seq = self._state, move.seq
         state.ledger.commit_load(move.loading)
-        seq.blocks = list(move.table)
+        seq.blocks, seq.num_arriving = list(move.table), 0
         seq.num_computed = seq.num_scheduled = move.sources[-1].num_tokens if move.sources else 0
         for source, block in zip(move.sources, move.table, strict=True):
             if source.key is not None:
@@ -188,7 +219,10 @@ class Moves:
                     state.ledger.seal(block, source.key)
         self._state.release_tail(seq)
         self._release_unrestored(seq)
-        seq.lifecycle.record(EventKind.SWAPPED_IN, now)
+        if move.origin is Status.WAITING:
+            state.note_start(seq, now)
+        else:
+            seq.lifecycle.record(EventKind.SWAPPED_IN, now)
         state.stale_tables.add(seq.seq_id)
         state.enter(seq, Status.RUNNING)
 
@@ -226,7 +260,7 @@ class Moves:
         else:
             state.backups.abort_write(move.backups)
             self._drop_lost(move.backups)
-        seq = state.sequences.get(move.seq_id)
+        seq = None if move.seq_id is None else state.sequences.get(move.seq_id)
         if seq is not None:
             seq.num_leaving -= len(move.blocks)
             state.stale_rows.add(seq.seq_id)
@@ -252,7 +286,9 @@ class Moves:
             return
         self._give_back(move)
         if is_wanted:
-            state.enter(seq, Status.SWAPPED)
+            state.enter(seq, move.origin)
+        if is_wanted and move.origin is Status.WAITING:
+            state.release_backups(seq)
         if not ok:
             for backup in move.backups:
                 state.backups.lose(backup)
@@ -260,6 +296,7 @@ class Moves:
         state.backups.finish_read(move.backups)
 
     def _give_back(self, move: _Inbound) -> None:
+        move.seq.num_arriving = 0
         loading = set(move.loading)
         self._state.ledger.free([block for block in move.table if block not in loading])
         self._state.ledger.abort_load(move.loading)
@@ -293,8 +330,8 @@ class Moves:
             if seq.status is Status.SWAPPED and not seq.backups and seq.tail is None:
                 self._state.enter(seq, Status.WAITING)
 
-    def _expect(self, seq_id: SeqId, status: Status) -> Sequence:
+    def _expect(self, seq_id: SeqId, *statuses: Status) -> Sequence:
         seq = self._state.sequences.get(seq_id)
-        if seq is None or seq.status is not status:
-            raise InvariantError(f"sequence {seq_id} is not {status.value}")
+        if seq is None or seq.status not in statuses:
+            raise InvariantError(f"sequence {seq_id} is not {' or '.join(status.value for status in statuses)}")
         return seq

@@ -10,6 +10,7 @@ from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
+from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import LIMITS
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
@@ -121,6 +122,14 @@ class LoopState:
         active = [*self.running, *self.loading, *self.swapped, *self.waiting.head()]
         seq.credit = min((other.stream_work for other in active), default=0.0)
         self.accounts.arrive(seq.request.client, ((other.request.client, other.key_work) for other in active))
+
+    def note_start(self, seq: Sequence, now: float) -> None:
+        """A sequence that waited is on the device; the first time, its hits count."""
+        if seq.lifecycle.first(EventKind.SCHEDULED) is None:
+            self.counters.num_prompt_tokens += seq.num_prompt
+            self.counters.num_cached_tokens += seq.num_computed
+            seq.lifecycle.num_cached_tokens = seq.num_computed
+        seq.lifecycle.record(EventKind.SCHEDULED, now)
 
     def free_blocks(self, seq: Sequence) -> None:
         """Give up all blocks of a sequence."""

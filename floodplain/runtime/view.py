@@ -44,6 +44,7 @@ class ViewBuilder:
             loading=tuple([self._fresh_row(seq, step) for seq in state.loading]),
             outstanding=outstanding,
             num_available_blocks=ledger.num_available,
+            num_empty_blocks=ledger.num_empty,
             num_draining_blocks=ledger.num_draining,
             key_credits=state.accounts.credits,
             num_blocks=ledger.num_blocks,
@@ -125,13 +126,19 @@ class ViewBuilder:
         return row
 
     def _waiting_row(self, seq: Sequence, step: int) -> SequenceView:
-        """Only blocks on the device count for it: it starts without a copy."""
+        """Its prefix may be on the device, where it costs nothing, or go on in swap space."""
         if not self._state.ledger.caches_prefixes:
             return self._make_row(seq, step)
         found = self._watch.find(seq)
         seq.num_hit_blocks = found.num_hit_blocks
-        num_cached_tokens = found.num_hit_blocks * self._state.ledger.block_tokens
-        return self._make_row(seq, step, num_cached_tokens=num_cached_tokens, num_shared_blocks=found.num_shared_hits)
+        return self._make_row(
+            seq,
+            step,
+            num_cached_tokens=found.num_hit_blocks * self._state.ledger.block_tokens,
+            num_shared_blocks=found.num_shared_hits,
+            num_backed_blocks=found.num_backed_blocks,
+            num_restorable_tokens=found.num_restorable_tokens,
+        )
 
     def _swapped_row(self, seq: Sequence, step: int) -> SequenceView:
         found = self._watch.find(seq)
@@ -169,7 +176,7 @@ class ViewBuilder:
             since_step=step,
             num_tokens=seq.num_expected,
             num_scheduled=seq.num_scheduled,
-            num_blocks=len(seq.blocks),
+            num_blocks=len(seq.blocks) or seq.num_arriving,
             exclusive_blocks=exclusive_blocks,
             is_decoding=seq.is_decoding,
             block_due_step=block_due_step,
@@ -189,7 +196,7 @@ class ViewBuilder:
         return tuple(
             TierView(
                 tier,
-                slots.num_free,
+                state.backups.num_available(tier),
                 slots.num_slots,
                 block_bytes / state.links[tier].bandwidth,
                 state.links[tier].latency_s,

@@ -1,12 +1,13 @@
 """Backups and slots against plain sets: a slot has one tenant, and only what arrived whole is ever an answer.
 
-A slot is free exactly when nobody keeps its backup (or it is lost) and no copy touches it.
+A whole backup that nobody keeps and no copy touches is idle: it can be found until need takes its slot, the least
+recently used first. Any other slot is free when nobody keeps its backup (or it is lost) and no copy touches it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,10 +26,12 @@ KEYS = [BlockKey(bytes([n])) for n in range(6)]
 class BackupMachine(RuleBasedStateMachine):
     """Sequences keep backups, copies write and read them, some are lost."""
 
-    @initialize(num_host=st.integers(0, 6), num_peer=st.integers(0, 3))
-    def begin(self, num_host: int, num_peer: int) -> None:
+    @initialize(num_host=st.integers(0, 6), num_peer=st.integers(0, 3), retains=st.booleans())
+    def begin(self, num_host: int, num_peer: int, retains: bool) -> None:
         self.sizes = {Tier.HOST: num_host, Tier.PEER: num_peer}
-        self.table = BackupTable(SlotLedger(tier, size) for tier, size in self.sizes.items())
+        self.retains = retains
+        self.table = BackupTable((SlotLedger(tier, size) for tier, size in self.sizes.items()), retains=retains)
+        self.idle: list[Backup] = []  # least recently used first
         self.writes: list[list[Backup]] = []
         self.reads: list[list[Backup]] = []
         self.kept: Counter[Backup] = Counter()
@@ -41,23 +44,47 @@ class BackupMachine(RuleBasedStateMachine):
 
     def is_alive(self, backup: Backup) -> bool:
         """Whether the backup can be found."""
-        return backup not in self.lost and (self.kept[backup] > 0 or self.is_touched(backup))
+        return backup not in self.lost and (self.kept[backup] > 0 or self.is_touched(backup) or backup in self.idle)
 
-    def forget_unkept(self) -> None:
-        """What nobody keeps and no copy touches is gone for good."""
-        self.lost |= {b for b in self.known if b not in self.lost and not self.is_alive(b)}
+    def settle(self, touched: Iterable[Backup]) -> None:
+        """What nobody keeps and no copy touches is idle from now on if it is whole, else gone for good."""
+        for backup in touched:
+            if backup not in self.lost and not (self.kept[backup] or self.is_touched(backup)):
+                if self.retains and backup in self.written and not backup.is_private:
+                    self.idle.append(backup)
+                else:
+                    self.lost.add(backup)
 
-    @rule(tier=st.sampled_from([Tier.HOST, Tier.PEER]), keys=st.lists(st.sampled_from(KEYS), unique=True))
-    def begin_write(self, tier: Tier, keys: list[BlockKey]) -> None:
+    def wake(self, backups: Iterable[Backup]) -> None:
+        self.idle = [backup for backup in self.idle if backup not in set(backups)]
+
+    def make_room(self, tier: Tier, num_slots: int) -> bool:
+        idle = [backup for backup in self.idle if backup.location.tier is tier]
+        num_held = sum(b.location.tier is tier and (self.is_alive(b) or self.is_touched(b)) for b in self.known)
+        missing = num_slots - (self.sizes[tier] - num_held)
+        if missing > len(idle):
+            return False
+        self.wake(idle[: max(0, missing)])
+        self.lost.update(idle[: max(0, missing)])
+        return True
+
+    @rule(
+        tier=st.sampled_from([Tier.HOST, Tier.PEER]),
+        keys=st.lists(st.sampled_from(KEYS), unique=True),
+        is_kept=st.booleans(),
+        is_private=st.sampled_from([False, False, True]),
+    )
+    def begin_write(self, tier: Tier, keys: list[BlockKey], is_kept: bool = True, is_private: bool = False) -> None:
         keys = [key for key in keys if self.table.find(key) is None]
-        num_free = self.table.slots[tier].num_free
         backups = self.table.begin_write(tier, keys)
-        assert (backups is None) == (len(keys) > num_free)
+        assert (backups is not None) == self.make_room(tier, len(keys))
         if backups:
             assert [b.key for b in backups] == keys
             for backup in backups:
-                self.table.keep(backup)
-            self.kept.update(backups)
+                backup.is_private = is_private
+                if is_kept:
+                    self.table.keep(backup)
+            self.kept.update(backups if is_kept else [])
             self.known += backups
             self.writes.append(backups)
 
@@ -71,26 +98,29 @@ class BackupMachine(RuleBasedStateMachine):
         else:
             self.table.abort_write(backups)
             self.lost.update(backups)
-        self.forget_unkept()
+        self.settle(backups)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
     def begin_read(self, keys: list[BlockKey]) -> None:
         whole = [b for b in map(self.table.find_whole, keys) if b is not None]
         if whole:
             self.table.begin_read(whole)
+            self.wake(whole)
             self.reads.append(whole)
 
     @precondition(lambda self: self.reads)
     @rule(index=INDEX)
     def finish_read(self, index: int) -> None:
-        self.table.finish_read(self.reads.pop(index % len(self.reads)))
-        self.forget_unkept()
+        backups = self.reads.pop(index % len(self.reads))
+        self.table.finish_read(backups)
+        self.settle(backups)
 
     @rule(key=st.sampled_from(KEYS))
     def keep(self, key: BlockKey) -> None:
         backup = self.table.find(key)
         if backup is not None:
             self.table.keep(backup)
+            self.wake([backup])
             self.kept[backup] += 1
 
     @precondition(lambda self: +self.kept)
@@ -100,13 +130,14 @@ class BackupMachine(RuleBasedStateMachine):
         backup = holders[index % len(holders)]
         self.kept[backup] -= 1
         self.table.release(backup)
-        self.forget_unkept()
+        self.settle([backup])
 
     @rule(key=st.sampled_from(KEYS))
     def lose(self, key: BlockKey) -> None:
         backup = self.table.find_whole(key)
         if backup is not None:
             self.table.lose(backup)
+            self.wake([backup])
             self.lost.add(backup)
 
     @invariant()
@@ -129,6 +160,9 @@ class BackupMachine(RuleBasedStateMachine):
         for tier, size in self.sizes.items():
             assert all(0 <= t.slot < size for t in tenants if t.tier is tier)
             assert size - self.table.slots[tier].num_free == sum(t.tier is tier for t in tenants)
+            num_idle = sum(b.location.tier is tier for b in self.idle)
+            assert self.table.num_idle(tier) == num_idle
+            assert self.table.num_available(tier) == self.table.slots[tier].num_free + num_idle
 
 
 BackupMachine.TestCase.settings = settings(
@@ -145,7 +179,7 @@ def tour(machine: BackupMachine) -> None:
         machine.only_whole_backups_are_found()
         machine.every_slot_has_one_tenant()
 
-    machine.begin(4, 0)
+    machine.begin(4, 0, True)
     do("begin_write", Tier.HOST, KEYS[:2])
     do("begin_read", KEYS[:2])  # nothing is whole yet
     do("release", 0)
@@ -162,6 +196,12 @@ def tour(machine: BackupMachine) -> None:
     for _ in range(3):
         do("release", 0)
     do("finish_read", 0)
+    while +machine.kept:
+        do("release", 0)
+    do("begin_read", KEYS[:1])  # the others are older now
+    do("finish_read", 0)
+    do("begin_write", Tier.HOST, KEYS[4:], False)  # nobody keeps it, and it takes the slots of the oldest
+    do("end_write", 0, True)
 
 
 def test_a_tour_of_every_corner() -> None:
@@ -192,6 +232,10 @@ def never_frees_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackupTable, "_collect", lambda self, b: None if b.is_lost else collect(self, b))
 
 
+def retains_what_somebody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackupTable, "_wake", lambda self, backup: None)
+
+
 def gives_a_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotLedger, "free", lambda self, location: self._free.append(0))
 
@@ -203,6 +247,7 @@ def gives_a_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         answers_before_the_copy_arrived,
         frees_what_a_copy_still_reads,
         never_frees_what_was_lost,
+        retains_what_somebody_needs,
         gives_a_slot_twice,
     ],
 )

@@ -146,7 +146,7 @@ class LoopMachine(RuleBasedStateMachine):
         self.loop.check_integrity()
         ledger = self.loop.state.ledger
         assert ledger.num_available == ledger.num_blocks
-        assert all(slots.num_free == slots.num_slots for slots in self.loop.state.backups.slots.values())
+        assert self.loop.state.backups.is_at_rest
         for seq_id, request in self.requests.items():
             expected = reference_output(request, MAX_MODEL_LEN)
             got = self.outputs[seq_id]

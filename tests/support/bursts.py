@@ -64,7 +64,8 @@ class Machine:
             block_bytes=BLOCK_BYTES,
         )
         ledger = BlockLedger(self.num_blocks, self.block_tokens, quantum_blocks=2, caches_prefixes=self.caches_prefixes)
-        backups = BackupTable([SlotLedger(Tier.HOST, self.num_slots)] if self.num_slots else [])
+        tiers = [SlotLedger(Tier.HOST, self.num_slots)] if self.num_slots else []
+        backups = BackupTable(tiers, retains=self.caches_prefixes)
         return Loop(LoopState(config, ledger, policy, backups, [self.link]), policy, seed)
 
 

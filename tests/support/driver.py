@@ -139,7 +139,7 @@ class Driver:
         self.loop.check_integrity()
         ledger = self.loop.state.ledger
         assert ledger.num_available == ledger.num_blocks
-        assert all(slots.num_free == slots.num_slots for slots in self.loop.state.backups.slots.values())
+        assert self.loop.state.backups.is_at_rest
         for seq_id, reason in self.finished.items():
             if reason is not FinishReason.ABORT:
                 assert self.outputs[seq_id] == self.reference(seq_id)

@@ -80,6 +80,7 @@ class LedgerMachine(LedgerModel, RuleBasedStateMachine):
         if block is not None:
             if block in self.lru:
                 self.lru.remove(block)
+            self.going.discard(block)
             self.tables.append([block])
             self.expected.append([("key", key)])
 
@@ -97,8 +98,20 @@ class LedgerMachine(LedgerModel, RuleBasedStateMachine):
     def unpin(self, index: int) -> None:
         blocks = self.pinned.pop(index % len(self.pinned))
         self.ledger.unpin(blocks)
-        for block in blocks:
+        for block in reversed(blocks):
             self.settle(block)
+
+    @rule(num_blocks=st.integers(1, 4))
+    def pin_cached(self, num_blocks: int) -> None:
+        """A copy of what is about to be forgotten begins."""
+        going = self.ledger.next_evicted(num_blocks)
+        assert going == [(block, self.keys[block]) for block in self.lru[:num_blocks]]
+        if going:
+            blocks = [block for block, _ in going]
+            self.ledger.pin_cached(blocks)
+            self.pinned.append(blocks)
+            self.going.update(blocks)
+            del self.lru[: len(blocks)]
 
     @rule(num_blocks=st.integers(0, 4))
     def begin_load(self, num_blocks: int) -> None:

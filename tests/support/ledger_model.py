@@ -21,6 +21,7 @@ class LedgerModel:
         self.loads: list[list[BlockId]] = []
         self.keys: dict[int, BlockKey] = {}
         self.lru: list[int] = []
+        self.going: set[int] = set()  # copied while they were about to be evicted
         self.data: dict[int, object] = {}
         self.num_writes = 0
 
@@ -52,7 +53,8 @@ class LedgerModel:
         if self.references(block) or self.pins(block):
             return
         if self.caches and block in self.keys:
-            self.lru.append(block)
+            self.lru.insert(0 if block in self.going else len(self.lru), block)
+            self.going.discard(block)
         else:
             self.keys.pop(block, None)
 

@@ -17,6 +17,7 @@ from floodplain.core.plan import (
     Decision,
     Preemption,
     PreemptionMode,
+    PrefixBackupOrder,
     Reason,
     Resumption,
     StepPlan,
@@ -148,7 +149,7 @@ class FakeExecutor:
 
 
 class RandomPolicy:
-    """Decides anything that a view allows: preempts, swaps, resumes, backs up, pauses, chunks oddly."""
+    """Decides anything that a view allows: preempts, swaps, resumes, fetches, backs up, pauses, chunks oddly."""
 
     name = "random"
     waiting_window = 4
@@ -160,6 +161,9 @@ class RandomPolicy:
         return seq.order_key
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
+        if view.tiers and rng.random() < 0.1:  # alone: FCFS would give the same blocks away
+            order = PrefixBackupOrder(rng.randint(1, 4), view.tiers[0].tier)
+            return Decision(prefix_backup=order, wake_s=_far_ahead(view))
         base = self._fcfs.decide(view, now, rng)
         if rng.random() < 0.5:
             return self._resume_too(view, base, rng)
@@ -204,6 +208,7 @@ class RandomPolicy:
         admissions = tuple(Chunk(c.seq_id, rng.randint(1, c.num_tokens)) for c in base.admissions)
         return Decision(
             preemptions=base.preemptions,
+            resumptions=base.resumptions,
             decodes=base.decodes,
             chunks=chunks,
             admissions=admissions,
@@ -242,7 +247,7 @@ def make_loop(
         fingerprint="fake",
     )
     ledger = BlockLedger(num_blocks, block_tokens, quantum_blocks=2, caches_prefixes=caches_prefixes)
-    backups = BackupTable([SlotLedger(Tier.HOST, num_slots)] if num_slots else [])
+    backups = BackupTable([SlotLedger(Tier.HOST, num_slots)] if num_slots else [], retains=caches_prefixes)
     state = LoopState(config, ledger, policy, backups, [Link(Tier.HOST, 1e9)])
     return Loop(state, policy, seed)
 

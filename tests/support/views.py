@@ -76,6 +76,11 @@ def swapped(number: int, **fields: object) -> SequenceView:
     return stream(number, **(values | fields))
 
 
+def loading(number: int, **fields: object) -> SequenceView:
+    """The same on its way back: its three blocks are taken already."""
+    return swapped(number, **({"status": Status.LOADING, "num_blocks": 3} | fields))
+
+
 def host(**fields: object) -> TierView:
     """A host tier whose copies are nearly free."""
     values: dict[str, object] = {"num_free_slots": 1000, "num_slots": 1000, "block_s": 1e-6, "latency_s": 0.0}
@@ -107,4 +112,5 @@ def make_view(*rows: SequenceView, **fields: object) -> View:
         "tiers": (host(),),
         "prices": Prices(),
     }
-    return View(**(values | fields))  # type: ignore[arg-type]
+    values |= fields
+    return View(**({"num_empty_blocks": values["num_available_blocks"]} | values))  # type: ignore[arg-type]

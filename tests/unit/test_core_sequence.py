@@ -11,6 +11,7 @@ from floodplain.core.sequence import TRANSITIONS, Sequence, Status
 from tests.support.loops import make_request
 
 LEGAL = {
+    ("waiting", "loading"),
     ("waiting", "running"),
     ("waiting", "finished"),
     ("running", "waiting"),

@@ -18,6 +18,7 @@ PROMISED = {
     "requests_swapped": "gauge",
     "kv_blocks": "gauge",
     "kv_bytes": "gauge",
+    "swap_cached_bytes": "gauge",
     "preemptions_total": "counter",
     "swap_bytes_total": "counter",
     "swap_stall_seconds_total": "counter",
@@ -35,6 +36,7 @@ PROMISED = {
 LABELS = {
     "kv_blocks": {"state"},
     "kv_bytes": {"tier"},
+    "swap_cached_bytes": {"tier"},
     "preemptions_total": {"mode"},
     "swap_bytes_total": {"direction", "tier"},
     "failed_transfers_total": {"problem"},
@@ -51,7 +53,11 @@ def scrape(metrics: ServingMetrics) -> dict[str, object]:
 
 def test_the_names_types_and_labels_are_the_promised_ones() -> None:
     stats = EngineStats(
-        kv_blocks={"free": 1}, kv_bytes={"local": 2}, failed_transfers={"not_copied": 0}, limited_steps={"crowded": 0}
+        kv_blocks={"free": 1},
+        kv_bytes={"local": 2},
+        cached_bytes={"host": 3},
+        failed_transfers={"not_copied": 0},
+        limited_steps={"crowded": 0},
     )
     families = scrape(ServingMetrics("m", lambda: stats))
     assert {name.removeprefix("floodplain_"): f.type for name, f in families.items()} == PROMISED  # type: ignore[attr-defined]
@@ -77,6 +83,7 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
     stats = EngineStats(
         num_swapped=4,
         kv_bytes={"local": 100, "host": 30},
+        cached_bytes={"host": 20},
         swap_bytes={("out", "host"): 7, ("in", "host"): 5},
         backup_bytes=2,
         swap_stall_s=0.25,
@@ -94,6 +101,7 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
     assert value_of(metrics, "floodplain_failed_transfers_total", problem="digest_mismatch") == 3
     assert value_of(metrics, "floodplain_limited_steps_total", reason="crowded") == 4
     assert value_of(metrics, "floodplain_kv_bytes", tier="host") == 30
+    assert value_of(metrics, "floodplain_swap_cached_bytes", tier="host") == 20
     assert value_of(metrics, "floodplain_requests_swapped") == 4
 
 

@@ -7,12 +7,11 @@ from random import Random
 import pytest
 
 from floodplain.core.plan import Decision
-from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.gate import GatedPolicy, everybody_fits
+from floodplain.policy.gate import GatedPolicy, count_spare_blocks
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows
-from tests.support.views import make_view, prompt, stream, swapped, waiting
+from tests.support.views import loading, make_view, prompt, stream, swapped, waiting
 
 SLICE = 4
 
@@ -60,9 +59,14 @@ def test_a_prompt_needs_room_for_all_of_it() -> None:
     assert is_open(prompt(0, 30, 8), num_available_blocks=6)
 
 
+def test_whoever_is_on_the_way_back_needs_room_to_grow() -> None:
+    assert not is_open(loading(0), num_available_blocks=1)  # 12 tokens and a slice are 4 blocks, of which it has 3
+    assert is_open(loading(0), num_available_blocks=0)
+    assert is_open(loading(0), max_num_seqs=0)
+
+
 def test_it_is_open_while_somebody_is_off_the_device() -> None:
     assert is_open(swapped(0))
-    assert is_open(swapped(0, status=Status.LOADING))
 
 
 def test_it_opens_when_more_wait_than_it_can_see() -> None:
@@ -82,4 +86,4 @@ def test_without_swap_space_it_stays_closed_unless_turns_by_computing_are_wanted
 
 def test_many_blocks_are_quickly_enough() -> None:
     rows = [stream(number) for number in range(20)]
-    assert everybody_fits(make_view(*rows, num_available_blocks=40), SLICE)
+    assert count_spare_blocks(make_view(*rows, num_available_blocks=40), SLICE) == 0

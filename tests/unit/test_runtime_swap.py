@@ -141,7 +141,7 @@ def test_a_tail_that_comes_back_dies_and_is_copied_anew_next_time() -> None:
         plan(driver, resume(seq_id))
         driver.settle()
         driver.step()
-    assert driver.loop.state.backups.slots[Tier.HOST].num_free == 14  # two full blocks stay backed up, no tail does
+    assert driver.loop.state.backups.num_available(Tier.HOST) == 14  # two full blocks stay backed up, no tail does
     driver.run()
 
 
@@ -167,7 +167,7 @@ def test_a_prefix_of_two_sequences_is_backed_up_once() -> None:
     driver.settle()
     assert driver.seq(SECOND).backups == driver.seq(FIRST).backups
     driver.loop.finish(FIRST, FinishReason.ABORT, driver.now)
-    assert driver.loop.state.backups.slots[Tier.HOST].num_free == 14
+    assert driver.loop.state.backups.num_available(Tier.HOST) == 14
     driver.run()
 
 
@@ -180,7 +180,7 @@ def test_a_failed_swap_in_recomputes_and_is_not_tried_for_ever() -> None:
     plan(driver, resume(seq_id))
     driver.settle(ok=False)
     assert driver.seq(seq_id).status is Status.WAITING
-    assert driver.loop.state.backups.slots[Tier.HOST].num_free == 16
+    assert driver.loop.state.backups.num_available(Tier.HOST) == 16
     driver.run()
     assert driver.loop.counters.num_recomputed_tokens == 10
     assert driver.loop.counters.num_failed_transfers == 1
@@ -364,7 +364,9 @@ def test_backups_of_what_must_be_computed_again_do_not_count_for_what_is_on_the_
     driver.step()
     assert driver.seq(seq_id).num_computed == 4
     assert shown_backups(driver) == {seq_id: 0}
-    assert len(plan(driver, swap_out(seq_id)).transfers[0].blocks) == 2
+    assert (
+        len(plan(driver, swap_out(seq_id)).transfers[0].blocks) == 1
+    )  # the tail: the second is there, and counts again
     driver.settle()
     choose(driver, resume(seq_id))
     driver.run()

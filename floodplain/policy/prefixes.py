@@ -1,0 +1,37 @@
+"""Prefixes in swap space: when a waiting request fetches its own, and what is kept there (AQUA, section 8)."""
+
+from __future__ import annotations
+
+from floodplain.core.plan import PrefixBackupOrder
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.growth import blocks_for
+from floodplain.policy.swap import blocks_per_step
+
+
+def pays_to_fetch(view: View, row: SequenceView) -> bool:
+    """Whether the prefix of a waiting request comes sooner from swap space than it is computed.
+
+    Yes while nobody knows what computing costs. Copies that are under way already go before it.
+    """
+    num_tokens = row.num_restorable_tokens - row.num_cached_tokens
+    if num_tokens <= 0 or not view.tiers:
+        return False
+    tier = view.tiers[0]
+    fetch_s = tier.latency_s + (tier.num_inbound_blocks + row.num_backed_blocks) * tier.block_s
+    compute_s = num_tokens * view.prices.prefill_token_s
+    return not compute_s or fetch_s < compute_s
+
+
+def prefix_backup(view: View, num_spare_blocks: int) -> PrefixBackupOrder | None:
+    """Keep in swap space what the device is about to forget, as far as one step can make it forget.
+
+    Only while the link has nothing else to send. A block that is copied cannot be given away, so at most half of the
+    blocks that nobody will need are copied at a time.
+    """
+    if not view.tiers or view.num_empty_blocks == view.num_available_blocks:
+        return None
+    tier, num_at_risk = view.tiers[0], blocks_for(view, view.max_batched_tokens)
+    if tier.num_outbound_blocks or view.num_empty_blocks >= num_at_risk:
+        return None
+    num_blocks = min(num_at_risk, num_spare_blocks // 2, blocks_per_step(view, tier), tier.num_free_slots)
+    return PrefixBackupOrder(num_blocks, tier.tier) if num_blocks > 0 else None

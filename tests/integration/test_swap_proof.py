@@ -1,0 +1,203 @@
+"""The proof that bytes are right: 200 requests, everything that can go wrong at once, and the tokens of a calm run.
+
+A tiny random model in fp32, so that a wrong byte anywhere in a context shows in the tokens that follow. The policy does
+anything that a view allows, at any moment, the middle of prompts included. Swap space is too small, its link slow and
+uneven, every fifth copy fails, bits flip in its slots, clients hang up, and texts end at stop strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from floodplain import LLM, SamplingParams
+from floodplain.core.lifecycle import EventKind
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.sequence import Sequence as Seq
+from floodplain.core.tiers import Tier
+from floodplain.cost.link import LinkCurve, LinkProfile
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats
+from floodplain.engine.shell import Engine
+from floodplain.memory.digest import SEED
+from floodplain.memory.emulated_link import EmulatedLink
+from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_space import SwapTier
+from floodplain.memory.transfer import Direction, FaultyTransferEngine
+from tests.support.parity import Reference, Verdict, judge
+from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
+
+pytestmark = pytest.mark.slow
+
+MODEL = "dummy:tiny-llama"
+NUM_REQUESTS, NUM_TOKENS = 200, 20
+FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_batched_tokens": 37}
+STOPS = ["e", "a", "\u00e9"]
+"""Strings that random bytes contain now and then; what counts is that both runs stop alike."""
+
+
+class UnevenLink(EmulatedLink):
+    """Slow, and up to three times as slow as that, by dice."""
+
+    def __init__(self, seed: int) -> None:
+        curve = LinkCurve(1e-4, ((BLOCK_BYTES, BLOCK_BYTES / 4e-4),))
+        super().__init__(LinkProfile("uneven", curve, curve, "this test"), scale=1.0)
+        self._dice = Random(seed)
+
+    def time_s(self, direction: Direction, num_bytes: int) -> float:
+        return super().time_s(direction, num_bytes) * self._dice.uniform(1.0, 3.0)
+
+
+@dataclass
+class Storm:
+    """Requests that arrive one after the other at an engine to which everything happens."""
+
+    engine: Engine
+    dice: Random
+    is_honest: bool = True
+    outputs: dict[SeqId, list[int]] = field(default_factory=dict)
+    aborted: set[SeqId] = field(default_factory=set)
+    lives: dict[SeqId, Seq] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> SwapSlots:
+        executor: Any = self.engine._executor
+        slots: SwapSlots = executor._swap._tiers[Tier.HOST].slots
+        return slots
+
+    def make_unreliable(self, seed: int) -> None:
+        """A link of its own, on which every fifth copy fails."""
+        executor: Any = self.engine._executor
+        tiers, slots = executor._swap._tiers, self.slots
+        old = tiers[Tier.HOST].engine
+        engine = HostTransferEngine(old._pool, slots, UnevenLink(seed)).start()
+        tiers[Tier.HOST] = SwapTier(slots, FaultyTransferEngine(engine, failing=range(0, 1_000_000, 5)))
+        old.close()
+
+    def rage(self, requests: Sequence[Request]) -> EngineStats:
+        """Until nothing is alive; laws are checked after every step."""
+        arriving, engine, num_steps = list(reversed(requests)), self.engine, 0
+        while arriving or engine.has_unfinished:
+            while arriving and len(engine.loop.state.sequences) < 24 and self.dice.random() < 0.5:
+                seq_id = engine.add(arriving.pop())
+                self.outputs[seq_id] = []
+                self.lives[seq_id] = engine.loop.state.sequences[seq_id]
+            for seq_id, delta in engine.step():
+                self.outputs[seq_id] += delta.token_ids
+            engine.loop.check_integrity()
+            self._strike()
+            num_steps += 1
+            assert num_steps < 100_000, "the engine does not come to rest"
+        return engine.stats()
+
+    def _strike(self) -> None:
+        seqs = list(self.engine.loop.state.sequences.values())
+        if seqs and self.dice.random() < 0.0015:
+            victim = self.dice.choice(seqs).seq_id
+            if self.engine.finish(victim, FinishReason.ABORT):
+                self.aborted.add(victim)
+        kept = [backup for seq in seqs for backup in (*seq.backups, *((seq.tail[0],) if seq.tail else ()))]
+        whole = [backup.location.slot for backup in kept if backup.is_whole]
+        if not self.is_honest:
+            self.slots.words[whole] = 0
+            self.slots.digests[whole] = np.int64(SEED)
+        elif whole and self.dice.random() < 0.02:
+            self.slots.words[self.dice.choice(whole), self.dice.randrange(2), self.dice.randrange(1024)] ^= 1 << 7
+
+    def num_preempted_in_prompts(self) -> int:
+        """Requests that left before their first token."""
+        count = 0
+        for seq in self.lives.values():
+            first_s = seq.lifecycle.token_times_s[0] if seq.lifecycle.token_times_s else float("inf")
+            count += any(what is EventKind.PREEMPTED and when < first_s for when, what in seq.lifecycle.events)
+        return count
+
+    def verdict(self, expected: Sequence[Reference]) -> Verdict:
+        """Compare what was not aborted with the calm run."""
+        seq_ids = [seq_id for seq_id in self.outputs if seq_id not in self.aborted]
+        return judge([expected[seq_id] for seq_id in seq_ids], [self.outputs[seq_id] for seq_id in seq_ids])
+
+
+@contextmanager
+def storm(seed: int, **flags: Any) -> Iterator[Storm]:
+    swapping = {"kv_memory": 24 * BLOCK_BYTES, "swap": "host", "swap_memory": 40 * BLOCK_BYTES}
+    engine = build_engine(EngineConfig(model=MODEL, **(FLAGS | swapping | flags)))
+    try:
+        engine.loop.policy = ImpatientPolicy()
+        one = Storm(engine, Random(seed))
+        one.make_unreliable(seed)
+        yield one
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Prompts of 1 to 100 tokens, a third of which begin with one of four prefixes; every fourth has stop strings."""
+    dice = Random(11)
+    prefixes = [tuple(dice.randrange(256) for _ in range(48)) for _ in range(4)]
+    made = []
+    for index in range(NUM_REQUESTS):
+        prompt = tuple(dice.randrange(256) for _ in range(dice.randrange(1, 52)))
+        params = SamplingParams(
+            temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, stop=tuple(STOPS) if index % 4 == 1 else ()
+        )
+        prompt = dice.choice(prefixes) + prompt if index % 3 == 0 else prompt
+        made.append(Request(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=float(index)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(requests: list[Request]) -> list[Reference]:
+    """What an engine says that has room for everybody."""
+    prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
+    params = [replace(request.params, logprobs=2) for request in requests]
+    with LLM(MODEL, **FLAGS, kv_memory=2**24, policy="fcfs", swap="none") as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
+    references = []
+    for output in outputs:
+        tops = [entry.top for entry in output.outputs[0].logprobs or ()]
+        references.append(Reference(output.outputs[0].token_ids, [best[1] - second[1] for best, second in tops]))
+    assert len({len(reference.token_ids) for reference in references}) > 3, "nobody stops at a string"
+    return references
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_tokens_are_those_of_a_calm_run(caches: bool, requests: list[Request], expected: list[Reference]) -> None:
+    with storm(seed=2, enable_prefix_caching=caches) as one:
+        stats = one.rage(requests)
+        backups = one.engine.loop.state.backups
+        verdict = one.verdict(expected)
+        print(verdict, stats.preemptions, stats.swap_bytes, stats.failed_transfers, stats.num_requests)
+        assert verdict.is_equal, verdict
+        assert verdict.num_equal > 0.7 * NUM_REQUESTS
+        assert stats.preemptions["swap"] > 100
+        assert stats.preemptions["recompute"] > 10
+        assert one.num_preempted_in_prompts() > 10
+        assert min(stats.swap_bytes.values()) > 100 * BLOCK_BYTES
+        assert stats.backup_bytes > 10 * BLOCK_BYTES
+        assert stats.failed_transfers["not_copied"] > 10
+        assert stats.failed_transfers["digest_mismatch"] > 3
+        assert stats.num_requests["abort"] == len(one.aborted) > 3
+        assert stats.num_requests["stop"] > 3
+        assert (stats.num_cached_tokens > 0) is caches
+        assert stats.kv_bytes["host"] == stats.num_used_blocks == 0
+        assert backups.is_at_rest
+        assert caches or backups.num_idle(Tier.HOST) == 0
+
+
+def test_zeroed_blocks_are_noticed(requests: list[Request], expected: list[Reference]) -> None:
+    """Negative control: wrong bytes whose digests were forged to fit."""
+    with storm(seed=2) as one:
+        one.is_honest = False
+        one.rage(requests)
+        assert len(one.verdict(expected).wrong) > 10

@@ -1,0 +1,109 @@
+"""When a prefix is fetched from swap space, and when one is saved there, by example."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from floodplain.core.plan import Chunk, PrefixBackupOrder, Reason, Resumption
+from floodplain.core.request import SeqId
+from floodplain.core.tiers import Tier
+from floodplain.core.view import Prices, SequenceView
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.prefixes import pays_to_fetch, prefix_backup
+from floodplain.policy.registry import make_policy
+from tests.support.views import host, make_view, stream, swapped, waiting
+
+PRICES = Prices(step_s=0.04, prefill_token_s=0.001)
+
+
+def knows(number: int, num_tokens: int = 30, **fields: object) -> SequenceView:
+    """A new request of which six blocks of 4 tokens lie in swap space."""
+    return waiting(number, num_tokens, **({"num_backed_blocks": 6, "num_restorable_tokens": 24} | fields))
+
+
+@pytest.mark.parametrize(
+    ("block_s", "latency_s", "num_inbound", "pays"),
+    [(0.001, 0.0, 0, True), (0.005, 0.0, 0, False), (0.001, 0.02, 0, False), (0.001, 0.0, 20, False)],
+)
+def test_a_prefix_is_fetched_if_that_is_sooner_than_computing_it(
+    block_s: float, latency_s: float, num_inbound: int, pays: bool
+) -> None:
+    tier = host(block_s=block_s, latency_s=latency_s, num_inbound_blocks=num_inbound)
+    view = make_view(knows(0), tiers=(tier,), prices=PRICES)  # 24 tokens take 24 ms to compute
+    assert pays_to_fetch(view, view.waiting[0]) is pays
+
+
+def test_what_is_on_the_device_already_is_not_worth_a_copy() -> None:
+    tier = host(block_s=0.001)
+    row = knows(0, num_cached_tokens=20, num_backed_blocks=1)
+    assert pays_to_fetch(make_view(row, tiers=(tier,), prices=PRICES), row)
+    assert not pays_to_fetch(make_view(row, tiers=(host(block_s=0.005),), prices=PRICES), row)
+    nothing = waiting(0, 30, num_cached_tokens=24, num_restorable_tokens=24)
+    assert not pays_to_fetch(make_view(nothing, tiers=(tier,)), nothing)
+
+
+def test_nobody_fetches_without_swap_space() -> None:
+    assert not pays_to_fetch(make_view(knows(0), tiers=()), knows(0))
+
+
+@pytest.mark.parametrize("name", ["fcfs", "cfs", "fair", "paced"])
+@pytest.mark.parametrize("others", [(), (swapped(5),)])
+def test_every_policy_fetches_and_lets_the_others_start(name: str, others: tuple[SequenceView, ...]) -> None:
+    """Before the gate and behind it: it is open while somebody is swapped out."""
+    view = make_view(knows(0), waiting(1, 8), *others, prices=PRICES)
+    decision = make_policy(name).decide(view, 1.0, Random(0))
+    assert Resumption(SeqId(0), Reason.PREFIX_IN_SWAP) in decision.resumptions
+    assert decision.admissions == (Chunk(SeqId(1), 8),)
+
+
+def test_fcfs_lets_nobody_pass_a_fetch_that_finds_no_room() -> None:
+    view = make_view(knows(0), waiting(1, 8), num_available_blocks=5)
+    decision = FcfsPolicy().decide(view, 0.0, Random(0))
+    assert not decision.resumptions
+    assert not decision.admissions
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------
+
+FULL = {"num_available_blocks": 40, "num_empty_blocks": 3, "prices": Prices(step_s=0.010), "max_batched_tokens": 64}
+
+
+def test_what_a_step_could_evict_is_saved_first() -> None:
+    assert prefix_backup(make_view(**FULL), 100) == PrefixBackupOrder(16, Tier.HOST)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_spare"),
+    [
+        ({"tiers": ()}, 100),  # nowhere to go
+        ({"tiers": (host(num_outbound_blocks=1),)}, 100),  # the link is busy
+        ({"tiers": (host(num_free_slots=0),)}, 100),
+        ({"num_empty_blocks": 16}, 100),  # the next step evicts nothing
+        ({"num_available_blocks": 3}, 100),  # nothing is cached
+        ({}, 1),  # blocks that somebody may need are not held up
+    ],
+)
+def test_nothing_is_saved_that_need_not_or_must_not_be(fields: dict[str, object], num_spare: int) -> None:
+    assert prefix_backup(make_view(**(FULL | fields)), num_spare) is None
+
+
+def test_a_save_is_no_larger_than_the_link_the_slots_and_half_of_what_is_spare() -> None:
+    for tier, num_spare, expected in [
+        (host(block_s=0.002), 100, 5),
+        (host(num_free_slots=7), 100, 7),
+        (host(), 20, 10),
+    ]:
+        assert prefix_backup(make_view(**(FULL | {"tiers": (tier,)})), num_spare) == PrefixBackupOrder(
+            expected, Tier.HOST
+        )
+
+
+def test_only_the_closed_gate_saves() -> None:
+    rows = [stream(number) for number in range(12)]
+    calm = make_view(*rows, **(FULL | {"num_available_blocks": 40}))
+    crowded = make_view(*rows, waiting(20, 60), **(FULL | {"num_available_blocks": 8}))
+    decide = make_policy("paced").decide
+    assert decide(calm, 0.0, Random(0)).prefix_backup is not None
+    assert decide(crowded, 0.0, Random(0)).prefix_backup is None

@@ -1,0 +1,173 @@
+"""Prefixes that outlive their requests in swap space: saved before the device forgets them, fetched by newcomers."""
+
+from __future__ import annotations
+
+import pytest
+
+from floodplain.core.plan import Decision, PrefixBackupOrder, Reason, Resumption, StepPlan, TransferKind
+from floodplain.core.request import FinishReason, SeqId
+from floodplain.core.sequence import Status
+from floodplain.core.tiers import Tier
+from tests.support.driver import Choice, Driver, ScriptedPolicy, computed
+from tests.support.loops import make_loop
+
+PROMPT = range(10)  # two full blocks of 4, and two tokens
+
+
+def make_driver(num_blocks: int = 16, num_slots: int = 16, **kwargs: object) -> Driver:
+    policy = ScriptedPolicy()
+    return Driver(make_loop(policy=policy, num_blocks=num_blocks, num_slots=num_slots, **kwargs))  # type: ignore[arg-type]
+
+
+def save(num_blocks: int = 99) -> Choice:
+    """Beside a step of FCFS there is always something to run, so it stands alone here."""
+    return lambda view: Decision(prefix_backup=PrefixBackupOrder(num_blocks, Tier.HOST), wake_s=1e9)
+
+
+def fetch(seq_id: SeqId) -> Choice:
+    return lambda view: Decision(resumptions=(Resumption(seq_id, Reason.PREFIX_IN_SWAP),), wake_s=1e9)
+
+
+def plan(driver: Driver, choice: Choice) -> StepPlan:
+    driver.loop.policy.script.append(choice)  # type: ignore[attr-defined]
+    made = driver.plan()
+    assert isinstance(made, StepPlan)
+    driver.complete()
+    return made
+
+
+def live_through(driver: Driver, prompt: range = PROMPT) -> None:
+    """A request comes and goes; its full blocks stay cached on the device."""
+    driver.submit(prompt, max_tokens=2, ignore_eos=True)
+    driver.run()
+
+
+def saved(driver: Driver) -> SeqId:
+    """A prefix is in swap space only, and a newcomer begins with it."""
+    live_through(driver)
+    newcomer = driver.submit([*PROMPT, 21, 22], max_tokens=3, ignore_eos=True)
+    plan(driver, save())
+    driver.settle()
+    driver.evict_everything()
+    return newcomer
+
+
+def num_idle(driver: Driver) -> int:
+    return driver.loop.state.backups.num_idle(Tier.HOST)
+
+
+def test_a_prefix_that_the_device_forgot_comes_back_from_swap_space() -> None:
+    driver = make_driver()
+    newcomer = saved(driver)
+    assert num_idle(driver) == 2
+    [back] = plan(driver, fetch(newcomer)).transfers
+    assert (back.kind, len(back.blocks), back.reason) == (TransferKind.SWAP_IN, 2, Reason.PREFIX_IN_SWAP)
+    assert driver.seq(newcomer).status is Status.LOADING
+    driver.settle()
+    assert computed(driver.step()) == {newcomer: 4}
+    assert driver.seq(newcomer).lifecycle.num_cached_tokens == 8
+    driver.run()
+    assert driver.loop.counters.num_cached_tokens == 8
+    assert driver.loop.counters.num_recomputed_tokens == 0
+
+
+def test_fcfs_fetches_it_unasked() -> None:
+    driver = make_driver()
+    newcomer = saved(driver)
+    plans = driver.run()
+    assert [t.kind for made in plans for t in made.transfers] == [TransferKind.SWAP_IN]
+    assert driver.finished[newcomer] is FinishReason.LENGTH
+
+
+def test_what_is_saved_once_is_not_saved_again() -> None:
+    driver = make_driver()
+    saved(driver)
+    live_through(driver, range(30, 40))
+    driver.submit([60], max_tokens=3, ignore_eos=True)
+    [transfer] = plan(driver, save()).transfers
+    assert transfer.seq_id is None
+    assert len(transfer.blocks) == 2 + 1  # the other prompt, and what the newcomer added to its prefix
+    driver.settle()
+    driver.run()
+
+
+def test_only_the_next_to_go_are_saved() -> None:
+    driver = make_driver()
+    live_through(driver)
+    live_through(driver, range(30, 40))
+    oldest = driver.loop.state.ledger.cached_blocks()[:2]
+    driver.submit([60], max_tokens=2, ignore_eos=True)
+    [transfer] = plan(driver, save(2)).transfers
+    assert list(transfer.blocks) == oldest
+    driver.settle()
+    assert driver.loop.state.ledger.cached_blocks()[:2] == oldest
+    driver.run()
+
+
+def test_a_save_that_failed_is_a_miss() -> None:
+    driver = make_driver()
+    live_through(driver)
+    newcomer = driver.submit([*PROMPT, 21, 22], max_tokens=3, ignore_eos=True)
+    plan(driver, save())
+    driver.settle(ok=False)
+    driver.evict_everything()
+    assert computed(driver.step()) == {newcomer: 12}
+    driver.run()
+
+
+def test_a_fetch_that_failed_is_computed_and_not_tried_for_ever() -> None:
+    driver = make_driver()
+    newcomer = saved(driver)
+    plan(driver, fetch(newcomer))
+    driver.settle(ok=False)
+    assert driver.seq(newcomer).status is Status.WAITING
+    assert computed(driver.step()) == {newcomer: 12}
+    driver.run()
+    assert driver.loop.counters.num_failed_transfers == 1
+    assert driver.loop.counters.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_client_that_hangs_up_during_its_fetch_leaves_nothing_behind(ok: bool) -> None:
+    driver = make_driver()
+    newcomer = saved(driver)
+    plan(driver, fetch(newcomer))
+    driver.loop.finish(newcomer, FinishReason.ABORT, driver.now)
+    driver.settle(ok=ok)
+    driver.run()
+    assert num_idle(driver) == (2 if ok else 0)
+
+
+def test_a_block_that_is_saved_can_be_revived_meanwhile() -> None:
+    driver = make_driver()
+    live_through(driver)
+    newcomer = driver.submit([*PROMPT, 21, 22], max_tokens=3, ignore_eos=True)
+    plan(driver, save())
+    assert computed(driver.step()) == {newcomer: 4}
+    driver.settle()
+    driver.run()
+
+
+def test_need_takes_the_slots_of_the_prefix_that_was_used_least_recently() -> None:
+    driver = make_driver(num_slots=4)
+    for first in (0, 30, 60):
+        live_through(driver, range(first, first + 10))
+        driver.submit([5], max_tokens=1, ignore_eos=True)
+        plan(driver, save(2 if first else 99))
+        driver.settle()
+        driver.run()
+        driver.evict_everything()
+    found = []
+    for first in (0, 30, 60):
+        newcomer = driver.submit(range(first, first + 10), max_tokens=1, ignore_eos=True)
+        driver.run()
+        found.append(driver.finished[newcomer] is FinishReason.LENGTH and driver.loop.counters.num_cached_tokens)
+    assert found == [0, 8, 16]
+
+
+def test_without_a_prefix_cache_nothing_stays() -> None:
+    driver = make_driver(caches_prefixes=False)
+    live_through(driver)
+    driver.submit(PROMPT, max_tokens=2, ignore_eos=True)
+    driver.run()
+    assert num_idle(driver) == 0
