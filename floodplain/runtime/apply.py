@@ -47,13 +47,13 @@ class PlanBuilder:
 
     def _start_moves(self, decision: Decision, now: float) -> list[Transfer]:
         """Departures first, since they make room; then prefix hits, before anything new can evict them."""
-        moves = [self._moves.preempt(order, now) for order in decision.preemptions]
+        moves = [self._moves.out.preempt(order, now) for order in decision.preemptions]
         for admission in decision.admissions:
-            self._share_prefix(self._expect(admission.seq_id, Status.WAITING))
-        moves += [self._moves.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
-        moves += [self._moves.back_up(order.seq_id, order.num_blocks, order.tier) for order in decision.backups]
+            self._share_prefix(self._state.expect(admission.seq_id, Status.WAITING))
+        moves += [self._moves.back.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
+        moves += [self._moves.out.back_up(order.seq_id, order.num_blocks, order.tier) for order in decision.backups]
         if decision.prefix_backup is not None:
-            moves.append(self._moves.save_prefixes(decision.prefix_backup))
+            moves.append(self._moves.out.save_prefixes(decision.prefix_backup))
         return [move for move in moves if move is not None]
 
     # -- decodes ---------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class PlanBuilder:
     # -- chunks ----------------------------------------------------------------------------------------------------
 
     def _schedule_chunk(self, chunk: Chunk, status: Status, now: float) -> tuple[Sequence, PrefillChunk]:
-        state, seq = self._state, self._expect(chunk.seq_id, status)
+        state, seq = self._state, self._state.expect(chunk.seq_id, status)
         start, num_tokens = seq.num_scheduled, chunk.num_tokens
         if not 0 < num_tokens <= len(seq.tokens) - start or seq.is_decoding:
             raise InvariantError(f"sequence {seq.seq_id} cannot run {num_tokens} tokens from {start} on")
@@ -140,9 +140,3 @@ class PlanBuilder:
         blocks: list[BlockId] = seq.blocks if seq is not None else []
         if blocks:
             self._tables.append(TableUpdate(seq_id, 0, tuple(blocks)))
-
-    def _expect(self, seq_id: SeqId, status: Status) -> Sequence:
-        seq = self._state.sequences.get(seq_id)
-        if seq is None or seq.status is not status:
-            raise InvariantError(f"sequence {seq_id} is not {status.value}")
-        return seq

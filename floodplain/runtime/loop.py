@@ -219,7 +219,7 @@ class Loop:
             if not moved.keys().isdisjoint(seq.blocks):
                 seq.blocks = [moved.get(block, block) for block in seq.blocks]
                 self.state.stale_tables.add(seq.seq_id)
-        self._moves.remap_blocks(moved)
+        self._moves.back.remap_blocks(moved)
 
     @property
     def counters(self) -> Counters:
@@ -243,7 +243,7 @@ class Loop:
             InvariantError: One is broken.
         """
         state = self.state
-        state.ledger.check_integrity(state.block_tables() + self._moves.shared_tables())
+        state.ledger.check_integrity(state.block_tables() + self._moves.back.shared_tables())
         state.backups.check_integrity()
         groups = [state.running, state.swapped, state.loading]
         for group in groups:

@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from floodplain.core.backups import BackupTable
+from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
@@ -105,6 +105,17 @@ class LoopState:
         self.released: list[SeqId] = []
         """Sequences that are gone and that the executor has not been told of."""
 
+    def expect(self, seq_id: SeqId, *statuses: Status) -> Sequence:
+        """The sequence of this name, in one of these states.
+
+        Raises:
+            InvariantError: There is none.
+        """
+        seq = self.sequences.get(seq_id)
+        if seq is None or seq.status not in statuses:
+            raise InvariantError(f"sequence {seq_id} is not {' or '.join(status.value for status in statuses)}")
+        return seq
+
     def enter(self, seq: Sequence, status: Status) -> None:
         """Move a sequence to ``status`` and to the collection that goes with it."""
         self._leave(seq)
@@ -145,6 +156,12 @@ class LoopState:
         self.stale_rows.add(seq.seq_id)
         self.released.append(seq.seq_id)
 
+    def keep_backup(self, seq: Sequence, backup: Backup) -> None:
+        """A sequence needs a copy of one of its blocks."""
+        self.backups.keep(backup)
+        seq.backups.append(backup)
+        self.stale_rows.add(seq.seq_id)
+
     def release_backups(self, seq: Sequence) -> None:
         """The sequence needs no copy of its blocks any more."""
         for backup in seq.backups:
@@ -157,6 +174,19 @@ class LoopState:
         if seq.tail is not None:
             self.backups.release(seq.tail[0])
             seq.tail = None
+
+    def drop_lost(self, lost: tuple[Backup, ...]) -> None:
+        """Nobody keeps what is lost; a swapped sequence that has nothing left waits like a new one."""
+        gone = set(lost)
+        for seq in self.sequences.values():
+            for backup in [backup for backup in seq.backups if backup in gone]:
+                seq.backups.remove(backup)
+                self.backups.release(backup)
+                self.stale_rows.add(seq.seq_id)
+            if seq.tail is not None and seq.tail[0] in gone:
+                self.release_tail(seq)
+            if seq.status is Status.SWAPPED and not seq.backups and seq.tail is None:
+                self.enter(seq, Status.WAITING)
 
     def block_tables(self) -> list[list[BlockId]]:
         """The block tables of all sequences, finished ones that a step still touches included."""

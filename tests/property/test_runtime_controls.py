@@ -12,10 +12,10 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import StepPlan, Transfer, TransferKind
 from floodplain.core.sequence import Sequence
-from floodplain.runtime import moves as moving
 from floodplain.runtime.apply import PlanBuilder
+from floodplain.runtime.arrivals import Arrivals
+from floodplain.runtime.departures import Departures
 from floodplain.runtime.loop import Loop
-from floodplain.runtime.moves import Moves
 from floodplain.runtime.state import LoopState
 from tests.support.loops import FakeExecutor
 from tests.support.stories import make_story_loop, tell
@@ -85,17 +85,17 @@ def an_executor_that_mixes_up_two_slots(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def a_loop_that_commits_failed_backups(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Moves._settle_outbound
-    monkeypatch.setattr(Moves, "_settle_outbound", lambda self, move, ok: settle(self, move, True))
+    settle = Departures.settle
+    monkeypatch.setattr(Departures, "settle", lambda self, transfer_id, ok: settle(self, transfer_id, True))
 
 
 def a_loop_that_believes_a_failed_restore(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Moves._settle_inbound
-    monkeypatch.setattr(Moves, "_settle_inbound", lambda self, move, ok, now: settle(self, move, True, now))
+    settle = Arrivals.settle
+    monkeypatch.setattr(Arrivals, "settle", lambda self, transfer_id, ok, now: settle(self, transfer_id, True, now))
 
 
 def a_loop_that_keeps_an_old_tail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Moves, "_tail_key", lambda self, seq: seq.root)
+    monkeypatch.setattr(Departures, "_tail_key", lambda self, seq: seq.root)
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def a_loop_that_forgets_stale_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_loop_that_forgets_who_is_on_the_way_in_when_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving.Moves, "remap_blocks", lambda self, moved: None)
+    monkeypatch.setattr(Arrivals, "remap_blocks", lambda self, moved: None)
 
 
 def a_loop_that_loses_what_a_postponed_plan_said(monkeypatch: pytest.MonkeyPatch) -> None:

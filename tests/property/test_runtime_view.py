@@ -20,7 +20,6 @@ from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import SequenceView, View
 from floodplain.runtime.apply import PlanBuilder
-from floodplain.runtime.moves import Moves
 from floodplain.runtime.state import LoopState
 from floodplain.runtime.view import ViewBuilder
 from tests.support.loops import RandomPolicy
@@ -115,11 +114,11 @@ def overlooks_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def overlooks_new_backups(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: Moves, seq: Sequence, backup: Backup) -> None:
-        self._state.backups.keep(backup)
+    def keep(self: LoopState, seq: Sequence, backup: Backup) -> None:
+        self.backups.keep(backup)
         seq.backups.append(backup)
 
-    monkeypatch.setattr(Moves, "_keep", keep)
+    monkeypatch.setattr(LoopState, "keep_backup", keep)
 
 
 def keeps_old_counts(monkeypatch: pytest.MonkeyPatch) -> None:

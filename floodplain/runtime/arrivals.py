@@ -1,0 +1,150 @@
+"""Blocks on their way in: sequences that come back from swap space, and those that fetch a prefix from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from floodplain.core.backups import Backup
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.lifecycle import EventKind
+from floodplain.core.plan import Reason, Transfer, TransferKind
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Sequence, Status
+from floodplain.runtime.sources import Source, find_sources
+from floodplain.runtime.state import LoopState
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    seq: Sequence
+    origin: Status
+    sources: tuple[Source, ...]
+    table: tuple[BlockId, ...]
+    loading: tuple[BlockId, ...]
+    backups: tuple[Backup, ...]
+
+
+class Arrivals:
+    """Begins inbound transfers and settles them. Owns those in flight.
+
+    Args:
+        state: Of the loop.
+        next_id: Numbers transfers, never twice.
+    """
+
+    def __init__(self, state: LoopState, next_id: Callable[[], int]) -> None:
+        self._state = state
+        self._next_id = next_id
+        self._in_flight: dict[int, _Arrival] = {}
+
+    def __len__(self) -> int:
+        """Transfers in flight."""
+        return len(self._in_flight)
+
+    def __contains__(self, transfer_id: int) -> bool:
+        """Whether a transfer is in flight."""
+        return transfer_id in self._in_flight
+
+    def shared_tables(self) -> list[list[BlockId]]:
+        """References held by sequences on their way in: blocks that were on the device already."""
+        moves = self._in_flight.values()
+        return [[block for block in move.table if block not in set(move.loading)] for move in moves]
+
+    def remap_blocks(self, moved: dict[BlockId, BlockId]) -> None:
+        """Blocks that no copy touches moved; sequences on their way in may hold some of them."""
+        for transfer_id, move in self._in_flight.items():
+            table = tuple(moved.get(block, block) for block in move.table)
+            self._in_flight[transfer_id] = replace(move, table=table)
+
+    def resume(self, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
+        """Bring a sequence onto the device with what swap space has of it; what it lacks is left to compute.
+
+        Returns:
+            The copy that must arrive before it runs; None if nothing needs one and it is running now.
+
+        Raises:
+            InvariantError: There are too few blocks.
+        """
+        state, seq = self._state, self._state.expect(seq_id, Status.SWAPPED, Status.WAITING)
+        sources = find_sources(state, seq)
+        for source in sources:
+            if source.block is not None and source.key is not None:
+                state.ledger.share(source.key)
+        backups = tuple(source.backup for source in sources if source.backup is not None)
+        loading = state.ledger.begin_load(len(backups))
+        if loading is None:
+            raise InvariantError(f"{len(backups)} blocks to load for sequence {seq_id}, fewer available")
+        inbound = iter(loading)
+        table = tuple(next(inbound) if source.block is None else source.block for source in sources)
+        move = _Arrival(seq, seq.status, tuple(sources), table, tuple(loading), backups)
+        if seq.status is Status.WAITING:  # a swapped one keeps them already
+            for backup in backups:
+                state.keep_backup(seq, backup)
+        if not loading:
+            self._arrive(move, now)
+            return None
+        state.backups.begin_read(backups)
+        for backup in backups:
+            state.num_inbound_blocks[backup.location.tier] += 1
+        state.enter(seq, Status.LOADING)
+        seq.num_arriving = len(table)
+        transfer_id = self._next_id()
+        self._in_flight[transfer_id] = move
+        locations = tuple(backup.location for backup in backups)
+        return Transfer(transfer_id, TransferKind.SWAP_IN, seq_id, move.loading, locations, reason)
+
+    def _arrive(self, move: _Arrival, now: float) -> None:
+        state, seq = self._state, move.seq
+        state.ledger.commit_load(move.loading)
+        seq.blocks, seq.num_arriving = list(move.table), 0
+        seq.num_computed = seq.num_scheduled = move.sources[-1].num_tokens if move.sources else 0
+        for source, block in zip(move.sources, move.table, strict=True):
+            if source.key is not None:
+                seq.num_sealed += 1
+                if source.block is None:
+                    state.ledger.seal(block, source.key)
+        self._state.release_tail(seq)
+        self._release_unrestored(seq)
+        if move.origin is Status.WAITING:
+            state.note_start(seq, now)
+        else:
+            seq.lifecycle.record(EventKind.SWAPPED_IN, now)
+        state.stale_tables.add(seq.seq_id)
+        state.enter(seq, Status.RUNNING)
+
+    def _release_unrestored(self, seq: Sequence) -> None:
+        """Backups of blocks that must be computed again: no view may count them for blocks that are on the device."""
+        restored = set(seq.keys[: seq.num_sealed])
+        for backup in [backup for backup in seq.backups if backup.key not in restored]:
+            seq.backups.remove(backup)
+            self._state.backups.release(backup)
+
+    def settle(self, transfer_id: int, ok: bool, now: float) -> None:
+        """The executor is done with a transfer, well or not."""
+        state, move = self._state, self._in_flight.pop(transfer_id)
+        seq = move.seq
+        for backup in move.backups:
+            state.num_inbound_blocks[backup.location.tier] -= 1
+        is_wanted = seq.status is Status.LOADING
+        if ok and is_wanted:
+            state.backups.finish_read(move.backups)
+            self._arrive(move, now)
+            return
+        self._give_back(move)
+        if is_wanted:
+            state.enter(seq, move.origin)
+        if is_wanted and move.origin is Status.WAITING:
+            state.release_backups(seq)
+        if not ok:
+            for backup in move.backups:
+                state.backups.lose(backup)
+            state.drop_lost(move.backups)
+        state.backups.finish_read(move.backups)
+
+    def _give_back(self, move: _Arrival) -> None:
+        move.seq.num_arriving = 0
+        loading = set(move.loading)
+        self._state.ledger.free([block for block in move.table if block not in loading])
+        self._state.ledger.abort_load(move.loading)

@@ -1,0 +1,183 @@
+"""Blocks on their way out: sequences that leave, full blocks written behind, prefixes that would be forgotten.
+
+What is backed up already is never copied again, so preempting a sequence whose full blocks were written behind moves
+its last, partly filled block at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from floodplain.core.backups import Backup
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.hashing import BlockKey, block_key
+from floodplain.core.lifecycle import EventKind
+from floodplain.core.plan import Preemption, PreemptionMode, PrefixBackupOrder, Reason, Transfer, TransferKind
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Sequence, Status
+from floodplain.core.tiers import Tier
+from floodplain.runtime.state import LoopState
+
+
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    seq_id: SeqId | None
+    blocks: tuple[BlockId, ...]
+    backups: tuple[Backup, ...]
+
+
+class Departures:
+    """Begins outbound transfers and settles them. Owns those in flight.
+
+    Args:
+        state: Of the loop.
+        next_id: Numbers transfers, never twice.
+    """
+
+    def __init__(self, state: LoopState, next_id: Callable[[], int]) -> None:
+        self._state = state
+        self._next_id = next_id
+        self._in_flight: dict[int, _Departure] = {}
+
+    def __len__(self) -> int:
+        """Transfers in flight."""
+        return len(self._in_flight)
+
+    def __contains__(self, transfer_id: int) -> bool:
+        """Whether a transfer is in flight."""
+        return transfer_id in self._in_flight
+
+    def preempt(self, order: Preemption, now: float) -> Transfer | None:
+        """Take a running sequence off the device.
+
+        Returns:
+            The copy that must be made; None if everything is backed up, or shall be recomputed.
+
+        Raises:
+            InvariantError: The sequence is in an outstanding step, or the tier has too few slots.
+        """
+        state, seq = self._state, self._state.expect(order.seq_id, Status.RUNNING)
+        if seq.num_outstanding:
+            raise InvariantError(f"sequence {seq.seq_id} is preempted in an outstanding step")
+        is_swap = order.mode is PreemptionMode.SWAP and seq.num_computed > 0
+        transfer = self._write_out(seq, order) if is_swap else None
+        if not is_swap:
+            state.release_backups(seq)
+        state.free_blocks(seq)
+        seq.lifecycle.record(EventKind.PREEMPTED, now)
+        state.counters.preemptions["swap" if is_swap else "recompute"] += 1
+        state.enter(seq, Status.SWAPPED if is_swap else Status.WAITING)
+        return transfer
+
+    def back_up(self, seq_id: SeqId, num_blocks: int, tier: Tier) -> Transfer | None:
+        """Write up to ``num_blocks`` more full, computed blocks of a running sequence behind; None if none are left.
+
+        Those that have a backup already count: they are kept from now on, so that their slots do not give way any more.
+        """
+        seq = self._state.expect(seq_id, Status.RUNNING)
+        missing = self._keep_known(seq, num_blocks)
+        return self._begin(seq, missing, tier, TransferKind.BACKUP, None) if missing else None
+
+    def save_prefixes(self, order: PrefixBackupOrder) -> Transfer | None:
+        """Write content that the device would forget next to swap space; None if all of it is there already."""
+        state = self._state
+        missing = [
+            (block, key)
+            for block, key in state.ledger.next_evicted(order.num_blocks)
+            if state.backups.find(key) is None
+        ]
+        backups = state.backups.begin_write(order.tier, [key for _, key in missing])
+        if not missing or backups is None:
+            return None
+        blocks = tuple(block for block, _ in missing)
+        state.ledger.pin_cached(blocks)
+        state.num_outbound_blocks[order.tier] += len(blocks)
+        return self._start(TransferKind.BACKUP, _Departure(None, blocks, tuple(backups)), None)
+
+    def _write_out(self, seq: Sequence, order: Preemption) -> Transfer | None:
+        missing = self._keep_known(seq)
+        num_full, num_tail = divmod(seq.num_computed, self._state.ledger.block_tokens)
+        if num_tail:
+            missing.append((num_full, self._tail_key(seq)))
+        if not missing:
+            return None
+        if order.tier is None:
+            raise InvariantError(f"sequence {seq.seq_id} is swapped out to no tier")
+        transfer = self._begin(seq, missing, order.tier, TransferKind.SWAP_OUT, order.reason)
+        if num_tail:
+            seq.tail = (seq.backups.pop(), seq.num_computed)
+            seq.tail[0].is_private = True
+        return transfer
+
+    def _tail_key(self, seq: Sequence) -> BlockKey:
+        """Nobody shares a partial block, so its key is the sequence's own, and another one each time."""
+        return block_key(BlockKey(seq.root + b"tail"), (seq.seq_id, self._next_id()))
+
+    def _keep_known(self, seq: Sequence, most: int | None = None) -> list[tuple[int, BlockKey]]:
+        """Go over the full blocks that it keeps no backup of, ``most`` at most: keep those backups that exist.
+
+        Returns:
+            (index, key) of those that do not.
+        """
+        block_tokens = self._state.ledger.block_tokens
+        keys = seq.keys_for(seq.num_computed // block_tokens, block_tokens)
+        kept = {backup.key for backup in seq.backups}
+        missing = []
+        for index, key in islice(((index, key) for index, key in enumerate(keys) if key not in kept), most):
+            backup = self._state.backups.find(key)
+            if backup is None:
+                missing.append((index, key))
+            else:
+                self._state.keep_backup(seq, backup)
+        return missing
+
+    def _begin(
+        self, seq: Sequence, missing: list[tuple[int, BlockKey]], tier: Tier, kind: TransferKind, reason: Reason | None
+    ) -> Transfer:
+        state = self._state
+        backups = state.backups.begin_write(tier, [key for _, key in missing])
+        if backups is None:
+            raise InvariantError(f"{len(missing)} blocks shall go to {tier}, which has fewer slots")
+        for backup in backups:
+            self._state.keep_backup(seq, backup)
+        blocks = tuple(seq.blocks[index] for index, _ in missing)
+        state.ledger.pin(blocks)
+        state.stale_sharing.add(seq.seq_id)
+        seq.num_leaving += len(blocks)
+        state.num_outbound_blocks[tier] += len(blocks)
+        return self._start(kind, _Departure(seq.seq_id, blocks, tuple(backups)), reason)
+
+    def _start(self, kind: TransferKind, move: _Departure, reason: Reason | None) -> Transfer:
+        transfer_id = self._next_id()
+        self._in_flight[transfer_id] = move
+        locations = tuple(backup.location for backup in move.backups)
+        return Transfer(transfer_id, kind, move.seq_id, move.blocks, locations, reason)
+
+    def settle(self, transfer_id: int, ok: bool) -> None:
+        """The executor is done with a transfer, well or not."""
+        state, move = self._state, self._in_flight.pop(transfer_id)
+        state.ledger.unpin(move.blocks)
+        for backup in move.backups:
+            state.num_outbound_blocks[backup.location.tier] -= 1
+        if ok:
+            state.backups.commit_write(move.backups)
+        else:
+            state.backups.abort_write(move.backups)
+            state.drop_lost(move.backups)
+        seq = None if move.seq_id is None else state.sequences.get(move.seq_id)
+        if seq is not None:
+            seq.num_leaving -= len(move.blocks)
+            state.stale_rows.add(seq.seq_id)
+        self._note_unpinned(seq, move.blocks)
+
+    def _note_unpinned(self, seq: Sequence | None, blocks: tuple[BlockId, ...]) -> None:
+        """Whoever holds one of them alone can give it up now: mostly its own sequence, if it is on the device."""
+        state = self._state
+        held = {block for block in blocks if state.ledger.refcount(block) == 1}
+        if seq is not None and seq.status is Status.RUNNING and held.issubset(seq.blocks):
+            state.stale_sharing.add(seq.seq_id)
+        elif held:
+            state.ledger.sharing_version += 1
