@@ -29,11 +29,11 @@ from floodplain.workload.lengths import Lengths, chat_like
 from floodplain.workload.phases import Phase, phase_arrivals
 
 HERE = Path(__file__).resolve().parent
-LINE = StepLine(base_s=0.0135, decode_s=0.0007, prefill_token_s=0.0004)
-"""A step of SmolLM2 in bf16 on two cores, as a straight line."""
+LINE = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
+"""A step of SmolLM2 in bf16 on two cores: least squares over the 4,721 steps of a FCFS burst in benchmarks/fairness."""
 BLOCK_TOKENS, BLOCK_BYTES = 16, 368_640
 NUM_RESIDENT = 24
-PCIE, NVLINK = 0.28e9, 2.0e9
+PCIE, NVLINK = 0.76e9, 5.4e9
 """Bytes per second: the ratio of PCIe5 and NVLink4, slowed so that the faster is half of this machine's own copies."""
 
 
@@ -79,6 +79,13 @@ WAYS = (
     Way("paced/pcie, 500 slots", "paced", num_slots=500),
     Way("paced, no swap space", "paced", num_slots=0),
 )
+TRADES = tuple(
+    Way(f"paced/nvlink, --slice {slice_steps} --max-gap {gap_s}", "paced", NVLINK, settings=settings)
+    for slice_steps in (2, 4)
+    for gap_s in (2, 3, 4, 5, 7, 10)
+    for settings in [SharingSettings(slice_steps=slice_steps, max_gap_s=gap_s)]
+)
+"""What newcomers gain, those who are there lose: the settings of the default policy choose where."""
 
 
 def lengths(num_requests: int, seed: int) -> Lengths:
@@ -172,7 +179,7 @@ def main() -> None:
         print(f"\n**{load.name}**\n\n| way | " + " | ".join(COLUMNS) + " | swaps | recomputes | stall |")
         print("|---" * (len(COLUMNS) + 4) + "|")
         rows: dict[str, Any] = {}
-        for way in WAYS:
+        for way in (*WAYS, *(TRADES if load is LOADS[0] else ())):
             runs = [simulate(way, make_requests(load, capacity, seed)) for seed in args.seeds]
             rows[way.name] = {name: column(runs) for name, column in COLUMNS.items()}
             print(_row(way.name, rows[way.name], rows[WAYS[0].name], runs), flush=True)

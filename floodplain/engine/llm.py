@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,7 +108,7 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self._engine.tokenizer.encode(prompt)
         if not isinstance(prompt, Mapping):
-            raise UserError(f'a prompt is a string or {{"prompt_token_ids": [...]}}, not {prompt!r}')
+            raise UserError(f'a prompt is a string or {{"prompt_token_ids": [...]}}, not {reprlib.repr(prompt)}')
         if set(prompt) != {"prompt_token_ids"} or not all(
             isinstance(token, int) for token in prompt["prompt_token_ids"]
         ):

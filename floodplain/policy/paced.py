@@ -13,11 +13,12 @@ is silent for more than ``max_gap_s``, so silence grows beyond it only with the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from operator import attrgetter
 
 from floodplain.core.plan import Reason
-from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import blocks_held
@@ -27,6 +28,10 @@ from floodplain.policy.slices import slice_for
 
 MIN_VISITOR_SHARE = 0.1
 """Of the pool, as soon as there are visitors: enough that turns go on at all."""
+
+
+_BY_ARRIVAL = attrgetter("order_key")
+_BY_SILENCE = attrgetter("last_token_s", "order_key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class PacedPolicy(SharingPolicy):
         """Newcomers, the core by arrival, then visitors by silence; a crowd of newcomers last of all."""
         streams, fresh = _split(view)
         core, visitors = divide(view, streams, self.settings)
-        visitors.sort(key=lambda row: (silent_since(row, now), row.order_key))
+        visitors = by_silence(visitors)
         newcomers = _judge(view, now, fresh, visitors, self.settings)
         turn = slice_for(view, int(self.settings.visitor_share * view.num_blocks), self.settings)
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
@@ -62,10 +67,18 @@ def divide(
     """(the core, the visitors) of streams in order of arrival: visitors get what their pace needs, up to the limit."""
     most_blocks = settings.visitor_share * view.num_blocks
     core, visitors = _cut(view, streams, view.num_blocks - most_blocks)
-    needed_blocks = _blocks_for_pace(view, visitors, settings.pace)
+    needed_blocks = _blocks_for_pace(view, visitors, settings.pace, most_blocks)
     if needed_blocks >= most_blocks:
         return core, visitors
     return _cut(view, streams, view.num_blocks - needed_blocks)
+
+
+def by_silence(visitors: Iterable[SequenceView]) -> list[SequenceView]:
+    """The one that has been silent longest first; those that speak now come last, by arrival."""
+    speaking, silent = [], []
+    for row in visitors:
+        (speaking if row.is_decoding or row.last_token_s is None else silent).append(row)
+    return [*sorted(silent, key=_BY_SILENCE), *speaking]
 
 
 def silent_since(row: SequenceView, now: float) -> float:
@@ -77,8 +90,9 @@ def _split(view: View) -> tuple[list[SequenceView], list[SequenceView]]:
     """(streams, requests without a first token), each in order of arrival."""
     streams: list[SequenceView] = []
     fresh: list[SequenceView] = []
-    for row in sorted(live_rows(view), key=_by_arrival):
-        (streams if row.num_generated(view.step) else fresh).append(row)
+    for row in sorted(live_rows(view), key=_BY_ARRIVAL):
+        has_spoken = row.num_tokens > row.num_prompt or row.num_generated(view.step)
+        (streams if has_spoken else fresh).append(row)
     return streams, fresh
 
 
@@ -91,11 +105,18 @@ def _cut(view: View, streams: Seq[SequenceView], core_blocks: float) -> tuple[li
     return list(streams), []
 
 
-def _blocks_for_pace(view: View, visitors: Seq[SequenceView], pace: float) -> float:
-    """Blocks that let every visitor keep the pace: each must be there for ``pace * step_s`` of the time."""
+def _blocks_for_pace(view: View, visitors: Seq[SequenceView], pace: float, most_blocks: float) -> float:
+    """Blocks that let every visitor keep the pace: each must be there for ``pace * step_s`` of the time.
+
+    Nobody counts further than ``most_blocks``: under overload there are many visitors.
+    """
     presence = min(1.0, pace * view.prices.step_s) if view.prices.step_s else 1.0
-    num_blocks = sum(blocks_held(view, row) for row in visitors)
-    return max(num_blocks * presence, MIN_VISITOR_SHARE * view.num_blocks if visitors else 0.0)
+    needed_blocks = 0.0
+    for row in visitors:
+        needed_blocks += presence * blocks_held(view, row)
+        if needed_blocks >= most_blocks:
+            return needed_blocks
+    return max(needed_blocks, MIN_VISITOR_SHARE * view.num_blocks if visitors else 0.0)
 
 
 def _judge(
@@ -111,7 +132,3 @@ def _judge(
         if num_slots < 0 and row.status is not Status.RUNNING:
             return _Newcomers(fresh[:index], fresh[index:], Reason.SWAP_FULL)
     return _Newcomers(fresh)
-
-
-def _by_arrival(row: SequenceView) -> OrderKey:
-    return row.order_key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class GgufFile:
 
     def load_tokenizer(self) -> HfTokenizer:
         """The tokenizer in the file's metadata."""
-        return HfTokenizer.from_gguf(self._path)
+        return _read_tokenizer(self._path, self._path.stat().st_mtime_ns)
 
     def _parse_config(self) -> ModelConfig:
         if self._field("general.architecture") != "llama":
@@ -110,13 +111,25 @@ class GgufFile:
 
 
 def _open(path: Path) -> Any:
-    from gguf import GGUFReader
-
     try:
-        return GGUFReader(path)
+        return _read(path, path.stat().st_mtime_ns)
     except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: cannot be read as a .gguf file, is it complete? ({reason})") from None
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, changed_ns: int) -> Any:
+    """The metadata take seconds to read, string by string: once per process, as long as the file stays as it is."""
+    from gguf import GGUFReader
+
+    return GGUFReader(path)
+
+
+@lru_cache(maxsize=2)
+def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
+    """See ``_read``. Nothing changes a tokenizer, so that engines can share it."""
+    return HfTokenizer.from_gguf(path)
 
 
 def _expand(tensor: Any, path: Path) -> np.ndarray[Any, np.dtype[np.float32]]:

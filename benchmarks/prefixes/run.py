@@ -1,0 +1,135 @@
+"""What is a prefix worth that the device forgot and swap space kept? See README.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from floodplain import LLM, SamplingParams
+from floodplain.engine.build import kv_bytes_per_token
+from floodplain.engine.weights.open_model import open_model
+
+HERE = Path(__file__).resolve().parent
+MODEL = "smollm2"
+DTYPE = "bfloat16"
+QUESTION_TOKENS = 16
+"""What follows the prefix, and is new in every request."""
+FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+PLACES: dict[str, dict[str, object]] = {
+    "computed again": {"swap": "none"},
+    "host, emulated-pcie5": {"swap": "host", "hardware": "emulated-pcie5"},
+    "host, emulated-nvlink4": {"swap": "host", "hardware": "emulated-nvlink4"},
+    "host, this machine's memory": {"swap": "host"},
+}
+"""Where the prefix is when it is asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Repeated requests with one length of prefix, from one place.
+
+    Attributes:
+        place: Where the prefix was; ``device`` if it was never evicted.
+        num_prefix_tokens: Its length.
+        ttft_s: Of each repeat.
+        cached_tokens: Of each repeat: how much of the prompt was not computed.
+    """
+
+    place: str
+    num_prefix_tokens: int
+    ttft_s: list[float]
+    cached_tokens: list[int]
+
+
+class Bench:
+    """An engine whose pool holds two prompts of the longest kind, and prompts nobody has seen before."""
+
+    def __init__(self, flags: dict[str, object], longest: int, seed: int) -> None:
+        shape = open_model(MODEL).config
+        kv_memory = 2 * (longest + 64) * kv_bytes_per_token(shape, DTYPE)
+        swap = {"swap_memory": 6 * kv_memory} if flags["swap"] == "host" else {}
+        self.llm = LLM(MODEL, dtype=DTYPE, kv_memory=kv_memory, max_model_len=longest + 64, seed=seed, **flags, **swap)
+        self._dice = Random(seed)
+
+    def tokens(self, count: int) -> list[int]:
+        """A text that has nothing in common with any other."""
+        return [self._dice.randrange(1000, 40_000) for _ in range(count)]
+
+    def ask(self, prompt: list[int]) -> tuple[float, int]:
+        """(TTFT in seconds, prompt tokens that were not computed) of one request alone."""
+        output = self.llm.generate([{"prompt_token_ids": prompt}], FIRST_TOKEN, use_tqdm=False)[0]
+        assert output.lifecycle is not None and output.lifecycle.ttft_s is not None
+        return output.lifecycle.ttft_s, output.num_cached_tokens
+
+    def flood(self) -> None:
+        """Other prompts, until nothing of what was before is on the device. Short steps let copies keep up."""
+        num_tokens = self.llm.engine.loop.state.ledger.num_blocks * 16
+        for _ in range(2 * num_tokens // 256):
+            self.ask(self.tokens(256))
+
+
+def measure(place: str, lengths: list[int], num_repeats: int, seed: int) -> list[Row]:
+    """All lengths from one place; and from the device, beside computing again."""
+    bench, rows = Bench(PLACES[place], max(lengths), seed), []
+    bench.ask(bench.tokens(max(lengths)))  # warm
+    for length in lengths:
+        far: list[tuple[float, int]] = []
+        near: list[tuple[float, int]] = []
+        for _ in range(num_repeats):
+            prefix = bench.tokens(length)
+            bench.ask(prefix + bench.tokens(QUESTION_TOKENS))
+            near.append(bench.ask(prefix + bench.tokens(QUESTION_TOKENS)))
+            bench.flood()
+            far.append(bench.ask(prefix + bench.tokens(QUESTION_TOKENS)))
+        rows.append(Row(place, length, *map(list, zip(*far, strict=True))))
+        print(f"{place}, {length}: {median(rows[-1].ttft_s):.3f} s", file=sys.stderr, flush=True)
+        if place == "computed again":
+            rows.append(Row("device", length, *map(list, zip(*near, strict=True))))
+    bench.llm.close()
+    return rows
+
+
+def format_table(rows: list[Row]) -> str:
+    """Median TTFT by length and place, the range of repeats, and the gain over computing again."""
+    lengths = list(dict.fromkeys(row.num_prefix_tokens for row in rows))
+    by_key = {(row.place, row.num_prefix_tokens): row for row in rows}
+    lines = ["| where the prefix is | " + " | ".join(f"{length} tokens" for length in lengths) + " |"]
+    lines.append("|---" * (len(lengths) + 1) + "|")
+    for place in dict.fromkeys(row.place for row in rows):
+        cells = []
+        for length in lengths:
+            row, base = by_key[place, length], by_key["computed again", length]
+            ms, gain = sorted(1e3 * ttft_s for ttft_s in row.ttft_s), median(base.ttft_s) / median(row.ttft_s)
+            cells.append(f"{median(ms):.0f} ms ({ms[0]:.0f} to {ms[-1]:.0f}), {gain:.1f}x")
+        lines.append(f"| {place} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure every place, check that it was the place, print the table, keep every repeat."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1024, 1984])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    args = parser.parse_args()
+    rows = [row for place in PLACES for row in measure(place, args.lengths, args.repeats, args.seed)]
+    for row in rows:
+        expected = 0 if row.place == "computed again" else row.num_prefix_tokens
+        if any(cached != expected for cached in row.cached_tokens):
+            print(f"{row.place}, {row.num_prefix_tokens}: {row.cached_tokens} tokens came from there", file=sys.stderr)
+    command = "benchmarks/prefixes/run.py " + " ".join(sys.argv[1:])
+    result = {"command": command, "platform": platform.platform(), "rows": [asdict(row) for row in rows]}
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(format_table(rows))
+
+
+if __name__ == "__main__":
+    main()
