@@ -75,7 +75,8 @@ def divide(
 
 def by_silence(visitors: Iterable[SequenceView]) -> list[SequenceView]:
     """The one that has been silent longest first; those that speak now come last, by arrival."""
-    speaking, silent = [], []
+    speaking: list[SequenceView] = []
+    silent: list[SequenceView] = []
     for row in visitors:
         (speaking if row.is_decoding or row.last_token_s is None else silent).append(row)
     return [*sorted(silent, key=_BY_SILENCE), *speaking]
