@@ -24,12 +24,13 @@ def main() -> None:
     """Find the capacity, run everything that is asked for, keep every request's times, print the ratios."""
     args = _parse()
     result: dict[str, Any] = {
-        "command": "benchmarks/fairness/run.py " + " ".join(sys.argv[1:]),
+        "commands": [],
         "machine": {"platform": platform.platform(), "processor": _processor()},
         "runs": [],
     }
     if args.resume and args.out.exists():
         result = json.loads(args.out.read_text())
+    result["commands"].append("benchmarks/fairness/run.py " + " ".join(sys.argv[1:]))
     capacity = args.capacity or result.get("capacity")
     if capacity is None:
         capacity, result["capacity_probes"] = find_capacity()

@@ -10,6 +10,7 @@ from floodplain.cli.options import Parser, add_dataclass_flags, add_verb, datacl
 from floodplain.core.errors import UserError
 from floodplain.cost.link import LINKS
 from floodplain.engine.config import HARDWARE, EngineConfig
+from floodplain.policy.settings import SharingSettings
 
 NO_SWAP = {"swap": "none"}
 
@@ -35,6 +36,10 @@ def test_bad_swap_flags_are_one_line_that_says_what_to_change(flags: dict[str, A
     with pytest.raises(UserError, match=message) as caught:
         EngineConfig(model="m", **flags)
     assert "\n" not in str(caught.value)
+
+
+def test_flags_that_are_left_out_mean_the_policies_own_defaults() -> None:
+    assert EngineConfig(model="m").sharing_settings() == SharingSettings()
 
 
 def test_every_named_link_can_be_emulated() -> None:
