@@ -30,8 +30,8 @@ class SharingSettings:
 
     slice_steps: int = 4
     pace: float = 12.0
-    max_gap_s: float = 4.5
-    visitor_share: float = 0.3
+    max_gap_s: float = 5.0
+    visitor_share: float = 0.4
     prefill_share: float = 0.5
     fair_by: str = "request"
     takes_turns_by_recompute: bool = False

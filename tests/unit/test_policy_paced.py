@@ -61,7 +61,7 @@ def test_visitors_whose_pace_needs_less_than_their_part_leave_the_rest_to_the_co
 
 def test_while_no_step_is_priced_visitors_get_their_whole_part() -> None:
     view = make_view(*(swapped(number) for number in range(12)), num_blocks=30)
-    assert parts(view, pace=0.001)[0] == [*range(7)]
+    assert parts(view, visitor_share=0.3, pace=0.001)[0] == [*range(7)]
 
 
 # -- the order -------------------------------------------------------------------------------------------------------
