@@ -19,8 +19,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/floodplain demo --out demo
 
+# A file of tests stays in one process: what it loads, it loads once. Waiting threads leave the cores to the others.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-pure: $(STAMP)
 	$(BIN)/python -m pytest $(PURE)

@@ -105,7 +105,7 @@ class Arrivals:
                 seq.num_sealed += 1
                 if source.block is None:
                     state.ledger.seal(block, source.key)
-        self._state.release_tail(seq)
+        state.release_tail(seq)
         self._release_unrestored(seq)
         if move.origin is Status.WAITING:
             state.note_start(seq, now)

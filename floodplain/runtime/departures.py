@@ -142,7 +142,7 @@ class Departures:
         if backups is None:
             raise InvariantError(f"{len(missing)} blocks shall go to {tier}, which has fewer slots")
         for backup in backups:
-            self._state.keep_backup(seq, backup)
+            state.keep_backup(seq, backup)
         blocks = tuple(seq.blocks[index] for index, _ in missing)
         state.ledger.pin(blocks)
         state.stale_sharing.add(seq.seq_id)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from floodplain import LLM, SamplingParams
 from floodplain.engine.outputs import RequestOutput
 from floodplain.engine.weights.open_model import packaged_smollm2
 from floodplain.workload.prompts import package_prompts
-from tests.support.parity import Reference, Verdict, judge
+from tests.support.parity import Verdict, judge
+from tests.support.teacher import Teacher
 
 NUM_PROMPTS, NUM_TOKENS = 64, 64
 NUM_DISTURBED = 16
@@ -35,19 +35,14 @@ def texts() -> list[str]:
 @pytest.fixture(scope="module")
 def check() -> Judge:
     """Judges outputs by transformers' reading of the same file."""
-    path = packaged_smollm2()
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
+    teacher = Teacher(packaged_smollm2())
 
-    def reference(output: RequestOutput) -> Reference:
-        tokens = output.prompt_token_ids + list(output.outputs[0].token_ids)
-        with torch.inference_mode():
-            logits = model(torch.tensor([tokens[:-1]])).logits[0, len(output.prompt_token_ids) - 1 :]
-        best, token_ids = logits.topk(2)
-        return Reference(token_ids[:, 0].tolist(), (best[:, 0] - best[:, 1]).tolist())
+    def check(outputs: Sequence[RequestOutput]) -> Verdict:
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        references = [teacher.read(output.prompt_token_ids, own) for output, own in zip(outputs, tokens, strict=True)]
+        return judge(references, tokens)
 
-    return lambda outputs: judge([reference(o) for o in outputs], [o.outputs[0].token_ids for o in outputs])
+    return check
 
 
 @pytest.fixture(scope="module")
