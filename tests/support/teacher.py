@@ -1,4 +1,4 @@
-"""transformers as the oracle: it reads a prompt and an engine's tokens in one pass, and says what it would have chosen."""
+"""transformers as the oracle: it reads a prompt and an engine's tokens in one pass, and says what it would choose."""
 
 from __future__ import annotations
 
