@@ -2,9 +2,10 @@
 
 The pool is divided. The larger part, the *core*, serves requests to their end by arrival, as FCFS does, so that work
 finishes. The rest is for *visitors*: all other streams take short turns there, the one that has been silent longest
-first. How large their part is follows from the pace that they shall keep, up to a limit: under overload the pace
-falls for all of them alike. Requests without a first token go before all, unless the device is *crowded*: somebody has
-been silent for longer than ``max_gap_s``, or swap space could not take one more. Then they wait, as under FCFS.
+first. How large their part is follows from the pace that they shall keep, and from ``max_gap_s``, up to a limit: under
+overload the pace falls for all of them alike. Requests without a first token go before all, unless the device is
+*crowded*: somebody has been silent for longer than ``max_gap_s``, or swap space could not take one more. Then they
+wait, as under FCFS.
 
 Bounds, for steps of at most t seconds with turns of s steps, visitors that need V blocks in a part of P blocks, and
 copies hidden: a visitor is silent for at most about (V / P + 1) * s * t seconds. Newcomers add to V only while nobody
@@ -67,10 +68,15 @@ def divide(
     """(the core, the visitors) of streams in order of arrival: visitors get what their pace needs, up to the limit."""
     most_blocks = settings.visitor_share * view.num_blocks
     core, visitors = _cut(view, streams, view.num_blocks - most_blocks)
-    needed_blocks = _blocks_for_pace(view, visitors, settings.pace, most_blocks)
+    needed_blocks = _blocks_for_pace(view, visitors, pace_of(settings), most_blocks)
     if needed_blocks >= most_blocks:
         return core, visitors
     return _cut(view, streams, view.num_blocks - needed_blocks)
+
+
+def pace_of(settings: SharingSettings) -> float:
+    """Tokens per second that a visitor is to get: the pace that was asked for, and two turns in each ``max_gap_s``."""
+    return max(settings.pace, 2 * settings.slice_steps / settings.max_gap_s)
 
 
 def by_silence(visitors: Iterable[SequenceView]) -> list[SequenceView]:

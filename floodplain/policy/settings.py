@@ -28,10 +28,10 @@ class SharingSettings:
         UserError: A value is out of its range; the message names the flag.
     """
 
-    slice_steps: int = 4
-    pace: float = 12.0
+    slice_steps: int = 5
+    pace: float = 3.0
     max_gap_s: float = 5.0
-    visitor_share: float = 0.4
+    visitor_share: float = 0.5
     prefill_share: float = 0.5
     fair_by: str = "request"
     takes_turns_by_recompute: bool = False

@@ -95,7 +95,7 @@ def test_cfs_silences_the_old_ones_too() -> None:
 def visitors_of(view: View) -> list[SequenceView]:
     rows = (*view.running, *view.loading, *view.swapped)
     streams = sorted((row for row in rows if row.num_generated(view.step)), key=lambda row: row.order_key)
-    return divide(view, streams, SharingSettings())[1]
+    return divide(view, streams, SharingSettings(max_gap_s=MAX_GAP_S))[1]
 
 
 @pytest.mark.slow

@@ -59,6 +59,15 @@ def test_visitors_whose_pace_needs_less_than_their_part_leave_the_rest_to_the_co
     assert parts(view, visitor_share=0.3, pace=8.0) == ([*range(15)], [*range(15, 18)])  # a tenth at least: 5 of 50
 
 
+def test_a_slow_pace_still_means_two_turns_in_each_gap() -> None:
+    """Turns of 5 steps and gaps of 1.25 s: 8 tokens a second, whatever the pace."""
+    view = make_view(*(swapped(number) for number in range(18)), num_blocks=50, prices=Prices(step_s=0.025))
+    for pace, max_gap_s in ((0.001, 1.25), (8.0, 1e9)):
+        split = parts(view, visitor_share=0.4, slice_steps=5, pace=pace, max_gap_s=max_gap_s)
+        assert split == parts(view, visitor_share=0.4, slice_steps=5, pace=8.0, max_gap_s=100.0)
+    assert split != parts(view, visitor_share=0.4, slice_steps=5, pace=0.001, max_gap_s=0.5)
+
+
 def test_while_no_step_is_priced_visitors_get_their_whole_part() -> None:
     view = make_view(*(swapped(number) for number in range(12)), num_blocks=30)
     assert parts(view, visitor_share=0.3, pace=0.001)[0] == [*range(7)]
@@ -94,7 +103,7 @@ CROWD = [swapped(0), visitor(1, 4.0), visitor(2, 9.0)]
 
 
 def test_newcomers_wait_while_somebody_has_been_silent_too_long() -> None:
-    view = make_view(*CROWD, waiting(5), waiting(6), num_blocks=5)
+    view = make_view(*CROWD, waiting(5), waiting(6), num_blocks=8)
     assert order(view, max_gap_s=6.0) == [5, 6, 0, 1, 2]
     assert order(view, max_gap_s=5.9) == [0, 1, 2, 5, 6]
     assert rank(view, max_gap_s=5.9).reason is Reason.CROWDED
