@@ -14,6 +14,7 @@ import numpy as np
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
+from floodplain.core.plan import StepPlan
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Link, SlotLedger, Tier
@@ -31,6 +32,9 @@ from floodplain.workload.phases import Phase, phase_arrivals
 HERE = Path(__file__).resolve().parent
 LINE = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
 """A step of SmolLM2 in bf16 on two cores: least squares over the 4,721 steps of a FCFS burst in benchmarks/fairness."""
+TURN_STEP_S, TRANSFER_S, BLOCK_S = 0.0006, 0.000143, 0.00006
+"""What copies cost where the cores that compute must make them, too: seconds of a step with copies, of each transfer, of
+each block. From the steps of a paced burst there; on a GPU, which has copy engines, next to nothing."""
 BLOCK_TOKENS, BLOCK_BYTES = 16, 368_640
 NUM_RESIDENT = 24
 PCIE, NVLINK = 0.76e9, 5.4e9
@@ -58,6 +62,15 @@ class Way:
     bandwidth: float = PCIE
     num_slots: int = 20_000
     settings: SharingSettings = SharingSettings()  # noqa: RUF009 - frozen
+    copies_cost: bool = True
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Seconds of one step."""
+        step_s = LINE.time_s(plan)
+        if not (step_s and plan.transfers and self.copies_cost):
+            return step_s
+        num_blocks = sum(len(transfer.blocks) for transfer in plan.transfers)
+        return step_s + TURN_STEP_S + TRANSFER_S * len(plan.transfers) + BLOCK_S * num_blocks
 
     def make_policy(self) -> Policy:
         """A new policy object."""
@@ -76,6 +89,7 @@ WAYS = (
     Way("fair/nvlink", "fair", NVLINK),
     Way("paced/pcie", "paced"),
     Way("paced/nvlink", "paced", NVLINK),
+    Way("paced/pcie, copies cost nothing", "paced", copies_cost=False),
     Way("paced/pcie, 500 slots", "paced", num_slots=500),
     Way("paced, no swap space", "paced", num_slots=0),
 )
@@ -84,6 +98,18 @@ TRADES = tuple(
     for gap_s in (2, 3, 10, 20)
 )
 """Under lasting overload, what newcomers gain those who are there lose: the setting chooses where."""
+CHOICES = tuple(
+    Way(
+        f"paced/pcie, visitors {share}, --pace {pace}, --slice {steps}",
+        "paced",
+        settings=SharingSettings(visitor_share=share, pace=pace, slice_steps=steps),
+    )
+    for share, pace, steps in (
+        (0.3, 12.0, 4), (0.4, 12.0, 4), (0.4, 3.0, 4), (0.5, 4.0, 4), (0.5, 3.0, 4), (0.4, 2.0, 4), (0.4, 1.5, 4)
+    )
+)  # fmt: skip
+"""Other defaults that were considered."""
+MORE_WAYS = {"2x for 60 s": CHOICES, "3x for 120 s": TRADES}
 
 
 def lengths(num_requests: int, seed: int) -> Lengths:
@@ -120,7 +146,7 @@ def simulate(way: Way, requests: list[Request]) -> dict[str, Any]:
     backups = BackupTable([SlotLedger(Tier.HOST, way.num_slots)] if way.num_slots else [])
     config = LoopConfig(max_model_len=1024, block_bytes=BLOCK_BYTES)
     state = LoopState(config, BlockLedger(pool_blocks(), BLOCK_TOKENS), policy, backups, [link])
-    executor = VirtualExecutor(LINE.time_s, VirtualLinks({Tier.HOST: link}, BLOCK_BYTES))
+    executor = VirtualExecutor(way.step_time_s, VirtualLinks({Tier.HOST: link}, BLOCK_BYTES))
     instance = VirtualInstance(environment, Loop(state, policy), executor)
     for request in requests:
         environment.schedule(request.arrival_s, lambda request=request: instance.submit(request))  # type: ignore[misc]
@@ -177,7 +203,7 @@ def main() -> None:
         print(f"\n**{load.name}**\n\n| way | " + " | ".join(COLUMNS) + " | swaps | recomputes | stall |")
         print("|---" * (len(COLUMNS) + 4) + "|")
         rows: dict[str, Any] = {}
-        for way in (*WAYS, *(TRADES if load is LOADS[1] else ())):
+        for way in (*WAYS, *MORE_WAYS.get(load.name, ())):
             runs = [simulate(way, make_requests(load, capacity, seed)) for seed in args.seeds]
             rows[way.name] = {name: column(runs) for name, column in COLUMNS.items()}
             print(_row(way.name, rows[way.name], rows[WAYS[0].name], runs), flush=True)
