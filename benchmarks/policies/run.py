@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 LINE = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
 """A step of SmolLM2 in bf16 on two cores: least squares over the 4,721 steps of a FCFS burst in benchmarks/fairness."""
 TURN_STEP_S, TRANSFER_S, BLOCK_S = 0.0006, 0.000143, 0.00006
-"""What copies cost where the cores that compute must make them, too: seconds of a step with copies, of each transfer, of
+"""What copies cost where the cores that compute make them, too: seconds of a step with copies, of each transfer, of
 each block. From the steps of a paced burst there; on a GPU, which has copy engines, next to nothing."""
 BLOCK_TOKENS, BLOCK_BYTES = 16, 368_640
 NUM_RESIDENT = 24
