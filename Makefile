@@ -24,7 +24,7 @@ test: $(STAMP)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-pure: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PURE)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
