@@ -137,6 +137,8 @@ class View:
         prices: What computing costs.
         key_credits: For each API key with live requests, served work that does not stand in those.
         num_draining_blocks: Blocks that will be available when the copies that read them are done.
+        completion_step: The first step that was planned after the last request ended, so far as one has; else -1.
+        arrival_step: The same for the last that arrived.
     """
 
     step: int
@@ -156,3 +158,5 @@ class View:
     num_draining_blocks: int = 0
     num_empty_blocks: int = 0
     key_credits: Mapping[str, float] = field(default_factory=dict)
+    completion_step: int = -1
+    arrival_step: int = -1

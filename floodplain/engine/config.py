@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from floodplain.core.errors import UserError
 from floodplain.cost.link import LINKS
 from floodplain.policy.registry import POLICIES
-from floodplain.policy.settings import FAIR_BY, SharingSettings
+from floodplain.policy.settings import FAIR_BY, SLICE_ENDS, SharingSettings
 
 
 def _flag(
@@ -44,6 +44,7 @@ class EngineConfig:
     model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
     policy: str = _flag("paced", "who runs next when not everybody fits", POLICIES)  # type: ignore[assignment]
     slice: int = _flag(5, "steps that whoever comes onto the device stays at least")  # type: ignore[assignment]
+    slice_ends: str = _flag("completion", "cfs: what ends all slices, beside steps", SLICE_ENDS)  # type: ignore[assignment]
     pace: float = _flag(3.0, "tokens per second that a stream gets while it takes turns, if it can")  # type: ignore[assignment]
     max_gap: float = _flag(5.0, "paced: newcomers wait while a stream has been silent for so many seconds")  # type: ignore[assignment]
     fair_by: str = _flag("request", "fair: whose work is counted", FAIR_BY)  # type: ignore[assignment]
@@ -103,7 +104,13 @@ class EngineConfig:
         Raises:
             UserError: A value is out of its range.
         """
-        return SharingSettings(slice_steps=self.slice, pace=self.pace, max_gap_s=self.max_gap, fair_by=self.fair_by)
+        return SharingSettings(
+            slice_steps=self.slice,
+            slice_ends=self.slice_ends,
+            pace=self.pace,
+            max_gap_s=self.max_gap,
+            fair_by=self.fair_by,
+        )
 
     def _check_swap(self) -> None:
         if self.swap == "none":

@@ -8,9 +8,10 @@ from floodplain.policy.slices import slice_for
 
 
 class CfsPolicy(SharingPolicy):
-    """Every ``slice_steps`` steps the device is filled anew with those that have been served least.
+    """Every ``slice_steps`` steps, or when a request ends, the device is filled anew with those served least.
 
-    A newcomer has been served nothing and goes first. Between the ends of slices it comes only where there is room.
+    A newcomer has been served nothing and goes first. Between the ends of slices it comes only where there is room, or,
+    with ``slice_ends="arrival"``, ends the slice itself.
     """
 
     name = "cfs"
@@ -19,9 +20,14 @@ class CfsPolicy(SharingPolicy):
         """The least served first; nobody leaves before the slice ends."""
         rows = sorted(live_rows(view), key=lambda row: (served_tokens(row, view.step), row.order_key))
         turn = slice_for(view, view.num_blocks, self.settings)
-        is_end = view.step % turn.steps == 0
+        is_end = view.step % turn.steps == 0 or self._ends_early(view)
         pinned = rows_in_slice(view, 1) if is_end else [row.seq_id for row in view.running]
         return Ranking(rows, frozenset(pinned), turn.steps, turn.reason)
+
+    def _ends_early(self, view: View) -> bool:
+        has_completed, has_arrived = view.completion_step == view.step, view.arrival_step == view.step
+        ends = self.settings.slice_ends
+        return (has_completed and ends != "steps") or (has_arrived and ends == "arrival")
 
 
 def served_tokens(row: SequenceView, step: int) -> int:

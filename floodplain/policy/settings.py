@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from floodplain.core.errors import UserError
 
 FAIR_BY = ("request", "key")
+SLICE_ENDS = ("steps", "completion", "arrival")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,8 @@ class SharingSettings:
 
     Attributes:
         slice_steps: Steps that whoever comes onto the device stays at least (``--slice``).
+        slice_ends: ``cfs``: what ends a slice. ``steps``: only their number; ``completion``: also a request that ends,
+            as AQUA has it; ``arrival``: also one that arrives.
         pace: Tokens per second that a stream should get while it has to take turns (``--pace``); best effort.
         max_gap_s: ``paced``: newcomers wait once taking turns would cost a stream more seconds than this between turns.
         visitor_share: ``paced``: at most this part of the pool serves turns; the rest finishes requests by arrival.
@@ -29,6 +32,7 @@ class SharingSettings:
     """
 
     slice_steps: int = 5
+    slice_ends: str = "completion"
     pace: float = 3.0
     max_gap_s: float = 5.0
     visitor_share: float = 0.5
@@ -40,6 +44,8 @@ class SharingSettings:
     def __post_init__(self) -> None:
         if not 1 <= self.slice_steps <= 10_000:
             raise UserError(f"--slice must be between 1 and 10000 steps, not {self.slice_steps}")
+        if self.slice_ends not in SLICE_ENDS:
+            raise UserError(f"--slice-ends must be one of {', '.join(SLICE_ENDS)}, not {self.slice_ends!r}")
         if not 0 < self.pace <= 1e6:
             raise UserError(f"--pace must be above 0 tokens per second, not {self.pace}")
         if self.fair_by not in FAIR_BY:

@@ -74,6 +74,7 @@ class Loop:
         self.state.open_account(seq)
         self.state.sequences[seq_id] = seq
         self.state.waiting.push(seq)
+        self.state.arrival_step = self.state.counters.num_steps
         return seq_id
 
     def finish(self, seq_id: SeqId, reason: FinishReason, now: float) -> bool:
@@ -283,6 +284,7 @@ class Loop:
         seq.lifecycle.record(EventKind.FINISHED, now)
         self.state.enter(seq, Status.FINISHED)
         self.state.counters.finished[reason.value] += 1
+        self.state.completion_step = self.state.counters.num_steps
         self.state.accounts.depart(seq.request.client, seq.key_work)
         if seq.num_outstanding:
             self._ended.append(seq)

@@ -102,6 +102,8 @@ class LoopState:
         """Running sequences whose exclusive blocks must be counted anew, beside what ``sharing_version`` says."""
         self.stale_tables: set[SeqId] = set()
         """Sequences whose whole block table must go into the next plan."""
+        self.completion_step = self.arrival_step = -1
+        """The first step planned after the last request ended, and after the last arrived."""
         self.released: list[SeqId] = []
         """Sequences that are gone and that the executor has not been told of."""
 

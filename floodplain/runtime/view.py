@@ -53,6 +53,8 @@ class ViewBuilder:
             max_num_seqs=state.config.max_num_seqs,
             tiers=self._tiers(),
             prices=state.prices.now,
+            completion_step=state.completion_step,
+            arrival_step=state.arrival_step,
         )
         state.stale_rows.clear()
         return view

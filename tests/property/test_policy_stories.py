@@ -68,16 +68,24 @@ def turned_out(view: View, decision: Decision) -> list[SequenceView]:
     return [rows[order.seq_id] for order in decision.preemptions if order.reason is Reason.SLICE_ENDED]
 
 
+def early_ends(view: View, settings: SharingSettings) -> list[int]:
+    ends = {"steps": [], "completion": [view.completion_step], "arrival": [view.completion_step, view.arrival_step]}
+    return ends[settings.slice_ends]
+
+
 @settings(max_examples=6)
 @given(SEEDS, st.sampled_from(SHARING))
 def test_nobody_is_turned_out_before_its_slice_is_over(seed: int, policy: str) -> None:
-    """A slice of ``cfs`` is everybody's and ends at multiples of its steps; the others' begins with the stay."""
+    """A slice of ``cfs`` is everybody's and ends at multiples of its steps or early; others' begin with the stay."""
     for inner, view, _, decision in decided(make_story(seed, policy, max_requests=10)):
         share = inner.settings.visitor_share if policy == "paced" else 1.0
         num_steps = slice_for(view, int(share * view.num_blocks), inner.settings).steps
         for row in turned_out(view, decision):
             assert view.step > row.entered_step
-            assert (view.step % num_steps == 0) if policy == "cfs" else (view.step >= row.entered_step + num_steps)
+            if policy == "cfs":
+                assert view.step % num_steps == 0 or view.step in early_ends(view, inner.settings)
+            else:
+                assert view.step >= row.entered_step + num_steps
 
 
 @settings(max_examples=6)

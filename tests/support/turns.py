@@ -9,7 +9,7 @@ from floodplain.core.plan import StepPlan
 from floodplain.core.request import FinishReason
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
-from floodplain.policy.settings import SharingSettings
+from floodplain.policy.settings import SLICE_ENDS, SharingSettings
 from tests.support.bursts import Machine
 from tests.support.driver import Driver
 from tests.support.loops import make_request
@@ -65,11 +65,11 @@ def make_story(seed: int, policy: str, max_requests: int = 24) -> Story:
         num_requests=dice.randint(3, max_requests),
         machine=machine,
         policy=policy,
-        settings=sharing,
         failing=dice.choice([0.0, 0.3]) if computes_in_a_slice else 0.0,
         slowness=dice.choice([0.0, 0.5, 0.9]),
         hanging_up=dice.choice([0.0, 0.0, 0.05]),
         quaking=dice.choice([0.0, 0.1]),
+        settings=replace(sharing, slice_ends=dice.choice(SLICE_ENDS)),
     )
 
 

@@ -25,6 +25,7 @@ NO_SWAP = {"swap": "none"}
         ({"slice": 0}, "^--slice must be between 1 and 10000 steps, not 0$"),
         ({"pace": -1.0}, "^--pace must be above 0 tokens per second, not -1.0$"),
         ({"max_gap": 0.0}, "^--max-gap must be above 0 seconds, not 0.0$"),
+        ({"slice_ends": "never"}, "^--slice[-_]ends must be one of steps, completion, arrival, not 'never'$"),
         ({"fair_by": "user"}, "^--fair[-_]by must be one of request, key, not 'user'$"),
         ({"swap": "host", "swap_memory": 0}, "--swap-memory must be a whole number of at least 1"),
         ({"swap": "host", "swap_memory": "1GiB"}, "--swap-memory must be a whole number of at least 1"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from floodplain.core.plan import Decision, PreemptionMode, Reason
 from floodplain.core.view import Prices, SequenceView
 from floodplain.policy.cfs import CfsPolicy, prefilled_tokens, served_tokens
@@ -11,9 +13,9 @@ from floodplain.policy.settings import SharingSettings
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
 
 
-def decide(*rows: SequenceView, step: int = 100, **fields: object) -> Decision:
+def decide(*rows: SequenceView, step: int = 100, slice_ends: str = "completion", **fields: object) -> Decision:
     view = make_view(*rows, step=step, **fields)
-    return CfsPolicy(SharingSettings(slice_steps=4)).decide(view, 0.0, Random(0))
+    return CfsPolicy(SharingSettings(slice_steps=4, slice_ends=slice_ends)).decide(view, 0.0, Random(0))
 
 
 def order(*rows: SequenceView) -> list[int]:
@@ -69,6 +71,21 @@ def test_when_a_slice_ends_the_most_served_leaves_for_the_least_served() -> None
 def test_between_the_ends_of_slices_nobody_leaves() -> None:
     for step in (101, 102, 103):
         assert decide(*RESIDENTS, swapped(3), step=step, **FULL).preemptions == ()
+
+
+@pytest.mark.parametrize(
+    ("slice_ends", "at_completion", "at_arrival"),
+    [("steps", False, False), ("completion", True, False), ("arrival", True, True)],
+)
+def test_a_completion_ends_the_slice_and_an_arrival_if_that_is_asked_for(
+    slice_ends: str, at_completion: bool, at_arrival: bool
+) -> None:
+    def ends(**steps: int) -> bool:
+        return bool(decide(*RESIDENTS, swapped(3), step=101, slice_ends=slice_ends, **steps, **FULL).preemptions)
+
+    assert ends(completion_step=101) == at_completion
+    assert ends(arrival_step=101) == at_arrival
+    assert not ends(completion_step=100, arrival_step=100)
 
 
 def test_but_who_fits_comes() -> None:

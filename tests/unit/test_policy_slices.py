@@ -55,6 +55,7 @@ def test_the_copies_always_fit_and_one_step_less_would_not_do(
         ("pace", 0.0, "--pace"),
         ("pace", float("nan"), "--pace"),
         ("fair_by", "user", "--fair-by"),
+        ("slice_ends", "never", "--slice-ends"),
         ("visitor_share", 1.0, "visitor_share"),
         ("prefill_share", 0.0, "prefill_share"),
         ("max_gap_s", 0.0, "--max-gap"),
