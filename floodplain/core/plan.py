@@ -28,7 +28,7 @@ class Reason(Enum):
     LINK_BUSY = "link_busy"
     """Slices are longer than asked, because copies could not keep up with shorter ones."""
     SWAP_SLOW = "swap_slow"
-    """Computing again is cheaper than a copy back."""
+    """Computing again is cheaper than a copy back; of a whole decision: so nobody takes turns."""
     SWAP_FULL = "swap_full"
     """Swap space cannot take more."""
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 from random import Random
 
-from floodplain.core.plan import Decision
+from floodplain.core.plan import Decision, Reason
 from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import View
-from floodplain.policy.base import Policy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.growth import blocks_due, blocks_for
 from floodplain.policy.prefixes import prefix_backup
-from floodplain.policy.sharing import SharingPolicy
+from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, share
+from floodplain.policy.swap import copying_pays
 
 
 class GatedPolicy:
@@ -21,8 +22,9 @@ class GatedPolicy:
 
     The gate opens when they stop fitting. It closes when nobody is in swap space any more, and whoever comes back from
     there must fit together with the growth of a slice: between the two lies the hysteresis. Without swap space it stays
-    closed: a turn that costs a prompt is worse than waiting. While it is closed, prefixes that the device is about to
-    forget go to swap space.
+    closed: a turn that costs a prompt is worse than waiting. So it does while swap space is too slow, and says so
+    (AQUA, end of §7: FCFS when tensors are on DRAM; here the measured prices decide). While it is closed, prefixes that
+    the device is about to forget go to swap space.
     """
 
     def __init__(self, inner: SharingPolicy) -> None:
@@ -43,9 +45,21 @@ class GatedPolicy:
         if num_spare >= 0:
             decision, order = self._fcfs.decide(view, now, rng), prefix_backup(view, num_spare)
             return decision if order is None else replace(decision, prefix_backup=order)
-        can_take_turns = view.tiers or self._takes_turns_by_recompute
-        policy: Policy = self._inner if can_take_turns else self._fcfs
-        return policy.decide(view, now, rng)
+        if self._takes_turns_by_recompute:
+            return self._inner.decide(view, now, rng)
+        if not view.tiers:
+            return self._fcfs.decide(view, now, rng)
+        if copying_pays(view):
+            return self._inner.decide(view, now, rng)
+        return self._wait_in_line(view, now, rng)
+
+    def _wait_in_line(self, view: View, now: float, rng: Random) -> Decision:
+        """FCFS. Who is in swap space already comes back by arrival, as there is room: nobody is sent away for it."""
+        if not (view.swapped or view.loading):
+            return replace(self._fcfs.decide(view, now, rng), reason=Reason.SWAP_SLOW)
+        rows = sorted(live_rows(view), key=attrgetter("order_key"))
+        residents = frozenset(row.seq_id for row in view.running)
+        return share(view, Ranking(rows, residents, self._slice_steps, Reason.SWAP_SLOW), self._inner.settings)
 
 
 def count_spare_blocks(view: View, slice_steps: int) -> int:

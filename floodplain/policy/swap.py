@@ -93,6 +93,17 @@ class SwapBudget:
         return blocks_per_step(self._view, tier) - tier.num_outbound_blocks
 
 
+def copying_pays(view: View) -> bool:
+    """Whether some tier gives a block back sooner than it is computed; yes while prices are unknown.
+
+    A hysteresis pair: turns begin only where a copy takes at most half as long as computing, and go on, while somebody
+    is in swap space, until it takes as long.
+    """
+    compute_s = view.block_tokens * view.prices.prefill_token_s
+    limit_s = compute_s if view.swapped else compute_s / 2
+    return not compute_s or any(tier.block_s < limit_s for tier in view.tiers)
+
+
 def blocks_per_step(view: View, tier: TierView) -> int:
     """Blocks that the link carries one way while a step runs; at least one."""
     step_s = view.prices.step_s

@@ -6,12 +6,12 @@ from random import Random
 
 import pytest
 
-from floodplain.core.plan import Decision
-from floodplain.core.view import SequenceView, View
+from floodplain.core.plan import Decision, Reason
+from floodplain.core.view import Prices, SequenceView, View
 from floodplain.policy.gate import GatedPolicy, count_spare_blocks
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows
-from tests.support.views import loading, make_view, prompt, stream, swapped, waiting
+from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
 
 SLICE = 4
 
@@ -87,3 +87,40 @@ def test_without_swap_space_it_stays_closed_unless_turns_by_computing_are_wanted
 def test_many_blocks_are_quickly_enough() -> None:
     rows = [stream(number) for number in range(20)]
     assert count_spare_blocks(make_view(*rows, num_available_blocks=40), SLICE) == 0
+
+
+# -- a slow link: a block of 4 tokens is computed in 4 ms --------------------------------------------------------------
+
+PRICES = Prices(step_s=0.01, prefill_token_s=0.001)
+
+
+def decide(*rows: SequenceView, block_s: float, **fields: object) -> Decision:
+    view = make_view(*rows, tiers=(host(block_s=block_s),), prices=PRICES, **fields)
+    return GatedPolicy(Marked(SharingSettings(slice_steps=SLICE))).decide(view, 0.0, Random(0))
+
+
+@pytest.mark.parametrize(("block_s", "takes_turns"), [(0.0019, True), (0.0021, False)])
+def test_turns_begin_where_a_copy_is_twice_as_quick_as_computing(block_s: float, takes_turns: bool) -> None:
+    decision = decide(stream(0), waiting(1, 8), num_available_blocks=0, block_s=block_s)
+    assert (decision.wake_s == 42.0) == takes_turns
+    assert decision.reason is (None if takes_turns else Reason.SWAP_SLOW)
+
+
+@pytest.mark.parametrize(("block_s", "takes_turns"), [(0.0039, True), (0.0041, False)])
+def test_they_end_where_it_is_no_quicker(block_s: float, takes_turns: bool) -> None:
+    decision = decide(stream(0), swapped(1), num_available_blocks=0, block_s=block_s)
+    assert (decision.wake_s == 42.0) == takes_turns
+
+
+def test_one_quick_tier_is_enough() -> None:
+    tiers = (host(block_s=1.0), host(block_s=1e-6))
+    assert is_open(stream(0), waiting(1, 8), num_available_blocks=0, tiers=tiers, prices=PRICES)
+
+
+def test_over_a_slow_link_whoever_is_off_the_device_returns_by_arrival_and_nobody_leaves_for_it() -> None:
+    rows = [stream(2), swapped(1), swapped(0), waiting(3)]
+    decision = decide(*rows, num_available_blocks=5, block_s=1.0)
+    assert [order.seq_id for order in decision.resumptions] == [0]  # four blocks, and one for the stream
+    assert not decision.preemptions
+    assert decision.decodes == (2,)
+    assert decision.reason is Reason.SWAP_SLOW
