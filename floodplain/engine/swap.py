@@ -15,7 +15,8 @@ from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
 from floodplain.engine.device_memory import available_bytes
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine

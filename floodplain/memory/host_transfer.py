@@ -17,7 +17,8 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.memory.block_mover import open_mover
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_device import open_private_device
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import (

@@ -6,7 +6,6 @@ the *quantum*: as many blocks as it takes for a layer's part to be whole pages. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,52 +16,10 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.shrink import abort_shrink, commit_shrink, plan_shrink
 from floodplain.memory.arena import Device, Page
+from floodplain.memory.kv_layout import KVLayout
 
 _BLOCKS_PER_MOVE = 256
 """Blocks that one copy inside the pool moves; bounds the copy's temporary."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVLayout:
-    """The shape of one model's KV cache.
-
-    Attributes:
-        num_layers: Layers that keep KV.
-        block_tokens: Tokens of a block.
-        num_kv_heads: KV heads on this device.
-        head_dim: Elements of a head.
-        dtype: Of K and V.
-    """
-
-    num_layers: int
-    block_tokens: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """One layer's part of a block: K and V, tokens, heads, elements."""
-        return (2, self.block_tokens, self.num_kv_heads, self.head_dim)
-
-    @property
-    def layer_block_bytes(self) -> int:
-        """Bytes of one layer's part of a block."""
-        return math.prod(self.block_shape) * self.dtype.itemsize
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block over all layers."""
-        return self.num_layers * self.layer_block_bytes
-
-    @property
-    def layer_block_words(self) -> int:
-        """32-bit words of one layer's part of a block; copies and digests work on words."""
-        return self.layer_block_bytes // 4
-
-    def count_quantum_blocks(self, page_bytes: int) -> int:
-        """Blocks of the resize quantum on a device with such pages."""
-        return math.lcm(self.layer_block_bytes, page_bytes) // self.layer_block_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from floodplain.memory.kv_pool import KVLayout
+from floodplain.memory.kv_layout import KVLayout
 
 EMPTY_DIGEST = 0
 """Of a slot that holds nothing whole. Should a block have this digest by chance, its restore is refused: a miss."""

@@ -10,7 +10,8 @@ import torch
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.memory.cuda_device import CudaDevice, open_cuda_device
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -12,7 +12,8 @@ from floodplain.core.errors import InvariantError
 from floodplain.memory.cuda_device import open_cuda_device
 from floodplain.memory.cuda_transfer import CudaTransferEngine
 from floodplain.memory.digest import compute_digests, compute_weights
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockCopy, CopyResult, Direction
 

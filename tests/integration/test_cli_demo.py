@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from floodplain.cli.demo import serve_way
+from floodplain.cli.demo_run import serve_way
 from floodplain.cli.demo_ways import LINK, WAYS
 from floodplain.engine.config import EngineConfig
 from floodplain.workload.spec import WorkloadSpec

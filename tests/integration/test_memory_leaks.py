@@ -11,7 +11,8 @@ import torch
 from floodplain.core.blocks import BlockLedger
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_device import HostDevice, open_device, open_private_device
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 
 NUM_CYCLES = 10_000
 MIB = 2**20

@@ -16,7 +16,8 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.free_blocks import BlockId
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_device import HostDevice, open_private_device
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
 
 EVEN = KVLayout(num_layers=2, block_tokens=4, num_kv_heads=1, head_dim=1024, dtype=torch.bfloat16)  # 4 to a page

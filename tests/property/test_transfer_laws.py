@@ -19,7 +19,8 @@ from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_device import open_private_device
 from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockCopy, Direction, FaultyTransferEngine, split_into_batches
 

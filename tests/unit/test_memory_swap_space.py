@@ -21,7 +21,8 @@ from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_device import open_private_device
 from floodplain.memory.host_transfer import HostTransferEngine
-from floodplain.memory.kv_pool import KVLayout, KVPool
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import Problem, SwapSpace, SwapTier
 from floodplain.memory.transfer import FaultyTransferEngine, TransferEngine

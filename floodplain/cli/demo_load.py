@@ -1,0 +1,79 @@
+"""The load of ``floodplain demo``: how large it is, its requests, and the engine whose memory it outgrows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from floodplain.engine.config import EngineConfig
+from floodplain.workload.spec import WorkloadSpec, build
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """How large the demo is: phases of the load, requests that the pool holds at half of their output, lengths."""
+
+    quiet_s: float
+    burst_s: float
+    tail_s: float
+    burst_factor: float
+    num_resident: int
+    length_scale: float
+    max_input: int
+    max_output: int
+
+
+FULL = Scale(
+    quiet_s=10.0, burst_s=20.0, tail_s=8.0, burst_factor=3.0,
+    num_resident=24, length_scale=0.6, max_input=320, max_output=256,
+)  # fmt: skip
+QUICK = Scale(
+    quiet_s=1.0, burst_s=3.0, tail_s=0.5, burst_factor=4.0,
+    num_resident=12, length_scale=0.3, max_input=160, max_output=128,
+)  # fmt: skip
+
+
+def sample_spec(seed: int, scale: Scale) -> WorkloadSpec:
+    """Chat-like requests, kept short so that a laptop's processor sees many."""
+    return WorkloadSpec(
+        request_rate=1.0,
+        num_prompts=200,
+        seed=seed,
+        length_scale=scale.length_scale,
+        max_input=scale.max_input,
+        max_output=scale.max_output,
+        ignore_eos=True,
+    )
+
+
+def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpec:
+    """Quiet, several times as much, quiet again."""
+    num_prompts = round(stable_rate * (scale.quiet_s + scale.burst_factor * scale.burst_s + scale.tail_s))
+    return replace(
+        sample,
+        request_rate=stable_rate,
+        num_prompts=max(1, num_prompts),
+        burst_factor=scale.burst_factor,
+        burst_start=scale.quiet_s,
+        burst_duration=scale.burst_s,
+    )
+
+
+def engine_config(model: str, sample: WorkloadSpec, scale: Scale) -> EngineConfig:
+    """An engine whose pool holds ``num_resident`` requests at half of their output."""
+    from floodplain.engine.build import kv_bytes_per_token
+    from floodplain.engine.weights.open_model import open_model
+
+    source = open_model(model)
+    requests = build(sample, source.load_tokenizer())
+    mean_tokens = sum(len(r.prompt_token_ids) + r.max_tokens / 2 for r in requests) / len(requests)
+    dtype = "bfloat16"
+    kv_memory = round(scale.num_resident * mean_tokens * kv_bytes_per_token(source.config, dtype))
+    return EngineConfig(
+        model=model,
+        policy="fcfs",
+        swap="none",
+        dtype=dtype,
+        kv_memory=kv_memory,
+        max_model_len=scale.max_input + scale.max_output,
+        seed=sample.seed,
+    )

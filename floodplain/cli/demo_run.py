@@ -1,0 +1,115 @@
+"""Serving the load of ``floodplain demo``: one engine for each way, and what this machine can sustain."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from floodplain.cli.demo_ways import Way
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.engine.config import EngineConfig
+from floodplain.policy.base import Policy
+from floodplain.policy.registry import make_policy
+from floodplain.workload.spec import WorkloadSpec, build
+
+if TYPE_CHECKING:
+    from floodplain.engine.async_engine import AsyncEngine
+    from floodplain.observe.run_facts import RunInfo
+
+CALIBRATION_TOKENS = 32
+NUM_WARM_UP, WARM_UP_TOKENS = 8, 16
+
+Run = tuple[str, dict[str, Any]]
+"""A way's name and its benchmark result."""
+
+
+async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: float, *, progress: bool) -> Run:
+    """Serve the requests of ``spec`` one way; returns its name and benchmark result, ``floodplain.residence`` included.
+
+    Args:
+        way: Who runs when, and where KV goes.
+        base: The engine, whichever way.
+        spec: The load.
+        capacity: Requests a second, for the result.
+        progress: Whether to show how far the load has come.
+    """
+    from floodplain.engine.offline import run_offline
+    from floodplain.observe.result import benchmark_result
+    from floodplain.observe.strip import residence_columns
+
+    lifecycles: list[Lifecycle] = []
+    async with _started(way.config(base), way.make_policy()) as engine:
+        await _warm_up(engine, spec)
+        engine.subscribe(lifecycles.append)
+        if progress:
+            print(f"{way.name}:", file=sys.stderr)
+        start_s = time.monotonic()
+        run = await run_offline(engine, build(spec, engine.tokenizer), progress=progress)
+        info = _run_info(engine, spec, {"measured_capacity": capacity} | asdict(way.settings))
+    result = benchmark_result(run.records, info, run.report, run.timeline)
+    result["floodplain"]["residence"] = residence_columns(lifecycles, start_s)
+    return way.name, result
+
+
+async def measure_capacity(base: EngineConfig, batch: WorkloadSpec) -> float:
+    """Requests a second that this machine can sustain with a full pool.
+
+    Time a full batch over two output lengths; the longer run less the shorter one is pure decoding.
+    """
+    async with _started(base, make_policy(base.policy)) as engine:
+        # The first warms up; no text comes twice.
+        _, short_s, long_s = [await _time_batch(engine, batch, i, n) for i, n in enumerate((1, 1, CALIBRATION_TOKENS))]
+        requests = build(batch, engine.tokenizer)
+    decode_s = max(1e-6, long_s - short_s) / (CALIBRATION_TOKENS - 1)
+    mean_output = sum(request.max_tokens for request in requests) / len(requests)
+    return len(requests) / (short_s + decode_s * mean_output)
+
+
+@asynccontextmanager
+async def _started(config: EngineConfig, policy: Policy) -> AsyncIterator[AsyncEngine]:
+    from floodplain.engine.async_engine import AsyncEngine
+    from floodplain.engine.build import build_engine
+
+    engine = AsyncEngine(build_engine(config, policy))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) -> RunInfo:
+    from floodplain.engine.offline import hardware_report
+    from floodplain.observe.run_facts import RunInfo
+
+    return RunInfo(
+        backend="floodplain",
+        model_id=engine.model_name,
+        tokenizer_id=engine.model_name,
+        request_rate=spec.request_rate,
+        seed=spec.seed,
+        config=facts | asdict(engine.engine.config) | asdict(spec),
+        hardware=hardware_report(engine.engine.config.device, engine.engine.links),
+    )
+
+
+async def _warm_up(engine: AsyncEngine, spec: WorkloadSpec) -> None:
+    """A few other texts: threads, allocator and learned prices are alike for every way."""
+    batch = replace(spec, num_prompts=NUM_WARM_UP)
+    await _time_batch(engine, batch, 0, WARM_UP_TOKENS)
+
+
+async def _time_batch(engine: AsyncEngine, spec: WorkloadSpec, number: int, num_tokens: int) -> float:
+    """Seconds for the requests of ``spec`` with another seed, all at once, so many output tokens each."""
+    from floodplain.engine.load_target import EngineTarget
+    from floodplain.workload.client import run_load
+
+    requests = build(replace(spec, seed=spec.seed + number + 1), engine.tokenizer)
+    batch = [replace(request, arrival_s=0.0, max_tokens=num_tokens) for request in requests]
+    begin = time.monotonic()
+    await run_load(EngineTarget(engine), batch, progress=False)
+    return time.monotonic() - begin
