@@ -35,6 +35,8 @@ class Request:
         priority: Lower is sooner, as in vLLM.
         client: Whose request it is (the name of the API key); fairness may be counted by it.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
+        pace: Tokens per second that its reader wants (1 / a goal for TPOT), for policies that keep a pace; None: as the
+            server is told.
     """
 
     request_id: str
@@ -44,3 +46,4 @@ class Request:
     priority: int = 0
     client: str = ""
     cache_salt: str = ""
+    pace: float | None = None

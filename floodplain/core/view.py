@@ -44,6 +44,7 @@ class SequenceView:
             gets one in every step since.
         credit: Served work that it was taken to have had when it arrived.
         is_leaving: Copies of its blocks are on their way out, so that what can be restored may still grow.
+        pace: Tokens per second that its reader wants; None: as the server is told.
     """
 
     seq_id: SeqId
@@ -67,6 +68,7 @@ class SequenceView:
     last_token_s: float | None
     credit: float
     is_leaving: bool
+    pace: float | None = None
 
     @property
     def num_remaining(self) -> int:

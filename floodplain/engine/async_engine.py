@@ -137,6 +137,7 @@ class AsyncEngine:
         priority: int = 0,
         client: str = "",
         cache_salt: str = "",
+        pace: float | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
 
@@ -157,6 +158,7 @@ class AsyncEngine:
             priority=priority,
             client=client,
             cache_salt=cache_salt,
+            pace=pace,
         )
         caller = _Client(request, self._loop.create_future())
         self._callers.add(caller)

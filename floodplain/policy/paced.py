@@ -1,15 +1,16 @@
 """Everybody speaks soon, nobody falls silent for long, and work still finishes in order of arrival.
 
 The pool is divided. The larger part, the *core*, serves requests to their end by arrival, as FCFS does, so that work
-finishes. The rest is for *visitors*: all other streams take short turns there, the one that has been silent longest
-first. How large their part is follows from the pace that they shall keep, and from ``max_gap_s``, up to a limit: under
-overload the pace falls for all of them alike. Requests without a first token go before all, unless the device is
-*crowded*: somebody has been silent for longer than ``max_gap_s``, or swap space could not take one more. Then they
-wait, as under FCFS.
+finishes. The rest is for *visitors*: all other streams take short turns there, the one that has fallen behind its pace
+furthest first; with one pace for all, the one that has been silent longest. How large their part is follows from the
+pace that they shall keep (their own goals, else ``--pace``) and from ``max_gap_s``, up to a limit: under overload the
+pace falls for all of them alike. Requests without a first token go before all, unless the device is *crowded*: somebody
+has been silent for longer than ``max_gap_s``, or swap space could not take one more. Then they wait, as under FCFS.
 
 Bounds, for steps of at most t seconds with turns of s steps, visitors that need V blocks in a part of P blocks, and
-copies hidden: a visitor is silent for at most about (V / P + 1) * s * t seconds. Newcomers add to V only while nobody
-is silent for more than ``max_gap_s``, so silence grows beyond it only with the visitors' own contexts.
+copies hidden: a visitor is silent for at most about (V / P + 1) * s * t seconds, where each of the others counts as
+often as its pace is faster: ``FASTEST / SLOWEST`` times at most, whatever clients ask for. Newcomers add to V only
+while nobody is silent for more than ``max_gap_s``, so silence grows beyond it only with the visitors' own contexts.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from floodplain.core.plan import Reason
+from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import blocks_held
@@ -27,12 +29,15 @@ from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, rows_in_slice
 from floodplain.policy.slices import slice_for
 
+FASTEST, SLOWEST = 4.0, 0.5
+"""Times ``--pace``: a client's goal for TPOT counts within these, since anybody can ask for anything."""
+
 MIN_VISITOR_SHARE = 0.1
 """Of the pool, as soon as there are visitors: enough that turns go on at all."""
 
 
 _BY_ARRIVAL = attrgetter("order_key")
-_BY_SILENCE = attrgetter("last_token_s", "order_key")
+_BY_LAG = itemgetter(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +55,10 @@ class PacedPolicy(SharingPolicy):
     name = "paced"
 
     def rank(self, view: View, now: float) -> Ranking:
-        """Newcomers, the core by arrival, then visitors by silence; a crowd of newcomers last of all."""
+        """Newcomers, the core by arrival, then visitors by lag; a crowd of newcomers last of all."""
         streams, fresh = _split(view)
         core, visitors = divide(view, streams, self.settings)
-        visitors = by_silence(visitors)
+        visitors = by_lag(visitors, now, self.settings)
         newcomers = _judge(view, now, fresh, visitors, self.settings)
         turn = slice_for(view, int(self.settings.visitor_share * view.num_blocks), self.settings)
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
@@ -68,24 +73,30 @@ def divide(
     """(the core, the visitors) of streams in order of arrival: visitors get what their pace needs, up to the limit."""
     most_blocks = settings.visitor_share * view.num_blocks
     core, visitors = _cut(view, streams, view.num_blocks - most_blocks)
-    needed_blocks = _blocks_for_pace(view, visitors, pace_of(settings), most_blocks)
+    needed_blocks = _blocks_for_pace(view, visitors, settings, most_blocks)
     if needed_blocks >= most_blocks:
         return core, visitors
     return _cut(view, streams, view.num_blocks - needed_blocks)
 
 
-def pace_of(settings: SharingSettings) -> float:
-    """Tokens per second that a visitor is to get: the pace that was asked for, and two turns in each ``max_gap_s``."""
-    return max(settings.pace, 2 * settings.slice_steps / settings.max_gap_s)
+def pace_of(row: SequenceView, settings: SharingSettings) -> float:
+    """Tokens per second that a visitor is to get: what it asks for, within limits; two turns in each ``max_gap_s``."""
+    pace = settings.pace
+    if row.pace is not None:
+        pace *= min(FASTEST, max(SLOWEST, row.pace / pace))
+    return max(pace, 2 * settings.slice_steps / settings.max_gap_s)
 
 
-def by_silence(visitors: Iterable[SequenceView]) -> list[SequenceView]:
-    """The one that has been silent longest first; those that speak now come last, by arrival."""
+def by_lag(visitors: Iterable[SequenceView], now: float, settings: SharingSettings) -> list[SequenceView]:
+    """The one that has missed most tokens first; those that speak now come last, by arrival."""
     speaking: list[SequenceView] = []
-    silent: list[SequenceView] = []
+    silent: list[tuple[float, OrderKey, SequenceView]] = []
     for row in visitors:
-        (speaking if row.is_decoding or row.last_token_s is None else silent).append(row)
-    return [*sorted(silent, key=_BY_SILENCE), *speaking]
+        if row.is_decoding or row.last_token_s is None:
+            speaking.append(row)
+        else:
+            silent.append(((row.last_token_s - now) * pace_of(row, settings), row.order_key, row))
+    return [*(row for _, _, row in sorted(silent, key=_BY_LAG)), *speaking]
 
 
 def silent_since(row: SequenceView, now: float) -> float:
@@ -112,14 +123,15 @@ def _cut(view: View, streams: Seq[SequenceView], core_blocks: float) -> tuple[li
     return list(streams), []
 
 
-def _blocks_for_pace(view: View, visitors: Seq[SequenceView], pace: float, most_blocks: float) -> float:
-    """Blocks that let every visitor keep the pace: each must be there for ``pace * step_s`` of the time.
+def _blocks_for_pace(view: View, visitors: Seq[SequenceView], settings: SharingSettings, most_blocks: float) -> float:
+    """Blocks that let every visitor keep its pace: each must be there for ``pace * step_s`` of the time.
 
     Nobody counts further than ``most_blocks``: under overload there are many visitors.
     """
-    presence = min(1.0, pace * view.prices.step_s) if view.prices.step_s else 1.0
+    step_s = view.prices.step_s
     needed_blocks = 0.0
     for row in visitors:
+        presence = min(1.0, pace_of(row, settings) * step_s) if step_s else 1.0
         needed_blocks += presence * blocks_held(view, row)
         if needed_blocks >= most_blocks:
             return needed_blocks
@@ -130,7 +142,7 @@ def _judge(
     view: View, now: float, fresh: Seq[SequenceView], visitors: Seq[SequenceView], settings: SharingSettings
 ) -> _Newcomers:
     """Newcomers wait while somebody is silent too long; and one by one, when swap space could not take them too."""
-    if fresh and visitors and now - silent_since(visitors[0], now) > settings.max_gap_s:
+    if fresh and any(now - silent_since(row, now) > settings.max_gap_s for row in visitors):
         return _Newcomers((), fresh, Reason.CROWDED)
     num_slots = sum(tier.num_free_slots for tier in view.tiers)
     num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in view.running)

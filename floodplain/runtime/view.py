@@ -191,6 +191,7 @@ class ViewBuilder:
             last_token_s=seq.lifecycle.token_times_s[-1] if seq.lifecycle.token_times_s else None,
             credit=seq.credit,
             is_leaving=seq.num_leaving > 0,
+            pace=seq.request.pace,
         )
 
     def _tiers(self) -> tuple[TierView, ...]:

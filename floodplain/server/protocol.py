@@ -91,6 +91,7 @@ class ServingEngine(Protocol):
         priority: int = 0,
         client: str = "",
         cache_salt: str = "",
+        pace: float | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """The output as it comes; the last delta, and only that, has a ``finish_reason``.
 

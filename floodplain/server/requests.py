@@ -89,7 +89,10 @@ class StreamOptions(_Body):
 
 
 class GenerationRequest(_SharedUnsupported):
-    """The fields that both endpoints share. ``user`` is accepted and not looked at."""
+    """The fields that both endpoints share. ``user`` is accepted and not looked at.
+
+    ``tpot_goal_ms`` is ours: the milliseconds per token that are quick enough for whoever reads.
+    """
 
     model: str
     max_tokens: Int | None = None
@@ -105,8 +108,14 @@ class GenerationRequest(_SharedUnsupported):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Int | None = None
+    tpot_goal_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     user: str | None = None
+
+    @property
+    def pace(self) -> float | None:
+        """Tokens per second that meet the goal for TPOT, if there is one."""
+        return None if self.tpot_goal_ms is None else 1e3 / self.tpot_goal_ms
 
     @property
     def includes_usage(self) -> bool:

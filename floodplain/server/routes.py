@@ -138,6 +138,7 @@ class OpenAIRoutes:
                 priority=priority,
                 client=client.name,
                 cache_salt=body.cache_salt or "",
+                pace=body.pace,
             )
             for index, prompt in enumerate(prompts)
         ]

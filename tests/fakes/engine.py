@@ -92,12 +92,12 @@ class FakeEngine:
         priority: int = 0,
         client: str = "",
         cache_salt: str = "",
+        pace: float | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
         num_tokens = self._admit(prompt_token_ids, params)
         self._live.add(request_id)
-        self.submitted.put(
-            {"id": request_id, "params": params, "priority": priority, "client": client, "cache_salt": cache_salt}
-        )
+        order = {"id": request_id, "params": params, "priority": priority, "client": client, "cache_salt": cache_salt}
+        self.submitted.put(order | {"pace": pace})
         is_finished = False
         try:
             for i in range(num_tokens):

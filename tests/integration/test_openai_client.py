@@ -124,6 +124,7 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     ours = {
         "priority": 3,
         "cache_salt": "tenant",
+        "tpot_goal_ms": 125,
         "ignore_eos": True,
         "top_k": 5,
         "min_tokens": 1,
@@ -133,6 +134,7 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     seen = server.engine.submitted.get(timeout=5)
     params: Any = seen["params"]
     assert (seen["priority"], seen["cache_salt"], seen["client"]) == (3, "tenant", "")
+    assert seen["pace"] == 8.0
     assert (params.ignore_eos, params.top_k, params.min_tokens, params.stop_token_ids) == (True, 5, 1, (7,))
     assert (params.seed, params.stop) == (4, ("x",))
 
@@ -151,6 +153,8 @@ def drain_queue(server: RunningServer) -> None:
         ({"extra_body": {"guided_json": {}}}, 400, "guided_json", None),
         ({"temperature": -1}, 400, "temperature", None),
         ({"max_tokens": 0}, 400, "max_tokens", None),
+        ({"extra_body": {"tpot_goal_ms": 0}}, 400, "tpot_goal_ms", None),
+        ({"extra_body": {"tpot_goal_ms": "quick"}}, 400, "tpot_goal_ms", None),
         ({"max_tokens": 10**6}, 400, None, "context_length_exceeded"),
         ({"prompt": ""}, 400, "prompt", None),
         ({"prompt": [300]}, 400, "prompt", None),

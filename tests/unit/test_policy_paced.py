@@ -7,7 +7,7 @@ import pytest
 from floodplain.core.plan import Reason
 from floodplain.core.sequence import Status
 from floodplain.core.view import Prices, SequenceView, View
-from floodplain.policy.paced import PacedPolicy, divide, silent_since
+from floodplain.policy.paced import PacedPolicy, divide, pace_of, silent_since
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import Ranking
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
@@ -87,6 +87,34 @@ def test_among_visitors_the_one_that_has_been_silent_longest_goes_first() -> Non
     assert order(make_view(swapped(0), *silent, num_blocks=5)) == [0, 3, 1, 4, 2]
 
 
+def test_among_visitors_with_goals_of_their_own_the_one_that_has_missed_most_tokens_goes_first() -> None:
+    silent = [visitor(1, 4.0), visitor(2, 7.0, pace=12.0), visitor(3, 3.0, pace=4.0), visitor(4, 9.0)]
+    view = make_view(swapped(0), *silent, num_blocks=5)
+    assert order(view, pace=5.0) == [0, 2, 1, 3, 4]  # 36 tokens at 12 a second, 30 at 5, 28 at 4, 5 at 5
+
+
+@pytest.mark.parametrize(("asked", "counted"), [(None, 8.0), (10.0, 10.0), (1e300, 32.0), (1e-300, 4.0)])
+def test_a_goal_counts_within_limits(asked: float | None, counted: float) -> None:
+    assert pace_of(visitor(0, 0.0, pace=asked), SharingSettings(pace=8.0, max_gap_s=1e9)) == counted
+
+
+def test_a_slow_goal_still_means_two_turns_in_each_gap() -> None:
+    assert pace_of(visitor(0, 0.0, pace=1.0), SharingSettings(pace=8.0, slice_steps=5, max_gap_s=1.25)) == 8.0
+
+
+def test_slower_goals_need_less_of_the_pool() -> None:
+    """Steps of 25 ms: at 8 tokens a second each visitor is there for a fifth of the time, at 16 for two fifths."""
+
+    def num_visitors(pace: float | None) -> int:
+        view = make_view(
+            *(swapped(number, pace=pace) for number in range(18)), num_blocks=50, prices=Prices(step_s=0.025)
+        )
+        return len(parts(view, visitor_share=0.5, pace=8.0, max_gap_s=1e9)[1])
+
+    assert num_visitors(4.0) < num_visitors(16.0)
+    assert num_visitors(None) == num_visitors(8.0)
+
+
 def test_a_visitor_that_speaks_is_not_silent() -> None:
     assert silent_since(stream(0, last_token_s=1.0), NOW) == NOW
     assert silent_since(visitor(0, 1.0), NOW) == 1.0
@@ -108,6 +136,13 @@ def test_newcomers_wait_while_somebody_has_been_silent_too_long() -> None:
     assert order(view, max_gap_s=5.9) == [0, 1, 2, 5, 6]
     assert rank(view, max_gap_s=5.9).reason is Reason.CROWDED
     assert rank(view, max_gap_s=6.0).reason is None
+
+
+def test_who_is_behind_least_may_have_been_silent_longest() -> None:
+    crowd = [swapped(0), visitor(1, 4.0, pace=1.0), visitor(2, 6.0)]
+    view = make_view(*crowd, waiting(5), num_blocks=8)
+    assert order(view, max_gap_s=5.9) == [0, 2, 1, 5]
+    assert rank(view, max_gap_s=5.9).reason is Reason.CROWDED
 
 
 def test_a_silent_core_is_no_crowd() -> None:
