@@ -17,8 +17,8 @@ class CfsPolicy(SharingPolicy):
     name = "cfs"
 
     def rank(self, view: View, now: float) -> Ranking:
-        """The least served first; nobody leaves before the slice ends."""
-        rows = sorted(live_rows(view), key=lambda row: (served_tokens(row, view.step), row.order_key))
+        """Prompts before streams, and the least served first; nobody leaves before the slice ends."""
+        rows = sorted(live_rows(view), key=lambda row: (*service(row, view.step), row.order_key))
         turn = slice_for(view, view.num_blocks, self.settings)
         is_end = view.step % turn.steps == 0 or self._ends_early(view)
         pinned = rows_in_slice(view, 1) if is_end else [row.seq_id for row in view.running]
@@ -30,9 +30,13 @@ class CfsPolicy(SharingPolicy):
         return (has_completed and ends != "steps") or (has_arrived and ends == "arrival")
 
 
-def served_tokens(row: SequenceView, step: int) -> int:
-    """Tokens that a sequence has been given: of its prompt, and generated."""
-    return prefilled_tokens(row, step) + max(0, row.num_generated(step))
+def service(row: SequenceView, step: int) -> tuple[bool, int]:
+    """(whether it has its first token, tokens generated; before that, of the prompt): the paper fills both parts apart.
+
+    One sum for both would make a long prompt wait, half computed, until every stream has been given as many tokens.
+    """
+    num_generated = row.num_generated(step)
+    return (True, num_generated) if num_generated > 0 else (False, prefilled_tokens(row, step))
 
 
 def prefilled_tokens(row: SequenceView, step: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from floodplain.core.plan import Decision, PreemptionMode, Reason
 from floodplain.core.view import Prices, SequenceView
-from floodplain.policy.cfs import CfsPolicy, prefilled_tokens, served_tokens
+from floodplain.policy.cfs import CfsPolicy, prefilled_tokens, service
 from floodplain.policy.settings import SharingSettings
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
 
@@ -30,11 +30,15 @@ def came(decision: Decision) -> set[int]:
     return {order.seq_id for order in (*decision.resumptions, *decision.admissions)}
 
 
-def test_served_are_the_tokens_of_a_prompt_that_are_computed_and_those_generated() -> None:
-    assert served_tokens(stream(0), 100) == 8 + 4
-    assert served_tokens(stream(0), 103) == 8 + 7
-    assert served_tokens(prompt(0, 30, 8), 100) == 8
-    assert served_tokens(waiting(0), 100) == 0
+def test_streams_are_served_what_they_generate_and_prompts_what_is_computed_of_them() -> None:
+    assert service(stream(0), 100) == (True, 4)
+    assert service(stream(0), 103) == (True, 7)
+    assert service(prompt(0, 30, 8), 100) == (False, 8)
+    assert service(waiting(0), 100) == (False, 0)
+
+
+def test_a_long_prompt_goes_before_streams_that_were_given_fewer_tokens() -> None:
+    assert order(stream(0), prompt(1, 300, 200), waiting(2)) == [2, 1, 0]
 
 
 def test_a_prompt_in_swap_space_keeps_what_it_has() -> None:
@@ -44,7 +48,7 @@ def test_a_prompt_in_swap_space_keeps_what_it_has() -> None:
 
 def test_computing_again_is_no_gift() -> None:
     again = prompt(0, 12, 4, num_prompt=8)  # four tokens generated, preempted, a third computed again
-    assert served_tokens(again, 100) == 8 + 4
+    assert service(again, 100) == (True, 4)
 
 
 def test_the_least_served_go_first_and_then_the_earliest() -> None:
