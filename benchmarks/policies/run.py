@@ -50,7 +50,12 @@ class Load:
     burst_s: float
 
 
-LOADS = (Load("2x for 60 s", 2.0, 60.0), Load("3x for 120 s", 3.0, 120.0), Load("half of capacity", 0.5, 60.0))
+LOADS = (
+    Load("2x for 60 s", 2.0, 60.0),
+    Load("2.4x for 60 s", 2.4, 60.0),
+    Load("3x for 120 s", 3.0, 120.0),
+    Load("half of capacity", 0.5, 60.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
