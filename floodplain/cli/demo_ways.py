@@ -60,9 +60,9 @@ WAYS = (
     ),
     Way(
         name="AQUA's switch",
-        words="Requests take turns, the least served first, and whoever comes onto the device stays for at least 16 "
-        "steps. At a switch, those who leave are copied to swap space and those who come are copied back, and nothing "
-        "is computed while the copies are under way. This is the rule and the switch of the AQUA paper, inside this "
+        words="Requests take turns: every 16 steps, or when one ends, the device is filled anew with the least served. "
+        "At a switch, those who leave are copied to swap space and those who come are copied back, and nothing is "
+        "computed while the copies are under way. This is the rule and the switch of the AQUA paper, inside this "
         "engine.",
         policy="cfs",
         hardware=LINK,

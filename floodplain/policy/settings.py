@@ -15,7 +15,7 @@ class SharingSettings:
     """Settings of ``cfs``, ``fair`` and ``paced``; each ignores what is not for it.
 
     Attributes:
-        slice_steps: Steps that whoever comes onto the device stays at least (``--slice``).
+        slice_steps: Steps that whoever comes onto the device stays at least (``--slice``); ``cfs``: of all slices.
         slice_ends: ``cfs``: what ends a slice. ``steps``: only their number; ``completion``: also a request that ends,
             as AQUA has it; ``arrival``: also one that arrives.
         pace: Tokens per second that a stream should get while it has to take turns (``--pace``); best effort.
