@@ -10,6 +10,7 @@ import pytest
 
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown
 from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
@@ -58,6 +59,24 @@ def test_stream_equals_generate() -> None:
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
     assert "".join(delta.text for delta in deltas) == whole.text
     assert [delta.finish_reason for delta in deltas] == [None] * 19 + ["length"]
+
+
+def test_everything_that_a_caller_says_of_a_request_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"priority": 3, "client": "somebody", "cache_salt": "salt", "pace": 7.0}
+
+    async def ask() -> Request:
+        added: list[Request] = []
+        async with running() as engine:
+            add = engine.engine.add
+            monkeypatch.setattr(engine.engine, "add", lambda request: (added.append(request), add(request))[1])
+            async for _ in engine.generate(PROMPT, greedy(2), request_id="r", **said):  # type: ignore[arg-type]
+                pass
+        return added[0]
+
+    request = asyncio.run(ask())
+    assert (request.request_id, request.prompt_token_ids, request.params) == ("r", PROMPT, greedy(2))
+    assert {name: getattr(request, name) for name in said} == said
+    assert set(Request.__dataclass_fields__) == {"request_id", "prompt_token_ids", "params", "arrival_s", *said}
 
 
 def test_closed_stream_frees_its_blocks() -> None:

@@ -1,0 +1,112 @@
+"""The default policy under overload, in virtual time: how long a stream is silent, whatever the others ask for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from floodplain.core.sequence import Status
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.paced import FASTEST, SLOWEST, divide
+from floodplain.policy.settings import SharingSettings
+from tests.support.overload import (
+    CAPACITY,
+    MACHINE,
+    MAX_GAP_S,
+    MAX_TOKENS,
+    NUM_PROMPT,
+    UNCROWDED,
+    longest_step_s,
+    overload,
+)
+
+LARGEST = -(-(NUM_PROMPT + MAX_TOKENS) // MACHINE.block_tokens)
+"""Blocks of a request at its end."""
+
+
+def silence_bound_s(factor: float, step_s: float, weight: float = 1.0) -> float:
+    """``max_gap_s``, and one more cycle of turns for those who came before the first silence of that length showed.
+
+    Somebody is silent for ``max_gap_s`` before newcomers are stopped, and in that time some arrive. Each adds one turn
+    of a slice to the cycle, on two blocks (its prompt and its first block of tokens), in the visitors' part less what
+    is left over when turns do not fill it. At last the turn itself must begin: copies out and in, a step each, and a
+    slice that has just begun. Others' turns count ``weight`` times: as often as their pace is faster.
+    """
+    settings = SharingSettings()
+    part = settings.visitor_share * MACHINE.num_blocks - (LARGEST + 1)
+    turn_s = settings.slice_steps * step_s
+    num_arrived = factor * CAPACITY * MAX_GAP_S
+    return MAX_GAP_S + weight * num_arrived * 2 / part * turn_s + turn_s + 2 * step_s
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "num_requests"), [(2, 200), (3, 600)])
+def test_nobody_is_silent_for_longer_than_the_gap_and_one_more_cycle(factor: float, num_requests: int) -> None:
+    run, _ = overload(factor, num_requests, MAX_GAP_S)
+    assert run.max_gap_s > MAX_GAP_S  # it is an overload
+    assert run.max_gap_s <= silence_bound_s(factor, longest_step_s(run))
+    assert run.counters.preemptions["recompute"] == 0
+
+
+@pytest.mark.slow
+def test_without_the_crowding_rule_silence_grows_as_long_as_the_overload_lasts() -> None:
+    """The control: three times as long at half of the requests, and longer still at all of them."""
+    bound_s = silence_bound_s(3, longest_step_s(overload(3, 600, UNCROWDED)[0]))
+    half_s, whole_s = (overload(3, number, UNCROWDED)[0].max_gap_s for number in (300, 600))
+    assert bound_s < half_s < whole_s
+    assert whole_s > 3 * bound_s
+
+
+PACE = 12.0
+GREEDY, MODEST = 1e9, 1e-9
+"""Goals that no request can ask for in earnest: they count as the fastest and as the slowest that there is."""
+
+
+def weight_of_the_greedy() -> float:
+    """How many times faster than the slowest pace the fastest is, where two turns in each ``max_gap_s`` are a floor."""
+    floor = 2 * SharingSettings().slice_steps / MAX_GAP_S
+    return FASTEST * PACE / max(SLOWEST * PACE, floor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_modest", [1, 3])
+@pytest.mark.parametrize(("factor", "num_requests"), [(2, 200), (3, 400)])
+def test_others_goals_add_their_weight_to_a_silence_and_no_more(
+    factor: float, num_requests: int, num_modest: int
+) -> None:
+    run, _ = overload(factor, num_requests, MAX_GAP_S, pace=PACE, goals=(GREEDY,) + num_modest * (MODEST,))
+    bound_s = silence_bound_s(factor, longest_step_s(run), weight_of_the_greedy())
+    assert MAX_GAP_S < run.max_gap_s <= bound_s
+
+
+@pytest.mark.slow
+def test_without_the_crowding_rule_the_modest_fall_silent() -> None:
+    """The control."""
+    run, _ = overload(3, 600, UNCROWDED, pace=PACE, goals=(GREEDY, MODEST))
+    assert run.max_gap_s > silence_bound_s(3, longest_step_s(run), weight_of_the_greedy())
+
+
+@pytest.mark.slow
+def test_cfs_silences_the_old_ones_too() -> None:
+    assert overload(3, 300, MAX_GAP_S, "cfs")[0].max_gap_s > silence_bound_s(3, 0.03)
+
+
+def visitors_of(view: View) -> list[SequenceView]:
+    rows = (*view.running, *view.loading, *view.swapped)
+    streams = sorted((row for row in rows if row.num_generated(view.step)), key=lambda row: row.order_key)
+    return divide(view, streams, SharingSettings(max_gap_s=MAX_GAP_S))[1]
+
+
+@pytest.mark.slow
+def test_the_one_that_has_been_silent_longest_comes_first() -> None:
+    """While a visitor waits, none that has been silent for a shorter time gets a turn."""
+    num_turns = 0
+    for view, _, decision in overload(2, 200, MAX_GAP_S)[1].seen:
+        came = {order.seq_id for order in decision.resumptions}
+        absent = [row for row in visitors_of(view) if row.status is Status.SWAPPED]
+        silences = [row.last_token_s or 0.0 for row in absent if row.seq_id in came]
+        waits = [row.last_token_s or 0.0 for row in absent if row.seq_id not in came and not row.is_leaving]
+        assert max(silences, default=0.0) <= min(waits, default=math.inf)
+        num_turns += len(silences)
+    assert num_turns > 300

@@ -1,0 +1,51 @@
+"""Overload in virtual time: requests that keep coming at a multiple of what a machine can serve.
+
+The machine serves about 26 of these requests a second: 25 at a time, 64 steps of 15 ms each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+from tests.support.bursts import Machine, Recorder, Run, burst, make_burst
+
+MACHINE = Machine(
+    num_blocks=100,
+    block_tokens=16,
+    num_slots=20_000,
+    block_s=5e-5,
+    max_num_seqs=256,
+    max_batched_tokens=256,
+)
+CAPACITY = 26.0
+NUM_PROMPT, MAX_TOKENS = 16, 64
+
+MAX_GAP_S = 1.0
+UNCROWDED = 1e9
+"""A gap that nobody reaches: the rule never holds."""
+
+
+@cache
+def overload(
+    factor: float,
+    num_requests: int,
+    max_gap_s: float,
+    name: str = "paced",
+    pace: float = 3.0,
+    goals: Sequence[float | None] = (None,),
+) -> tuple[Run, Recorder]:
+    """Requests at ``factor`` times the rate that the machine can serve; ``goals`` are theirs, one after the other."""
+    recorder = Recorder(make_policy(name, SharingSettings(max_gap_s=max_gap_s, pace=pace)))
+    interval_s = 1 / (factor * CAPACITY)
+    requests = make_burst(num_requests, interval_s=interval_s, num_prompt=NUM_PROMPT, max_tokens=MAX_TOKENS)
+    requests = [replace(one, pace=goals[number % len(goals)]) for number, one in enumerate(requests)]
+    return burst(MACHINE, recorder, requests), recorder
+
+
+def longest_step_s(run: Run) -> float:
+    """The device time of a run's longest step."""
+    return max(MACHINE.line.time_s(plan) for _, plan in run.steps)
