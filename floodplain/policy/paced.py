@@ -28,6 +28,7 @@ from floodplain.policy.growth import blocks_held
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, rows_in_slice
 from floodplain.policy.slices import slice_for
+from floodplain.policy.swap import quick_tiers
 
 FASTEST, SLOWEST = 4.0, 0.5
 """Times ``--pace``: a client's goal for TPOT counts within these, since anybody can ask for anything."""
@@ -144,7 +145,7 @@ def _judge(
     """Newcomers wait while somebody is silent too long; and one by one, when swap space could not take them too."""
     if fresh and any(now - silent_since(row, now) > settings.max_gap_s for row in visitors):
         return _Newcomers((), fresh, Reason.CROWDED)
-    num_slots = sum(tier.num_free_slots for tier in view.tiers)
+    num_slots = sum(tier.num_free_slots for tier in quick_tiers(view))
     num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in view.running)
     for index, row in enumerate(fresh):
         num_slots -= blocks_held(view, row)

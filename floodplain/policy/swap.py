@@ -30,16 +30,15 @@ class SwapBudget:
 
     def loses_kv(self, row: SequenceView) -> bool:
         """Whether it will have to compute again when its turn ends."""
-        return not self._view.tiers or not self._copying_pays(row, self._view.tiers[0])
+        return not any(self._copying_pays(row, tier) for tier in self._view.tiers)
 
     def can_keep(self, row: SequenceView, num_slots: int) -> bool:
         """Whether somebody's turn may end now, if ``num_slots`` are needed so far: it costs a copy, not a prompt.
 
         It may also cost a prompt where that is the cheaper way, or where there is no swap space at all.
         """
-        if self.loses_kv(row):
-            return True
-        return any(num_free >= num_slots for num_free in self._free.values())
+        tiers = [tier.tier for tier in self._view.tiers if self._copying_pays(row, tier)]
+        return not tiers or any(self._free[tier] >= num_slots for tier in tiers)
 
     def keep_prefix(self, row: SequenceView) -> None:
         """A request fetches its prefix: the slots where that lies do not give way to others any more."""
@@ -97,11 +96,19 @@ def copying_pays(view: View) -> bool:
     """Whether some tier gives a block back sooner than it is computed; yes while prices are unknown.
 
     A hysteresis pair: turns begin only where a copy takes at most half as long as computing, and go on, while somebody
-    is in swap space, until it takes as long.
+    is in swap space, until it takes as long. They do not begin where only slower tiers have room.
     """
+    if view.swapped:
+        return bool(quick_tiers(view))
+    quick = quick_tiers(view, margin=2.0)
+    has_room_elsewhere = any(tier.num_free_slots for tier in view.tiers if tier not in quick)
+    return any(tier.num_free_slots for tier in quick) or bool(quick and not has_room_elsewhere)
+
+
+def quick_tiers(view: View, margin: float = 1.0) -> list[TierView]:
+    """Those that give a block back ``margin`` times sooner than it is computed, or more; all while prices are unknown."""
     compute_s = view.block_tokens * view.prices.prefill_token_s
-    limit_s = compute_s if view.swapped else compute_s / 2
-    return not compute_s or any(tier.block_s < limit_s for tier in view.tiers)
+    return [tier for tier in view.tiers if not compute_s or tier.block_s * margin < compute_s]
 
 
 def blocks_per_step(view: View, tier: TierView) -> int:

@@ -83,8 +83,8 @@ def loading(number: int, **fields: object) -> SequenceView:
 
 def host(**fields: object) -> TierView:
     """A host tier whose copies are nearly free."""
-    values: dict[str, object] = {"num_free_slots": 1000, "num_slots": 1000, "block_s": 1e-6, "latency_s": 0.0}
-    return TierView(tier=Tier.HOST, **(values | fields))  # type: ignore[arg-type]
+    free: dict[str, object] = {"num_free_slots": 1000, "num_slots": 1000, "block_s": 1e-6, "latency_s": 0.0}
+    return TierView(**({"tier": Tier.HOST} | free | fields))  # type: ignore[arg-type]
 
 
 def make_view(*rows: SequenceView, **fields: object) -> View:

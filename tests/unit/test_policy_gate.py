@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from floodplain.core.plan import Decision, Reason
+from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
+from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.gate import GatedPolicy, count_spare_blocks
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows
@@ -115,6 +118,18 @@ def test_they_end_where_it_is_no_quicker(block_s: float, takes_turns: bool) -> N
 def test_one_quick_tier_is_enough() -> None:
     tiers = (host(block_s=1.0), host(block_s=1e-6))
     assert is_open(stream(0), waiting(1, 8), num_available_blocks=0, tiers=tiers, prices=PRICES)
+
+
+def test_where_only_a_slow_tier_has_room_turns_do_not_begin() -> None:
+    """AQUA, end of section 7: first come, first served when only DRAM is left."""
+    full_peer, slow_host = host(tier=Tier.PEER, num_free_slots=0), host(block_s=1.0)
+    short = {"num_available_blocks": 0, "prices": PRICES}
+    gated = GatedPolicy(Marked(SharingSettings(slice_steps=SLICE)))
+    view = make_view(stream(0), waiting(1, 8), tiers=(full_peer, slow_host), **short)
+    fcfs = replace(FcfsPolicy().decide(view, 0.0, Random(0)), reason=Reason.SWAP_SLOW)
+    assert gated.decide(view, 0.0, Random(0)) == fcfs
+    for tiers in [(host(tier=Tier.PEER, num_free_slots=1), slow_host), (full_peer, host()), (host(num_free_slots=0),)]:
+        assert is_open(stream(0), waiting(1, 8), tiers=tiers, **short)
 
 
 def test_over_a_slow_link_whoever_is_off_the_device_returns_by_arrival_and_nobody_leaves_for_it() -> None:

@@ -60,10 +60,8 @@ def test_slots_are_spent_once() -> None:
 
 
 def test_the_next_tier_takes_what_the_first_cannot() -> None:
-    peer = host(num_free_slots=0)
-    far = host(num_free_slots=9)
-    object.__setattr__(peer, "tier", Tier.PEER)
-    order, num_copied = budget(peer, far).preempt(VICTIM, Reason.SLICE_ENDED)
+    peer = host(tier=Tier.PEER, num_free_slots=0)
+    order, num_copied = budget(peer, host(num_free_slots=9)).preempt(VICTIM, Reason.SLICE_ENDED)
     assert (order.tier, num_copied) == (Tier.HOST, 1)
 
 
@@ -78,6 +76,13 @@ def test_or_where_computing_is_the_cheaper_way_or_the_only_one() -> None:
     assert budget().loses_kv(VICTIM)
     assert budget(host(block_s=1.0)).loses_kv(VICTIM)
     assert not budget(host(num_free_slots=0)).loses_kv(VICTIM)
+
+
+def test_nobodys_turn_ends_for_a_place_from_which_it_would_not_come_back_sooner() -> None:
+    full_peer = host(tier=Tier.PEER, num_free_slots=2)
+    assert not budget(full_peer, host(block_s=1.0)).can_keep(VICTIM, 3)
+    assert budget(full_peer, host()).can_keep(VICTIM, 3)
+    assert not budget(host(tier=Tier.PEER, block_s=1.0), host()).loses_kv(VICTIM)
 
 
 # -- written behind --------------------------------------------------------------------------------------------------
