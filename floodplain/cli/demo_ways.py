@@ -70,8 +70,8 @@ WAYS = (
     ),
     Way(
         name="floodplain",
-        words="Most of the memory belongs to the oldest requests until they are complete. The rest is shared by all "
-        "others in short turns: newcomers first, then whoever has been silent longest. Copies run while others "
+        words="At least half of the memory belongs to the oldest requests until they are complete. The rest is shared "
+        "by all others in short turns: newcomers first, then whoever has been silent longest. Copies run while others "
         "compute. This is the default of floodplain serve.",
         policy="paced",
         hardware=LINK,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, rows_in_slice
 from floodplain.policy.slices import slice_for
@@ -40,7 +41,11 @@ def service(row: SequenceView, step: int) -> tuple[bool, int]:
 
 
 def prefilled_tokens(row: SequenceView, step: int) -> int:
-    """Tokens of its prompt that were computed. Computing again is no gift."""
+    """Tokens of its prompt that were computed. Computing again is no gift, and a prefix that somebody left is no work.
+
+    What a waiting request could restore others have computed; what one in swap space could, itself.
+    """
     if row.num_generated(step) > 0:
         return row.num_prompt
-    return min(row.num_prompt, max(row.num_scheduled, row.num_restorable_tokens))
+    num_kept = 0 if row.status is Status.WAITING else row.num_restorable_tokens
+    return min(row.num_prompt, max(row.num_scheduled, num_kept))

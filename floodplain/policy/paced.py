@@ -1,6 +1,6 @@
 """Everybody speaks soon, nobody falls silent for long, and work still finishes in order of arrival.
 
-The pool is divided. The larger part, the *core*, serves requests to their end by arrival, as FCFS does, so that work
+The pool is divided. One part, the *core*, serves requests to their end by arrival, as FCFS does, so that work
 finishes. The rest is for *visitors*: all other streams take short turns there, the one that has fallen behind its pace
 furthest first; with one pace for all, the one that has been silent longest. How large their part is follows from the
 pace that they shall keep (their own goals, else ``--pace``) and from ``max_gap_s``, up to a limit: under overload the
@@ -24,7 +24,7 @@ from floodplain.core.plan import Reason
 from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.growth import blocks_held
+from floodplain.policy.growth import blocks_for, blocks_held
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, rows_in_slice
 from floodplain.policy.slices import slice_for
@@ -143,12 +143,13 @@ def _judge(
     view: View, now: float, fresh: Seq[SequenceView], visitors: Seq[SequenceView], settings: SharingSettings
 ) -> _Newcomers:
     """Newcomers wait while somebody is silent too long; and one by one, when swap space could not take them too."""
+    is_waiting = any(row.status is Status.WAITING for row in fresh)
     if fresh and any(now - silent_since(row, now) > settings.max_gap_s for row in visitors):
-        return _Newcomers((), fresh, Reason.CROWDED)
+        return _Newcomers((), fresh, Reason.CROWDED if is_waiting else None)
     num_slots = sum(tier.num_free_slots for tier in quick_tiers(view))
     num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in view.running)
     for index, row in enumerate(fresh):
-        num_slots -= blocks_held(view, row)
+        num_slots -= blocks_for(view, row.num_tokens) - (row.num_blocks if row.status is Status.RUNNING else 0)
         if num_slots < 0 and row.status is not Status.RUNNING:
             return _Newcomers(fresh[:index], fresh[index:], Reason.SWAP_FULL)
     return _Newcomers(fresh)

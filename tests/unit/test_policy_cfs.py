@@ -46,6 +46,10 @@ def test_a_prompt_in_swap_space_keeps_what_it_has() -> None:
     assert prefilled_tokens(half, 100) == 20
 
 
+def test_a_prefix_that_others_left_is_not_held_against_a_newcomer() -> None:
+    assert service(waiting(0, 30, num_cached_tokens=20, num_restorable_tokens=24), 100) == (False, 0)
+
+
 def test_computing_again_is_no_gift() -> None:
     again = prompt(0, 12, 4, num_prompt=8)  # four tokens generated, preempted, a third computed again
     assert service(again, 100) == (True, 4)

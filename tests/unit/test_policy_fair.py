@@ -66,6 +66,13 @@ def test_the_second_request_of_a_key_ranks_as_if_the_first_had_had_its_turn() ->
     assert order(view, fair_by="key", slice_steps=4) == [0, 9, 1, 2, 3]
 
 
+def test_what_waiting_requests_could_restore_is_no_work_of_their_key() -> None:
+    """Sixty chats with one system prompt must not silence the one that runs."""
+    rows = [of("a", waiting(number, 1000, num_restorable_tokens=992)) for number in range(60)]
+    view = make_view(of("a", stream(99)), *rows, key_credits={"a": 0.0})
+    assert min(work_by_key(view, 4).values()) == 4 + 4
+
+
 def test_within_a_key_the_least_served_request_goes_first() -> None:
     rows = [of("a", stream(0)), of("a", stream(1, num_tokens=10)), of("a", waiting(2))]
     assert order(make_view(*rows, key_credits={"a": 0.0}), fair_by="key") == [2, 1, 0]

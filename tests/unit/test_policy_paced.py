@@ -6,6 +6,7 @@ import pytest
 
 from floodplain.core.plan import Reason
 from floodplain.core.sequence import Status
+from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
 from floodplain.policy.paced import PacedPolicy, divide, pace_of, silent_since
 from floodplain.policy.settings import SharingSettings
@@ -154,10 +155,30 @@ def test_without_newcomers_there_is_no_crowd() -> None:
     assert rank(make_view(*CROWD, num_blocks=5), max_gap_s=1.0).reason is None
 
 
+def test_where_no_newcomer_waits_a_crowd_limits_nothing() -> None:
+    view = make_view(*CROWD, prompt(5), num_blocks=8)
+    assert order(view, max_gap_s=5.0) == [0, 1, 2, 5]
+    assert rank(view, max_gap_s=5.0).reason is None
+
+
 def test_newcomers_wait_one_by_one_when_swap_space_could_not_take_them_too() -> None:
     """Seven slots: three for what a resident has not backed up, two for each newcomer of eight tokens."""
     view = make_view(stream(0), *(waiting(number) for number in (5, 6, 7)), tiers=(host(num_free_slots=7),))
     assert order(view) == [5, 6, 0, 7]
+    assert rank(view).reason is Reason.SWAP_FULL
+
+
+def test_blocks_of_a_prompt_that_has_begun_need_one_slot_each() -> None:
+    """Ten slots: two for a prompt's blocks, six for the rest of its 30 tokens, two for a newcomer of eight."""
+    view = make_view(prompt(5, 30, 8), waiting(6), waiting(7), tiers=(host(num_free_slots=10),))
+    assert order(view) == [5, 6, 7]
+    assert rank(view).reason is Reason.SWAP_FULL
+    assert rank(make_view(prompt(5, 30, 8), waiting(6), tiers=view.tiers)).reason is None
+
+
+def test_only_slots_of_quick_tiers_count() -> None:
+    slow = host(block_s=1.0)
+    view = make_view(waiting(5), tiers=(host(tier=Tier.PEER, num_free_slots=0), slow), prices=Prices(0.02, 0.001))
     assert rank(view).reason is Reason.SWAP_FULL
 
 
