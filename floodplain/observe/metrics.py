@@ -111,7 +111,9 @@ class ServingMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """All metrics, now. Leases appear once there are some; without swap space its counters stay 0."""
         stats = self._stats()
-        yield self._gauge("requests_running", "Requests on the device, or on their way back to it.", {(): stats.num_running})
+        yield self._gauge(
+            "requests_running", "Requests on the device, or on their way back to it.", {(): stats.num_running}
+        )
         yield self._gauge("requests_waiting", "Requests that wait.", {(): stats.num_waiting})
         yield self._gauge("requests_swapped", "Requests whose KV is swapped out.", {(): stats.num_swapped})
         yield self._gauge("kv_blocks", "KV blocks by state.", _by_one(stats.kv_blocks), "state")

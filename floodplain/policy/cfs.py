@@ -21,9 +21,20 @@ class CfsPolicy(SharingPolicy):
         """Prompts before streams, and the least served first; nobody leaves before the slice ends."""
         rows = sorted(live_rows(view), key=lambda row: (*service(row, view.step), row.order_key))
         turn = slice_for(view, view.num_blocks, self.settings)
-        is_end = view.step % turn.steps == 0 or self._ends_early(view)
+        slice_steps = self._lengthen(turn.steps)
+        is_end = view.step % slice_steps == 0 or self._ends_early(view)
         pinned = rows_in_slice(view, 1) if is_end else [row.seq_id for row in view.running]
-        return Ranking(rows, frozenset(pinned), turn.steps, turn.reason)
+        return Ranking(rows, frozenset(pinned), slice_steps, turn.reason, refills=True)
+
+    def _lengthen(self, num_steps: int) -> int:
+        """The asked slice, doubled until it has so many steps: ends of longer slices are then ends of shorter ones.
+
+        So a slice has its length, or half of it once, while the length that the link asks for wanders.
+        """
+        slice_steps = self.settings.slice_steps
+        while slice_steps < num_steps:
+            slice_steps *= 2
+        return slice_steps
 
     def _ends_early(self, view: View) -> bool:
         has_completed, has_arrived = view.completion_step == view.step, view.arrival_step == view.step

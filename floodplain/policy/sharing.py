@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from random import Random
 
-from floodplain.core.plan import Chunk, Decision, Preemption, Reason, Resumption
+from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Reason, Resumption
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, View
@@ -32,12 +32,15 @@ class Ranking:
         pinned: Those of them that are there and may not be sent away yet for others: their slice has just begun.
         slice_steps: Steps that whoever comes now stays at least.
         reason: Why it is not the ranking that the policy would like.
+        refills: Whether room is made for all that shall come at once; else for one after the other, as blocks that
+            must be copied first become free, so that copies spread out.
     """
 
     rows: Seq[SequenceView]
     pinned: frozenset[SeqId]
     slice_steps: int
     reason: Reason | None = None
+    refills: bool = False
 
 
 class SharingPolicy(ABC):
@@ -79,15 +82,19 @@ def share(view: View, ranking: Ranking, settings: SharingSettings) -> Decision:
         return Decision()  # AQUA's switch: nothing is computed before everything has moved
     turn = _Turn(view, ranking, settings)
     turn.exchange()
-    turn.schedule_residents()
+    if settings.is_synchronous and turn.moves_kv:
+        turn.begin_nothing()
+    else:
+        turn.schedule_residents()
     return turn.decision()
 
 
 class _Turn:
     """Scratch state of one decision: what is left of blocks, tokens, slots and places on the device.
 
-    ``free`` blocks can be given now; ``draining`` ones when copies are done; ``reserved`` ones of the free are for the
-    growth of the residents within a slice, so that nobody comes who would push another one out at once.
+    ``free`` blocks can be given now; ``draining`` ones when copies are done; ``reserved`` ones of the free are for what
+    the residents, and those on their way in, will need within a slice, so that nobody comes who would push another one
+    out at once.
     """
 
     def __init__(self, view: View, ranking: Ranking, settings: SharingSettings) -> None:
@@ -96,12 +103,13 @@ class _Turn:
         self._is_synchronous = settings.is_synchronous
         self._reason = ranking.reason
         self._pinned = ranking.pinned
+        self._refills = ranking.refills
         self._absent = [row for row in ranking.rows if row.status in (Status.WAITING, Status.SWAPPED)]
         self._residents = [row for row in ranking.rows if row.status is Status.RUNNING]
         self._place = {row.seq_id: place for place, row in enumerate(ranking.rows)}
         self._free = view.num_available_blocks
         self._draining = view.num_draining_blocks
-        self._reserved = sum(blocks_due(view, row, self._slice) for row in view.running)
+        self._reserved = sum(blocks_due(view, row, self._slice) for row in (*view.running, *view.loading))
         self._num_places = view.max_num_seqs - len(view.running) - len(view.loading)
         self._tokens = TokenBudget(view, settings.prefill_share)
         self._prompts = [
@@ -145,10 +153,14 @@ class _Turn:
             if row.is_leaving or not num_tokens:
                 continue  # its last copy is not whole yet, or no token of it fits into this step
             num_blocks = self._blocks_to_enter(row)
-            if not self._has_room(num_blocks, self._free):
-                self._make_room(num_blocks, row, self._turned_out(row), Reason.SLICE_ENDED)
-                if not self._has_room(num_blocks, self._free):
+            if not self._has_room(num_blocks):
+                if not self._make_room(num_blocks, row, self._turned_out(row), Reason.SLICE_ENDED):
                     return
+                if not self._has_room(num_blocks):
+                    if not self._refills:
+                        return
+                    self._keep_room(num_blocks)
+                    continue
             if not (row.num_shared_blocks and self._gone):
                 self._enter(row, num_tokens)
             self._free -= num_blocks
@@ -176,6 +188,15 @@ class _Turn:
         else:
             self._admissions.append(Chunk(row.seq_id, self._tokens.take_prefill(num_tokens)))
         self._has_shared = self._has_shared or row.num_shared_blocks > 0
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether copies begin with this decision."""
+        return bool(self._resumptions) or any(order.mode is PreemptionMode.SWAP for order in self._preemptions)
+
+    def begin_nothing(self) -> None:
+        """Nobody computes beside these copies: who was to begin with a chunk does so when they are done."""
+        self._admissions.clear()
 
     # -- those that are there --------------------------------------------------------------------------------------
 
@@ -216,8 +237,15 @@ class _Turn:
 
     # -- making room -----------------------------------------------------------------------------------------------
 
-    def _has_room(self, num_blocks: int, num_there: int) -> bool:
-        return num_blocks <= num_there - self._reserved and self._num_places > 0
+    def _has_room(self, num_blocks: int) -> bool:
+        return num_blocks <= self._free - self._reserved and self._num_places > 0
+
+    def _keep_room(self, num_blocks: int) -> None:
+        """Keep room for somebody who comes when copies are done: of what they free, and of what is free if need be."""
+        num_drained = min(num_blocks, self._draining)
+        self._draining -= num_drained
+        self._free -= num_blocks - num_drained
+        self._num_places -= 1
 
     def _below(self, row: SequenceView) -> Iterable[SequenceView]:
         """Residents that rank below ``row`` and can leave, the last first."""
@@ -246,16 +274,17 @@ class _Turn:
 
     def _make_room(self, num_blocks: int, row: SequenceView, victims: Iterable[SequenceView], reason: Reason) -> bool:
         """Send victims away if that makes room for ``row``, now or when copies are done; else nobody leaves."""
-        missing = num_blocks - (self._free + self._draining - self._reserved)
+        num_there, reserved = self._free + self._draining, self._reserved
         missing_places = 0 if row.status is Status.RUNNING else 1 - self._num_places
         chosen: list[SequenceView] = []
         for victim in victims:
-            if missing <= 0 and missing_places <= 0:
+            if num_blocks <= num_there - reserved and missing_places <= 0:
                 break
             chosen.append(victim)
-            missing -= victim.exclusive_blocks + blocks_due(self._view, victim, self._slice)
+            num_there += victim.exclusive_blocks
+            reserved = max(0, reserved - blocks_due(self._view, victim, self._slice))
             missing_places -= 1
-        if missing > 0 or missing_places > 0:
+        if num_blocks > num_there - reserved or missing_places > 0:
             return False
         for victim in chosen:
             self._send_away(victim, reason)

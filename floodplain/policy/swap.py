@@ -106,7 +106,7 @@ def copying_pays(view: View) -> bool:
 
 
 def quick_tiers(view: View, margin: float = 1.0) -> list[TierView]:
-    """Those that give a block back ``margin`` times sooner than it is computed, or more; all while prices are unknown."""
+    """Those that give a block back ``margin`` times sooner than it is computed; all while prices are unknown."""
     compute_s = view.block_tokens * view.prices.prefill_token_s
     return [tier for tier in view.tiers if not compute_s or tier.block_s * margin < compute_s]
 

@@ -10,12 +10,19 @@ from floodplain.core.plan import Decision, PreemptionMode, Reason
 from floodplain.core.view import Prices, SequenceView
 from floodplain.policy.cfs import CfsPolicy, prefilled_tokens, service
 from floodplain.policy.settings import SharingSettings
-from tests.support.views import host, make_view, prompt, stream, swapped, waiting
+from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
 
 
-def decide(*rows: SequenceView, step: int = 100, slice_ends: str = "completion", **fields: object) -> Decision:
+def decide(
+    *rows: SequenceView,
+    step: int = 100,
+    slice_ends: str = "completion",
+    is_synchronous: bool = False,
+    **fields: object,
+) -> Decision:
     view = make_view(*rows, step=step, **fields)
-    return CfsPolicy(SharingSettings(slice_steps=4, slice_ends=slice_ends)).decide(view, 0.0, Random(0))
+    settings = SharingSettings(slice_steps=4, slice_ends=slice_ends, is_synchronous=is_synchronous)
+    return CfsPolicy(settings).decide(view, 0.0, Random(0))
 
 
 def order(*rows: SequenceView) -> list[int]:
@@ -74,6 +81,42 @@ def test_when_a_slice_ends_the_most_served_leaves_for_the_least_served() -> None
     decision = decide(*RESIDENTS, swapped(3), **FULL)
     assert left(decision) == {0, 2}  # twelve tokens and a slice are four blocks, and each leaves three
     assert {(one.mode, one.reason) for one in decision.preemptions} == {(PreemptionMode.SWAP, Reason.SLICE_ENDED)}
+
+
+def test_room_is_made_for_all_that_shall_come_at_once() -> None:
+    """Though nobody's room is there before the victims' last blocks are copied."""
+    decision = decide(*RESIDENTS, swapped(3), swapped(4, num_tokens=9), **FULL)
+    assert left(decision) == {0, 1, 2}  # nine tokens and a slice are four blocks, twelve too; nine are there in all
+    assert came(decision) == set()
+
+
+def test_what_is_kept_for_them_is_not_given_to_others() -> None:
+    """3 takes three of five blocks. 4 needs three, too, one of which is on its way: 5 must not have the other two."""
+    small = swapped(5, num_prompt=2, num_tokens=4)
+    rows = [resident(0, 13), swapped(3, num_tokens=8), swapped(4, num_tokens=8), small]
+    room = {"step": 101, "num_blocks": 20}
+    assert came(decide(*rows, num_available_blocks=5, num_draining_blocks=1, **room)) == {3}
+    assert came(decide(*rows, num_available_blocks=6, **room)) == {3, 4}
+    assert came(decide(*rows[:2], small, num_available_blocks=5, num_draining_blocks=1, **room)) == {3, 5}
+
+
+def test_at_a_synchronous_switch_nothing_is_computed_beside_the_copies() -> None:
+    """AQUA's: neither when they begin, nor while they are under way; a newcomer's first chunk waits, too."""
+    room = {"num_blocks": 12, "num_available_blocks": 3, "is_synchronous": True}
+    began = decide(*RESIDENTS, waiting(3, 4), swapped(4), **room)
+    assert left(began)
+    assert not (began.decodes or began.chunks or began.admissions or began.backups)
+    assert decide(stream(0), loading(4), **room) == Decision()
+    assert decide(stream(0), swapped(4, is_leaving=True), **room) == Decision()
+    assert decide(*RESIDENTS, step=101, **room).decodes == (0, 1, 2)
+
+
+def test_over_a_wandering_link_ends_of_longer_slices_are_ends_of_shorter_ones() -> None:
+    """Slices of 4; the copies of 9 blocks take 5.3 steps of 20 ms, then 10.6: slices of 8, then of 16."""
+    for block_s, ends_at in ((0.01, [104, 112]), (0.02, [112])):
+        slow = {"tiers": (host(block_s=block_s),), "prices": Prices(step_s=0.02, prefill_token_s=0.02)}
+        turns = [step for step in range(100, 116) if left(decide(*RESIDENTS, swapped(3), step=step, **slow, **FULL))]
+        assert turns == ends_at
 
 
 def test_between_the_ends_of_slices_nobody_leaves() -> None:
