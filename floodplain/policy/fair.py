@@ -16,7 +16,8 @@ from collections import defaultdict
 from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.cfs import prefilled_tokens
-from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, rows_in_slice
+from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
+from floodplain.policy.sharing import SharingPolicy
 from floodplain.policy.slices import slice_for
 
 

@@ -13,8 +13,10 @@ from floodplain.core.view import View
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.growth import blocks_due, blocks_for
 from floodplain.policy.prefixes import prefix_backup
-from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, share
+from floodplain.policy.ranking import Ranking, live_rows
+from floodplain.policy.sharing import SharingPolicy
 from floodplain.policy.swap import copying_pays
+from floodplain.policy.turn import share
 
 
 class GatedPolicy:

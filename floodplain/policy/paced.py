@@ -25,8 +25,9 @@ from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import blocks_for, blocks_held
+from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
 from floodplain.policy.settings import SharingSettings
-from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows, rows_in_slice
+from floodplain.policy.sharing import SharingPolicy
 from floodplain.policy.slices import slice_for
 from floodplain.policy.swap import quick_tiers
 

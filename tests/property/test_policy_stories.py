@@ -22,9 +22,10 @@ from floodplain.core.view import SequenceView, View
 from floodplain.policy.gate import GatedPolicy
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
-from floodplain.policy.sharing import SharingPolicy, _Turn
+from floodplain.policy.sharing import SharingPolicy
 from floodplain.policy.slices import slice_for
 from floodplain.policy.swap import SwapBudget
+from floodplain.policy.turn import _Turn
 from tests.support.bursts import Machine, Recorder, begin, burst, make_burst
 from tests.support.turns import Story, Teller, make_story
 

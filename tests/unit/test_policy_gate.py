@@ -12,8 +12,9 @@ from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.gate import GatedPolicy, count_spare_blocks
+from floodplain.policy.ranking import Ranking, live_rows
 from floodplain.policy.settings import SharingSettings
-from floodplain.policy.sharing import Ranking, SharingPolicy, live_rows
+from floodplain.policy.sharing import SharingPolicy
 from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
 
 SLICE = 4

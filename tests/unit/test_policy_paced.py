@@ -9,8 +9,8 @@ from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
 from floodplain.policy.paced import PacedPolicy, divide, pace_of, silent_since
+from floodplain.policy.ranking import Ranking
 from floodplain.policy.settings import SharingSettings
-from floodplain.policy.sharing import Ranking
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
 
 NOW = 10.0

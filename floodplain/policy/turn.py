@@ -1,0 +1,245 @@
+"""Taking turns, whatever the order: who leaves so that who is next can come.
+
+It fits a ranking of all live requests into memory, gives everybody on the device a token, and sends somebody away only
+where the ranking asks for somebody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Reason, Resumption
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Status
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.batching import TokenBudget, wants_one_token
+from floodplain.policy.growth import blocks_due, blocks_for
+from floodplain.policy.prefixes import pays_to_fetch
+from floodplain.policy.ranking import Ranking
+from floodplain.policy.settings import SharingSettings
+from floodplain.policy.swap import SwapBudget
+
+
+def share(view: View, ranking: Ranking, settings: SharingSettings) -> Decision:
+    """Fit a ranking into memory for one step."""
+    if settings.is_synchronous and (view.loading or any(row.is_leaving for row in view.swapped)):
+        return Decision()  # AQUA's switch: nothing is computed before everything has moved
+    turn = _Turn(view, ranking, settings)
+    turn.exchange()
+    if settings.is_synchronous and turn.moves_kv:
+        turn.begin_nothing()
+    else:
+        turn.schedule_residents()
+    return turn.decision()
+
+
+class _Turn:
+    """Scratch state of one decision: what is left of blocks, tokens, slots and places on the device.
+
+    ``free`` blocks can be given now; ``draining`` ones when copies are done; ``reserved`` ones of the free are for what
+    the residents, and those on their way in, will need within a slice, so that nobody comes who would push another one
+    out at once.
+    """
+
+    def __init__(self, view: View, ranking: Ranking, settings: SharingSettings) -> None:
+        self._view = view
+        self._slice = ranking.slice_steps
+        self._is_synchronous = settings.is_synchronous
+        self._reason = ranking.reason
+        self._pinned = ranking.pinned
+        self._refills = ranking.refills
+        self._absent = [row for row in ranking.rows if row.status in (Status.WAITING, Status.SWAPPED)]
+        self._residents = [row for row in ranking.rows if row.status is Status.RUNNING]
+        self._place = {row.seq_id: place for place, row in enumerate(ranking.rows)}
+        self._free = view.num_available_blocks
+        self._draining = view.num_draining_blocks
+        self._reserved = sum(blocks_due(view, row, self._slice) for row in (*view.running, *view.loading))
+        self._num_places = view.max_num_seqs - len(view.running) - len(view.loading)
+        self._tokens = TokenBudget(view, settings.prefill_share)
+        self._prompts = [
+            (self._place[row.seq_id], row.num_remaining)
+            for row in self._residents
+            if not row.is_decoding and not wants_one_token(view, row)
+        ]
+        self._swap = SwapBudget(view)
+        self._gone: set[SeqId] = set()
+        self._has_shared = False  # somebody comes who counts on blocks that others hold: now nobody may leave
+        self._preemptions: list[Preemption] = []
+        self._resumptions: list[Resumption] = []
+        self._chunks: list[Chunk] = []
+        self._admissions: list[Chunk] = []
+        self._decodes: set[SeqId] = set()
+
+    def decision(self) -> Decision:
+        """What was decided."""
+        staying = [row for row in self._residents if row.seq_id not in self._gone]
+        return Decision(
+            preemptions=tuple(self._preemptions),
+            resumptions=tuple(self._resumptions),
+            decodes=tuple([row.seq_id for row in self._view.running if row.seq_id in self._decodes]),
+            chunks=tuple(self._chunks),
+            admissions=tuple(self._admissions),
+            backups=() if self._is_synchronous else self._swap.write_behind(reversed(staying)),
+            reason=self._reason or self._swap.reason,
+        )
+
+    # -- those that want to come -----------------------------------------------------------------------------------
+
+    def exchange(self) -> None:
+        """Let the absent come in the order of the ranking, at the expense of residents that rank below them.
+
+        The first that finds no room ends it: a small request must not pass a large one for ever. Nobody is sent away
+        for another one whose KV could not be kept: a turn that costs a prompt is none. What somebody shares may be
+        gone with those who leave: then its room is kept, and it comes in the next step, when that is certain.
+        """
+        for row in self._absent:
+            num_tokens = self._tokens_to_begin(row)
+            if row.is_leaving or not num_tokens:
+                continue  # its last copy is not whole yet, or no token of it fits into this step
+            num_blocks = self._blocks_to_enter(row)
+            if not self._has_room(num_blocks):
+                if not self._make_room(num_blocks, row, self._turned_out(row), Reason.SLICE_ENDED):
+                    return
+                if not self._has_room(num_blocks):
+                    if not self._refills:
+                        return
+                    self._keep_room(num_blocks)
+                    continue
+            if not (row.num_shared_blocks and self._gone):
+                self._enter(row, num_tokens)
+            self._free -= num_blocks
+            self._num_places -= 1
+
+    def _tokens_to_begin(self, row: SequenceView) -> int:
+        """Tokens for which the step has room when prompts that are there already and rank above have theirs."""
+        if row.status is Status.SWAPPED or pays_to_fetch(self._view, row):
+            return row.num_remaining
+        num_ahead = sum(num_tokens for place, num_tokens in self._prompts if place < self._place[row.seq_id])
+        num_tokens = row.num_remaining - row.num_cached_tokens
+        return max(0, self._tokens.prefill_for(num_ahead + num_tokens) - num_ahead)
+
+    def _blocks_to_enter(self, row: SequenceView) -> int:
+        """For all its tokens and one slice, but never more than the pool has."""
+        num_blocks = blocks_for(self._view, row.num_tokens + self._slice)
+        return min(num_blocks, self._view.num_blocks) - row.num_shared_blocks
+
+    def _enter(self, row: SequenceView, num_tokens: int) -> None:
+        if row.status is Status.SWAPPED:
+            self._resumptions.append(Resumption(row.seq_id, Reason.SLICE_BEGINS))
+        elif pays_to_fetch(self._view, row):
+            self._resumptions.append(Resumption(row.seq_id, Reason.PREFIX_IN_SWAP))
+            self._swap.keep_prefix(row)
+        else:
+            self._admissions.append(Chunk(row.seq_id, self._tokens.take_prefill(num_tokens)))
+        self._has_shared = self._has_shared or row.num_shared_blocks > 0
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether copies begin with this decision."""
+        return bool(self._resumptions) or any(order.mode is PreemptionMode.SWAP for order in self._preemptions)
+
+    def begin_nothing(self) -> None:
+        """Nobody computes beside these copies: who was to begin with a chunk does so when they are done."""
+        self._admissions.clear()
+
+    # -- those that are there --------------------------------------------------------------------------------------
+
+    def schedule_residents(self) -> None:
+        """A token or a chunk for each, in the order of the ranking; who finds no block makes the last ones leave."""
+        step = self._view.step
+        for row in self._residents:
+            if row.seq_id in self._gone:
+                continue
+            if not row.is_decoding:
+                self._schedule_chunk(row)
+            elif step < row.end_step and self._tokens.num_left and (step < row.block_due_step or self._take(1, row)):
+                self._tokens.take_decode()
+                self._decodes.add(row.seq_id)
+
+    def _schedule_chunk(self, row: SequenceView) -> None:
+        is_stream = wants_one_token(self._view, row)
+        num_tokens = min(1, self._tokens.num_left) if is_stream else self._tokens.prefill_for(row.num_remaining)
+        num_blocks = blocks_for(self._view, row.num_scheduled + num_tokens) - row.num_blocks
+        if not num_tokens or (num_blocks > 0 and not self._take(num_blocks, row)):
+            return
+        self._chunks.append(Chunk(row.seq_id, num_tokens))
+        if is_stream:
+            self._tokens.take_decode()
+        else:
+            self._tokens.take_prefill(num_tokens)
+
+    def _take(self, num_blocks: int, row: SequenceView) -> bool:
+        """Take blocks for a resident: at the expense of those below it, in the end its own. False: it pauses."""
+        if num_blocks > self._free + self._draining:
+            self._reserved = 0  # who is there goes before who will need more
+            if not self._make_room(num_blocks, row, self._below(row), Reason.POOL_EXHAUSTED) and self._can_leave(row):
+                self._send_away(row, Reason.POOL_EXHAUSTED)
+        if num_blocks > self._free or row.seq_id in self._gone:
+            return False
+        self._free -= num_blocks
+        return True
+
+    # -- making room -----------------------------------------------------------------------------------------------
+
+    def _has_room(self, num_blocks: int) -> bool:
+        return num_blocks <= self._free - self._reserved and self._num_places > 0
+
+    def _keep_room(self, num_blocks: int) -> None:
+        """Keep room for somebody who comes when copies are done: of what they free, and of what is free if need be."""
+        num_drained = min(num_blocks, self._draining)
+        self._draining -= num_drained
+        self._free -= num_blocks - num_drained
+        self._num_places -= 1
+
+    def _below(self, row: SequenceView) -> Iterable[SequenceView]:
+        """Residents that rank below ``row`` and can leave, the last first."""
+        for victim in reversed(self._residents):
+            if self._place[victim.seq_id] <= self._place[row.seq_id]:
+                return
+            if self._can_leave(victim):
+                yield victim
+
+    def _turned_out(self, row: SequenceView) -> Iterable[SequenceView]:
+        """Those of them whose slice is over, as long as swap space takes what is not backed up.
+
+        Who will have to compute again stays until it has got a token for what it computed: else nobody ever would.
+        """
+        num_slots = 0
+        for victim in self._below(row):
+            if victim.seq_id not in self._pinned and (victim.is_decoding or not self._swap.loses_kv(victim)):
+                num_slots += self._swap.num_copied(victim)
+                if not self._swap.can_keep(victim, num_slots):
+                    return
+                yield victim
+
+    def _can_leave(self, row: SequenceView) -> bool:
+        is_busy = row.seq_id in self._view.outstanding or row.seq_id in self._decodes
+        return not (is_busy or self._has_shared or row.seq_id in self._gone)
+
+    def _make_room(self, num_blocks: int, row: SequenceView, victims: Iterable[SequenceView], reason: Reason) -> bool:
+        """Send victims away if that makes room for ``row``, now or when copies are done; else nobody leaves."""
+        num_there, reserved = self._free + self._draining, self._reserved
+        missing_places = 0 if row.status is Status.RUNNING else 1 - self._num_places
+        chosen: list[SequenceView] = []
+        for victim in victims:
+            if num_blocks <= num_there - reserved and missing_places <= 0:
+                break
+            chosen.append(victim)
+            num_there += victim.exclusive_blocks
+            reserved = max(0, reserved - blocks_due(self._view, victim, self._slice))
+            missing_places -= 1
+        if num_blocks > num_there - reserved or missing_places > 0:
+            return False
+        for victim in chosen:
+            self._send_away(victim, reason)
+        return True
+
+    def _send_away(self, row: SequenceView, reason: Reason) -> None:
+        preemption, num_copied = self._swap.preempt(row, reason)
+        self._preemptions.append(preemption)
+        self._gone.add(row.seq_id)
+        num_copied = min(num_copied, row.exclusive_blocks)
+        self._free += row.exclusive_blocks - num_copied
+        self._draining += num_copied
+        self._reserved = max(0, self._reserved - blocks_due(self._view, row, self._slice))
+        self._num_places += 1
