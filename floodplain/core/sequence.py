@@ -59,6 +59,7 @@ class Sequence:
         num_arriving: Loading: blocks that it will have.
         num_leaving: Blocks of it that copies on their way out still read.
         credit: Served work that it was taken to have had when it arrived (``core.served``).
+        place: Where it stands in a line in which keys take turns (``core.served``).
         entered_step: The step in which it last came onto the device.
         max_total: Prompt and output tokens at which it must end.
         stop_ids: Tokens at which it ends.
@@ -67,8 +68,8 @@ class Sequence:
     __slots__ = (
         "backups", "blocks", "credit", "entered_step", "finish_reason", "is_decoding", "keys", "lifecycle",
         "max_computed", "max_total", "min_total", "num_arriving", "num_computed", "num_hit_blocks", "num_leaving",
-        "num_outstanding", "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key", "request", "root",
-        "seq_id", "status", "stop_ids", "tail", "tokens",
+        "num_outstanding", "num_prompt", "num_sampling", "num_scheduled", "num_sealed", "order_key", "place", "request",
+        "root", "seq_id", "status", "stop_ids", "tail", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -88,7 +89,7 @@ class Sequence:
         self.num_computed = self.num_scheduled = self.num_sampling = self.max_computed = 0
         self.num_outstanding = self.num_sealed = self.num_hit_blocks = self.entered_step = 0
         self.num_arriving = self.num_leaving = 0
-        self.credit = 0.0
+        self.credit = self.place = 0.0
         self.is_decoding = False
         self.blocks: list[BlockId] = []
         self.keys: list[BlockKey] = []

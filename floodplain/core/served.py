@@ -34,7 +34,7 @@ def weighted_work(num_prompt: int, num_generated: int, priority: int) -> float:
 
 
 class KeyAccounts:
-    """What the requests of each API key have been served, those that ended included.
+    """What the requests of each API key have been served, those that ended included; and the keys' places in line.
 
     ``credits`` is a mapping from the keys that have live requests to the work that does not stand in those: lift, and
     what has ended. It is replaced, never changed.
@@ -44,6 +44,8 @@ class KeyAccounts:
         self.credits: dict[str, float] = {}
         self._num_live: dict[str, int] = {}
         self._idle: dict[str, float] = {}
+        self._next_place: dict[str, float] = {}
+        self._last_begun = 0.0
 
     def arrive(self, client: str, live_work: Iterable[tuple[str, float]]) -> None:
         """A request of ``client`` arrives; ``live_work`` has (key, work) of every live request before it."""
@@ -67,5 +69,21 @@ class KeyAccounts:
         self.credits = {key: credit for key, credit in self.credits.items() if key != client}
         if self.credits:
             self._idle[client] = total
-        else:
-            self._idle.clear()  # nobody is active: whoever comes next begins a new account
+        else:  # nobody is active: whoever comes next begins a new account
+            self._idle.clear()
+            self._next_place.clear()
+            self._last_begun = 0.0
+
+    def take_place(self, client: str, priority: int) -> float:
+        """Where a new request of ``client`` stands in a line in which keys take turns, however many each has there.
+
+        Start-time fair queueing (https://doi.org/10.1145/248156.248171): one request behind the key's last, or a part
+        of one by its weight, but not before who has begun already.
+        """
+        place = max(self._last_begun, self._next_place.get(client, 0.0))
+        self._next_place[client] = place + 1 / weight_of(priority)
+        return place
+
+    def leave_line(self, place: float) -> None:
+        """Who had this place has begun."""
+        self._last_begun = max(self._last_begun, place)

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from floodplain.core.request import OrderKey
+from floodplain.core.sequence import Sequence
 from floodplain.core.served import weighted_work
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.cfs import prefilled_tokens
@@ -25,6 +27,10 @@ class FairPolicy(SharingPolicy):
     """See the module's docstring."""
 
     name = "fair"
+
+    def waiting_key(self, seq: Sequence) -> OrderKey:
+        """Between keys, their turns: else a key with a long line would hide the others' requests behind it."""
+        return (0, seq.place, seq.seq_id) if self.settings.fair_by == "key" else seq.order_key
 
     def rank(self, view: View, now: float) -> Ranking:
         """The least work first."""

@@ -121,6 +121,8 @@ class LoopState:
     def enter(self, seq: Sequence, status: Status) -> None:
         """Move a sequence to ``status`` and to the collection that goes with it."""
         self._leave(seq)
+        if seq.status is Status.WAITING and status is not Status.FINISHED:
+            self.accounts.leave_line(seq.place)
         seq.move_to(status)
         if status is Status.RUNNING:
             seq.entered_step = self.counters.num_steps
@@ -131,10 +133,11 @@ class LoopState:
             insort(self._members(status), seq, key=lambda s: s.order_key)
 
     def open_account(self, seq: Sequence) -> None:
-        """A sequence arrives: it begins at the least work that any active one has been given."""
+        """A sequence arrives: it begins at the least work that any active one was given, in line behind its key's."""
         active = [*self.running, *self.loading, *self.swapped, *self.waiting.head()]
         seq.credit = min((other.stream_work for other in active), default=0.0)
         self.accounts.arrive(seq.request.client, ((other.request.client, other.key_work) for other in active))
+        seq.place = self.accounts.take_place(seq.request.client, seq.request.priority)
 
     def note_start(self, seq: Sequence, now: float) -> None:
         """A sequence that waited is on the device; the first time, its hits count."""

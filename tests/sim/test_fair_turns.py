@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 
 from floodplain.core.request import Request, SeqId
-from floodplain.core.served import PROMPT_WEIGHT, weight_of
+from floodplain.core.served import PROMPT_WEIGHT, KeyAccounts, weight_of
 from floodplain.core.view import View
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
@@ -171,3 +171,50 @@ def test_priority_within_a_key_decides_within_the_key() -> None:
         for number, one in enumerate(requests)
     ]
     assert all(abs(a - b) <= BOUND for a, b in gaps_between_keys(BY_KEY, mixed))
+
+
+def first_token_s(fair_by: str, num_a: int) -> float:
+    """How long the one request of ``b`` waits that comes behind ``num_a`` of ``a``."""
+    settings = SharingSettings(slice_steps=SLICE, fair_by=fair_by)
+    run = burst(LONG, make_policy("fair", settings), two_keys(num_a, 1))
+    one = list(run.lifecycles.values())[-1]
+    return one.token_times_s[0] - one.arrival_s
+
+
+@pytest.mark.slow
+def test_a_long_line_of_one_key_does_not_hide_the_others() -> None:
+    """The view shows 64 of those who wait."""
+    assert first_token_s("key", 300) < 2 * first_token_s("key", 30)
+    assert first_token_s("request", 300) > 3 * first_token_s("request", 30)  # the control
+
+
+def shares_after(arrivals_s: tuple[float, ...], window_s: float) -> list[tuple[int, int]]:
+    """(tokens of a, tokens of b) in the window after each arrival of ``b``, which comes with 20 requests each time."""
+    requests = [replace(one, client="a") for one in make_burst(80, interval_s=1e-4, num_prompt=16, max_tokens=100)]
+    for first_s in arrivals_s:
+        batch = make_burst(20, interval_s=1e-4, num_prompt=16, max_tokens=100, first_s=first_s)
+        requests += [replace(one, client="b") for one in batch]
+    run = burst(LONG, make_policy("fair", BY_KEY), requests)
+    times: dict[str, list[float]] = {"a": [], "b": []}
+    for request, life in zip(requests, run.lifecycles.values(), strict=True):
+        times[request.client] += life.token_times_s
+    return [
+        (sum(s < one <= s + window_s for one in times["a"]), sum(s < one <= s + window_s for one in times["b"]))
+        for s in arrivals_s
+    ]
+
+
+@pytest.mark.slow
+def test_a_key_that_comes_late_or_back_gets_its_half_from_then_on() -> None:
+    """Less what its prompts count, and a slice at each end."""
+    for a, b in shares_after((2.0, 8.0), window_s=1.0):
+        assert 0.6 < a / b < 1.7
+
+
+@pytest.mark.slow
+def test_without_the_lift_it_silences_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    arrive = KeyAccounts.arrive
+    monkeypatch.setattr(KeyAccounts, "arrive", lambda self, client, live_work: arrive(self, client, []))
+    a, b = shares_after((2.0, 8.0), window_s=1.0)[-1]
+    assert b > 4 * a

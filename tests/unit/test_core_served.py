@@ -119,3 +119,39 @@ def test_a_keys_total_is_its_lifts_and_all_that_its_requests_were_given(events: 
         assert accounts.credits.keys() == {other for other in "abc" if live[other]}
         for other in accounts.credits:
             assert accounts.credits[other] + sum(live[other]) == pytest.approx(totals[other])
+
+
+# -- places in line --------------------------------------------------------------------------------------------------
+
+
+def line(accounts: KeyAccounts, clients: str, priority: int = 0) -> list[str]:
+    """Who stands where, after all of them came: keys and their numbers, in order."""
+    places = [(accounts.take_place(client, priority), number) for number, client in enumerate(clients)]
+    return [clients[number] for _, number in sorted(places)]
+
+
+def test_in_line_keys_alternate_however_many_each_has_there() -> None:
+    assert line(KeyAccounts(), "aaaaabbc") == [*"abcabaaa"]
+
+
+def test_a_key_that_comes_later_stands_behind_those_who_have_begun_and_not_behind_those_who_wait() -> None:
+    accounts = KeyAccounts()
+    line(accounts, 500 * "a")
+    accounts.leave_line(7.0)  # a's eighth has begun
+    assert accounts.take_place("b", 0) == 7.0
+    assert accounts.take_place("b", 0) == 8.0
+
+
+def test_weight_brings_a_keys_requests_closer_together() -> None:
+    accounts = KeyAccounts()
+    places = [accounts.take_place("a", -3) for _ in range(4)]
+    assert places == pytest.approx([number / 1.25**3 for number in range(4)])
+
+
+def test_when_all_have_gone_the_line_begins_anew() -> None:
+    accounts = KeyAccounts()
+    accounts.arrive("a", [])
+    accounts.take_place("a", 0)
+    accounts.leave_line(9.0)
+    accounts.depart("a", 5.0)
+    assert accounts.take_place("a", 0) == 0.0
