@@ -85,6 +85,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UserError(f"--{name.replace('_', '-')} must be a whole number of at least 1, not {value!r}")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"--max-batched-tokens {self.max_batched_tokens} must be at least --max-num-seqs {self.max_num_seqs}: "
+                "each stream gets a token in every step"
+            )
         if self.block_tokens > MAX_BLOCK_TOKENS:
             raise UserError(f"--block-tokens must be at most {MAX_BLOCK_TOKENS}, not {self.block_tokens}")
         for name, choices in _CHOICES.items():

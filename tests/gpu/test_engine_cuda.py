@@ -87,7 +87,7 @@ def test_batched_with_others_and_cached(name: str) -> None:
     [
         {"max_batched_tokens": 37, "max_num_seqs": 8},
         {"max_num_seqs": 1, "enable_prefix_caching": False},
-        {"block_tokens": 4, "max_batched_tokens": 19},
+        {"block_tokens": 4, "max_batched_tokens": 19, "max_num_seqs": 19},
     ],
     ids=str,
 )

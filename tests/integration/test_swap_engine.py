@@ -142,7 +142,7 @@ def expected(prompts: list[tuple[int, ...]]) -> list[Reference]:
         {},
         {"swap_memory": 5 * BLOCK_BYTES},
         {"enable_prefix_caching": False},
-        {"block_tokens": 8, "max_batched_tokens": 37},
+        {"block_tokens": 8, "max_batched_tokens": 37, "max_num_seqs": 37},
         {"hardware": "emulated-pcie4"},
         {"hardware": "emulated-c2c", "max_num_seqs": 5},
     ],

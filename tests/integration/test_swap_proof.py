@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 MODEL = "dummy:tiny-llama"
 NUM_REQUESTS, NUM_TOKENS = 200, 20
-FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_batched_tokens": 37}
+FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_batched_tokens": 37, "max_num_seqs": 37}
 STOPS = ["e", "a", "\u00e9"]
 """Strings that random bytes contain now and then; what counts is that both runs stop alike."""
 

@@ -39,6 +39,12 @@ def test_bad_swap_flags_are_one_line_that_says_what_to_change(flags: dict[str, A
     assert "\n" not in str(caught.value)
 
 
+def test_a_step_must_have_a_token_for_every_stream() -> None:
+    with pytest.raises(UserError, match="--max-batched-tokens 100 must be at least --max-num-seqs 256"):
+        EngineConfig(model="m", max_batched_tokens=100)
+    EngineConfig(model="m", max_batched_tokens=100, max_num_seqs=100)
+
+
 def test_flags_that_are_left_out_mean_the_policies_own_defaults() -> None:
     assert EngineConfig(model="m").sharing_settings() == SharingSettings()
 

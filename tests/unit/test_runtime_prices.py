@@ -62,6 +62,28 @@ def test_few_tokens_of_a_prompt_among_many_decodes_say_nothing() -> None:
     assert learned((plan(9), 0.02), (plan(9, 9), 0.9)) != before
 
 
+def test_while_every_step_carries_a_prompt_both_prices_follow_the_steps() -> None:
+    """Four decodes become 24, and no step shows what these cost alone: 10 ms and 1 ms a token, then twice as much."""
+    known = [(plan(4), 0.01), (plan(4, 20), 0.03)]
+    assert learned(*known) == Prices(0.01, pytest.approx(0.001))
+    prices = learned(*known, *[(plan(24, 20), 0.06)] * 100)
+    assert prices.step_s + 20 * prices.prefill_token_s == pytest.approx(0.06, rel=0.05)
+    assert prices.step_s > 0.011
+
+
+def test_few_prompt_tokens_in_every_step_are_no_reason_to_learn_nothing() -> None:
+    prices = learned((plan(4), 0.01), (plan(4, 20), 0.03), *[(plan(24, 8), 0.036)] * 100)
+    assert prices.step_s == pytest.approx(0.02, rel=0.05)
+
+
+def test_one_step_without_a_prompt_is_believed_again() -> None:
+    mixed = [(plan(24, 20), 0.06)] * 30
+    start = [(plan(4), 0.01), (plan(4, 20), 0.03)]
+    before, after = learned(*start, *mixed), learned(*start, *mixed, (plan(24), 0.02))
+    assert after.step_s == pytest.approx(before.step_s + 0.1 * (0.02 - before.step_s))
+    assert after.prefill_token_s == before.prefill_token_s
+
+
 def test_a_plan_that_only_moves_kv_says_nothing() -> None:
     assert learned((plan(0), 0.5)) == Prices()
 
