@@ -7,20 +7,30 @@ order of arrival, until the first one that does not fit. With swap space, a pref
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Reason, Resumption
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.prefixes import pays_to_fetch
+from floodplain.policy.growth import count_spare_blocks
+from floodplain.policy.prefixes import pays_to_fetch, prefix_backup
 
 
 class FcfsPolicy:
-    """First come, first served (lower ``priority`` first), with recompute preemption of the latest arrival."""
+    """First come, first served (lower ``priority`` first), with recompute preemption of the latest arrival.
+
+    Args:
+        saves_prefixes: Whether cached prefixes that the device is about to forget go to swap space, if there is some.
+    """
 
     name = "fcfs"
     waiting_window = 64
+    keeps_pace = False
+
+    def __init__(self, *, saves_prefixes: bool = False) -> None:
+        self._saves_prefixes = saves_prefixes
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """(priority, arrival, id): a preempted request is older than those that wait, so it is first again."""
@@ -32,7 +42,11 @@ class FcfsPolicy:
         step.schedule_running()
         if not step.is_short_of_blocks:
             step.admit_waiting()
-        return step.decision()
+        decision = step.decision()
+        if not (self._saves_prefixes and view.tiers):
+            return decision
+        order = prefix_backup(view, count_spare_blocks(view, num_steps=1))
+        return decision if order is None else replace(decision, prefix_backup=order)
 
 
 class _Step:

@@ -11,7 +11,7 @@ from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import View
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.policy.growth import blocks_due, blocks_for
+from floodplain.policy.growth import count_spare_blocks
 from floodplain.policy.prefixes import prefix_backup
 from floodplain.policy.ranking import Ranking, live_rows
 from floodplain.policy.sharing import SharingPolicy
@@ -31,7 +31,7 @@ class GatedPolicy:
 
     def __init__(self, inner: SharingPolicy) -> None:
         self.name = inner.name
-        self.waiting_window = inner.waiting_window
+        self.waiting_window, self.keeps_pace = inner.waiting_window, inner.keeps_pace
         self._inner = inner
         self._fcfs = FcfsPolicy()
         self._slice_steps = inner.settings.slice_steps
@@ -62,27 +62,3 @@ class GatedPolicy:
         rows = sorted(live_rows(view), key=attrgetter("order_key"))
         residents = frozenset(row.seq_id for row in view.running)
         return share(view, Ranking(rows, residents, self._slice_steps, Reason.SWAP_SLOW), self._inner.settings)
-
-
-def count_spare_blocks(view: View, slice_steps: int) -> int:
-    """Blocks at least that stay free when all live requests are on the device for ``slice_steps`` more steps.
-
-    Negative: they do not fit.
-    """
-    if view.swapped or view.num_waiting > len(view.waiting):
-        return -1
-    if len(view.running) + len(view.loading) + len(view.waiting) > view.max_num_seqs:
-        return -1
-    num_free = view.num_available_blocks
-    for row in view.waiting:
-        num_free -= blocks_for(view, row.num_tokens + slice_steps) - row.num_shared_blocks
-    for row in view.loading:
-        num_free -= blocks_for(view, row.num_tokens + slice_steps) - row.num_blocks
-    num_most = len(view.running) * (1 + slice_steps // view.block_tokens)
-    if num_free >= num_most and _only_decodes(view):
-        return num_free - num_most  # the quick answer for a pool with room: streams cannot grow faster than that
-    return num_free - sum(blocks_due(view, row, slice_steps) for row in view.running)
-
-
-def _only_decodes(view: View) -> bool:
-    return all(row.is_decoding for row in view.running)

@@ -24,3 +24,27 @@ def blocks_due(view: View, row: SequenceView, num_steps: int) -> int:
 def blocks_held(view: View, row: SequenceView) -> int:
     """Blocks that a sequence has on the device, or would have with all its tokens there."""
     return row.num_blocks if row.status is Status.RUNNING else blocks_for(view, row.num_tokens)
+
+
+def count_spare_blocks(view: View, num_steps: int) -> int:
+    """Blocks at least that stay free when all live requests are on the device for ``num_steps`` more steps.
+
+    Negative: they do not fit.
+    """
+    if view.swapped or view.num_waiting > len(view.waiting):
+        return -1
+    if len(view.running) + len(view.loading) + len(view.waiting) > view.max_num_seqs:
+        return -1
+    num_free = view.num_available_blocks
+    for row in view.waiting:
+        num_free -= blocks_for(view, row.num_tokens + num_steps) - row.num_shared_blocks
+    for row in view.loading:
+        num_free -= blocks_for(view, row.num_tokens + num_steps) - row.num_blocks
+    num_most = len(view.running) * (1 + num_steps // view.block_tokens)
+    if num_free >= num_most and _only_decodes(view):
+        return num_free - num_most  # the quick answer for a pool with room: streams cannot grow faster than that
+    return num_free - sum(blocks_due(view, row, num_steps) for row in view.running)
+
+
+def _only_decodes(view: View) -> bool:
+    return all(row.is_decoding for row in view.running)

@@ -55,6 +55,7 @@ class PacedPolicy(SharingPolicy):
     """See the module's docstring."""
 
     name = "paced"
+    keeps_pace = True
 
     def rank(self, view: View, now: float) -> Ranking:
         """Newcomers, the core by arrival, then visitors by lag; a crowd of newcomers last of all."""

@@ -24,7 +24,7 @@ def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:
         UserError: There is no policy of that name.
     """
     if name == "fcfs":
-        return FcfsPolicy()
+        return FcfsPolicy(saves_prefixes=True)
     if name not in _SHARING:
         raise UserError(f"--policy must be one of {', '.join(POLICIES)}, not {name!r}")
     return GatedPolicy(_SHARING[name](settings or SharingSettings()))

@@ -19,6 +19,7 @@ class SharingPolicy(ABC):
 
     name: str
     waiting_window = 64
+    keeps_pace = False
 
     def __init__(self, settings: SharingSettings) -> None:
         self.settings = settings

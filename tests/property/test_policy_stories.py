@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 
 import pytest
 from hypothesis import given, settings
@@ -33,8 +33,10 @@ SEEDS = st.integers(0, 2**32)
 SHARING = ["cfs", "fair", "paced"]
 
 
-@pytest.mark.parametrize("policy", SHARING)
-@pytest.mark.parametrize("stress", ["", "is_synchronous", "takes_turns_by_recompute"])
+@pytest.mark.parametrize(
+    ("policy", "stress"),
+    [("fcfs", ""), *product(SHARING, ["", "is_synchronous", "takes_turns_by_recompute"])],
+)
 def test_every_story_ends_well(policy: str, stress: str) -> None:
     @settings(max_examples=3)
     @given(seed=SEEDS)

@@ -153,6 +153,7 @@ class RandomPolicy:
 
     name = "random"
     waiting_window = 4
+    keeps_pace = False
 
     def __init__(self) -> None:
         self._fcfs = FcfsPolicy()

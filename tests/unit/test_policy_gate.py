@@ -11,7 +11,8 @@ from floodplain.core.plan import Decision, Reason
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.policy.gate import GatedPolicy, count_spare_blocks
+from floodplain.policy.gate import GatedPolicy
+from floodplain.policy.growth import count_spare_blocks
 from floodplain.policy.ranking import Ranking, live_rows
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import SharingPolicy

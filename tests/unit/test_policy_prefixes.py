@@ -107,3 +107,16 @@ def test_only_the_closed_gate_saves() -> None:
     decide = make_policy("paced").decide
     assert decide(calm, 0.0, Random(0)).prefix_backup is not None
     assert decide(crowded, 0.0, Random(0)).prefix_backup is None
+
+
+def test_fcfs_saves_too_while_nobody_waits_for_the_blocks() -> None:
+    def saved(*rows: SequenceView, num_available: int = 40) -> PrefixBackupOrder | None:
+        view = make_view(*rows, **(FULL | {"num_available_blocks": num_available}))
+        return make_policy("fcfs").decide(view, 0.0, Random(0)).prefix_backup
+
+    residents = [stream(number) for number in range(12)]
+    assert saved(*residents) == PrefixBackupOrder(14, Tier.HOST)  # half of 40 less one for each
+    assert saved(*residents, waiting(20, 8)) == PrefixBackupOrder(12, Tier.HOST)  # three go to it
+    assert saved(*residents, waiting(20, 200)) is None  # all are for it, though its first chunk is smaller
+    assert saved(*residents, waiting(20, 8), num_available=1) is None
+    assert FcfsPolicy().decide(make_view(*residents, **FULL), 0.0, Random(0)).prefix_backup is None

@@ -10,6 +10,7 @@ from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import Chunk, Decision, StepPlan, StepResult, TokenLogprobs, Wait
 from floodplain.core.request import FinishReason, SeqId
+from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.runtime.state import LoopConfig
 from tests.support.driver import Choice, Driver, ScriptedPolicy, computed
 from tests.support.loops import make_loop, make_request, next_token
@@ -36,6 +37,17 @@ def test_a_request_that_never_fits_is_refused_with_its_numbers(
     assert "\n" not in str(problem.value)
     assert not loop.has_unfinished
     assert loop.next_plan(1.0) == Wait()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_goal_that_the_policy_would_ignore_is_refused(name: str) -> None:
+    loop = make_loop(policy=make_policy(name))
+    hurried = replace(make_request("r", (1, 2)), pace=8.0)
+    if name == "paced":
+        assert loop.check(hurried) == loop.check(replace(hurried, pace=None))
+        return
+    with pytest.raises(RequestRefused, match=f"--policy {name} keeps no pace: leave tpot_goal_ms out"):
+        loop.submit(hurried)
 
 
 def test_a_request_that_fills_the_pool_exactly_is_served() -> None:
