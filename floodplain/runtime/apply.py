@@ -46,11 +46,17 @@ class PlanBuilder:
         return plan, decoding, [seq for seq, _ in chunks]
 
     def _start_moves(self, decision: Decision, now: float) -> list[Transfer]:
-        """Departures first, since they make room; then prefix hits, before anything new can evict them."""
+        """Departures first, since they make room; then prefix hits, before anything new can evict them.
+
+        Departures must not take the slots of prefixes that are about to come.
+        """
+        held = self._moves.back.hold_prefixes([order.seq_id for order in decision.resumptions])
         moves = [self._moves.out.preempt(order, now) for order in decision.preemptions]
         for admission in decision.admissions:
             self._share_prefix(self._state.expect(admission.seq_id, Status.WAITING))
         moves += [self._moves.back.resume(order.seq_id, order.reason, now) for order in decision.resumptions]
+        for backup in held:
+            self._state.backups.release(backup)
         moves += [self._moves.out.back_up(order.seq_id, order.num_blocks, order.tier) for order in decision.backups]
         if decision.prefix_backup is not None:
             moves.append(self._moves.out.save_prefixes(decision.prefix_backup))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from floodplain.core.backups import Backup
@@ -57,6 +57,17 @@ class Arrivals:
         for transfer_id, move in self._in_flight.items():
             table = tuple(moved.get(block, block) for block in move.table)
             self._in_flight[transfer_id] = replace(move, table=table)
+
+    def hold_prefixes(self, seq_ids: Iterable[SeqId]) -> list[Backup]:
+        """Keep what those of them that wait will fetch, until the caller releases it."""
+        held: list[Backup] = []
+        for seq_id in seq_ids:
+            seq = self._state.expect(seq_id, Status.SWAPPED, Status.WAITING)
+            if seq.status is Status.WAITING:
+                held += [source.backup for source in find_sources(self._state, seq) if source.backup is not None]
+        for backup in held:
+            self._state.backups.keep(backup)
+        return held
 
     def resume(self, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
         """Bring a sequence onto the device with what swap space has of it; what it lacks is left to compute.

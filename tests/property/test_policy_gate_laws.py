@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.gate import GatedPolicy
-from floodplain.policy.growth import count_spare_blocks
-from floodplain.policy.growth import blocks_due
+from floodplain.policy.growth import blocks_due, count_spare_blocks
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Machine, Recorder, burst, make_burst

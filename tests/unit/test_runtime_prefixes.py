@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from floodplain.core.plan import Decision, PrefixBackupOrder, Reason, Resumption, StepPlan, TransferKind
+from floodplain.core.plan import (
+    Chunk,
+    Decision,
+    Preemption,
+    PreemptionMode,
+    PrefixBackupOrder,
+    Reason,
+    Resumption,
+    StepPlan,
+    TransferKind,
+)
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
@@ -112,6 +122,30 @@ def test_a_save_that_failed_is_a_miss() -> None:
     driver.settle(ok=False)
     driver.evict_everything()
     assert computed(driver.step()) == {newcomer: 12}
+    driver.run()
+
+
+def test_who_leaves_takes_no_slot_of_a_prefix_that_is_fetched_in_the_same_step() -> None:
+    """Two prefixes of two blocks lie idle, and three slots are needed where one is free: the other one gives way."""
+    driver = make_driver(num_slots=5)
+    live_through(driver)
+    live_through(driver, range(30, 40))
+    newcomer = driver.submit([*PROMPT, 21, 22], max_tokens=3, ignore_eos=True)
+    leaver = driver.submit(range(60, 70), max_tokens=3, ignore_eos=True)
+    plan(driver, save())
+    driver.settle()
+    driver.evict_everything()
+    plan(driver, lambda view: Decision(admissions=(Chunk(leaver, 10),)))
+    leaves = Preemption(leaver, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST)
+    comes = Resumption(newcomer, Reason.PREFIX_IN_SWAP)
+    made = plan(driver, lambda view: Decision(preemptions=(leaves,), resumptions=(comes,), wake_s=1e9))
+    assert [(move.kind, len(move.blocks)) for move in made.transfers] == [
+        (TransferKind.SWAP_OUT, 3),
+        (TransferKind.SWAP_IN, 2),
+    ]
+    driver.settle()
+    plan(driver, lambda view: Decision(resumptions=(Resumption(leaver, Reason.SLICE_BEGINS),), wake_s=1e9))
+    driver.settle()
     driver.run()
 
 
