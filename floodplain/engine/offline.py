@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from floodplain.core.tiers import Tier
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.load_target import EngineTarget, sampled_timeline
 from floodplain.engine.outputs import EngineStats
@@ -62,7 +63,8 @@ def report_between(before: EngineStats, after: EngineStats) -> EngineReport:
 
 def _swap_between(before: EngineStats, after: EngineStats) -> SwapReport:
     moved = {key: count - before.swap_bytes.get(key, 0) for key, count in after.swap_bytes.items()}
-    by_tier = {tier: TierTraffic(moved["out", tier], moved["in", tier]) for way, tier in moved if way == "out"}
+    away = [tier.value for tier in Tier if tier is not Tier.LOCAL]
+    by_tier = {tier: TierTraffic(moved.get(("out", tier), 0), moved.get(("in", tier), 0)) for tier in away}
     backup_bytes = after.backup_bytes - before.backup_bytes
     return SwapReport(
         out_bytes=sum(traffic.out_bytes for traffic in by_tier.values()) - backup_bytes,

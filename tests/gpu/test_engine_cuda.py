@@ -101,10 +101,22 @@ def test_batching_changes_nothing(flags: dict[str, Any]) -> None:
 @pytest.mark.parametrize("caches", [True, False])
 def test_preempted_and_recomputed(caches: bool) -> None:
     expected = on_cpu()
-    with load(DEVICE, kv_memory=TINY_POOL_BYTES, enable_prefix_caching=caches) as llm:
+    plain = {"policy": "fcfs", "swap": "none"}
+    with load(DEVICE, kv_memory=TINY_POOL_BYTES, enable_prefix_caching=caches, **plain) as llm:
         verdict = compare(expected, generate(llm))
         stats = llm.stats()
     assert stats.preemptions["recompute"] > 3
+    assert verdict.is_equal, verdict
+
+
+@pytest.mark.parametrize("policy", ["cfs", "fair", "paced"])
+def test_in_turns_through_swap_space(policy: str) -> None:
+    expected = on_cpu()
+    with load(DEVICE, kv_memory=TINY_POOL_BYTES, policy=policy, swap_memory=2**24) as llm:
+        verdict = compare(expected, generate(llm))
+        stats = llm.stats()
+    assert stats.preemptions["swap"] > 3
+    assert stats.swap_bytes["in", "host"] > 0
     assert verdict.is_equal, verdict
 
 

@@ -40,8 +40,9 @@ def test_a_swap_report_is_the_difference_of_two_snapshots() -> None:
     assert report.swap.out_bytes + report.swap.backup_bytes == sum(tier.out_bytes for tier in traffic)
 
 
-def test_without_swap_space_the_report_is_empty() -> None:
-    assert report_between(EngineStats(), EngineStats()).swap == SwapReport()
+def test_without_swap_space_the_report_names_every_tier_all_the_same() -> None:
+    by_tier = {"peer": TierTraffic(0, 0), "host": TierTraffic(0, 0)}
+    assert report_between(EngineStats(), EngineStats()).swap == SwapReport(by_tier=by_tier)
 
 
 def test_hardware_is_emulated_if_a_link_is() -> None:
