@@ -1,0 +1,152 @@
+"""The default policy under sustained overload, in virtual time: nobody waits longer than in line, and all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median, quantiles
+
+import pytest
+
+from floodplain.core.plan import Reason
+from floodplain.core.sequence import Status
+from floodplain.core.view import SequenceView, View
+from floodplain.policy import paced
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+from tests.support.bursts import Run, burst, make_burst
+from tests.support.overload import CAPACITY, MACHINE, MAX_GAP_S, MAX_TOKENS, UNCROWDED, longest_step_s, overload
+
+SLICE = SharingSettings().slice_steps
+
+# -- the wait for a first token --------------------------------------------------------------------------------------
+
+
+def extra_waits_s(run: Run, in_line: Run) -> list[float]:
+    """By how much longer than in line every request waited for its first token; less than 0 where it was sooner."""
+    pairs = zip(run.lifecycles.values(), in_line.lifecycles.values(), strict=True)
+    return [one.token_times_s[0] - other.token_times_s[0] for one, other in pairs]
+
+
+def extra_bound_s(run: Run) -> float:
+    """Who would begin at once under FCFS finds a slice that has just begun: its rest, the copies out, its own prompt.
+
+    Whoever comes behind it meanwhile has less of that slice before it, and prompts are computed no slower than they
+    come: three are a step's share, and in its time two or three come. Later on both ways wait until others have
+    finished, but here all that came before have begun sooner.
+    """
+    return ((SLICE - 1) + 1 + 1) * longest_step_s(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "num_requests"), [(2, 200), (3, 600)])
+def test_no_first_token_comes_later_than_in_line_by_more_than_a_slice_and_a_step(
+    factor: float, num_requests: int
+) -> None:
+    run, _ = overload(factor, num_requests, MAX_GAP_S)
+    in_line, _ = overload(factor, num_requests, MAX_GAP_S, "fcfs")
+    extra_s = extra_waits_s(run, in_line)
+    assert max(extra_s) <= extra_bound_s(run)
+    assert in_line.max_ttft_s > 2.0  # it is a line
+    assert median(extra_s) < -1.0  # most are much sooner
+
+
+@pytest.mark.slow
+def test_newcomers_that_rank_last_while_anybody_is_out_wait_longer_than_in_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control."""
+    judge = paced._judge
+
+    def rank_last(
+        view: View, now: float, fresh: Sequence[SequenceView], visitors: Sequence[SequenceView], told: SharingSettings
+    ) -> paced._Newcomers:
+        return paced._Newcomers((), fresh) if view.swapped else judge(view, now, fresh, visitors, told)
+
+    in_line, _ = overload(3, 200, MAX_GAP_S, "fcfs")
+    monkeypatch.setattr(paced, "_judge", rank_last)
+    run, _ = overload.__wrapped__(3, 200, MAX_GAP_S)
+    assert max(extra_waits_s(run, in_line)) > 2 * extra_bound_s(run)
+
+
+def num_overtaken(lengths: Sequence[int], name: str = "paced", num_requests: int = 120) -> int:
+    """How often somebody's first token comes before that of the one who arrived just before; at three times capacity.
+
+    A prompt token costs as much of the device's time as a token of a stream does, roughly.
+    """
+    interval_s = (sum(lengths) / len(lengths) + MAX_TOKENS) / (16 + MAX_TOKENS) / (3 * CAPACITY)
+    requests = make_burst(num_requests, interval_s=interval_s, num_prompt=max(lengths), max_tokens=MAX_TOKENS)
+    requests = [
+        replace(one, prompt_token_ids=one.prompt_token_ids[: lengths[number % len(lengths)]])
+        for number, one in enumerate(requests)
+    ]
+    run = burst(MACHINE, make_policy(name, SharingSettings(max_gap_s=MAX_GAP_S)), requests)
+    assert run.counters.preemptions["swap"] > num_requests
+    firsts_s = [one.token_times_s[0] for one in run.lifecycles.values()]
+    return sum(later_s < earlier_s for earlier_s, later_s in pairwise(firsts_s))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(16,), (16, 96, 16, 40)])
+def test_first_tokens_come_in_order_of_arrival_however_long_the_prompts(lengths: Sequence[int]) -> None:
+    assert num_overtaken(lengths) == 0
+
+
+@pytest.mark.slow
+def test_under_cfs_a_short_prompt_passes_a_long_one() -> None:
+    """The control: the least computed goes first."""
+    assert num_overtaken((16, 96, 16, 40), "cfs", 80) > 10
+
+
+# -- a crowd ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_overload_is_called_a_crowd_and_newcomers_wait_while_it_lasts() -> None:
+    run, recorder = overload(3, 600, MAX_GAP_S)
+    crowded = [(view, decision) for view, _, decision in recorder.seen if decision.reason is Reason.CROWDED]
+    assert run.counters.limited_steps[Reason.CROWDED.value] > 100
+    assert not any(decision.admissions for _, decision in crowded)
+    assert all(any(row.status is Status.WAITING for row in view.waiting) for view, _ in crowded)
+
+
+@pytest.mark.slow
+def test_where_no_gap_is_too_long_nobody_is_a_crowd() -> None:
+    """The control."""
+    run, _ = overload(3, 150, UNCROWDED)
+    assert run.max_gap_s > 2 * MAX_GAP_S
+    assert run.counters.limited_steps[Reason.CROWDED.value] == 0
+
+
+# -- evenly ----------------------------------------------------------------------------------------------------------
+
+
+def longest_gaps_s(run: Run) -> list[float]:
+    """The longest silence of every request of the second half: of those that arrived when there was a crowd."""
+    gaps_s = [max(one.itl_s) for one in run.lifecycles.values()]
+    return gaps_s[len(gaps_s) // 2 :]
+
+
+def spread(run: Run) -> float:
+    """How much longer than the median silence the longest but one of a hundred is."""
+    gaps_s = longest_gaps_s(run)
+    return quantiles(gaps_s, n=100)[-1] / median(gaps_s)
+
+
+def even_spread(step_s: float) -> float:
+    """All are as silent as they may be, and one turn more until theirs begins: its slice, and copies out and in."""
+    return (MAX_GAP_S + (SLICE + 2) * step_s) / MAX_GAP_S
+
+
+@pytest.mark.slow
+def test_service_degrades_evenly() -> None:
+    run, _ = overload(3, 600, MAX_GAP_S)
+    assert median(longest_gaps_s(run)) > MAX_GAP_S  # half of them are as silent as they may be
+    assert spread(run) <= even_spread(longest_step_s(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cfs", "fcfs"])
+def test_under_cfs_and_fcfs_it_does_not(name: str) -> None:
+    assert spread(overload(3, 150, MAX_GAP_S, name)[0]) > even_spread(0.031)
