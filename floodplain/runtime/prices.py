@@ -1,24 +1,34 @@
-"""What steps cost here, learned from the steps that ran: policies weigh a copy against computing with it."""
+"""What steps cost here, learned from the steps that ran: policies weigh a copy against computing with it.
+
+A step is priced as a line: so much for itself, for each decode and for each prompt token. A Kalman filter follows the
+line as it drifts; errors count relative to the step. A price stays as it is while nothing is paid for it, and where
+steps cannot tell two of them apart, both follow.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from floodplain.core.plan import StepPlan
 from floodplain.core.view import Prices
 
-_WEIGHT = 0.1
-"""Of one step in the running means: the last twenty or so decide."""
+_GUESS = (1.0, 1 / 16, 1 / 8)
+"""Of the first step's time: what a step itself, a decode and a prompt token may cost at most, before anything tells."""
 
-_STALE = 20
-"""Steps with prompts in a row after which the price of one without is no longer believed."""
+_NOISE = 0.1
+"""How far a step may be off its price, as a part of it."""
+
+_DRIFT = 0.015
+"""How far a price may move from one step that has to pay it to the next, as a part of it."""
 
 
 class StepPrices:
-    """Running means over completed steps. The same durations give the same prices, in the engine and the simulator."""
+    """Prices as of now. The same durations give the same prices, in the engine and the simulator."""
 
     def __init__(self) -> None:
-        self._step_s: float | None = None
-        self._prefill_token_s: float | None = None
-        self._num_mixed = 0  # steps since the last one without a prompt
+        self._line: _Line | None = None
+        self._num_decodes: float | None = None  # a running mean over steps that had some
+        self._has_prefill = False
         self._prices = Prices()
 
     @property
@@ -27,33 +37,52 @@ class StepPrices:
         return self._prices
 
     def learn(self, plan: StepPlan, duration_s: float) -> None:
-        """A step took this long. What a step with prompts takes beyond one without is theirs.
+        """A step took this long.
 
-        Whoever comes back from swap space computes one token as a chunk: that is a decode. A few tokens of a prompt
-        among many decodes say nothing about either. While every step carries a prompt nothing tells the two apart: then
-        both prices grow or shrink by as much as the steps are longer or shorter than they say.
+        Whoever comes back from swap space computes one token as a chunk: that is a decode.
         """
         sizes = [len(chunk.token_ids) for chunk in plan.prefills]
         num_prefill = sum(size for size in sizes if size > 1)
         num_decodes = len(plan.decodes) + sizes.count(1)
-        self._num_mixed += bool(num_decodes and num_prefill)
-        if num_decodes and not num_prefill:
-            self._num_mixed = 0
-            self._step_s = _mean(self._step_s, duration_s)
-        elif self._num_mixed > _STALE and self._step_s:
-            self._scale(num_prefill, duration_s)
-        elif num_prefill and num_prefill >= num_decodes:
-            rest_s = max(0.0, duration_s - (self._step_s or 0.0)) if num_decodes else duration_s
-            self._prefill_token_s = _mean(self._prefill_token_s, rest_s / num_prefill)
-        else:
+        if not (num_decodes or num_prefill) or duration_s <= 0:
             return
-        self._prices = Prices(self._step_s or 0.0, self._prefill_token_s or 0.0)
+        self._line = self._line or _Line([share * duration_s for share in _GUESS])
+        self._line.learn((1.0, float(num_decodes), float(num_prefill)), duration_s)
+        if num_decodes:
+            mean = num_decodes if self._num_decodes is None else self._num_decodes
+            self._num_decodes = mean + _NOISE * (num_decodes - mean)
+        self._has_prefill = self._has_prefill or num_prefill > 0
+        self._prices = self._price(self._line.weights)
 
-    def _scale(self, num_prefill: int, duration_s: float) -> None:
-        step_s, token_s = self._step_s or 0.0, self._prefill_token_s or 0.0
-        factor = _mean(1.0, duration_s / (step_s + num_prefill * token_s))
-        self._step_s, self._prefill_token_s = step_s * factor, token_s * factor
+    def _price(self, weights: list[float]) -> Prices:
+        base_s, decode_s, token_s = weights
+        step_s = 0.0 if self._num_decodes is None else base_s + decode_s * self._num_decodes
+        return Prices(max(0.0, step_s), max(0.0, token_s) if self._has_prefill else 0.0)
 
 
-def _mean(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + _WEIGHT * (value - mean)
+class _Line:
+    """What each feature of a step costs, and how uncertain that is: a Kalman filter of weights that drift.
+
+    Args:
+        guess: The size of each weight, roughly.
+    """
+
+    def __init__(self, guess: list[float]) -> None:
+        self.weights = [0.0] * len(guess)
+        self._cov = [[size**2 * (row == column) for column in range(len(guess))] for row, size in enumerate(guess)]
+
+    def learn(self, amounts: tuple[float, ...], value: float) -> None:
+        """A step with so much of each feature was worth ``value``."""
+        features = [amount / value for amount in amounts]
+        for index, amount in enumerate(amounts):
+            self._cov[index][index] += (_DRIFT * self.weights[index]) ** 2 * (amount > 0)
+        toward = [_dot(row, features) for row in self._cov]
+        doubt = _NOISE**2 + _dot(toward, features)
+        error = 1.0 - _dot(self.weights, features)
+        self.weights = [weight + t * error / doubt for weight, t in zip(self.weights, toward, strict=True)]
+        for row, t in zip(self._cov, toward, strict=True):
+            row[:] = [c - t * other / doubt for c, other in zip(row, toward, strict=True)]
+
+
+def _dot(some: Sequence[float], others: Sequence[float]) -> float:
+    return sum([a * b for a, b in zip(some, others, strict=True)])
