@@ -1,0 +1,112 @@
+"""``fair`` before the first turn, in bursts of every size and shape.
+
+Nobody who comes later goes before. Whoever goes before has one turn, and so a first turn comes within a bound of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+
+from floodplain.core.request import SeqId
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.ranking import live_rows
+from tests.support.bursts import Recorder, Run, entries
+from tests.support.shapes import LONG, SHAPES, Shape, count_between, work_of
+
+
+def newcomers_that_passed(run: Run) -> Iterator[int]:
+    """For every request, how many of those who arrived after it began before it."""
+    lives = list(run.lifecycles.values())
+    for number, one in enumerate(lives):
+        first_s = entries(one)[0]
+        yield sum(entries(later)[0] < first_s for later in lives[number + 1 :])
+
+
+@pytest.mark.slow
+def test_nobody_who_comes_later_begins_before() -> None:
+    """Whoever waits holds the least down to its own, so that newcomers are lifted to it and stand behind it."""
+    num_seen = 0
+
+    @settings(max_examples=10)
+    @given(SHAPES)
+    def law(shape: Shape) -> None:
+        nonlocal num_seen
+        numbers = list(newcomers_that_passed(shape.run("fair")[0]))
+        assert not any(numbers)
+        num_seen += len(numbers)
+
+    law()
+    assert num_seen > 200
+
+
+@pytest.mark.slow
+def test_under_cfs_some_do() -> None:
+    """The control."""
+    shape = Shape(num_requests=50, interval_ms=10, num_prompt=11, max_tokens=24, block_tokens=16, slice_steps=4)
+    assert sum(newcomers_that_passed(shape.run("cfs")[0])) > 30
+    assert not any(newcomers_that_passed(shape.run("fair")[0]))
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Of a request that found no room: steps before its first turn began, and how many the bound allows."""
+
+    num_steps: int
+    bound: int
+
+
+def waits(shape: Shape, run: Run, recorder: Recorder) -> Iterator[Wait]:
+    """Of every request that a decision saw waiting, from then on."""
+    busy = [when for when, plan in run.steps if plan.num_tokens]
+    seen: set[SeqId] = set()
+    for view, now, _ in recorder.seen:
+        for row in view.waiting:
+            if row.seq_id not in seen:
+                seen.add(row.seq_id)
+                num_steps = count_between(busy, now, entries(run.lifecycles[row.seq_id])[0])
+                yield Wait(num_steps, first_turn_bound(shape, view, row))
+
+
+def first_turn_bound(shape: Shape, view: View, row: SequenceView) -> int:
+    """A slice that has just begun; then those ahead, all of no more work, in turns side by side; and their prompts.
+
+    A turn lasts a slice, and one more while several must leave for one, and a step for each of two copies. The pool
+    holds as many side by side as fit, less the largest request's blocks: whoever is next waits for all of its own at
+    once. Prompts get as many tokens of a step as take half of its time, at the least of the shortest step.
+    """
+    machine, turn = shape.machine, shape.slice_steps + 2
+    ahead = [other for other in live_rows(view) if work_of(other, view) <= row.credit and other.seq_id != row.seq_id]
+    ahead = [other for other in ahead if work_of(other, view) < row.credit or other.order_key < row.order_key]
+    fresh = [other for other in ahead if other.num_generated(view.step) <= 0]
+    num_blocks = sum(-(-(other.num_tokens + 2 * turn) // machine.block_tokens) for other in (*ahead, row))
+    largest = -(-(shape.num_prompt + shape.max_tokens) // machine.block_tokens)
+    num_rounds = -(-num_blocks // (machine.num_blocks - largest))
+    tokens_per_step = int(machine.line.base_s / machine.line.prefill_token_s)
+    num_prompt_steps = -(-shape.num_prompt * (len(fresh) + 1) // tokens_per_step)
+    return turn + num_rounds * (shape.slice_steps + turn) + num_prompt_steps
+
+
+@pytest.mark.slow
+def test_the_first_turn_comes_after_one_turn_of_those_ahead() -> None:
+    num_seen = 0
+
+    @settings(max_examples=10)
+    @given(SHAPES)
+    def law(shape: Shape) -> None:
+        nonlocal num_seen
+        for wait in waits(shape, *shape.run("fair")):
+            assert wait.num_steps <= wait.bound
+            num_seen += wait.num_steps > 0
+
+    law()
+    assert num_seen > 100
+
+
+@pytest.mark.slow
+def test_under_fcfs_it_comes_after_those_ahead_have_finished() -> None:
+    """The control; ``cfs`` is none, because who has been served nothing is first there, too."""
+    assert any(wait.num_steps > 2 * wait.bound for wait in waits(LONG, *LONG.run("fcfs")))

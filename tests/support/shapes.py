@@ -1,0 +1,81 @@
+"""Bursts of every size and shape that are more than their machine can hold, for laws of ``fair``."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from floodplain.core.request import Request
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+from tests.support.bursts import Machine, Recorder, Run, burst, make_burst
+
+POOL_TOKENS = 320
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of a burst that is more than its machine can hold.
+
+    Nothing stays cached: a stream whose blocks are all still there comes back without a copy, in a step that computes
+    nothing of it yet, and its slice begins in that step. So its turn is worth a token less.
+    """
+
+    num_requests: int
+    interval_ms: int
+    num_prompt: int
+    max_tokens: int
+    block_tokens: int
+    slice_steps: int
+
+    @property
+    def machine(self) -> Machine:
+        return Machine(
+            num_blocks=POOL_TOKENS // self.block_tokens,
+            block_tokens=self.block_tokens,
+            num_slots=20_000,
+            block_s=3e-6 * self.block_tokens,
+            max_num_seqs=256,
+            max_batched_tokens=256,
+            caches_prefixes=False,
+        )
+
+    def requests(self) -> list[Request]:
+        return make_burst(
+            self.num_requests,
+            interval_s=self.interval_ms / 1e3,
+            num_prompt=self.num_prompt,
+            max_tokens=self.max_tokens,
+        )
+
+    def run(self, policy: str) -> tuple[Run, Recorder]:
+        recorder = Recorder(make_policy(policy, SharingSettings(slice_steps=self.slice_steps)))
+        return burst(self.machine, recorder, self.requests()), recorder
+
+
+SHAPES = st.builds(
+    Shape,
+    num_requests=st.integers(20, 50),
+    interval_ms=st.sampled_from([0, 2, 10, 20]),
+    num_prompt=st.integers(8, 48),
+    max_tokens=st.integers(16, 60),
+    block_tokens=st.sampled_from([4, 8, 16]),
+    slice_steps=st.integers(2, 8),
+)
+
+
+def work_of(row: SequenceView, view: View) -> float:
+    """What it was lifted to, and what it generated."""
+    return row.credit + max(0, row.num_generated(view.step))
+
+
+def count_between(times: list[float], begin_s: float, end_s: float) -> int:
+    """How many of these times lie there, the beginning included."""
+    return max(0, bisect_left(times, end_s) - bisect_left(times, begin_s))
+
+
+LONG = Shape(num_requests=36, interval_ms=0, num_prompt=24, max_tokens=44, block_tokens=16, slice_steps=3)
+"""A burst in which the controls fail."""
