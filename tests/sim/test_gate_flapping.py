@@ -1,0 +1,67 @@
+"""How often the gate opens and closes at loads around capacity, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from floodplain.core.view import SequenceView
+from floodplain.policy.growth import blocks_for, count_spare_blocks
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+from floodplain.policy.turn import _Turn
+from tests.support.bursts import Recorder, burst, make_burst
+from tests.support.overload import CAPACITY, MACHINE, MAX_TOKENS, NUM_PROMPT
+
+SHARING = ["cfs", "fair", "paced"]
+SLICE = SharingSettings().slice_steps
+
+MOST_OPENINGS = 20
+"""In 100 steps of 15 ms, in which 36 requests arrive: by experience. ``paced`` needs 18 of them, the others 7."""
+
+LOADS = [0.93, 0.94, 0.95, 0.96, 0.98, 1.0, 1.05]
+
+
+def openings(name: str, load: float) -> Iterator[int]:
+    """How often the gate opens within 100 steps, from each opening on."""
+    recorder = Recorder(make_policy(name))
+    requests = make_burst(120, interval_s=1 / (load * CAPACITY), num_prompt=NUM_PROMPT, max_tokens=MAX_TOKENS)
+    burst(MACHINE, recorder, requests)
+    is_open = [count_spare_blocks(view, SLICE) < 0 for view, _, _ in recorder.seen]
+    steps = [step for step, (before, now) in enumerate(pairwise(is_open)) if now and not before]
+    for begin in steps:
+        yield sum(begin <= step < begin + 100 for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARING)
+def test_around_capacity_the_gate_opens_for_every_second_arrival_at_most(name: str) -> None:
+    counts = [count for load in LOADS for count in openings(name, load)]
+    assert len(counts) >= 5
+    assert max(counts) <= MOST_OPENINGS
+
+
+def comes_without_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hysteresis: who is there, and whoever comes, may need more within the slice than there is."""
+
+    def blocks_to_enter(self: _Turn, row: SequenceView) -> int:
+        return blocks_for(self._view, row.num_tokens + 1) - row.num_shared_blocks
+
+    begin = _Turn.__init__
+
+    def begin_unreserved(self: _Turn, *args: object) -> None:
+        begin(self, *args)  # type: ignore[arg-type]
+        self._reserved = 0
+
+    monkeypatch.setattr(_Turn, "_blocks_to_enter", blocks_to_enter)
+    monkeypatch.setattr(_Turn, "__init__", begin_unreserved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARING)
+def test_without_hysteresis_it_opens_more_often(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    comes_without_room_to_grow(monkeypatch)
+    assert max(openings(name, 0.95)) > 1.5 * MOST_OPENINGS
