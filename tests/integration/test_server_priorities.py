@@ -1,0 +1,115 @@
+"""What a request may ask for under the ceiling of its key, over HTTP: refused by name, or given to the engine as it is.
+
+Who may ask for what is ``Client.priority``'s matter (``tests/unit/test_server_auth.py``); here it is that both
+endpoints ask it, for whole answers and for streams, and that nothing reaches the engine in spite of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from floodplain.server.auth import Client, KeyRing
+from tests.fakes.engine import FakeEngine, RunningServer, serving
+
+KEYS = "ops secret-of-ops -5\nann secret-of-ann\nbatch secret-of-batch 3\n"
+"""A line with a negative ceiling, one with none, and one with a positive."""
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "fake", "prompt": "abc", "max_tokens": 2},
+    "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2},
+}
+
+WAYS = [(path, stream) for path in BODIES for stream in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(KEYS)
+    path.chmod(0o600)
+    with serving(FakeEngine(), keys=KeyRing.from_file(path)) as running:
+        yield running
+
+
+def ask(server: RunningServer, name: str | None, path: str, **fields: object) -> httpx.Response:
+    """Send a body with the key of ``name``, if that is somebody."""
+    headers = {"Authorization": f"Bearer secret-of-{name}"} if name else {}
+    return httpx.post(server.url + path, json=BODIES[path] | fields, headers=headers)
+
+
+def reached(server: RunningServer, num_requests: int = 1) -> list[tuple[object, object]]:
+    """(client, priority) of so many requests at the engine, and no more."""
+    orders = [server.engine.submitted.get(timeout=5) for _ in range(num_requests)]
+    assert server.engine.submitted.empty()
+    return [(order["client"], order["priority"]) for order in orders]
+
+
+@pytest.mark.parametrize(("path", "stream"), WAYS)
+@pytest.mark.parametrize(
+    ("name", "asked", "ceiling"), [("ops", -6, -5), ("ann", -1, 0), ("batch", 2, 3), ("batch", 0, 3)]
+)
+def test_beyond_the_ceiling_is_refused_in_one_line_and_reaches_nobody(
+    server: RunningServer, path: str, stream: bool, name: str, asked: int, ceiling: int
+) -> None:
+    response = ask(server, name, path, stream=stream, priority=asked)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["message"] == f"priority {asked} is beyond this API key's ceiling: send {ceiling} or more"
+    assert server.engine.submitted.empty()
+
+
+@pytest.mark.parametrize(("path", "stream"), WAYS)
+@pytest.mark.parametrize(("name", "asked"), [("ops", -5), ("ops", 7), ("ann", 0), ("batch", 3), ("batch", 2**62)])
+def test_up_to_the_ceiling_it_reaches_the_engine_as_it_is(
+    server: RunningServer, path: str, stream: bool, name: str, asked: int
+) -> None:
+    assert ask(server, name, path, stream=stream, priority=asked).status_code == 200
+    assert reached(server) == [(name, asked)]
+
+
+@pytest.mark.parametrize(("path", "stream"), WAYS)
+@pytest.mark.parametrize("fields", [{}, {"priority": None}])
+@pytest.mark.parametrize(("name", "given"), [("ops", 0), ("ann", 0), ("batch", 3)])
+def test_who_asks_for_none_gets_0_or_the_ceiling_where_that_is_later(
+    server: RunningServer, path: str, stream: bool, fields: dict[str, object], name: str, given: int
+) -> None:
+    """A better ceiling is a right to ask, not a gift: ``ops`` goes with all others until it says so."""
+    assert ask(server, name, path, stream=stream, **fields).status_code == 200
+    assert reached(server) == [(name, given)]
+
+
+def test_all_prompts_of_one_body_have_its_priority(server: RunningServer) -> None:
+    assert ask(server, "ops", "/v1/completions", prompt=["abc", "de", "f"], priority=-3).status_code == 200
+    assert reached(server, 3) == 3 * [("ops", -3)]
+
+
+@pytest.mark.parametrize("asked", [-(2**63) - 1, 1.5, "1", True])
+def test_no_number_is_no_way_around_the_ceiling(server: RunningServer, asked: object) -> None:
+    response = ask(server, "ann", "/v1/completions", priority=asked)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "priority"
+    assert server.engine.submitted.empty()
+
+
+def test_without_keys_nobody_goes_before_the_others() -> None:
+    """Whoever gets at a server without keys is one client, whose ceiling is 0."""
+    with serving(FakeEngine()) as running:
+        assert ask(running, None, "/v1/completions", priority=-1).status_code == 400
+        for priority in (0, 4):
+            assert ask(running, None, "/v1/completions", priority=priority).status_code == 200
+            assert reached(running) == [("", priority)]
+
+
+# -- negative control ------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_does_not_ask_for_the_ceiling_is_noticed(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Client, "priority", lambda self, asked: asked or 0)
+    assert ask(server, "ann", "/v1/completions", priority=-1).status_code == 200
+    assert reached(server) == [("ann", -1)]
