@@ -4,9 +4,9 @@ Served work is counted for each request or for each API key, and lifted to the a
 from idle (``core.served``). So newcomers go first only as far as the least served of those before them have come: the
 old are not starved by a stream of new ones, which is what ``cfs`` does.
 
-Bound: between two turns of a request, every other one that was there takes at most two, and each that arrives
-meanwhile at most one more than its prompt. For when its turn ends its work is at most one turn above the least; who
-is below has one turn's work to catch up, and then ranks behind it.
+Bound: between two turns of a request another one takes at most D // s + 1, if it had been given D tokens less when the
+first left and a turn is worth s; beside those turns that its prompt takes. Where one leaves for one, nobody leaves more
+than a slice above the least, and that is two. Nobody who arrives later has a first turn before.
 """
 
 from __future__ import annotations

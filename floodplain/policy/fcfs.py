@@ -45,7 +45,7 @@ class FcfsPolicy:
         decision = step.decision()
         if not (self._saves_prefixes and view.tiers):
             return decision
-        order = prefix_backup(view, count_spare_blocks(view, num_steps=1))
+        order = prefix_backup(view, count_spare_blocks(view, num_steps=2))
         return decision if order is None else replace(decision, prefix_backup=order)
 
 

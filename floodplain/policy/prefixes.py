@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from floodplain.core.plan import PrefixBackupOrder
-from floodplain.core.view import SequenceView, View
+from floodplain.core.view import SequenceView, TierView, View
 from floodplain.policy.growth import blocks_for
-from floodplain.policy.swap import blocks_per_step
 
 
 def pays_to_fetch(view: View, row: SequenceView) -> bool:
@@ -26,12 +25,18 @@ def prefix_backup(view: View, num_spare_blocks: int) -> PrefixBackupOrder | None
     """Keep in swap space what the device is about to forget, as far as one step can make it forget.
 
     Only while the link has nothing else to send. A block that is copied cannot be given away, so at most half of the
-    blocks that nobody will need are copied at a time.
+    blocks that nobody will need are copied at a time, and no more than cross the link within a step.
     """
     if not view.tiers or view.num_empty_blocks == view.num_available_blocks:
         return None
     tier, num_at_risk = view.tiers[0], blocks_for(view, view.max_batched_tokens)
     if tier.num_outbound_blocks or view.num_empty_blocks >= num_at_risk:
         return None
-    num_blocks = min(num_at_risk, num_spare_blocks // 2, blocks_per_step(view, tier), tier.num_free_slots)
+    num_blocks = min(num_at_risk, num_spare_blocks // 2, _blocks_within_step(view, tier), tier.num_free_slots)
     return PrefixBackupOrder(num_blocks, tier.tier) if num_blocks > 0 else None
+
+
+def _blocks_within_step(view: View, tier: TierView) -> int:
+    """Blocks whose copy begins and ends while a step runs; all while nobody knows what steps take."""
+    step_s = view.prices.step_s
+    return int((step_s - tier.latency_s) / tier.block_s) if step_s and tier.block_s else view.num_blocks

@@ -71,7 +71,10 @@ class SwapBudget:
     # -- behind ----------------------------------------------------------------------------------------------------
 
     def write_behind(self, victims: Iterable[SequenceView]) -> tuple[BackupOrder, ...]:
-        """Back up full blocks, likeliest victims first, as far as the link can carry within a step."""
+        """Back up full blocks, likeliest victims first, as far as the link can carry within a step.
+
+        Not of those that would compute again all the same: a copy holds blocks up until it ends.
+        """
         if not self._view.tiers:
             return ()
         tier = self._view.tiers[0]
@@ -82,7 +85,7 @@ class SwapBudget:
                 break
             num_full = num_computed(self._view, row) // self._view.block_tokens
             num_blocks = min(num_full - row.num_backed_blocks, budget)
-            if num_blocks > 0:
+            if num_blocks > 0 and self._copying_pays(row, tier):
                 orders.append(BackupOrder(row.seq_id, num_blocks, tier.tier))
                 budget -= num_blocks
         return tuple(orders)

@@ -73,7 +73,7 @@ def test_with_a_full_prefix_cache_a_run_is_that_of_fcfs_but_for_what_it_saves() 
     @settings(max_examples=40)
     @given(
         num_blocks=st.integers(30, 80),
-        block_s=st.sampled_from([1e-5, 1e-4, 1e-3, 0.02, 0.5]),
+        block_s=st.sampled_from([1e-5, 1e-4, 1e-3, 0.003]),
         interval_ms=st.integers(60, 300),
         num_prompt=st.integers(9, 40),
         max_tokens=st.integers(2, 20),
@@ -136,7 +136,7 @@ def num_cached(run: Run) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_blocks", "block_s", "num_prompts", "interval_s"),
-    [(34, 0.005, 4, 0.108), (34, 0.2, 4, 0.108), (59, 0.05, 6, 0.137), (59, 0.005, 6, 0.18)],
+    [(34, 0.005, 4, 0.108), (59, 0.005, 6, 0.18)],
 )
 def test_on_a_link_too_slow_to_fetch_from_hits_differ_and_nobody_waits_much_longer(
     num_blocks: int, block_s: float, num_prompts: int, interval_s: float
@@ -154,7 +154,19 @@ def test_on_a_link_too_slow_to_fetch_from_hits_differ_and_nobody_waits_much_long
     assert all(abs(a - b) <= most_s for mine, yours in pairs for a, b in zip(mine, yours, strict=True))
 
 
-# -- what does not hold yet ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("num_blocks", "block_s", "num_prompts", "interval_s"), [(34, 0.2, 4, 0.108), (59, 0.05, 6, 0.137)]
+)
+def test_over_a_link_that_takes_longer_than_a_step_for_a_block_nothing_is_saved_and_all_is_as_under_fcfs(
+    num_blocks: int, block_s: float, num_prompts: int, interval_s: float
+) -> None:
+    machine, requests = Machine(num_blocks=num_blocks, block_s=block_s), returning(num_prompts, interval_s)
+    theirs, ours = (recorded(machine, name, requests)[0] for name in ("plain", "paced"))
+    assert num_saves(ours) == 0
+    assert token_times(ours) == token_times(theirs)
+
+
+# -- found by runs like these, and fixed ------------------------------------------------------------------------------
 
 
 def to_the_last_block() -> list[Request]:
@@ -163,8 +175,9 @@ def to_the_last_block() -> list[Request]:
     return [replace(one, arrival_s=number // 3 * 0.185) for number, one in enumerate(requests)]
 
 
-@pytest.mark.xfail(strict=True, reason="a block that is pinned for longer than a few steps is missed by who comes then")
-@pytest.mark.parametrize(("name", "block_s"), [("paced", 0.2), ("fcfs", 0.05)])
+@pytest.mark.parametrize(
+    ("name", "block_s"), [("paced", 0.2), ("paced", 0.005), ("fcfs", 0.05), ("fcfs", 0.005), ("fcfs", 0.0001)]
+)
 def test_nobody_computes_again_because_a_prefix_is_being_saved(name: str, block_s: float) -> None:
     run, _ = recorded(Machine(num_blocks=20, block_s=block_s), name, to_the_last_block())
     assert run.counters.preemptions["recompute"] == 0
@@ -180,7 +193,6 @@ SLOW_TO_BEGIN = Machine(num_blocks=27, block_s=1e-5, latency_s=0.05, caches_pref
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="what is written behind holds the blocks of who has finished for the latency")
 def test_a_link_that_is_slow_to_begin_costs_no_throughput() -> None:
     assert recorded(SLOW_TO_BEGIN, "paced", after_a_rush())[0].max_ttft_s < 1.0
 

@@ -80,6 +80,8 @@ def test_what_a_step_could_evict_is_saved_first() -> None:
         ({"tiers": ()}, 100),  # nowhere to go
         ({"tiers": (host(num_outbound_blocks=1),)}, 100),  # the link is busy
         ({"tiers": (host(num_free_slots=0),)}, 100),
+        ({"tiers": (host(block_s=0.011),)}, 100),  # no block would be there before the step ends
+        ({"tiers": (host(latency_s=0.02),)}, 100),
         ({"num_empty_blocks": 16}, 100),  # the next step evicts nothing
         ({"num_available_blocks": 3}, 100),  # nothing is cached
         ({}, 1),  # blocks that somebody may need are not held up

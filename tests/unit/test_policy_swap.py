@@ -121,6 +121,12 @@ def test_no_more_than_the_link_carries_within_a_step() -> None:
     assert behind(stream(0), num_outbound_blocks=4, **link) == []
 
 
+def test_nothing_is_written_of_who_would_compute_again_all_the_same() -> None:
+    """Eleven tokens cost 11 ms; three blocks back cost more with 10 ms to begin with."""
+    slow = {"prices": Prices(step_s=0.02, prefill_token_s=0.001), "latency_s": 0.01, "block_s": 0.001}
+    assert behind(stream(0), stream(1, num_tokens=41, num_scheduled=40), **slow) == [(1, 10)]
+
+
 def test_a_link_that_is_slower_than_a_step_still_gets_one_block_at_a_time() -> None:
     link = {"prices": Prices(step_s=0.02), "block_s": 0.5}
     assert behind(stream(0), **link) == [(0, 1)]
