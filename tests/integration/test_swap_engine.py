@@ -97,9 +97,12 @@ class Run:
         return stats
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
-        """Compare what was not aborted with the undisturbed run."""
-        seq_ids = [seq_id for seq_id in self.outputs if seq_id not in self.aborted]
-        return judge([expected[seq_id] for seq_id in seq_ids], [self.outputs[seq_id] for seq_id in seq_ids])
+        """Compare with the undisturbed run; what was aborted, with its beginnings."""
+        references = [
+            expected[seq_id].cut(len(output)) if seq_id in self.aborted else expected[seq_id]
+            for seq_id, output in self.outputs.items()
+        ]
+        return judge(references, list(self.outputs.values()))
 
 
 @contextmanager

@@ -1,15 +1,16 @@
 """The proof that bytes are right: 200 requests, everything that can go wrong at once, and the tokens of a calm run.
 
-A tiny random model in fp32, so that a wrong byte anywhere in a context shows in the tokens that follow. The policy does
-anything that a view allows, at any moment, the middle of prompts included. Swap space is too small, its link slow and
-uneven, every fifth copy fails, bits flip in its slots, clients hang up, and texts end at stop strings.
+A tiny random model in fp32, so that a wrong byte anywhere in a context shows in the logprobs of the tokens that follow
+(how well, is shown in test_swap_forged.py). The policy does anything that a view allows, at any moment, the middle of
+prompts included. Swap space is too small, its link slow and uneven (it holds results back; in test_swap_late.py the
+bytes are late), every fifth copy fails, bits flip in its slots, clients hang up, and texts end at stop strings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -64,6 +65,7 @@ class Storm:
     dice: Random
     is_honest: bool = True
     outputs: dict[SeqId, list[int]] = field(default_factory=dict)
+    logprobs: dict[SeqId, list[float]] = field(default_factory=dict)
     aborted: set[SeqId] = field(default_factory=set)
     lives: dict[SeqId, Seq] = field(default_factory=dict)
 
@@ -88,10 +90,11 @@ class Storm:
         while arriving or engine.has_unfinished:
             while arriving and len(engine.loop.state.sequences) < 24 and self.dice.random() < 0.5:
                 seq_id = engine.add(arriving.pop())
-                self.outputs[seq_id] = []
+                self.outputs[seq_id], self.logprobs[seq_id] = [], []
                 self.lives[seq_id] = engine.loop.state.sequences[seq_id]
             for seq_id, delta in engine.step():
                 self.outputs[seq_id] += delta.token_ids
+                self.logprobs[seq_id] += [entry.chosen for entry in delta.logprobs or ()]
             engine.loop.check_integrity()
             self._strike()
             num_steps += 1
@@ -121,9 +124,12 @@ class Storm:
         return count
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
-        """Compare what was not aborted with the calm run."""
-        seq_ids = [seq_id for seq_id in self.outputs if seq_id not in self.aborted]
-        return judge([expected[seq_id] for seq_id in seq_ids], [self.outputs[seq_id] for seq_id in seq_ids])
+        """Compare with the calm run; what was aborted, with its beginnings."""
+        references = [
+            expected[seq_id].cut(len(output)) if seq_id in self.aborted else expected[seq_id]
+            for seq_id, output in self.outputs.items()
+        ]
+        return judge(references, list(self.outputs.values()), list(self.logprobs.values()))
 
 
 @contextmanager
@@ -148,7 +154,11 @@ def requests() -> list[Request]:
     for index in range(NUM_REQUESTS):
         prompt = tuple(dice.randrange(256) for _ in range(dice.randrange(1, 52)))
         params = SamplingParams(
-            temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, stop=tuple(STOPS) if index % 4 == 1 else ()
+            temperature=0.0,
+            max_tokens=NUM_TOKENS,
+            ignore_eos=True,
+            logprobs=2,
+            stop=tuple(STOPS) if index % 4 == 1 else (),
         )
         prompt = dice.choice(prefixes) + prompt if index % 3 == 0 else prompt
         made.append(Request(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=float(index)))
@@ -159,14 +169,15 @@ def requests() -> list[Request]:
 def expected(requests: list[Request]) -> list[Reference]:
     """What an engine says that has room for everybody."""
     prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
-    params = [replace(request.params, logprobs=2) for request in requests]
+    params = [request.params for request in requests]
     with LLM(MODEL, **FLAGS, kv_memory=2**24, policy="fcfs", swap="none") as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
     references = []
     for output in outputs:
-        tops = [entry.top for entry in output.outputs[0].logprobs or ()]
-        references.append(Reference(output.outputs[0].token_ids, [best[1] - second[1] for best, second in tops]))
+        entries = output.outputs[0].logprobs or []
+        gaps = [entry.top[0][1] - entry.top[1][1] for entry in entries]
+        references.append(Reference(output.outputs[0].token_ids, gaps, [entry.chosen for entry in entries]))
     assert len({len(reference.token_ids) for reference in references}) > 3, "nobody stops at a string"
     return references
 
@@ -179,7 +190,8 @@ def test_tokens_are_those_of_a_calm_run(caches: bool, requests: list[Request], e
         verdict = one.verdict(expected)
         print(verdict, stats.preemptions, stats.swap_bytes, stats.failed_transfers, stats.num_requests)
         assert verdict.is_equal, verdict
-        assert verdict.num_equal > 0.7 * NUM_REQUESTS
+        assert len(one.aborted) < 0.3 * NUM_REQUESTS
+        assert any(one.outputs[seq_id] for seq_id in one.aborted), "nobody who hung up had begun"
         assert stats.preemptions["swap"] > 100
         assert stats.preemptions["recompute"] > 10
         assert one.num_preempted_in_prompts() > 10
