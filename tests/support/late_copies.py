@@ -1,0 +1,125 @@
+"""A transfer engine whose bytes move as late as the protocol allows, in the thread that asks for results.
+
+``HostTransferEngine`` copies at once and an emulated link holds only the result back, so a block that is handed out
+while its copy is in flight would go unseen. Here the bytes are on the way until dice say so, and some never arrive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from random import Random
+
+import torch
+
+from floodplain.memory.host_transfer import HostCopier, Job
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
+from floodplain.memory.transfer import BlockCopy, CopyResult, Direction, check_copy
+
+
+class LateTransferEngine:
+    """See ``TransferEngine``. What a copy will overwrite is scribbled over at once: nobody may count on it any more.
+
+    Args:
+        pool: Its blocks move.
+        slots: Where to.
+        dice: Decide when a copy ends, and how.
+        haste: How likely the next copy ends whenever somebody asks.
+        failing: How likely a copy fails, after half of its blocks or none.
+
+    Attributes:
+        pool: See above.
+        longest_wait: The most often that anybody asked for results before a copy ended.
+        num_interrupted: Copies that failed after some of their blocks had moved.
+    """
+
+    def __init__(
+        self, pool: KVPool, slots: SwapSlots, dice: Random, *, haste: float = 0.25, failing: float = 0.0
+    ) -> None:
+        self.longest_wait = self.num_interrupted = 0
+        self.pool = pool
+        self._slots = slots
+        self._dice = dice
+        self._haste = haste
+        self._failing = failing
+        self._copier = HostCopier(pool, slots)
+        self._scribble = torch.Generator().manual_seed(dice.getrandbits(32))
+        self._queues: dict[Direction, deque[tuple[int, Job]]] = {direction: deque() for direction in Direction}
+        self._ended: list[CopyResult] = []
+        self._num_polls = 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """See ``TransferEngine``."""
+        return sum(map(len, self._queues.values())) + len(self._ended)
+
+    def submit(self, transfer_id: int, copy: BlockCopy) -> None:
+        """See ``TransferEngine``."""
+        check_copy(copy, self.pool, self._slots)
+        if copy.direction is Direction.INBOUND:
+            for words in self.pool.words:
+                words[list(copy.blocks)] = self._garbage(len(copy.blocks), words.shape[1])
+        else:
+            self._slots.words[list(copy.slots)] = self._garbage(len(copy.slots), *self._slots.words.shape[1:])
+            self._slots.digests[list(copy.slots)] = EMPTY_DIGEST
+        self._queues[copy.direction].append((self._num_polls, Job(transfer_id, copy)))
+
+    def poll(self) -> list[CopyResult]:
+        """See ``TransferEngine``."""
+        self._num_polls += 1
+        while (directions := self._busy()) and self._dice.random() < self._haste:
+            self._end_by_dice(self._dice.choice(directions))
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
+        """See ``TransferEngine``. Time passes by asking, so nobody waits."""
+        if not self._ended and (directions := self._busy()):
+            self._end_by_dice(self._dice.choice(directions))
+        return self.poll()
+
+    def close(self) -> None:
+        """See ``TransferEngine``."""
+        for direction in Direction:
+            while self._queues[direction]:
+                self.land(direction)
+
+    @property
+    def coming(self) -> list[Job]:
+        """Inbound copies under way, in their order."""
+        return [job for _, job in self._queues[Direction.INBOUND]]
+
+    def land(self, direction: Direction, num_blocks: int | None = None) -> BlockCopy:
+        """The oldest copy of a direction ends; it fails if it moves only ``num_blocks``, fewer than it has."""
+        since, job = self._queues[direction].popleft()
+        self.pool.expect_backed(job.copy.blocks)  # somebody unmapped them under the copy: a crash, otherwise
+        self.longest_wait = max(self.longest_wait, self._num_polls - since)
+        if num_blocks is None:
+            ((_, result),) = self._copier.run(direction, [job])
+        else:
+            result = self._interrupt(job, num_blocks)
+        self._ended.append(result)
+        return job.copy
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _busy(self) -> list[Direction]:
+        return [direction for direction, queue in self._queues.items() if queue]
+
+    def _end_by_dice(self, direction: Direction) -> None:
+        num_blocks = len(self._queues[direction][0][1].copy.blocks)
+        fails = self._dice.random() < self._failing
+        self.land(direction, self._dice.choice((0, num_blocks // 2)) if fails else None)
+
+    def _interrupt(self, job: Job, num_blocks: int) -> CopyResult:
+        copy = job.copy
+        if num_blocks:
+            self.num_interrupted += 1
+            part = BlockCopy(copy.direction, copy.blocks[:num_blocks], copy.slots[:num_blocks])
+            self._copier.run(copy.direction, [Job(job.transfer_id, part)])
+        num_bytes = num_blocks * self.pool.layout.block_bytes
+        return CopyResult(job.transfer_id, False, num_bytes, problem="interrupted by the test")
+
+    def _garbage(self, *shape: int) -> torch.Tensor:
+        """Words that are numbers of ordinary size in fp32, so that nothing but their being wrong gives them away."""
+        return torch.randn(shape, generator=self._scribble).view(torch.int32)

@@ -1,0 +1,147 @@
+"""A real tiny engine in fp32 under a random policy whose copies arrive late; deterministic by seed.
+
+Its clock counts how often it is read and its copies run in the engine's thread, so two storms of one seed are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+
+from floodplain import LLM, SamplingParams
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.tiers import Link, Tier
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats
+from floodplain.engine.shell import Engine
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_space import SwapTier
+from floodplain.policy.base import Policy
+from tests.support.late_copies import LateTransferEngine
+from tests.support.parity import Reference, Verdict, judge
+from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
+
+MODEL = "dummy:tiny-llama"
+FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_batched_tokens": 64, "max_num_seqs": 32}
+Disturb = Callable[["LateStorm"], None]
+
+
+class Ticks:
+    """A clock that goes on by a tenth of a millisecond whenever somebody reads it."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self) -> float:
+        self._count += 1
+        return self._count * 1e-4
+
+
+@dataclass
+class LateStorm:
+    """An engine, the copies that it waits for, and what came out of it."""
+
+    engine: Engine
+    copies: LateTransferEngine
+    slots: SwapSlots
+    dice: Random
+    outputs: dict[SeqId, list[int]] = field(default_factory=dict)
+    logprobs: dict[SeqId, list[float]] = field(default_factory=dict)
+    aborted: set[SeqId] = field(default_factory=set)
+
+    def rage(self, requests: Sequence[Request], disturb: Disturb | None = None) -> EngineStats:
+        """Until nothing is alive; laws are checked after every step, and nothing is kept at the end."""
+        arriving, engine, num_steps = list(reversed(requests)), self.engine, 0
+        while arriving or engine.has_unfinished:
+            if arriving and self.dice.random() < 0.5:
+                seq_id = engine.add(arriving.pop())
+                self.outputs[seq_id], self.logprobs[seq_id] = [], []
+            for seq_id, delta in engine.step():
+                self.outputs[seq_id] += delta.token_ids
+                self.logprobs[seq_id] += [entry.chosen for entry in delta.logprobs or ()]
+            engine.loop.check_integrity()
+            if disturb is not None:
+                disturb(self)
+            num_steps += 1
+            assert num_steps < 20_000, "the engine does not come to rest"
+        state, stats = engine.loop.state, engine.stats()
+        assert state.ledger.num_available == state.ledger.num_blocks
+        assert state.backups.is_at_rest
+        assert stats.kv_bytes["host"] == 0
+        return stats
+
+    def pool_words(self, block: int) -> torch.Tensor:
+        """The bytes of a block in the pool: [layers, words]."""
+        return torch.stack([words[block] for words in self.copies.pool.words])
+
+    def hang_up(self, seq_id: SeqId) -> None:
+        """A client goes."""
+        assert self.engine.finish(seq_id, FinishReason.ABORT)
+        self.aborted.add(seq_id)
+
+    def verdict(self, expected: Sequence[Reference]) -> Verdict:
+        """Compare with an undisturbed run; what was aborted, with its beginnings."""
+        references = [
+            expected[seq_id].cut(len(output)) if seq_id in self.aborted else expected[seq_id]
+            for seq_id, output in self.outputs.items()
+        ]
+        return judge(references, list(self.outputs.values()), list(self.logprobs.values()))
+
+
+@contextmanager
+def late_storm(
+    seed: int,
+    *,
+    policy: Policy | None = None,
+    num_slots: int = 40,
+    failing: float = 0.0,
+    **flags: Any,
+) -> Iterator[LateStorm]:
+    """An engine of 24 blocks under ``policy``, by default one that does anything at any moment."""
+    swapping = {"kv_memory": 24 * BLOCK_BYTES, "swap": "host", "swap_memory": num_slots * BLOCK_BYTES}
+    engine = build_engine(EngineConfig(model=MODEL, **(FLAGS | swapping | flags)), policy or ImpatientPolicy())
+    try:
+        executor: Any = engine._executor
+        engine.loop._rng = Random(seed)
+        engine.loop.state.links[Tier.HOST] = Link(Tier.HOST, 1e12)  # as measured, no two runs would decide alike
+        engine._clock = executor._swap._clock = Ticks()
+        old = executor._swap._tiers[Tier.HOST]
+        old.engine.close()
+        copies = LateTransferEngine(old.engine._pool, old.slots, Random(seed), failing=failing)
+        executor._swap._tiers[Tier.HOST] = SwapTier(old.slots, copies)
+        yield LateStorm(engine, copies, old.slots, Random(seed))
+    finally:
+        engine.close()
+
+
+def make_requests(num_requests: int, num_tokens: int, *, num_prefixes: int, num_own_tokens: int) -> list[Request]:
+    """Greedy; each prompt has up to ``num_own_tokens``, behind one of the prefixes of 48 tokens if there are some."""
+    dice = Random(5)
+    prefixes = [tuple(dice.randrange(256) for _ in range(48)) for _ in range(num_prefixes)]
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=2)
+    made = []
+    for index in range(num_requests):
+        own = tuple(dice.randrange(256) for _ in range(dice.randint(1, num_own_tokens)))
+        prompt = dice.choice(prefixes) + own if prefixes else own
+        made.append(Request(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=float(index)))
+    return made
+
+
+def run_calmly(requests: Sequence[Request]) -> list[Reference]:
+    """What an engine says that has room for everybody."""
+    prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
+    with LLM(MODEL, **FLAGS, kv_memory=2**23, policy="fcfs", swap="none") as llm:
+        outputs = llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
+        assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
+    references = []
+    for output in outputs:
+        entries = output.outputs[0].logprobs or []
+        gaps = [entry.top[0][1] - entry.top[1][1] for entry in entries]
+        references.append(Reference(output.outputs[0].token_ids, gaps, [entry.chosen for entry in entries]))
+    return references

@@ -1,0 +1,111 @@
+"""What could be wrong about blocks and slots that a copy touches: mutations for negative controls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from floodplain.core.backups import Backup, BackupTable
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.plan import Reason, Transfer, TransferKind
+from floodplain.core.request import SeqId
+from floodplain.memory import host_transfer
+from floodplain.memory.swap_space import SwapSpace
+from floodplain.memory.transfer import CopyResult
+from floodplain.runtime.arrivals import Arrivals
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+# -- blocks ------------------------------------------------------------------------------------------------------------
+
+
+def forgets_pins_of_owned_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    _unpin_only_what_is_pinned(monkeypatch)
+    monkeypatch.setattr(BlockLedger, "pin", lambda self, blocks: None)
+
+
+def forgets_pins_of_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    _unpin_only_what_is_pinned(monkeypatch)
+    monkeypatch.setattr(BlockLedger, "pin_cached", lambda self, blocks: None)
+
+
+def _unpin_only_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpin = BlockLedger.unpin
+
+    def forgiving(self: BlockLedger, blocks: Sequence[BlockId]) -> None:
+        unpin(self, [block for block in blocks if self.is_pinned(block)])
+
+    monkeypatch.setattr(BlockLedger, "unpin", forgiving)
+
+
+def runs_before_the_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that an inbound copy still writes are owned at once. All other books are kept well."""
+    resume = Arrivals.resume
+
+    def hasty(self: Arrivals, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
+        transfer = resume(self, seq_id, reason, now)
+        if transfer is not None:
+            move = self._in_flight[transfer.transfer_id]
+            self._arrive(move, now)
+            self._in_flight[transfer.transfer_id] = replace(move, table=())
+        return transfer
+
+    def settle(self: Arrivals, transfer_id: int, ok: bool, now: float) -> None:
+        move = self._in_flight.pop(transfer_id)
+        for backup in move.backups:
+            self._state.num_inbound_blocks[backup.location.tier] -= 1
+        self._state.backups.finish_read(move.backups)
+
+    monkeypatch.setattr(Arrivals, "resume", hasty)
+    monkeypatch.setattr(Arrivals, "settle", settle)
+
+
+def believes_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = Arrivals.settle
+    monkeypatch.setattr(Arrivals, "settle", lambda self, transfer_id, ok, now: settle(self, transfer_id, True, now))
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+def believes_every_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken, and nobody looks at them."""
+
+    def trust(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
+        return CopyResult(transfer_id, True, num_bytes, tuple(found.tolist()))
+
+    monkeypatch.setattr(host_transfer, "judge_inbound", trust)
+
+
+def mixes_up_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block comes back whole, as another one: no digest can tell."""
+    start = SwapSpace.start
+
+    def crossed(self: SwapSpace, one: Transfer) -> None:
+        is_back = one.kind is TransferKind.SWAP_IN
+        start(self, replace(one, locations=one.locations[::-1]) if is_back else one)
+
+    monkeypatch.setattr(SwapSpace, "start", crossed)
+
+
+def frees_slots_that_a_copy_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = BackupTable._collect
+
+    def hasty(self: BackupTable, backup: Backup) -> None:
+        readers, backup.num_readers = backup.num_readers, 0
+        collect(self, backup)
+        backup.num_readers = readers
+
+    monkeypatch.setattr(BackupTable, "_collect", hasty)
+
+
+def commits_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackupTable, "abort_write", BackupTable.commit_write)
+
+
+def finds_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackupTable, "lose", lambda self, backup: None)
