@@ -36,7 +36,8 @@ async def running(policy: Policy, **flags: Any) -> AsyncIterator[AsyncEngine]:
     engine.engine.loop.policy = policy
     await engine.start()
     try:
-        yield engine
+        async with asyncio.timeout(60):  # a bug must not hang the suite
+            yield engine
     finally:
         await engine.close()
 

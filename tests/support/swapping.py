@@ -41,6 +41,7 @@ class SwapOncePolicy(FcfsPolicy):
     name = "swap once"
 
     def __init__(self, victim: int = 0) -> None:
+        super().__init__()
         self._victim = SeqId(victim)
         self._is_done = False
 
