@@ -28,7 +28,7 @@ FULL = Scale(
 )  # fmt: skip
 QUICK = Scale(
     quiet_s=1.0, burst_s=2.5, tail_s=0.5, burst_factor=4.0,
-    num_resident=12, length_scale=0.3, max_input=160, max_output=128,
+    num_resident=12, length_scale=0.3, max_input=160, max_output=96,
 )  # fmt: skip
 
 
