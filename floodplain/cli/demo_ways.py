@@ -10,7 +10,7 @@ from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 
 LINK = "emulated-pcie5"
-SWAP_POOLS = 4
+SWAP_POOLS = 8
 """Swap space of the ways that have it, in KV pools: enough that it is hardly ever what newcomers wait for."""
 TITLE = "Floodplain demo: one burst, served in three ways"
 

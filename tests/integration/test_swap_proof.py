@@ -208,8 +208,8 @@ def test_tokens_are_those_of_a_calm_run(caches: bool, requests: list[Request], e
 
 
 def test_zeroed_blocks_are_noticed(requests: list[Request], expected: list[Reference]) -> None:
-    """Negative control: wrong bytes whose digests were forged to fit."""
+    """Negative control: wrong bytes whose digests were forged to fit. Smaller mistakes are for test_swap_forged.py."""
     with storm(seed=2) as one:
         one.is_honest = False
-        one.rage(requests)
-        assert len(one.verdict(expected).wrong) > 10
+        one.rage(requests[:60])
+        assert len(one.verdict(expected[:60]).wrong) > 10
