@@ -33,7 +33,7 @@ from floodplain.memory.host_transfer import HostTransferEngine
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import Direction, FaultyTransferEngine
-from tests.support.parity import Reference, Verdict, judge
+from tests.support.parity import Reference, Verdict, judge_with_aborted
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
 pytestmark = pytest.mark.slow
@@ -125,11 +125,7 @@ class Storm:
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
         """Compare with the calm run; what was aborted, with its beginnings."""
-        references = [
-            expected[seq_id].cut(len(output)) if seq_id in self.aborted else expected[seq_id]
-            for seq_id, output in self.outputs.items()
-        ]
-        return judge(references, list(self.outputs.values()), list(self.logprobs.values()))
+        return judge_with_aborted(expected, self.outputs, self.logprobs, self.aborted)
 
 
 @contextmanager

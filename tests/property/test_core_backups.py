@@ -18,6 +18,7 @@ from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey
 from floodplain.core.tiers import SlotLedger, Tier
+from tests.support.backup_faults import commits_what_failed, frees_slots_that_a_copy_reads
 
 INDEX = st.integers(0, 63)
 KEYS = [BlockKey(bytes([n])) for n in range(6)]
@@ -208,23 +209,8 @@ def test_a_tour_of_every_corner() -> None:
     tour(BackupMachine())
 
 
-def commits_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackupTable, "abort_write", BackupTable.commit_write)
-
-
 def answers_before_the_copy_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackupTable, "find_whole", BackupTable.find)
-
-
-def frees_what_a_copy_still_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    collect = BackupTable._collect
-
-    def hasty(self: BackupTable, backup: Backup) -> None:
-        readers, backup.num_readers = backup.num_readers, 0
-        collect(self, backup)
-        backup.num_readers = readers
-
-    monkeypatch.setattr(BackupTable, "_collect", hasty)
 
 
 def never_frees_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +231,7 @@ def gives_a_slot_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         commits_what_failed,
         answers_before_the_copy_arrived,
-        frees_what_a_copy_still_reads,
+        frees_slots_that_a_copy_reads,
         never_frees_what_was_lost,
         retains_what_somebody_needs,
         gives_a_slot_twice,

@@ -13,15 +13,14 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 
 from floodplain.core.errors import InvariantError
 from floodplain.memory.digest import compute_digests, compute_weights
+from tests.support.backup_faults import commits_what_failed, frees_slots_that_a_copy_reads
 from tests.support.swap_books import CONTENT, KEYS
 from tests.support.swap_faults import (
     Fault,
     believes_every_digest,
-    commits_what_failed,
     finds_what_is_lost,
     forgets_pins_of_cached_blocks,
     forgets_pins_of_owned_blocks,
-    frees_slots_that_a_copy_reads,
     mixes_up_slots,
 )
 from tests.support.swap_machine import SwapActions

@@ -24,7 +24,7 @@ from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.policy.base import Policy
 from tests.support.late_copies import LateTransferEngine
-from tests.support.parity import Reference, Verdict, judge
+from tests.support.parity import Reference, Verdict, judge_with_aborted
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
 MODEL = "dummy:tiny-llama"
@@ -87,11 +87,7 @@ class LateStorm:
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
         """Compare with an undisturbed run; what was aborted, with its beginnings."""
-        references = [
-            expected[seq_id].cut(len(output)) if seq_id in self.aborted else expected[seq_id]
-            for seq_id, output in self.outputs.items()
-        ]
-        return judge(references, list(self.outputs.values()), list(self.logprobs.values()))
+        return judge_with_aborted(expected, self.outputs, self.logprobs, self.aborted)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from floodplain.core.backups import Backup, BackupTable
+from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Reason, Transfer, TransferKind
@@ -90,21 +90,6 @@ def mixes_up_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         start(self, replace(one, locations=one.locations[::-1]) if is_back else one)
 
     monkeypatch.setattr(SwapSpace, "start", crossed)
-
-
-def frees_slots_that_a_copy_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    collect = BackupTable._collect
-
-    def hasty(self: BackupTable, backup: Backup) -> None:
-        readers, backup.num_readers = backup.num_readers, 0
-        collect(self, backup)
-        backup.num_readers = readers
-
-    monkeypatch.setattr(BackupTable, "_collect", hasty)
-
-
-def commits_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackupTable, "abort_write", BackupTable.commit_write)
 
 
 def finds_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,22 @@
+"""Ways to get the table of backups wrong: negative controls of its own laws and of those over real bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from floodplain.core.backups import Backup, BackupTable
+
+
+def commits_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackupTable, "abort_write", BackupTable.commit_write)
+
+
+def frees_slots_that_a_copy_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = BackupTable._collect
+
+    def hasty(self: BackupTable, backup: Backup) -> None:
+        readers, backup.num_readers = backup.num_readers, 0
+        collect(self, backup)
+        backup.num_readers = readers
+
+    monkeypatch.setattr(BackupTable, "_collect", hasty)
