@@ -8,16 +8,19 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from secrets import randbelow
 from typing import Any
 
 from capacity import find_capacity
 from table import format_table
-from ways import WAYS
+from ways import BASELINE, WAYS
 from workloads import LOADS
 
 HERE = Path(__file__).resolve().parent
+BETWEEN_BASELINES = 3
+"""Ways between one run of FCFS and the next."""
 
 
 def main() -> None:
@@ -42,12 +45,11 @@ def main() -> None:
 
 
 def _run(result: dict[str, Any], load: str, seed: int, args: argparse.Namespace) -> None:
-    """All ways of one load and seed in one process; the next seed begins with another way."""
-    shift = seed % len(args.ways)
-    ways = args.ways[shift:] + args.ways[:shift]
+    """All ways of one load and seed in one process."""
     command = [sys.executable, str(HERE / "measure.py"), load, str(result["capacity"]), str(seed)]
+    command += [str(args.traces or "-"), *_in_turn(args.ways, seed)]
     begin = time.monotonic()
-    with subprocess.Popen([*command, str(args.traces or "-"), *ways], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
             result["runs"].append(json.loads(line))
             args.out.write_text(json.dumps(result) + "\n")
@@ -56,9 +58,18 @@ def _run(result: dict[str, Any], load: str, seed: int, args: argparse.Namespace)
         sys.exit(f"{load}, seed {seed}, failed")
 
 
+def _in_turn(ways: Sequence[str], seed: int) -> list[str]:
+    """Another way first for every seed; FCFS before and after every three, as the machine's speed wanders meanwhile."""
+    shift = seed % len(ways)
+    others = [*ways[shift:], *ways[:shift]]
+    groups = [others[i : i + BETWEEN_BASELINES] for i in range(0, len(others), BETWEEN_BASELINES)]
+    return [BASELINE, *(way for group in groups for way in [*group, BASELINE])]
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    others = [way for way in WAYS if way != BASELINE]
+    parser.add_argument("--ways", nargs="+", choices=others, default=others, help="beside FCFS")
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=["burst"])
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
     parser.add_argument("--drawn-seeds", type=int, default=0, help="seeds drawn now, beside --seeds")

@@ -24,7 +24,7 @@ COLUMNS: dict[str, Callable[[Runs], float]] = {
 
 
 def format_table(runs: Runs) -> str:
-    """One block for each load: a row for each way, absolute for FCFS, ratios for the others."""
+    """One block for each load: a row for each way, absolute for FCFS, ratios for the others, and the noise floor."""
     lines = []
     for load in dict.fromkeys(run["load"] for run in runs):
         of_load = [run for run in runs if run["load"] == load]
@@ -35,6 +35,8 @@ def format_table(runs: Runs) -> str:
         lines.append("|---" * (len(COLUMNS) + 4) + "|")
         for way in dict.fromkeys(run["way"] for run in of_load):
             lines.append(_row(way, [run for run in of_load if run["way"] == way], base))
+            if way == BASELINE:
+                lines.append(_noise_row(base))
     return "\n".join(lines)
 
 
@@ -43,14 +45,25 @@ def _head() -> str:
 
 
 def _row(way: str, runs: Runs, base: Runs) -> str:
+    """A seed weighs as much on both sides of a ratio, however often FCFS ran it."""
     seeds = {run["seed"] for run in runs}
     same = [run for run in base if run["seed"] in seeds]
-    cells = [_cell(name, column(runs), column(same), way == BASELINE) for name, column in COLUMNS.items()]
+    alike = base if way == BASELINE else [run for run in runs for other in same if other["seed"] == run["seed"]]
+    cells = [_cell(name, column(alike), column(same), way == BASELINE) for name, column in COLUMNS.items()]
     cells.append(str(sum(run["engine"]["preemptions"] for run in runs)))
     cells.append(str(sum(run["engine"]["recomputed_tokens"] for run in runs)))
     stall_s = sum(run["engine"]["swap"]["stall_s"] for run in runs)
     cells.append(f"{stall_s / sum(run['duration_s'] for run in runs):.2%}")
     return f"| {way} | " + " | ".join(cells) + " |"
+
+
+def _noise_row(base: Runs) -> str:
+    """Every single run of FCFS as a ratio to all of its seed's: the least and the greatest."""
+    cells = []
+    for column in COLUMNS.values():
+        ratios = [column([run]) / column([other for other in base if other["seed"] == run["seed"]]) for run in base]
+        cells.append(f"{min(ratios):.2f}-{max(ratios):.2f}x")
+    return f"| each run of {BASELINE} | " + " | ".join(cells) + " | | | |"
 
 
 def _cell(name: str, value: float, base: float, is_base: bool) -> str:

@@ -58,14 +58,10 @@ WAYS = {
         Way("cfs-recompute", "cfs", settings={"slice_steps": AQUA_SLICE, "takes_turns_by_recompute": True}),
         *_swapping("cfs", slice_steps=AQUA_SLICE, is_synchronous=True),
         *_swapping("cfs", slice_steps=AQUA_SLICE),
-        Way("fcfs-again", "fcfs"),
         *_swapping("fair"),
         *_swapping("paced"),
     ]
 }
-"""By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing fetched ahead.
-
-``fcfs-again`` is the baseline once more: how far two runs of one way lie apart (the noise floor).
-"""
+"""By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing fetched ahead."""
 
 BASELINE = "fcfs"
