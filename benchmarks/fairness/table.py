@@ -41,7 +41,7 @@ def format_table(runs: Runs) -> str:
 
 
 def _head() -> str:
-    return "| way | " + " | ".join(COLUMNS) + " | preempted | recomputed tokens | stall |"
+    return "| way | " + " | ".join(COLUMNS) + " | preempted a run | recomputed tokens a run | stall |"
 
 
 def _row(way: str, runs: Runs, base: Runs) -> str:
@@ -50,8 +50,7 @@ def _row(way: str, runs: Runs, base: Runs) -> str:
     same = [run for run in base if run["seed"] in seeds]
     alike = base if way == BASELINE else [run for run in runs for other in same if other["seed"] == run["seed"]]
     cells = [_cell(name, column(alike), column(same), way == BASELINE) for name, column in COLUMNS.items()]
-    cells.append(str(sum(run["engine"]["preemptions"] for run in runs)))
-    cells.append(str(sum(run["engine"]["recomputed_tokens"] for run in runs)))
+    cells += [f"{np.mean([run['engine'][key] for run in runs]):.0f}" for key in ("preemptions", "recomputed_tokens")]
     stall_s = sum(run["engine"]["swap"]["stall_s"] for run in runs)
     cells.append(f"{stall_s / sum(run['duration_s'] for run in runs):.2%}")
     return f"| {way} | " + " | ".join(cells) + " |"
