@@ -16,7 +16,7 @@ from floodplain.cli.options import Parser, resolve
 from floodplain.core.errors import UserError
 
 VERBS = {
-    "demo": "serve a small model under a burst and show the queue that forms",
+    "demo": "serve a burst in three ways and show who waits for what",
     "serve": "serve a model over the OpenAI API",
     "bench": "measure an engine (offline) or any OpenAI server (serve)",
     "doctor": "what is installed, measured, emulated and untested here",

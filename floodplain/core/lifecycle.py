@@ -53,7 +53,7 @@ class Lifecycle:
         arrival_s: When the request arrived.
         events: (time, kind), times never decreasing.
         token_times_s: When each output token came out.
-        num_cached_tokens: Prompt tokens that came from the prefix cache.
+        num_cached_tokens: Prompt tokens that were not computed: found on the device, or fetched from swap space.
     """
 
     arrival_s: float

@@ -19,8 +19,11 @@ class Reason(Enum):
     """Why a policy did it; the same word in the engine, the simulator and the metrics."""
 
     POOL_EXHAUSTED = "pool_exhausted"
+    """Somebody on the device needed a block, and there was none."""
     SLICE_ENDED = "slice_ended"
+    """Its slice is over, and somebody absent ranks above it."""
     SLICE_BEGINS = "slice_begins"
+    """Its turn has come."""
     PREFIX_IN_SWAP = "prefix_in_swap"
     """A prompt begins with what swap space has, and fetching it is sooner than computing it."""
     CROWDED = "crowded"
@@ -28,7 +31,7 @@ class Reason(Enum):
     LINK_BUSY = "link_busy"
     """Slices are longer than asked, because copies could not keep up with shorter ones."""
     SWAP_SLOW = "swap_slow"
-    """Computing again is cheaper than a copy back; of a whole decision: so nobody takes turns."""
+    """Computing again is cheaper than a copy back. Of a whole decision: nobody takes turns, or somebody left so."""
     SWAP_FULL = "swap_full"
     """Swap space cannot take more."""
 
@@ -90,7 +93,10 @@ class PrefixBackupOrder:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One answer of a policy. The loop applies the fields in the order in which they stand here.
+    """One answer of a policy.
+
+    The loop first applies what makes or takes room: preemptions, the prefix hits of admissions, resumptions, backups
+    and the prefix backup; then it plans decodes, chunks, and the first chunks of admissions.
 
     Attributes:
         preemptions: Who leaves.
@@ -101,7 +107,7 @@ class Decision:
         backups: Whose full blocks are written behind.
         prefix_backup: Prefixes that nobody uses now, to be kept in swap space.
         wake_s: Ask again at this time even if nothing happens; needed only when nothing is scheduled.
-        reason: Why the policy could not decide as it would like; None in plain weather.
+        reason: Why the policy could not decide as it would like; None if it could.
     """
 
     preemptions: tuple[Preemption, ...] = ()

@@ -12,7 +12,7 @@ SeqId = NewType("SeqId", int)
 """Names a sequence inside one loop: the number of the request in order of submission."""
 
 OrderKey = tuple[int, float, int]
-"""(priority, arrival, sequence id): the order in which every tie is broken."""
+"""(priority, arrival, sequence id), which breaks every tie; (0, place, sequence id) where API keys take turns."""
 
 
 class FinishReason(Enum):

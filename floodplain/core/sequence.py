@@ -14,7 +14,10 @@ from floodplain.core.served import weighted_work
 
 
 class Status(Enum):
-    """Where a sequence is. It holds blocks in LOADING and RUNNING only."""
+    """Where a sequence is.
+
+    It holds blocks while RUNNING, and when FINISHED until no step touches them; while LOADING its transfer does.
+    """
 
     WAITING = "waiting"
     SWAPPED = "swapped"
@@ -28,7 +31,7 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.LOADING, Status.RUNNING, Status.FINISHED}),
     # copy begins | nothing to copy | its backups were lost: recompute | aborted
     Status.SWAPPED: frozenset({Status.LOADING, Status.RUNNING, Status.WAITING, Status.FINISHED}),
-    # copy arrived | copy failed: what is left of its backups decides | aborted
+    # copy arrived | copy failed: back to where it came from | aborted
     Status.LOADING: frozenset({Status.RUNNING, Status.SWAPPED, Status.WAITING, Status.FINISHED}),
     # preempted: recompute | preempted: swap | ended
     Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.FINISHED}),

@@ -20,6 +20,7 @@ WEIGHT_PER_PRIORITY = 1.25
 """One step of priority is a quarter more or less of the device, as one step of ``nice`` is in Linux."""
 
 MAX_PRIORITY = 20
+"""Priorities beyond it, either way, weigh no more and no less: a factor of 87, as ``nice`` has."""
 
 
 def weight_of(priority: int) -> float:
@@ -48,7 +49,10 @@ class KeyAccounts:
         self._last_begun = 0.0
 
     def arrive(self, client: str, live_work: Iterable[tuple[str, float]]) -> None:
-        """A request of ``client`` arrives; ``live_work`` has (key, work) of every live request before it."""
+        """A request of ``client`` arrives; ``live_work`` has (key, work) of those before it.
+
+        Of the waiting, the first in line are enough: those behind them have been given nothing yet, or little.
+        """
         self._num_live[client] = self._num_live.get(client, 0) + 1
         if client in self.credits:
             return

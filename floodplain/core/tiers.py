@@ -9,7 +9,7 @@ from floodplain.core.errors import InvariantError
 
 
 class Tier(Enum):
-    """A kind of memory, seen from the GPU that computes."""
+    """A kind of memory, seen from the device that computes."""
 
     LOCAL = "local"
     PEER = "peer"

@@ -137,9 +137,9 @@ class View:
         max_num_seqs: Most sequences on the device.
         tiers: Swap space, nearest first.
         prices: What computing costs.
-        key_credits: For each API key with live requests, served work that does not stand in those.
+        key_credits: For each API key with live requests: its lift, and the work of its requests that have ended.
         num_draining_blocks: Blocks that will be available when the copies that read them are done.
-        completion_step: The first step that was planned after the last request ended, so far as one has; else -1.
+        completion_step: The first step that was planned after the last request ended, if one has; else -1.
         arrival_step: The same for the last that arrived.
     """
 

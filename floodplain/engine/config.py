@@ -44,8 +44,8 @@ class EngineConfig:
     model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
     policy: str = _flag("paced", "who runs next when not everybody fits", POLICIES)  # type: ignore[assignment]
     slice: int = _flag(5, "steps that whoever comes onto the device stays at least")  # type: ignore[assignment]
-    slice_ends: str = _flag("completion", "cfs: what ends all slices, beside steps", SLICE_ENDS)  # type: ignore[assignment]
-    pace: float = _flag(3.0, "tokens per second that a stream gets while it takes turns, if it can")  # type: ignore[assignment]
+    slice_ends: str = _flag("completion", "cfs: what ends a slice: steps alone, or sooner", SLICE_ENDS)  # type: ignore[assignment]
+    pace: float = _flag(3.0, "paced: tokens per second of a stream that takes turns, if it can")  # type: ignore[assignment]
     max_gap: float = _flag(5.0, "paced: newcomers wait while a stream has been silent for so many seconds")  # type: ignore[assignment]
     fair_by: str = _flag("request", "fair: whose work is counted", FAIR_BY)  # type: ignore[assignment]
     kv_memory: int | None = field(

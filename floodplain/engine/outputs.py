@@ -17,7 +17,7 @@ class OutputDelta:
         token_ids: New tokens, at least one unless the request ends by a stop string or an abort.
         finish_reason: ``stop``, ``length`` or ``abort`` in the last delta, else None.
         logprobs: One entry for each of ``token_ids`` if the request asked for them.
-        num_cached_tokens: Prompt tokens that came from the prefix cache.
+        num_cached_tokens: Prompt tokens that were not computed: found on the device, or fetched from swap space.
     """
 
     text: str

@@ -109,7 +109,7 @@ class ServingMetrics(Collector):
         self._e2e.observe([lifecycle.e2e_s])
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, now. Leases appear once there are some; without swap space its counters stay 0."""
+        """All metrics, now. Without swap space its counters stay 0."""
         stats = self._stats()
         yield self._gauge(
             "requests_running", "Requests on the device, or on their way back to it.", {(): stats.num_running}

@@ -63,7 +63,7 @@ class EngineReport:
         wasted_tokens: Tokens sampled for a sequence that had ended while the step ran.
         swap: What swapping moved.
         steps: Steps executed.
-        scheduler_s: Time spent deciding, over all steps.
+        scheduler_s: The loop's own time, planning and taking in results, over all steps.
     """
 
     preemptions: int

@@ -12,7 +12,7 @@ from floodplain.core.view import View
 
 
 class Policy(Protocol):
-    """Decides who runs next. The engine, the simulator and the vLLM plug-in run the same objects.
+    """Decides who runs next. The engine and the simulator run the same objects.
 
     A policy keeps no reference to a view and changes nothing outside itself; equal views, times and random states give
     equal decisions. What it reads is the view; time and randomness are arguments.

@@ -45,7 +45,7 @@ class FcfsPolicy:
         decision = step.decision()
         if not (self._saves_prefixes and view.tiers):
             return decision
-        order = prefix_backup(view, count_spare_blocks(view, num_steps=2))
+        order = prefix_backup(view, count_spare_blocks(view, num_steps=2))  # this one, and the next, planned beside it
         return decision if order is None else replace(decision, prefix_backup=order)
 
 

@@ -25,8 +25,8 @@ class GatedPolicy:
     The gate opens when they stop fitting. It closes when nobody is in swap space any more, and whoever comes back from
     there must fit together with the growth of a slice: between the two lies the hysteresis. Without swap space it stays
     closed: a turn that costs a prompt is worse than waiting. So it does while swap space is too slow, and says so
-    (AQUA, end of §7: FCFS when tensors are on DRAM; here the measured prices decide). While it is closed, prefixes that
-    the device is about to forget go to swap space.
+    (AQUA, end of §7: FCFS when tensors are on DRAM; here the measured prices decide). While everybody fits, prefixes
+    that the device is about to forget go to swap space.
     """
 
     def __init__(self, inner: SharingPolicy) -> None:

@@ -27,7 +27,7 @@ def blocks_held(view: View, row: SequenceView) -> int:
 
 
 def count_spare_blocks(view: View, num_steps: int) -> int:
-    """Blocks at least that stay free when all live requests are on the device for ``num_steps`` more steps.
+    """At least so many blocks stay free when all live requests are on the device for ``num_steps`` more steps.
 
     Negative: they do not fit.
     """

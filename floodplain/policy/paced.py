@@ -4,8 +4,9 @@ The pool is divided. One part, the *core*, serves requests to their end by arriv
 finishes. The rest is for *visitors*: all other streams take short turns there, the one that has fallen behind its pace
 furthest first; with one pace for all, the one that has been silent longest. How large their part is follows from the
 pace that they shall keep (their own goals, else ``--pace``) and from ``max_gap_s``, up to a limit: under overload the
-pace falls for all of them alike. Requests without a first token go before all, unless the device is *crowded*: somebody
-has been silent for longer than ``max_gap_s``, or swap space could not take one more. Then they wait, as under FCFS.
+pace falls for all of them alike. Requests without a first token go before all, unless the device is *crowded* (a
+visitor has been silent for longer than ``max_gap_s``) or swap space could not take one more. Then they wait, as under
+FCFS.
 
 Bounds, for steps of at most t seconds with turns of s steps, visitors that need V blocks in a part of P blocks, and
 copies hidden: a visitor is silent for at most about (V / P + 1) * s * t seconds, where each of the others counts as

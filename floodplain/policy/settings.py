@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from floodplain.core.errors import UserError
 
 FAIR_BY = ("request", "key")
+"""Whose work ``fair`` can count."""
+
 SLICE_ENDS = ("steps", "completion", "arrival")
+"""What can end a slice of ``cfs``; see ``SharingSettings``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +21,9 @@ class SharingSettings:
         slice_steps: Steps that whoever comes onto the device stays at least (``--slice``); ``cfs``: of all slices.
         slice_ends: ``cfs``: what ends a slice. ``steps``: only their number; ``completion``: also a request that ends,
             as AQUA has it; ``arrival``: also one that arrives.
-        pace: Tokens per second that a stream should get while it has to take turns (``--pace``); best effort.
-        max_gap_s: ``paced``: newcomers wait once taking turns would cost a stream more seconds than this between turns.
+        pace: ``paced``: tokens per second that a stream should get while it has to take turns (``--pace``), if it can.
+        max_gap_s: ``paced``: newcomers wait while a visitor has been silent for longer (``--max-gap``). Whatever the
+            pace, visitors get two turns in that time, as far as there is room.
         visitor_share: ``paced``: at most this part of the pool serves turns; the rest finishes requests by arrival.
         prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
         fair_by: ``fair``: whose work is counted, each request's or each API key's.

@@ -9,7 +9,7 @@ from floodplain.core.tiers import Tier
 from floodplain.core.view import SequenceView, TierView, View
 
 SLOTS_FOR_TURNS = 0.25
-"""Of a tier: writing behind leaves these slots to those that really leave."""
+"""This part of a tier's slots is left by writing behind to those that really leave."""
 
 
 class SwapBudget:

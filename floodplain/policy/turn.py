@@ -89,7 +89,8 @@ class _Turn:
         """Let the absent come in the order of the ranking, at the expense of residents that rank below them.
 
         The first that finds no room ends it: a small request must not pass a large one for ever. Nobody is sent away
-        for another one whose KV could not be kept: a turn that costs a prompt is none. What somebody shares may be
+        for another one because swap space is full: a turn that costs a prompt is none. Only who is cheaper to compute
+        again than to copy back leaves without its KV. What somebody shares may be
         gone with those who leave: then its room is kept, and it comes in the next step, when that is certain.
         """
         for row in self._absent:

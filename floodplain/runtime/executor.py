@@ -1,4 +1,7 @@
-"""What the loop's shell needs of whoever runs its plans: an engine, a simulator, or a test."""
+"""What the loop's shell needs of whoever runs its plans: an engine, or a test.
+
+The simulator needs no shell: ``sim.instance`` drives the loop itself.
+"""
 
 from __future__ import annotations
 

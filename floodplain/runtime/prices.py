@@ -13,10 +13,13 @@ from floodplain.core.plan import StepPlan
 from floodplain.core.view import Prices
 
 _GUESS = (1.0, 1 / 16, 1 / 8)
-"""Of the first step's time: what a step itself, a decode and a prompt token may cost at most, before anything tells."""
+"""Of the first step's time: what a step itself, a decode and a prompt token may cost, roughly, until steps tell."""
 
 _NOISE = 0.1
 """How far a step may be off its price, as a part of it."""
+
+_SMOOTHING = 0.1
+"""Weight of the newest step in the mean number of decodes."""
 
 _DRIFT = 0.015
 """How far a price may move from one step that has to pay it to the next, as a part of it."""
@@ -50,7 +53,7 @@ class StepPrices:
         self._line.learn((1.0, float(num_decodes), float(num_prefill)), duration_s)
         if num_decodes:
             mean = num_decodes if self._num_decodes is None else self._num_decodes
-            self._num_decodes = mean + _NOISE * (num_decodes - mean)
+            self._num_decodes = mean + _SMOOTHING * (num_decodes - mean)
         self._has_prefill = self._has_prefill or num_prefill > 0
         self._prices = self._price(self._line.weights)
 

@@ -55,8 +55,8 @@ class Counters:
     """Totals since the loop began; they only grow.
 
     ``num_recomputed_tokens`` are tokens computed again after a preemption; ``num_wasted_tokens`` were sampled for a
-    sequence that had ended; ``num_cached_tokens`` came from the prefix cache at admission; ``limited_steps`` are steps
-    whose decision was limited, by reason.
+    sequence that had ended; ``num_cached_tokens`` were found on the device at admission, or fetched from swap space;
+    ``limited_steps`` are steps whose decision was limited, by reason.
     """
 
     num_steps: int = 0

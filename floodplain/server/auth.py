@@ -91,7 +91,7 @@ def read_keys(path: Path) -> dict[str, Client]:
             raise UserError(f"{path}, line {number}: this KEY stands there twice")
         clients[key] = client
     if not clients:
-        raise UserError(f"the API key file {path} holds no key: write one a line, KEY or NAME KEY")
+        raise UserError(f"the API key file {path} holds no key: write one a line, KEY, NAME KEY or NAME KEY PRIORITY")
     return clients
 
 

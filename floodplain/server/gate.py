@@ -8,7 +8,7 @@ from floodplain.server.auth import KeyRing
 from floodplain.server.errors import ApiError, error_response
 
 CLIENT_SCOPE_KEY = "floodplain.client"
-"""Where a request's scope holds the name of its API key; absent when there are no keys."""
+"""Where a request's scope holds whose API key it carries (``auth.Client``); absent when there are no keys."""
 
 
 class DrainSwitch:

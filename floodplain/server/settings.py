@@ -20,7 +20,7 @@ class ServerConfig:
     port: int = field(default=8000, metadata={"help": "port to listen on; 0 takes a free one"})
     api_key_file: Path | None = field(
         default=None,
-        metadata={"help": "keys that may use /v1, a line KEY or NAME KEY each, mode 0600", "metavar": "FILE"},
+        metadata={"help": "keys of /v1, a line KEY, NAME KEY or NAME KEY PRIORITY each, mode 0600", "metavar": "FILE"},
     )
     drain_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running requests get when the server stops", "metavar": "S"}
