@@ -23,7 +23,7 @@ from floodplain.runtime.loop import Loop
 
 MAX_WAIT_S = 0.05
 """A step that has nothing to run returns after this time at the latest."""
-_TURN_S = 0.002
+_POLL_S = 0.002
 """How often a step that waits looks for news."""
 
 
@@ -174,13 +174,13 @@ class Engine:
         begin = self._clock()
         until_s = begin + MAX_WAIT_S if wait.until_s is None else min(begin + MAX_WAIT_S, wait.until_s)
         if self._num_copying:
-            until_s = max(until_s, begin + _TURN_S)  # whatever the policy said: no spinning beside the copy threads
+            until_s = max(until_s, begin + _POLL_S)  # whatever the policy said: no spinning beside the copy threads
         ended: Seq[tuple[int, bool]] = ()
         while not ended and not self.has_news() and (left_s := until_s - self._clock()) > 0:
             if self._num_copying:
-                ended = self._executor.wait_transfers(min(left_s, _TURN_S))
+                ended = self._executor.wait_transfers(min(left_s, _POLL_S))
             else:
-                time.sleep(min(left_s, _TURN_S))
+                time.sleep(min(left_s, _POLL_S))
         if self._num_copying and self._alive:
             self.swap_stall_s += self._clock() - begin
         return ended

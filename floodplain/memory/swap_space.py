@@ -19,7 +19,7 @@ from floodplain.memory.transfer import BlockCopy, CopyResult, Direction, Transfe
 
 logger = logging.getLogger(__name__)
 
-_TURN_S = 1e-3
+_POLL_S = 1e-3
 """How long one tier is waited for while another has copies under way too."""
 
 
@@ -132,9 +132,9 @@ class SwapSpace:
         ended = self.poll()
         while not ended and self._open and (left_s := end_s - self._clock()) > 0:
             busy = [(tier, one.engine) for tier, one in self._tiers.items() if one.engine.num_in_flight]
-            turn_s = left_s if len(busy) == 1 else min(left_s, _TURN_S)
+            poll_s = left_s if len(busy) == 1 else min(left_s, _POLL_S)
             for tier, engine in busy:
-                ended += self._take(tier, engine.wait(turn_s))
+                ended += self._take(tier, engine.wait(poll_s))
         return ended
 
     def close(self) -> None:

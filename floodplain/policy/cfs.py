@@ -21,11 +21,11 @@ class CfsPolicy(SharingPolicy):
     def rank(self, view: View, now: float) -> Ranking:
         """Prompts before streams, and the least served first; nobody leaves before the slice ends."""
         rows = sorted(live_rows(view), key=lambda row: (*service(row, view.step), row.order_key))
-        turn = slice_for(view, view.num_blocks, self.settings)
-        slice_steps = self._lengthen(turn.steps)
+        current = slice_for(view, view.num_blocks, self.settings)
+        slice_steps = self._lengthen(current.steps)
         is_end = view.step % slice_steps == 0 or self._ends_early(view)
-        pinned = rows_in_slice(view, 1) if is_end else [row.seq_id for row in view.running]
-        return Ranking(rows, frozenset(pinned), slice_steps, turn.reason, refills=True)
+        staying = rows_in_slice(view, 1) if is_end else [row.seq_id for row in view.running]
+        return Ranking(rows, frozenset(staying), slice_steps, current.reason, refills=True)
 
     def _lengthen(self, num_steps: int) -> int:
         """The asked slice, doubled until it has so many steps: ends of longer slices are then ends of shorter ones.

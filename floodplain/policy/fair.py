@@ -35,10 +35,10 @@ class FairPolicy(SharingPolicy):
     def rank(self, view: View, now: float) -> Ranking:
         """The least work first."""
         count = work_by_key if self.settings.fair_by == "key" else work_by_request
-        turn = slice_for(view, view.num_blocks, self.settings)
-        work = count(view, turn.steps)
+        current = slice_for(view, view.num_blocks, self.settings)
+        work = count(view, current.steps)
         rows = sorted(live_rows(view), key=lambda row: (work[row.seq_id], row.order_key))
-        return Ranking(rows, frozenset(rows_in_slice(view, turn.steps)), turn.steps, turn.reason)
+        return Ranking(rows, frozenset(rows_in_slice(view, current.steps)), current.steps, current.reason)
 
 
 def work_by_request(view: View, slice_steps: int) -> dict[int, float]:

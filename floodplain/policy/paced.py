@@ -64,11 +64,11 @@ class PacedPolicy(SharingPolicy):
         core, visitors = divide(view, streams, self.settings)
         visitors = by_lag(visitors, now, self.settings)
         newcomers = _judge(view, now, fresh, visitors, self.settings)
-        turn = slice_for(view, int(self.settings.visitor_share * view.num_blocks), self.settings)
+        current = slice_for(view, int(self.settings.visitor_share * view.num_blocks), self.settings)
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
-        pinned = frozenset([*prompts, *rows_in_slice(view, turn.steps)])
+        staying = frozenset([*prompts, *rows_in_slice(view, current.steps)])
         rows = [*newcomers.welcome, *core, *visitors, *newcomers.others]
-        return Ranking(rows, pinned, turn.steps, newcomers.reason or turn.reason)
+        return Ranking(rows, staying, current.steps, newcomers.reason or current.reason)
 
 
 def divide(

@@ -16,7 +16,7 @@ class Ranking:
 
     Attributes:
         rows: First the ones that should be there most.
-        pinned: Those of them that are there and may not be sent away yet for others: their slice has just begun.
+        staying: Those of them that are there and may not be sent away yet for others: their slice has just begun.
         slice_steps: Steps that whoever comes now stays at least.
         reason: Why it is not the ranking that the policy would like.
         refills: Whether room is made for all that shall come at once; else for one after the other, as blocks that
@@ -24,7 +24,7 @@ class Ranking:
     """
 
     rows: Seq[SequenceView]
-    pinned: frozenset[SeqId]
+    staying: frozenset[SeqId]
     slice_steps: int
     reason: Reason | None = None
     refills: bool = False

@@ -46,18 +46,18 @@ class _Turn:
         self._slice = ranking.slice_steps
         self._is_synchronous = settings.is_synchronous
         self._reason = ranking.reason
-        self._pinned = ranking.pinned
+        self._staying = ranking.staying
         self._refills = ranking.refills
         self._absent = [row for row in ranking.rows if row.status in (Status.WAITING, Status.SWAPPED)]
         self._residents = [row for row in ranking.rows if row.status is Status.RUNNING]
-        self._place = {row.seq_id: place for place, row in enumerate(ranking.rows)}
+        self._rank = {row.seq_id: rank for rank, row in enumerate(ranking.rows)}
         self._free = view.num_available_blocks
         self._draining = view.num_draining_blocks
         self._reserved = sum(blocks_due(view, row, self._slice) for row in (*view.running, *view.loading))
-        self._num_places = view.max_num_seqs - len(view.running) - len(view.loading)
+        self._num_seats = view.max_num_seqs - len(view.running) - len(view.loading)
         self._tokens = TokenBudget(view, settings.prefill_share)
         self._prompts = [
-            (self._place[row.seq_id], row.num_remaining)
+            (self._rank[row.seq_id], row.num_remaining)
             for row in self._residents
             if not row.is_decoding and not wants_one_token(view, row)
         ]
@@ -109,13 +109,13 @@ class _Turn:
             if not (row.num_shared_blocks and self._gone):
                 self._enter(row, num_tokens)
             self._free -= num_blocks
-            self._num_places -= 1
+            self._num_seats -= 1
 
     def _tokens_to_begin(self, row: SequenceView) -> int:
         """Tokens for which the step has room when prompts that are there already and rank above have theirs."""
         if row.status is Status.SWAPPED or pays_to_fetch(self._view, row):
             return row.num_remaining
-        num_ahead = sum(num_tokens for place, num_tokens in self._prompts if place < self._place[row.seq_id])
+        num_ahead = sum(num_tokens for rank, num_tokens in self._prompts if rank < self._rank[row.seq_id])
         num_tokens = row.num_remaining - row.num_cached_tokens
         return max(0, self._tokens.prefill_for(num_ahead + num_tokens) - num_ahead)
 
@@ -183,19 +183,19 @@ class _Turn:
     # -- making room -----------------------------------------------------------------------------------------------
 
     def _has_room(self, num_blocks: int) -> bool:
-        return num_blocks <= self._free - self._reserved and self._num_places > 0
+        return num_blocks <= self._free - self._reserved and self._num_seats > 0
 
     def _keep_room(self, num_blocks: int) -> None:
         """Keep room for somebody who comes when copies are done: of what they free, and of what is free if need be."""
         num_drained = min(num_blocks, self._draining)
         self._draining -= num_drained
         self._free -= num_blocks - num_drained
-        self._num_places -= 1
+        self._num_seats -= 1
 
     def _below(self, row: SequenceView) -> Iterable[SequenceView]:
         """Residents that rank below ``row`` and can leave, the last first."""
         for victim in reversed(self._residents):
-            if self._place[victim.seq_id] <= self._place[row.seq_id]:
+            if self._rank[victim.seq_id] <= self._rank[row.seq_id]:
                 return
             if self._can_leave(victim):
                 yield victim
@@ -207,7 +207,7 @@ class _Turn:
         """
         num_slots = 0
         for victim in self._below(row):
-            if victim.seq_id not in self._pinned and (victim.is_decoding or not self._swap.loses_kv(victim)):
+            if victim.seq_id not in self._staying and (victim.is_decoding or not self._swap.loses_kv(victim)):
                 num_slots += self._swap.num_copied(victim)
                 if not self._swap.can_keep(victim, num_slots):
                     return
@@ -220,16 +220,16 @@ class _Turn:
     def _make_room(self, num_blocks: int, row: SequenceView, victims: Iterable[SequenceView], reason: Reason) -> bool:
         """Send victims away if that makes room for ``row``, now or when copies are done; else nobody leaves."""
         num_there, reserved = self._free + self._draining, self._reserved
-        missing_places = 0 if row.status is Status.RUNNING else 1 - self._num_places
+        missing_seats = 0 if row.status is Status.RUNNING else 1 - self._num_seats
         chosen: list[SequenceView] = []
         for victim in victims:
-            if num_blocks <= num_there - reserved and missing_places <= 0:
+            if num_blocks <= num_there - reserved and missing_seats <= 0:
                 break
             chosen.append(victim)
             num_there += victim.exclusive_blocks
             reserved = max(0, reserved - blocks_due(self._view, victim, self._slice))
-            missing_places -= 1
-        if num_blocks > num_there - reserved or missing_places > 0:
+            missing_seats -= 1
+        if num_blocks > num_there - reserved or missing_seats > 0:
             return False
         for victim in chosen:
             self._send_away(victim, reason)
@@ -243,4 +243,4 @@ class _Turn:
         self._free += row.exclusive_blocks - num_copied
         self._draining += num_copied
         self._reserved = max(0, self._reserved - blocks_due(self._view, row, self._slice))
-        self._num_places += 1
+        self._num_seats += 1

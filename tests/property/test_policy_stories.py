@@ -156,7 +156,7 @@ def test_prompts_longer_than_a_slice_are_no_livelock(policy: str, settings: Shar
 
 
 def takes_blocks_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Turn, "_has_room", lambda self, num_blocks: self._num_places > 0)
+    monkeypatch.setattr(_Turn, "_has_room", lambda self, num_blocks: self._num_seats > 0)
 
 
 def forgets_that_slots_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,11 @@ def test_the_least_work_goes_first_and_then_priority_and_arrival() -> None:
     assert order(view) == [3, 1, 2, 0]
 
 
-def test_who_is_in_its_slice_is_pinned() -> None:
+def test_who_is_in_its_slice_stays() -> None:
     ranking = FairPolicy(SharingSettings(slice_steps=4)).rank(
         make_view(stream(0, entered_step=96), stream(1, entered_step=97)), 0.0
     )
-    assert ranking.pinned == {1}
+    assert ranking.staying == {1}
 
 
 def test_requests_of_one_key_count_together_half_for_prompts() -> None:

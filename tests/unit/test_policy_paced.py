@@ -190,9 +190,9 @@ def test_a_prompt_that_has_begun_goes_on() -> None:
 # -- slices ----------------------------------------------------------------------------------------------------------
 
 
-def test_prompts_and_those_in_their_slice_are_pinned() -> None:
+def test_prompts_and_those_in_their_slice_stay() -> None:
     view = make_view(prompt(0, entered_step=1), stream(1, entered_step=96), stream(2, entered_step=97))
-    assert rank(view, slice_steps=4).pinned == {0, 2}
+    assert rank(view, slice_steps=4).staying == {0, 2}
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.3, 36), (0.6, 71)])
