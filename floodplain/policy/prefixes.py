@@ -10,7 +10,8 @@ from floodplain.policy.growth import blocks_for
 def pays_to_fetch(view: View, row: SequenceView) -> bool:
     """Whether the prefix of a waiting request comes sooner from swap space than it is computed.
 
-    Yes while nobody knows what computing costs. Copies that are under way already go before it.
+    Yes while nobody knows what computing costs. Copies that are under way already go before it. The step beside which
+    the copy runs does not count: it delays this request, but what is not computed delays nobody else.
     """
     num_tokens = row.num_restorable_tokens - row.num_cached_tokens
     if num_tokens <= 0 or not view.tiers:

@@ -16,11 +16,13 @@ class SwapBudget:
     """Scratch state of one decision: free slots of each tier, nearest first.
 
     Attributes:
-        reason: Why somebody had to leave without its KV, if somebody had.
+        reason: Why somebody had to leave without its KV or to wait, if somebody had.
+        is_short: Whether somebody stays, though its slice is over, for want of slots.
     """
 
     def __init__(self, view: View) -> None:
         self.reason: Reason | None = None
+        self.is_short = False
         self._view = view
         self._free = {tier.tier: tier.num_free_slots for tier in view.tiers}
 
@@ -38,9 +40,19 @@ class SwapBudget:
         It may also cost a prompt where that is the cheaper way, or where there is no swap space at all.
         """
         tiers = [tier.tier for tier in self._view.tiers if self._copying_pays(row, tier)]
-        return not tiers or any(self._free[tier] >= num_slots for tier in tiers)
+        if not tiers or any(self._free[tier] >= num_slots for tier in tiers):
+            return True
+        self.is_short, self.reason = True, Reason.SWAP_FULL
+        return False
 
-    def keep_prefix(self, row: SequenceView) -> None:
+    def can_hold_prefix(self, row: SequenceView) -> bool:
+        """Whether the slots where a request's prefix lies are not promised to somebody who leaves.
+
+        They count as free while nobody holds them. That others may hold some of them already is not seen here.
+        """
+        return self._free[self._view.tiers[0].tier] >= row.num_backed_blocks
+
+    def hold_prefix(self, row: SequenceView) -> None:
         """A request fetches its prefix: the slots where that lies do not give way to others any more."""
         self._free[self._view.tiers[0].tier] -= row.num_backed_blocks
 

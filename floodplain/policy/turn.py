@@ -90,16 +90,18 @@ class _Turn:
 
         The first that finds no room ends it: a small request must not pass a large one for ever. Nobody is sent away
         for another one because swap space is full: a turn that costs a prompt is none. Only who is cheaper to compute
-        again than to copy back leaves without its KV. What somebody shares may be
-        gone with those who leave: then its room is kept, and it comes in the next step, when that is certain.
+        again than to copy back leaves without its KV. So newcomers may have to wait for swap space, one and all; those
+        that are there already take turns meanwhile. What somebody shares may be gone with those who leave: then its
+        room is kept, and it comes in the next step, when that is certain.
         """
         for row in self._absent:
-            num_tokens = self._tokens_to_begin(row)
-            if row.is_leaving or not num_tokens:
+            if row.is_leaving or not self._can_begin(row):
                 continue  # its last copy is not whole yet, or no token of it fits into this step
             num_blocks = self._blocks_to_enter(row)
             if not self._has_room(num_blocks):
                 if not self._make_room(num_blocks, row, self._turned_out(row), Reason.SLICE_ENDED):
+                    if self._swap.is_short and row.status is Status.WAITING:
+                        continue
                     return
                 if not self._has_room(num_blocks):
                     if not self._refills:
@@ -107,14 +109,22 @@ class _Turn:
                     self._keep_room(num_blocks)
                     continue
             if not (row.num_shared_blocks and self._gone):
-                self._enter(row, num_tokens)
+                self._enter(row)
             self._free -= num_blocks
             self._num_seats -= 1
 
+    def _can_begin(self, row: SequenceView) -> bool:
+        """Whether it has something to do on the device: a copy, or tokens for which the step has room."""
+        if row.status is Status.SWAPPED:
+            return True
+        return not self._swap.is_short and (self._fetches(row) or self._tokens_to_begin(row) > 0)
+
+    def _fetches(self, row: SequenceView) -> bool:
+        """Whether a waiting request's prefix comes from swap space, and nobody leaves for the slots where it lies."""
+        return pays_to_fetch(self._view, row) and self._swap.can_hold_prefix(row)
+
     def _tokens_to_begin(self, row: SequenceView) -> int:
         """Tokens for which the step has room when prompts that are there already and rank above have theirs."""
-        if row.status is Status.SWAPPED or pays_to_fetch(self._view, row):
-            return row.num_remaining
         num_ahead = sum(num_tokens for rank, num_tokens in self._prompts if rank < self._rank[row.seq_id])
         num_tokens = row.num_remaining - row.num_cached_tokens
         return max(0, self._tokens.prefill_for(num_ahead + num_tokens) - num_ahead)
@@ -124,13 +134,14 @@ class _Turn:
         num_blocks = blocks_for(self._view, row.num_tokens + self._slice)
         return min(num_blocks, self._view.num_blocks) - row.num_shared_blocks
 
-    def _enter(self, row: SequenceView, num_tokens: int) -> None:
+    def _enter(self, row: SequenceView) -> None:
+        """It comes; or in the next step, if who leaves for it took the slots of its prefix and no token of it fits."""
         if row.status is Status.SWAPPED:
             self._resumptions.append(Resumption(row.seq_id, Reason.SLICE_BEGINS))
-        elif pays_to_fetch(self._view, row):
+        elif self._fetches(row):
             self._resumptions.append(Resumption(row.seq_id, Reason.PREFIX_IN_SWAP))
-            self._swap.keep_prefix(row)
-        else:
+            self._swap.hold_prefix(row)
+        elif num_tokens := self._tokens_to_begin(row):
             self._admissions.append(Chunk(row.seq_id, self._tokens.take_prefill(num_tokens)))
         self._has_shared = self._has_shared or row.num_shared_blocks > 0
 

@@ -72,6 +72,11 @@ def turned_out(view: View, decision: Decision) -> list[SequenceView]:
     return [rows[order.seq_id] for order in decision.preemptions if order.reason is Reason.SLICE_ENDED]
 
 
+def most_copied(view: View) -> int:
+    """Slots that everybody on the device would need to leave."""
+    return sum(max(0, row.num_blocks - row.num_backed_blocks) for row in view.running)
+
+
 def early_ends(view: View, settings: SharingSettings) -> list[int]:
     ends = {"steps": [], "completion": [view.completion_step], "arrival": [view.completion_step, view.arrival_step]}
     return ends[settings.slice_ends]
@@ -100,17 +105,27 @@ def test_nobody_is_turned_out_before_its_slice_is_over(seed: int, policy: str) -
 @settings(max_examples=6)
 @given(SEEDS, st.sampled_from(SHARING))
 def test_the_absent_come_in_the_order_of_the_ranking(seed: int, policy: str) -> None:
-    """Who can come and does not, comes before all that rank below it: except while the step has no token for it."""
-    for inner, view, now, decision in decided(make_story(seed, policy, max_requests=10)):
+    """Who can come and does not, comes before all that rank below it.
+
+    Except while the step has no token for it, while its room is kept (``refills``), or, for a newcomer, while nobody
+    can leave for want of slots. AQUA's switch begins no prompt beside copies.
+    """
+    story = make_story(seed, policy, max_requests=10)
+    story = replace(story, settings=replace(story.settings, is_synchronous=False))
+    for inner, view, now, decision in decided(story):
         came = {order.seq_id for order in (*decision.resumptions, *decision.admissions)}
         gone = {order.seq_id for order in decision.preemptions}
-        rows = [row for row in inner.rank(view, now).rows if row.status in (Status.WAITING, Status.SWAPPED)]
+        ranking = inner.rank(view, now)
+        rows = [row for row in ranking.rows if row.status in (Status.WAITING, Status.SWAPPED)]
         places = [place for place, row in enumerate(rows) if row.seq_id in came]
         num_prompt = sum(chunk.num_tokens for chunk in (*decision.chunks, *decision.admissions))
         is_step_full = num_prompt > 0 or len(view.running) >= view.max_batched_tokens
+        is_swap_full = all(tier.num_free_slots < most_copied(view) for tier in view.tiers)
         for row in rows[: max(places, default=0)]:
-            has_no_token = row.status is Status.WAITING and is_step_full
-            assert row.seq_id in came or row.is_leaving or has_no_token or (gone and row.num_shared_blocks)
+            waits_for_room = ranking.refills and (gone or view.num_draining_blocks)
+            has_no_token = row.status is Status.WAITING and (is_step_full or is_swap_full)
+            has_lost_room = gone and row.num_shared_blocks
+            assert row.seq_id in came or row.is_leaving or has_no_token or waits_for_room or has_lost_room
 
 
 @settings(max_examples=6)
@@ -121,6 +136,20 @@ def test_a_turn_ends_only_for_somebody_who_ranks_above(seed: int, policy: str) -
         waits = [row.seq_id for row in (*view.swapped, *view.waiting)]
         for row in turned_out(view, decision):
             assert min(place[seq_id] for seq_id in waits) < place[row.seq_id]
+
+
+@settings(max_examples=6)
+@given(SEEDS, st.sampled_from(SHARING))
+def test_no_slot_is_promised_twice(seed: int, policy: str) -> None:
+    """What leaves, what is written behind, and the prefixes that are fetched, which lie in slots that count as free."""
+    for _, view, _, decision in decided(make_story(seed, policy, max_requests=12)):
+        rows = {row.seq_id: row for row in (*view.running, *view.waiting)}
+        for tier in view.tiers:
+            leaving = [rows[order.seq_id] for order in decision.preemptions if order.tier is tier.tier]
+            needed = sum(max(0, row.num_blocks - row.num_backed_blocks) for row in leaving)
+            needed += sum(order.num_blocks for order in decision.backups if order.tier is tier.tier)
+            fetched = [rows[order.seq_id] for order in decision.resumptions if order.reason is Reason.PREFIX_IN_SWAP]
+            assert needed + sum(row.num_backed_blocks for row in fetched) <= tier.num_free_slots or not needed
 
 
 # -- found by these stories, and fixed -------------------------------------------------------------------------------

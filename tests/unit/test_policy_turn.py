@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-from floodplain.core.plan import Decision
+from floodplain.core.plan import Decision, Reason
 from floodplain.core.view import SequenceView
 from floodplain.policy.fair import FairPolicy
 from floodplain.policy.settings import SharingSettings
-from tests.support.views import loading, make_view, prompt, stream, swapped, waiting
+from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
 
 
 def decide(*rows: SequenceView, **fields: object) -> Decision:
@@ -55,3 +55,36 @@ def test_without_a_refill_room_is_made_for_one_after_the_other() -> None:
     assert left(decision) == [1]
     assert came(decision) == []
     assert decision.decodes == (0,)
+
+
+# -- slots ---------------------------------------------------------------------------------------------------------------
+
+VETERAN = stream(1, num_tokens=48, num_scheduled=47, num_blocks=12, exclusive_blocks=12, num_backed_blocks=11, credit=1e2)
+RETURNING = waiting(2, 30, num_backed_blocks=6, num_restorable_tokens=24, credit=5.0)
+
+
+def with_slots(num_free: int, *rows: SequenceView, num_blocks: int = 3) -> Decision:
+    return decide(*rows, num_available_blocks=num_blocks, tiers=(host(num_free_slots=num_free),))
+
+
+def test_a_prefix_is_not_fetched_from_slots_that_somebody_leaves_for() -> None:
+    """Six slots hold the prefix of one that waits, and are free but for it; the veteran's tail needs one of them."""
+    decision = with_slots(6, VETERAN, swapped(0), RETURNING)
+    assert left(decision) == [1]
+    assert [order.seq_id for order in decision.resumptions] == [0]
+    assert [chunk.seq_id for chunk in decision.admissions] == [2]  # it computes its prompt instead
+    enough = with_slots(7, VETERAN, swapped(0), RETURNING)
+    assert [order.seq_id for order in enough.resumptions] == [0, 2]
+
+
+def test_newcomers_wait_for_slots_while_those_in_swap_space_take_turns() -> None:
+    """The veteran cannot leave for the newcomer; who is in swap space finds room without that."""
+    large, small = waiting(3, 20, credit=0.0), swapped(4, num_tokens=5, num_backed_blocks=2, credit=50.0)
+    decision = with_slots(0, VETERAN, large, waiting(5, 4, credit=1.0), small, num_blocks=4)
+    assert (left(decision), came(decision)) == ([], [4])
+    assert decision.reason is Reason.SWAP_FULL
+    assert sorted(came(with_slots(1, VETERAN, large, small, num_blocks=4))) == [3, 4]
+
+
+def test_who_is_in_swap_space_waits_in_its_order() -> None:
+    assert came(with_slots(0, VETERAN, swapped(3), swapped(4, num_tokens=5, num_backed_blocks=2, credit=50.0))) == []
