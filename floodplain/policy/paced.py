@@ -1,17 +1,19 @@
 """Everybody speaks soon, nobody falls silent for long, and work still finishes in order of arrival.
 
-The pool is divided. One part, the *core*, serves requests to their end by arrival, as FCFS does, so that work
-finishes. The rest is for *visitors*: all other streams take short turns there, the one that has fallen behind its pace
-furthest first; with one pace for all, the one that has been silent longest. How large their part is follows from the
-pace that they shall keep (their own goals, else ``--pace``) and from ``max_gap_s``, up to a limit: under overload the
-pace falls for all of them alike. Requests without a first token go before all, unless the device is *crowded* (a
-visitor has been silent for longer than ``max_gap_s``) or swap space could not take one more. Then they wait, as under
-FCFS.
+The device, its pool and its places (``max_num_seqs``) alike, is divided. One part, the *core*, serves requests to their
+end by arrival, as FCFS does, so that work finishes. The rest is for *visitors*: all other streams take short turns
+there, the one that has fallen behind its pace furthest first; with one pace for all, the one that has been silent
+longest. How large their part is follows from the pace that they shall keep (their own goals, else ``--pace``) and from
+``max_gap_s``, up to a limit: under overload the pace falls for all of them alike. Only for a visitor that does not fit
+into it, and has been silent for half of ``max_gap_s``, the core makes room beyond. Requests without a first token go
+before all, unless the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``) or swap space could
+not take one more. Then they wait, as under FCFS.
 
-Bounds, for steps of at most t seconds with turns of s steps, visitors that need V blocks in a part of P blocks, and
-copies hidden: a visitor is silent for at most about (V / P + 1) * s * t seconds, where each of the others counts as
-often as its pace is faster: ``FASTEST / SLOWEST`` times at most, whatever clients ask for. Newcomers add to V only
-while nobody is silent for more than ``max_gap_s``, so silence grows beyond it only with the visitors' own contexts.
+Bounds, for steps of at most t seconds with turns of s steps, visitors that need V blocks in a part of P blocks (or V
+places of P), and copies hidden: a visitor is silent for at most about (V / P + 1) * s * t seconds, where each of the
+others counts as often as its pace is faster: ``FASTEST / SLOWEST`` times at most, whatever clients ask for; one that is
+larger than the part, for as long as it takes all that are to have their turns. Newcomers add to V only while nobody is
+silent for more than ``max_gap_s``, so silence grows beyond it only with the visitors' own contexts.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import ceil
 from operator import attrgetter, itemgetter
 
 from floodplain.core.plan import Reason
@@ -36,7 +39,7 @@ FASTEST, SLOWEST = 4.0, 0.5
 """Times ``--pace``: a client's goal for TPOT counts within these, since anybody can ask for anything."""
 
 MIN_VISITOR_SHARE = 0.1
-"""Of the pool, as soon as there are visitors: enough that turns go on at all."""
+"""Of the device, as soon as there are visitors: enough that turns go on at all."""
 
 
 _BY_ARRIVAL = attrgetter("order_key")
@@ -61,10 +64,13 @@ class PacedPolicy(SharingPolicy):
     def rank(self, view: View, now: float) -> Ranking:
         """Newcomers, the core by arrival, then visitors by lag; a crowd of newcomers last of all."""
         streams, fresh = _split(view)
+        current = slice_for(view, int(self.settings.visitor_share * view.num_blocks), self.settings)
         core, visitors = divide(view, streams, self.settings)
         visitors = by_lag(visitors, now, self.settings)
+        if visitors and now - silent_since(visitors[0], now) > self.settings.max_gap_s / 2:
+            core, given_way = _let_in(view, visitors[0], core, current.steps)
+            visitors = [*visitors, *given_way]
         newcomers = _judge(view, now, fresh, visitors, self.settings)
-        current = slice_for(view, int(self.settings.visitor_share * view.num_blocks), self.settings)
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
         staying = frozenset([*prompts, *rows_in_slice(view, current.steps)])
         rows = [*newcomers.welcome, *core, *visitors, *newcomers.others]
@@ -75,12 +81,9 @@ def divide(
     view: View, streams: Seq[SequenceView], settings: SharingSettings
 ) -> tuple[list[SequenceView], list[SequenceView]]:
     """(the core, the visitors) of streams in order of arrival: visitors get what their pace needs, up to the limit."""
-    most_blocks = settings.visitor_share * view.num_blocks
-    core, visitors = _cut(view, streams, view.num_blocks - most_blocks)
-    needed_blocks = _blocks_for_pace(view, visitors, settings, most_blocks)
-    if needed_blocks >= most_blocks:
-        return core, visitors
-    return _cut(view, streams, view.num_blocks - needed_blocks)
+    core, visitors = _cut(view, streams, settings.visitor_share)
+    share = _share_for_pace(view, visitors, settings)
+    return (core, visitors) if share >= settings.visitor_share else _cut(view, streams, share)
 
 
 def pace_of(row: SequenceView, settings: SharingSettings) -> float:
@@ -118,28 +121,46 @@ def _split(view: View) -> tuple[list[SequenceView], list[SequenceView]]:
     return streams, fresh
 
 
-def _cut(view: View, streams: Seq[SequenceView], core_blocks: float) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(the first that fit into the core, the others)."""
+def _cut(view: View, streams: Seq[SequenceView], share: float) -> tuple[list[SequenceView], list[SequenceView]]:
+    """(the first that fit beside a part of the device for visitors, the others)."""
+    num_blocks = view.num_blocks - share * view.num_blocks
+    return _split_at(view, streams, num_blocks, view.max_num_seqs - ceil(share * view.max_num_seqs))
+
+
+def _split_at(
+    view: View, streams: Seq[SequenceView], num_blocks: float, num_seats: int
+) -> tuple[list[SequenceView], list[SequenceView]]:
+    """(the first that fit into so many blocks and places, the others)."""
     for index, row in enumerate(streams):
-        core_blocks -= blocks_held(view, row)
-        if core_blocks < 0:
+        num_blocks -= blocks_held(view, row)
+        if num_blocks < 0 or index >= num_seats:
             return list(streams[:index]), list(streams[index:])
     return list(streams), []
 
 
-def _blocks_for_pace(view: View, visitors: Seq[SequenceView], settings: SharingSettings, most_blocks: float) -> float:
-    """Blocks that let every visitor keep its pace: each must be there for ``pace * step_s`` of the time.
+def _share_for_pace(view: View, visitors: Seq[SequenceView], settings: SharingSettings) -> float:
+    """The part of the device that lets every visitor keep its pace: each must be there ``pace * step_s`` of the time.
 
-    Nobody counts further than ``most_blocks``: under overload there are many visitors.
+    Nobody counts further than the limit: under overload there are many visitors.
     """
-    step_s = view.prices.step_s
-    needed_blocks = 0.0
+    step_s, share = view.prices.step_s, 0.0
     for row in visitors:
         presence = min(1.0, pace_of(row, settings) * step_s) if step_s else 1.0
-        needed_blocks += presence * blocks_held(view, row)
-        if needed_blocks >= most_blocks:
-            return needed_blocks
-    return max(needed_blocks, MIN_VISITOR_SHARE * view.num_blocks if visitors else 0.0)
+        share += presence * max(blocks_held(view, row) / view.num_blocks, 1 / view.max_num_seqs)
+        if share >= settings.visitor_share:
+            return share
+    return max(share, MIN_VISITOR_SHARE if visitors else 0.0)
+
+
+def _let_in(
+    view: View, first: SequenceView, core: Seq[SequenceView], num_steps: int
+) -> tuple[list[SequenceView], list[SequenceView]]:
+    """(what of the core leaves room for this visitor's turn, the others: its youngest).
+
+    A part made for the many may be too small for one with a long context.
+    """
+    num_blocks = view.num_blocks - min(blocks_for(view, first.num_tokens + num_steps), view.num_blocks)
+    return _split_at(view, core, num_blocks, view.max_num_seqs - 1)
 
 
 def _judge(
@@ -150,9 +171,9 @@ def _judge(
     if fresh and any(now - silent_since(row, now) > settings.max_gap_s for row in visitors):
         return _Newcomers((), fresh, Reason.CROWDED if is_waiting else None)
     num_slots = sum(tier.num_free_slots for tier in quick_tiers(view))
-    num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in view.running)
+    num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in visitors)  # the core stays
     for index, row in enumerate(fresh):
-        num_slots -= blocks_for(view, row.num_tokens) - (row.num_blocks if row.status is Status.RUNNING else 0)
+        num_slots -= blocks_for(view, row.num_tokens) - (row.num_backed_blocks if row.status is Status.RUNNING else 0)
         if num_slots < 0 and row.status is not Status.RUNNING:
             return _Newcomers(fresh[:index], fresh[index:], Reason.SWAP_FULL)
     return _Newcomers(fresh)

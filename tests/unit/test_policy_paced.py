@@ -162,10 +162,12 @@ def test_where_no_newcomer_waits_a_crowd_limits_nothing() -> None:
 
 
 def test_newcomers_wait_one_by_one_when_swap_space_could_not_take_them_too() -> None:
-    """Seven slots: three for what a resident has not backed up, two for each newcomer of eight tokens."""
-    view = make_view(stream(0), *(waiting(number) for number in (5, 6, 7)), tiers=(host(num_free_slots=7),))
-    assert order(view) == [5, 6, 0, 7]
+    """Seven slots: three for what a visitor has not backed up, two for each newcomer; the core needs none."""
+    rows = [stream(0), stream(1), *(waiting(number) for number in (5, 6, 7))]
+    view = make_view(*rows, num_blocks=8, num_available_blocks=2, tiers=(host(num_free_slots=7),))
+    assert order(view) == [5, 6, 0, 1, 7]
     assert rank(view).reason is Reason.SWAP_FULL
+    assert order(make_view(*rows, tiers=view.tiers)) == [5, 6, 7, 0, 1]
 
 
 def test_blocks_of_a_prompt_that_has_begun_need_one_slot_each() -> None:

@@ -57,9 +57,11 @@ def test_without_a_refill_room_is_made_for_one_after_the_other() -> None:
     assert decision.decodes == (0,)
 
 
-# -- slots ---------------------------------------------------------------------------------------------------------------
+# -- slots -----------------------------------------------------------------------------------------------------------
 
-VETERAN = stream(1, num_tokens=48, num_scheduled=47, num_blocks=12, exclusive_blocks=12, num_backed_blocks=11, credit=1e2)
+VETERAN = stream(
+    1, num_tokens=48, num_scheduled=47, num_blocks=12, exclusive_blocks=12, num_backed_blocks=11, credit=1e2
+)
 RETURNING = waiting(2, 30, num_backed_blocks=6, num_restorable_tokens=24, credit=5.0)
 
 
