@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-from pathlib import Path
 
 import torch
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.host_memory import available_bytes
 from floodplain.engine.models.config import ModelConfig
 from floodplain.memory.arena import Device
 from floodplain.memory.kv_layout import KVLayout
@@ -132,12 +131,3 @@ def _open_device(device: torch.device, kv_bytes: int, param_bytes: int, layout: 
         )
     quantum_bytes = layout.count_quantum_blocks(PAGE_BYTES) * layout.block_bytes
     return open_private_device(kv_bytes + quantum_bytes + param_bytes + layout.num_layers * PAGE_BYTES)
-
-
-def available_bytes() -> int:
-    """Memory that the host can give without swapping: what is free, and what the page cache would give back."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

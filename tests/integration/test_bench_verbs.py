@@ -60,7 +60,7 @@ def test_a_result_names_the_emulated_link_and_how_much_slower_it_is(capsys: pyte
     assert link["bandwidth"] * link["slowdown"] == pytest.approx(25e9)
     assert link["slowdown"] > 1
     config = paced["floodplain"]["config"]
-    assert (config["hardware"], config["swap_memory"]) == ("emulated-pcie4", 2 * config["kv_memory"])
+    assert (config["hardware"], config["swap_memory"]) == ("emulated-pcie4", 8 * config["kv_memory"])
     swap = paced["floodplain"]["swap"]
     assert swap["by_tier"] == {tier: {"out_bytes": 0, "in_bytes": 0} for tier in ("peer", "host")}
     assert swap["failed_transfers"] == {"digest_mismatch": 0, "empty_slot": 0, "not_copied": 0}

@@ -35,7 +35,7 @@ def num_slots(engine: Engine) -> int:
 @pytest.mark.parametrize(
     ("available", "asked", "slots"),
     [
-        (2**40, None, 48),  # twice the pool
+        (2**40, None, 8 * 24),  # eight pools
         (40 * BLOCK_BYTES, None, 10),  # a quarter of what there is
         (2**40, 7 * BLOCK_BYTES, 7),
         (2**40, 8 * BLOCK_BYTES - 1, 7),
