@@ -34,9 +34,11 @@ class Reason(Enum):
     """Computing again is cheaper than a copy back. Of a whole decision: nobody takes turns, or somebody left so."""
     SWAP_FULL = "swap_full"
     """Swap space cannot take more."""
+    NO_SWAP = "no_swap"
+    """There is no swap space: nobody takes turns."""
 
 
-LIMITS = (Reason.CROWDED, Reason.LINK_BUSY, Reason.SWAP_SLOW, Reason.SWAP_FULL)
+LIMITS = (Reason.CROWDED, Reason.LINK_BUSY, Reason.SWAP_SLOW, Reason.SWAP_FULL, Reason.NO_SWAP)
 """Reasons of a whole decision: what kept the policy from deciding as it would like."""
 
 

@@ -50,7 +50,7 @@ class GatedPolicy:
         if self._takes_turns_by_recompute:
             return self._inner.decide(view, now, rng)
         if not view.tiers:
-            return self._fcfs.decide(view, now, rng)
+            return replace(self._fcfs.decide(view, now, rng), reason=Reason.NO_SWAP)
         if copying_pays(view):
             return self._inner.decide(view, now, rng)
         return self._wait_in_line(view, now, rng)

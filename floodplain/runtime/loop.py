@@ -101,8 +101,9 @@ class Loop:
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if not num_prompt:
             raise RequestRefused("the prompt is empty: send at least one token")
-        if request.pace is not None and not self.policy.keeps_pace:
-            raise RequestRefused(f"--policy {self.policy.name} keeps no pace: leave tpot_goal_ms out")
+        if request.pace is not None and not (self.policy.keeps_pace and self.state.backups.slots):
+            flag = "--swap none" if self.policy.keeps_pace else f"--policy {self.policy.name}"
+            raise RequestRefused(f"{flag} keeps no pace: leave tpot_goal_ms out")
         total = max_model_len if max_tokens is None else num_prompt + max_tokens
         if num_prompt >= max_model_len or total > max_model_len:
             wanted = f"{num_prompt} prompt tokens + max_tokens {max_tokens if max_tokens is not None else 1}"

@@ -123,9 +123,12 @@ class Teller:
         max_tokens = dice.randint(1, MAX_TOKENS - len(prompt))
         self.num_tokens += len(prompt) + max_tokens
         request = make_request("r", prompt, self.driver.tick(), max_tokens=max_tokens, ignore_eos=dice.random() < 0.8)
-        pace = dice.choice([None, 1e-9, 5.0, 1e9]) if self.driver.loop.policy.keeps_pace else None
+        pace = dice.choice([None, 1e-9, 5.0, 1e9]) if self._keeps_pace() else None
         request = replace(request, client=dice.choice("aab"), priority=dice.choice([0, 0, 0, 1, -3]), pace=pace)
         self.driver.submit_request(request)
+
+    def _keeps_pace(self) -> bool:
+        return self.driver.loop.policy.keeps_pace and self.story.machine.num_slots > 0
 
     def _hang_up(self) -> None:
         driver, dice = self.driver, self.dice

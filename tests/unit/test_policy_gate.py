@@ -33,10 +33,13 @@ class Marked(SharingPolicy):
         return Ranking(live_rows(view), frozenset(), SLICE)
 
 
-def is_open(*rows: SequenceView, takes_turns_by_recompute: bool = False, **fields: object) -> bool:
+def ask(*rows: SequenceView, takes_turns_by_recompute: bool = False, **fields: object) -> Decision:
     settings = SharingSettings(slice_steps=SLICE, takes_turns_by_recompute=takes_turns_by_recompute)
-    decision = GatedPolicy(Marked(settings)).decide(make_view(*rows, **fields), 0.0, Random(0))
-    return decision.wake_s == 42.0
+    return GatedPolicy(Marked(settings)).decide(make_view(*rows, **fields), 0.0, Random(0))
+
+
+def is_open(*rows: SequenceView, takes_turns_by_recompute: bool = False, **fields: object) -> bool:
+    return ask(*rows, takes_turns_by_recompute=takes_turns_by_recompute, **fields).wake_s == 42.0
 
 
 def test_it_is_closed_while_everybody_fits() -> None:
@@ -87,6 +90,11 @@ def test_it_opens_when_there_are_too_few_places() -> None:
 def test_without_swap_space_it_stays_closed_unless_turns_by_computing_are_wanted(rows: tuple[SequenceView]) -> None:
     assert not is_open(*rows, tiers=(), num_available_blocks=0)
     assert is_open(*rows, tiers=(), num_available_blocks=0, takes_turns_by_recompute=True)
+
+
+def test_without_swap_space_it_says_why_nobody_takes_turns() -> None:
+    assert ask(stream(0), waiting(1, 8), tiers=(), num_available_blocks=0).reason is Reason.NO_SWAP
+    assert ask(stream(0), tiers=()).reason is None  # everybody fits
 
 
 def test_many_blocks_are_quickly_enough() -> None:

@@ -41,13 +41,19 @@ def test_a_request_that_never_fits_is_refused_with_its_numbers(
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_goal_that_the_policy_would_ignore_is_refused(name: str) -> None:
-    loop = make_loop(policy=make_policy(name))
+    loop = make_loop(policy=make_policy(name), num_slots=16)
     hurried = replace(make_request("r", (1, 2)), pace=8.0)
     if name == "paced":
         assert loop.check(hurried) == loop.check(replace(hurried, pace=None))
         return
     with pytest.raises(RequestRefused, match=f"--policy {name} keeps no pace: leave tpot_goal_ms out"):
         loop.submit(hurried)
+
+
+def test_a_goal_that_nobody_can_keep_without_swap_space_is_refused() -> None:
+    loop = make_loop(policy=make_policy("paced"))
+    with pytest.raises(RequestRefused, match="--swap none keeps no pace: leave tpot_goal_ms out"):
+        loop.submit(replace(make_request("r", (1, 2)), pace=8.0))
 
 
 def test_a_request_that_fills_the_pool_exactly_is_served() -> None:
