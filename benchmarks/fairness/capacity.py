@@ -1,4 +1,4 @@
-"""The highest Poisson rate at which FCFS with this pool keeps TTFT p99 under one second, by bisection.
+"""The highest Poisson rate at which FCFS with this pool keeps TTFT p99 under one second, to a few percent.
 
 Probes are long: above what it can sustain, the line grows slowly, and 100 requests end before it shows (a rate of 4.5
 requests/s passed so, of which FCFS serves 3.9). And two of three seeds decide: the speed of a shared machine wanders
@@ -8,6 +8,7 @@ within minutes, and single probes found anything between 2.0 and 3.5 within a da
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 TTFT_GOAL_S = 1.0
+STEP = 1.25
 SEEDS = (100, 101, 102)
 
 
@@ -26,11 +28,22 @@ def ttft_p99_s(rate: float, seed: int) -> float:
     return float(np.quantile(json.loads(done.stdout)["ttft_s"], 0.99))
 
 
-def find_capacity(low: float = 2.0, high: float = 4.0, num_probes: int = 4) -> tuple[float, list[dict[str, float]]]:
-    """(requests per second, every probe): the goal holds at the rate with most seeds, and fails a step above."""
+def find_capacity(rate: float = 2.5, num_halvings: int = 2) -> tuple[float, list[dict[str, float]]]:
+    """(requests per second, every probe): the goal holds at the rate with most seeds, and fails a step above.
+
+    From ``rate`` on it goes up or down in steps of ``STEP`` until one rate holds and the next fails; then it halves the
+    step between them.
+    """
     probes: list[dict[str, float]] = []
-    for _ in range(num_probes):
-        rate = (low + high) / 2
+    low = high = rate
+    if _holds(rate, probes):
+        while _holds(high := low * STEP, probes):
+            low = high
+    else:
+        while not _holds(low := high / STEP, probes):
+            high = low
+    for _ in range(num_halvings):
+        rate = math.sqrt(low * high)
         low, high = (rate, high) if _holds(rate, probes) else (low, rate)
     return low, probes
 

@@ -44,7 +44,7 @@ def commands(kv_tokens: int, kv_memory: int, folder: Path) -> dict[str, Command]
     return {
         "vllm, fcfs": (vllm, environment),
         "floodplain, fcfs": ([*ours, "--policy", "fcfs", "--swap", "none"], {}),
-        "floodplain, paced/pcie": ([*ours, "--swap-memory", "2GB", "--hardware", "emulated-pcie5"], {}),
+        "floodplain, paced/pcie": ([*ours, "--hardware", "emulated-pcie5"], {}),
     }
 
 

@@ -10,9 +10,6 @@ from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 
-SWAP_BYTES = 2 * 10**9
-"""Room for about 300 requests: swap space is never short in these runs."""
-
 AQUA_SLICE = 16
 """Steps of a slice where a switch is not free: the paper's CFS runs "a few" decode steps before it chooses anew."""
 
@@ -35,7 +32,6 @@ class Way:
             kv_memory=kv_memory,
             max_model_len=1024,
             swap="host" if self.hardware else "none",
-            swap_memory=SWAP_BYTES if self.hardware else None,
             hardware=self.hardware,
             seed=seed,
         )
