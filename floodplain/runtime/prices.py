@@ -7,10 +7,9 @@ steps cannot tell two of them apart, both follow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from floodplain.core.plan import StepPlan
 from floodplain.core.view import Prices
+from floodplain.runtime.line import Line
 
 _GUESS = (1.0, 1 / 16, 1 / 8)
 """Of the first step's time: what a step itself, a decode and a prompt token may cost, roughly, until steps tell."""
@@ -29,7 +28,7 @@ class StepPrices:
     """Prices as of now. The same durations give the same prices, in the engine and the simulator."""
 
     def __init__(self) -> None:
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self._num_decodes: float | None = None  # a running mean over steps that had some
         self._has_prefill = False
         self._prices = Prices()
@@ -49,7 +48,7 @@ class StepPrices:
         num_decodes = len(plan.decodes) + sizes.count(1)
         if not (num_decodes or num_prefill) or duration_s <= 0:
             return
-        self._line = self._line or _Line([share * duration_s for share in _GUESS])
+        self._line = self._line or _first_line(duration_s)
         self._line.learn((1.0, float(num_decodes), float(num_prefill)), duration_s)
         if num_decodes:
             mean = num_decodes if self._num_decodes is None else self._num_decodes
@@ -63,29 +62,6 @@ class StepPrices:
         return Prices(max(0.0, step_s), max(0.0, token_s) if self._has_prefill else 0.0)
 
 
-class _Line:
-    """What each feature of a step costs, and how uncertain that is: a Kalman filter of weights that drift.
-
-    Args:
-        guess: The size of each weight, roughly.
-    """
-
-    def __init__(self, guess: list[float]) -> None:
-        self.weights = [0.0] * len(guess)
-        self._cov = [[size**2 * (row == column) for column in range(len(guess))] for row, size in enumerate(guess)]
-
-    def learn(self, amounts: tuple[float, ...], value: float) -> None:
-        """A step with so much of each feature was worth ``value``."""
-        features = [amount / value for amount in amounts]
-        for index, amount in enumerate(amounts):
-            self._cov[index][index] += (_DRIFT * self.weights[index]) ** 2 * (amount > 0)
-        toward = [_dot(row, features) for row in self._cov]
-        doubt = _NOISE**2 + _dot(toward, features)
-        error = 1.0 - _dot(self.weights, features)
-        self.weights = [weight + t * error / doubt for weight, t in zip(self.weights, toward, strict=True)]
-        for row, t in zip(self._cov, toward, strict=True):
-            row[:] = [c - t * other / doubt for c, other in zip(row, toward, strict=True)]
-
-
-def _dot(some: Sequence[float], others: Sequence[float]) -> float:
-    return sum([a * b for a, b in zip(some, others, strict=True)])
+def _first_line(duration_s: float) -> Line:
+    """Before the first step anything may cost nothing, or as much as ``_GUESS`` says."""
+    return Line([0.0] * len(_GUESS), [share * duration_s for share in _GUESS], noise=_NOISE, drift=_DRIFT)
