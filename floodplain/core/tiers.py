@@ -39,6 +39,25 @@ class Link:
     latency_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class CopyTime:
+    """How long a link was busy with copies that went over it one after another.
+
+    Attributes:
+        tier: The far end.
+        is_inbound: Whether they came to LOCAL.
+        num_copies: How many.
+        num_blocks: KV blocks of all of them.
+        duration_s: Seconds from the beginning of the first to the end of the last, without the wait before.
+    """
+
+    tier: Tier
+    is_inbound: bool
+    num_copies: int
+    num_blocks: int
+    duration_s: float
+
+
 class SlotLedger:
     """Which slots of one tier are taken. Scarcity is None, never an exception."""
 

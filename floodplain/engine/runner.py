@@ -11,6 +11,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, Transfer
 from floodplain.core.request import SeqId
 from floodplain.core.sampling import SamplingParams
+from floodplain.core.tiers import CopyTime
 from floodplain.engine.batch import ForwardBatch, PrefillSegment
 from floodplain.engine.models.decoder import Decoder, LayerHooks
 from floodplain.engine.sampler import Sampler
@@ -77,6 +78,10 @@ class ModelRunner:
     def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, bool]]:
         """See ``Executor``."""
         return self._swap.wait(timeout_s) if self._swap is not None else ()
+
+    def take_copy_times(self) -> Sequence[CopyTime]:
+        """See ``Executor``."""
+        return self._swap.take_copy_times() if self._swap is not None else ()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end. Its transfers begin first and run beside it; nobody waits for them here.

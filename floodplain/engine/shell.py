@@ -165,6 +165,8 @@ class Engine:
         self._num_copying -= len(ended)
         for transfer_id, is_whole in ended:
             self.loop.transfer_done(transfer_id, is_whole, self._clock())
+        for copied in self._executor.take_copy_times() if ended else ():
+            self.loop.state.links.learn(copied)
         return deltas
 
     def _wait(self, wait: Wait) -> Seq[tuple[int, bool]]:

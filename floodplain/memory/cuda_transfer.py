@@ -21,6 +21,7 @@ from floodplain.memory.transfer import (
     BlockCopy,
     CopyResult,
     Direction,
+    LinkUse,
     check_copy,
     judge_inbound,
     split_into_batches,
@@ -38,12 +39,14 @@ class _Pending:
         order: Which of the copy's blocks each digest belongs to.
         digests: Page-locked int64 [n]; valid after
         event: the end of the copy.
+        begin: Its begin on the stream, behind the copies before it.
     """
 
     copy: BlockCopy
     order: np.ndarray
     digests: torch.Tensor
     event: torch.cuda.Event
+    begin: torch.cuda.Event
 
 
 class CudaTransferEngine:
@@ -63,6 +66,7 @@ class CudaTransferEngine:
         self._staging_blocks = staging_blocks
         self._device = pool.device.torch_device
         self._pending: dict[int, _Pending] = {}
+        self._uses: list[LinkUse] = []
         self._streams: dict[Direction, torch.cuda.Stream] = {}
 
     def start(self) -> CudaTransferEngine:
@@ -95,15 +99,16 @@ class CudaTransferEngine:
             self._slots.digests[list(copy.slots)] = EMPTY_DIGEST
         batches = list(split_into_batches(copy, self._staging_blocks))
         digests = torch.empty(len(copy.blocks), dtype=torch.int64, pin_memory=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        begin, event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            begin.record(stream)
             found = torch.full(digests.shape, SEED, dtype=torch.int64, device=self._device)
             for index, batch in enumerate(batches):
                 self._enqueue(copy.direction, batch, found[index * self._staging_blocks :][: len(batch.order)])
             digests.copy_(found, non_blocking=True)
             event.record(stream)
         order = np.concatenate([batch.order for batch in batches])
-        self._pending[transfer_id] = _Pending(copy, order, digests, event)
+        self._pending[transfer_id] = _Pending(copy, order, digests, event, begin)
 
     def poll(self) -> list[CopyResult]:
         """See ``TransferEngine``."""
@@ -118,6 +123,11 @@ class CudaTransferEngine:
                 break
             time.sleep(_POLL_S)
         return results
+
+    def take_link_uses(self) -> list[LinkUse]:
+        """See ``TransferEngine``."""
+        uses, self._uses = self._uses, []
+        return uses
 
     def _enqueue(self, direction: Direction, batch: Batch, digests: torch.Tensor) -> None:
         """Put one filling of staging on the current stream.
@@ -140,6 +150,8 @@ class CudaTransferEngine:
 
     def _finish(self, transfer_id: int, pending: _Pending) -> CopyResult:
         copy = pending.copy
+        duration_s = pending.begin.elapsed_time(pending.event) / 1e3
+        self._uses.append(LinkUse(copy.direction, 1, len(copy.blocks), duration_s))
         num_bytes = len(copy.blocks) * self._pool.layout.block_bytes
         slots, found = list(copy.slots), np.empty(len(copy.slots), dtype=np.int64)
         found[pending.order] = pending.digests.numpy()

@@ -29,15 +29,16 @@ class EmulatedLink:
         """Seconds that one copy takes at least."""
         return self._curves[direction].time_s(num_bytes) / self.scale
 
-    def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> float:
+    def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
         """Send copies of these sizes one after another, behind all that is booked already.
 
         What is done beside the copies (gather, digests) counts into that time: on a GPU it is hidden behind the link.
 
         Returns:
-            When the last byte arrives, on the monotonic clock.
+            When the last byte arrives, on the monotonic clock, and the seconds since the first one left.
         """
+        busy_s = sum(self.time_s(direction, size) for size in sizes_bytes)
         with self._lock:
             begin_s = max(time.monotonic(), self._free_at_s[direction])
-            self._free_at_s[direction] = begin_s + sum(self.time_s(direction, size) for size in sizes_bytes)
-            return self._free_at_s[direction]
+            self._free_at_s[direction] = begin_s + busy_s
+            return self._free_at_s[direction], busy_s

@@ -25,6 +25,7 @@ from floodplain.memory.transfer import (
     BlockCopy,
     CopyResult,
     Direction,
+    LinkUse,
     check_copy,
     judge_inbound,
 )
@@ -32,11 +33,25 @@ from floodplain.memory.transfer import (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One copy, and when it may be said to have ended: its bytes are on the modelled link until then."""
+    """One copy.
+
+    Attributes:
+        ready_s: When it may be said to have ended: its bytes are on the modelled link until then.
+        link_s: How long they are.
+    """
 
     transfer_id: int
     copy: BlockCopy
     ready_s: float = 0.0
+    link_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What came of the jobs that a copy thread did at once: when each is ready, and how it went."""
+
+    results: list[tuple[float, CopyResult]]
+    use: LinkUse
 
 
 class HostTransferEngine:
@@ -56,8 +71,9 @@ class HostTransferEngine:
         self._slots = slots
         self._link = link
         self._jobs: dict[Direction, SimpleQueue[Job | None]] = {d: SimpleQueue() for d in Direction}
-        self._copied: SimpleQueue[list[tuple[float, CopyResult]] | BaseException] = SimpleQueue()
+        self._copied: SimpleQueue[Pass | BaseException] = SimpleQueue()
         self._arriving: list[tuple[float, CopyResult]] = []
+        self._uses: list[LinkUse] = []
         self._num_in_flight = 0
         self._threads = [
             threading.Thread(target=self._run, args=(direction,), name=f"copy-{direction.value}", daemon=True)
@@ -85,9 +101,9 @@ class HostTransferEngine:
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
         """See ``TransferEngine``."""
         check_copy(copy, self._pool, self._slots)
-        ready_s = self._link.book(copy.direction, self._sizes(copy)) if self._link else 0.0
+        ready_s, link_s = self._link.book(copy.direction, self._sizes(copy)) if self._link else (0.0, 0.0)
         self._num_in_flight += 1
-        self._jobs[copy.direction].put(Job(transfer_id, copy, ready_s))
+        self._jobs[copy.direction].put(Job(transfer_id, copy, ready_s, link_s))
 
     def poll(self) -> list[CopyResult]:
         """See ``TransferEngine``."""
@@ -100,6 +116,11 @@ class HostTransferEngine:
         while not (results := self._take_arrived()) and self._num_in_flight and time.monotonic() < end_s:
             self._collect(min(end_s, *(ready_s for ready_s, _ in self._arriving), math.inf) - time.monotonic())
         return results
+
+    def take_link_uses(self) -> list[LinkUse]:
+        """See ``TransferEngine``."""
+        uses, self._uses = self._uses, []
+        return uses
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -118,7 +139,8 @@ class HostTransferEngine:
             while True:
                 if isinstance(copied, BaseException):
                     raise copied
-                self._arriving += copied
+                self._arriving += copied.results
+                self._uses.append(copied.use)
                 copied = self._copied.get_nowait()
 
     def _take_arrived(self) -> list[CopyResult]:
@@ -138,7 +160,8 @@ class HostTransferEngine:
                 while not jobs.empty():
                     batch.append(jobs.get())
                 is_open = None not in batch
-                self._copied.put(copier.run(direction, [job for job in batch if job is not None]))
+                if jobs_there := [job for job in batch if job is not None]:
+                    self._copied.put(copier.run(direction, jobs_there))
         except BaseException as error:
             self._copied.put(error)
 
@@ -151,8 +174,9 @@ class HostCopier:
         self._mover = open_mover(pool, slots)
         self._block_bytes = pool.layout.block_bytes
 
-    def run(self, direction: Direction, jobs: Sequence[Job]) -> list[tuple[float, CopyResult]]:
-        """Do all jobs of one direction in one pass; return when each is ready, and how it went."""
+    def run(self, direction: Direction, jobs: Sequence[Job]) -> Pass:
+        """Do all jobs of one direction in one pass, which takes as long as here, or as on the modelled link."""
+        begin_s = time.perf_counter()
         blocks = np.array([block for job in jobs for block in job.copy.blocks], dtype=np.int64)
         slots = np.array([slot for job in jobs for slot in job.copy.slots], dtype=np.int64)
         expected = self._slots.digests[slots]
@@ -165,7 +189,8 @@ class HostCopier:
         for job in jobs:
             part = slice(end, end := end + len(job.copy.blocks))
             results.append((job.ready_s, self._judge(job, expected[part], found[part])))
-        return results
+        duration_s = max(time.perf_counter() - begin_s, sum(job.link_s for job in jobs))
+        return Pass(results, LinkUse(direction, len(jobs), len(blocks), duration_s))
 
     def _judge(self, job: Job, expected: np.ndarray, found: np.ndarray) -> CopyResult:
         num_bytes = len(found) * self._block_bytes

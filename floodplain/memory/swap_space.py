@@ -13,7 +13,7 @@ from enum import Enum
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Transfer, TransferKind
-from floodplain.core.tiers import Tier
+from floodplain.core.tiers import CopyTime, Tier
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, CopyResult, Direction, TransferEngine
 
@@ -136,6 +136,14 @@ class SwapSpace:
             for tier, engine in busy:
                 ended += self._take(tier, engine.wait(poll_s))
         return ended
+
+    def take_copy_times(self) -> list[CopyTime]:
+        """How long links were busy with the copies that ended since the last call."""
+        return [
+            CopyTime(tier, use.direction is Direction.INBOUND, use.num_copies, use.num_blocks, use.duration_s)
+            for tier, one in self._tiers.items()
+            for use in one.engine.take_link_uses()
+        ]
 
     def close(self) -> None:
         """Let the copies in flight end, and give back engines and slots. Safe to call twice."""

@@ -54,6 +54,23 @@ class CopyResult:
     problem: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    """How long the link was busy with copies of one direction that ran one after another.
+
+    Attributes:
+        direction: Of all of them.
+        num_copies: How many.
+        num_blocks: Blocks of all of them.
+        duration_s: Seconds from the beginning of the first to the end of the last, gathering and digests included.
+    """
+
+    direction: Direction
+    num_copies: int
+    num_blocks: int
+    duration_s: float
+
+
 class TransferEngine(Protocol):
     """Runs copies beside compute. One thread submits and polls.
 
@@ -78,6 +95,9 @@ class TransferEngine(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
         """Take results, waiting for the first one; empty if nothing is in flight or the time is over."""
+
+    def take_link_uses(self) -> list[LinkUse]:
+        """How long the link was busy with the copies whose results were taken since the last call."""
 
     def close(self) -> None:
         """Let the copies in flight end, then stop. Their results are lost."""
@@ -174,6 +194,10 @@ class FaultyTransferEngine:
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
         """See ``TransferEngine``."""
         return self.poll() or self._engine.wait(timeout_s)
+
+    def take_link_uses(self) -> list[LinkUse]:
+        """See ``TransferEngine``."""
+        return self._engine.take_link_uses()
 
     def close(self) -> None:
         """See ``TransferEngine``."""

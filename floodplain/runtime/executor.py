@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from floodplain.core.plan import StepPlan, StepResult
+from floodplain.core.tiers import CopyTime
 
 
 class Executor(Protocol):
@@ -24,6 +25,10 @@ class Executor(Protocol):
 
     def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, bool]]:
         """The same, waiting for the first one; empty if none is under way or the time is over."""
+        ...
+
+    def take_copy_times(self) -> Sequence[CopyTime]:
+        """How long links were busy with the copies that ended since the last call; may be empty where nobody knows."""
         ...
 
     def close(self) -> None:

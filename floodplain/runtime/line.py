@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class Line:
     """What each of several amounts costs, and how uncertain that is: a Kalman filter of weights that drift.
 
-    Errors count relative to what was paid, so that the small and the large are equally much to learn from.
+    Errors are relative, so that the small and the large are equally much to learn from.
 
     Args:
         weights: What each amount costs, as far as is known.
@@ -22,14 +22,22 @@ class Line:
         self._noise, self._drift = noise, drift
         self._cov = [[size**2 * (row == column) for column in range(len(sizes))] for row, size in enumerate(sizes)]
 
-    def learn(self, amounts: Sequence[float], paid: float) -> None:
-        """So much of each was worth ``paid``, which is above 0."""
-        features = [amount / paid for amount in amounts]
+    def price(self, amounts: Sequence[float]) -> float:
+        """What so much of each costs."""
+        return _dot(self.weights, amounts)
+
+    def learn(self, amounts: Sequence[float], paid: float, scale: float | None = None) -> None:
+        """So much of each was worth ``paid``; errors count relative to ``scale``, or else to that. Both are above 0.
+
+        Relative to what was paid, what cost far too much tells less than what cost far too little.
+        """
+        scale = scale or paid
+        features = [amount / scale for amount in amounts]
         for index, amount in enumerate(amounts):
             self._cov[index][index] += (self._drift * self.weights[index]) ** 2 * (amount > 0)
         toward = [_dot(row, features) for row in self._cov]
         doubt = self._noise**2 + _dot(toward, features)
-        error = 1.0 - _dot(self.weights, features)
+        error = paid / scale - _dot(self.weights, features)
         self.weights = [weight + t * error / doubt for weight, t in zip(self.weights, toward, strict=True)]
         for row, t in zip(self._cov, toward, strict=True):
             row[:] = [c - t * other / doubt for c, other in zip(row, toward, strict=True)]

@@ -17,6 +17,7 @@ from floodplain.core.sequence import Sequence, Status
 from floodplain.core.served import KeyAccounts
 from floodplain.core.tiers import Link, Tier
 from floodplain.policy.base import Policy
+from floodplain.runtime.links import Links
 from floodplain.runtime.prices import StepPrices
 from floodplain.runtime.queue import WaitingQueue
 
@@ -85,7 +86,7 @@ class LoopState:
         self.config = config
         self.ledger = ledger
         self.backups = backups or BackupTable()
-        self.links: dict[Tier, Link] = {link.tier: link for link in links}
+        self.links = Links(links, config.block_bytes)
         self.sequences: dict[SeqId, Sequence] = {}
         self.waiting = WaitingQueue(policy.waiting_key, policy.waiting_window)
         self.running: list[Sequence] = []

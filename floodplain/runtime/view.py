@@ -51,7 +51,7 @@ class ViewBuilder:
             block_tokens=ledger.block_tokens,
             max_batched_tokens=state.config.max_batched_tokens,
             max_num_seqs=state.config.max_num_seqs,
-            tiers=self._tiers(),
+            tiers=self._tiers(step),
             prices=state.prices.now,
             completion_step=state.completion_step,
             arrival_step=state.arrival_step,
@@ -194,15 +194,16 @@ class ViewBuilder:
             pace=seq.request.pace,
         )
 
-    def _tiers(self) -> tuple[TierView, ...]:
+    def _tiers(self, step: int) -> tuple[TierView, ...]:
         state, block_bytes = self._state, self._state.config.block_bytes
+        links = state.links.as_of(step)
         return tuple(
             TierView(
                 tier,
                 state.backups.num_available(tier),
                 slots.num_slots,
-                block_bytes / state.links[tier].bandwidth,
-                state.links[tier].latency_s,
+                block_bytes / links[tier].bandwidth,
+                links[tier].latency_s,
                 state.num_outbound_blocks[tier],
                 state.num_inbound_blocks[tier],
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
-from floodplain.core.tiers import Link, Tier
+from floodplain.core.tiers import CopyTime, Link, Tier
 
 DUMMY_TOKEN = 0
 """What every step samples. Requests end by their ``max_tokens``; prompts must differ by themselves."""
@@ -38,12 +38,13 @@ class VirtualLinks:
     """Links on which copies of one direction follow each other; the two directions do not disturb each other.
 
     Args:
-        links: By the tier at their far end.
+        links: By the tier at their far end; whoever made them may change them as time goes by.
         block_bytes: Bytes of one KV block.
     """
 
     def __init__(self, links: Mapping[Tier, Link], block_bytes: int) -> None:
         self._links = links
+        self._times: list[tuple[float, CopyTime]] = []
         self._block_bytes = block_bytes
         self._free_at_s: dict[tuple[Tier, bool], float] = {}
         self.moved_bytes = dict.fromkeys(TransferKind, 0)
@@ -53,13 +54,20 @@ class VirtualLinks:
         is_inbound = transfer.kind is TransferKind.SWAP_IN
         ends = [now]
         for tier in {location.tier for location in transfer.locations}:
-            num_bytes = self._block_bytes * sum(location.tier is tier for location in transfer.locations)
+            num_blocks = sum(location.tier is tier for location in transfer.locations)
             link, key = self._links[tier], (tier, is_inbound)
-            begin = max(now, self._free_at_s.get(key, 0.0))
-            self._free_at_s[key] = begin + link.latency_s + num_bytes / link.bandwidth
-            self.moved_bytes[transfer.kind] += num_bytes
+            duration_s = link.latency_s + num_blocks * self._block_bytes / link.bandwidth
+            self._free_at_s[key] = max(now, self._free_at_s.get(key, 0.0)) + duration_s
+            self._times.append((self._free_at_s[key], CopyTime(tier, is_inbound, 1, num_blocks, duration_s)))
+            self.moved_bytes[transfer.kind] += num_blocks * self._block_bytes
             ends.append(self._free_at_s[key])
         return max(ends)
+
+    def take_copy_times(self, now: float) -> list[CopyTime]:
+        """How long links were busy with the copies that ended since the last call."""
+        ended = [copied for end, copied in self._times if end <= now]
+        self._times = [(end, copied) for end, copied in self._times if end > now]
+        return ended
 
 
 class VirtualExecutor:

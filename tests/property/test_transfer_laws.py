@@ -213,7 +213,12 @@ def test_a_link_is_one_road_in_each_direction() -> None:
     curve = LinkCurve(1.0, ((10, 5.0),))  # a second, and then 10 bytes per second
     link = EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=0.01)
     begin_s = time.monotonic()
-    first_s, second_s, other_way_s = link.book(OUT, [10]), link.book(OUT, [10, 20]), link.book(IN, [10])
+    (first_s, _), (second_s, busy_s), (other_way_s, _) = (
+        link.book(OUT, [10]),
+        link.book(OUT, [10, 20]),
+        link.book(IN, [10]),
+    )
+    assert busy_s == pytest.approx(200 + 300)
     assert 200 <= first_s - begin_s < 300
     assert second_s - first_s == pytest.approx(200 + 300)
     assert other_way_s - begin_s < 300

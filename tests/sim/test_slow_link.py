@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from floodplain.core.plan import Preemption, Reason
+from floodplain.core.plan import Decision, Reason
 from floodplain.core.tiers import Link, Tier
+from floodplain.core.view import View
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
+from floodplain.runtime.links import FORGET_STEPS
 from tests.support.bursts import BLOCK_BYTES, Machine, Recorder, Run, begin, burst, make_burst
 
 QUICK_S, SLOW_S = 0.0001, 0.005
@@ -43,18 +45,46 @@ def test_over_a_quick_link_they_do(name: str) -> None:
     assert run.counters.limited_steps[Reason.SWAP_SLOW.value] == 0
 
 
+def become(run: Run, block_s: float) -> None:
+    run.links[Tier.HOST] = Link(Tier.HOST, BLOCK_BYTES / block_s)
+
+
+def turns(seen: list[tuple[View, Decision]]) -> int:
+    """How often somebody was sent away for another one."""
+    orders = [order for _, decision in seen for order in decision.preemptions]
+    return [order.reason for order in orders].count(Reason.SLICE_ENDED)
+
+
 @pytest.mark.parametrize("name", SHARING)
 def test_a_link_that_becomes_slow_ends_the_turns_and_everybody_comes_back(name: str) -> None:
+    """Copies tell. Those that are under way when it happens are slow, too, and nobody leaves in the meantime."""
     recorder = Recorder(make_policy(name, SharingSettings(slice_steps=4)))
     run = begin(Machine(block_s=QUICK_S, caches_prefixes=False), recorder, REQUESTS)
     slow_from_s = 0.6
-    links = run.loop.state.links
-    slow = Link(Tier.HOST, BLOCK_BYTES / SLOW_S)
-    run.environment.schedule(slow_from_s, lambda: links.update({Tier.HOST: slow}))
+    run.environment.schedule(slow_from_s, lambda: become(run, SLOW_S))
     run.environment.run()
     assert not run.loop.has_unfinished
-    seen = [(view, decision) for view, now, decision in recorder.seen if now > slow_from_s]
-    assert seen[0][0].swapped  # some are out
-    turned_out: list[Preemption] = [order for _, decision in seen for order in decision.preemptions]
-    assert not [order for order in turned_out if order.reason is Reason.SLICE_ENDED]
-    assert [decision.reason for view, decision in seen if view.swapped].count(Reason.SWAP_SLOW) > 5
+    before, after = ([(v, d) for v, now, d in recorder.seen if (now > slow_from_s) is late] for late in (False, True))
+    assert after[0][0].swapped  # some are out
+    told = next(index for index, (_, decision) in enumerate(after) if decision.reason is Reason.SWAP_SLOW)
+    assert told < 30
+    assert turns(before) > turns(after[:told])
+    assert turns(after[told:]) < 5
+    assert [decision.reason for view, decision in after if view.swapped].count(Reason.SWAP_SLOW) > 5
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_a_link_that_is_quick_again_is_tried_again(name: str) -> None:
+    """While nobody takes turns nothing is copied, and nothing is learned; so what was learned is forgotten."""
+    recorder = Recorder(make_policy(name, SharingSettings(slice_steps=4)))
+    requests = make_burst(400, interval_s=0.045, num_prompt=8, max_tokens=24)
+    run = begin(Machine(block_s=QUICK_S, caches_prefixes=False), recorder, requests)
+    slow_from_s, quick_from_s = 0.6, 2.0
+    run.environment.schedule(slow_from_s, lambda: become(run, SLOW_S))
+    run.environment.schedule(quick_from_s, lambda: become(run, QUICK_S))
+    run.environment.run()
+    first_step = next(view.step for view, now, _ in recorder.seen if now > quick_from_s)
+    after = [(view, decision) for view, now, decision in recorder.seen if now > quick_from_s]
+    told = [(v, d) for v, d in after if v.step < first_step + FORGET_STEPS // 2]
+    assert not turns(told)
+    assert turns(after) > 10

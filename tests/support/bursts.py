@@ -117,11 +117,13 @@ class Run:
     """What came of a burst.
 
     Attributes:
+        links: Those that copies really go over; a test may change them meanwhile.
         steps: (when it began, its plan) of every step.
     """
 
     instance: VirtualInstance
     environment: Environment
+    links: dict[Tier, Link]
     steps: list[tuple[float, StepPlan]] = field(default_factory=list)
 
     @property
@@ -168,9 +170,10 @@ def exits(lifecycle: Lifecycle) -> list[float]:
 def begin(machine: Machine, policy: Policy, requests: Iterable[Request], seed: int = 0) -> Run:
     """An instance whose requests are about to arrive."""
     environment = Environment()
-    executor = VirtualExecutor(machine.line.time_s, VirtualLinks({Tier.HOST: machine.link}, BLOCK_BYTES))
+    links = {Tier.HOST: machine.link}
+    executor = VirtualExecutor(machine.line.time_s, VirtualLinks(links, BLOCK_BYTES))
     instance = VirtualInstance(environment, machine.make_loop(policy, seed), executor)
-    run = Run(instance, environment)
+    run = Run(instance, environment, links)
     instance.on_step = lambda plan, now: run.steps.append((now, plan))
     for request in requests:
         environment.schedule(request.arrival_s, lambda request=request: instance.submit(request))  # type: ignore[misc]

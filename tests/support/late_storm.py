@@ -23,6 +23,7 @@ from floodplain.engine.shell import Engine
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.policy.base import Policy
+from floodplain.runtime.links import Links
 from tests.support.late_copies import LateTransferEngine
 from tests.support.parity import Reference, Verdict, judge_with_aborted
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
@@ -105,7 +106,9 @@ def late_storm(
     try:
         executor: Any = engine._executor
         engine.loop._rng = Random(seed)
-        engine.loop.state.links[Tier.HOST] = Link(Tier.HOST, 1e12)  # as measured, no two runs would decide alike
+        engine.loop.state.links = Links(
+            [Link(Tier.HOST, 1e12)], BLOCK_BYTES
+        )  # as measured, no two runs would decide alike
         engine._clock = executor._swap._clock = Ticks()
         old = executor._swap._tiers[Tier.HOST]
         old.engine.close()

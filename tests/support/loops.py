@@ -28,7 +28,7 @@ from floodplain.core.plan import (
 from floodplain.core.request import OrderKey, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.sequence import Sequence
-from floodplain.core.tiers import Link, SlotLedger, Tier
+from floodplain.core.tiers import CopyTime, Link, SlotLedger, Tier
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.base import Policy
 from floodplain.policy.fcfs import FcfsPolicy
@@ -111,6 +111,9 @@ class FakeExecutor:
 
     def poll_transfers(self) -> list[tuple[int, bool]]:
         """Copies end only when somebody waits for them."""
+        return []
+
+    def take_copy_times(self) -> list[CopyTime]:
         return []
 
     def wait_transfers(self, timeout_s: float) -> list[tuple[int, bool]]:

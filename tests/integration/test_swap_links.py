@@ -1,0 +1,80 @@
+"""A real engine learns what its link costs from the copies that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.core.tiers import Link, Tier
+from floodplain.cost.link import LinkCurve, LinkProfile
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.shell import Engine
+from floodplain.memory.emulated_link import EmulatedLink
+from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.swap_space import SwapTier
+from floodplain.runtime.links import Links
+from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
+
+pytestmark = pytest.mark.slow
+BLOCK_S = 1e-3
+"""Of the modelled link: much more than the bytes themselves take."""
+FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "swap": "host"}
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """An engine under a policy that swaps at any moment, on a link that is priced as it is."""
+    flags = FLAGS | {"kv_memory": 24 * BLOCK_BYTES, "swap_memory": 128 * BLOCK_BYTES}
+    one = build_engine(EngineConfig(model="dummy:tiny-llama", **flags), ImpatientPolicy())
+    executor: Any = one._executor
+    tier = executor._swap._tiers[Tier.HOST]
+    tier.engine.close()
+    curve = LinkCurve(0.0, ((BLOCK_BYTES, BLOCK_BYTES / BLOCK_S),))
+    link = EmulatedLink(LinkProfile("test", curve, curve, "this test"), scale=1.0)
+    copies = HostTransferEngine(tier.engine._pool, tier.slots, link).start()
+    executor._swap._tiers[Tier.HOST] = SwapTier(tier.slots, copies)
+    one.loop.state.links = Links([Link(Tier.HOST, BLOCK_BYTES / BLOCK_S)], BLOCK_BYTES)
+    yield one
+    one.close()
+
+
+def serve(engine: Engine, num_requests: int = 12) -> None:
+    for number in range(num_requests):
+        prompt = tuple((7 * number + position) % 256 for position in range(40))
+        params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+        name = f"{engine.loop.counters.num_steps}-{number}"
+        engine.add(Request(request_id=name, prompt_token_ids=prompt, params=params, arrival_s=float(number)))
+    while engine.has_unfinished:
+        engine.step()
+
+
+def block_s(engine: Engine) -> float:
+    return BLOCK_BYTES / engine.loop.state.links[Tier.HOST].bandwidth
+
+
+def test_copies_as_priced_change_nothing_and_slow_ones_raise_the_price(engine: Engine) -> None:
+    serve(engine)
+    assert engine.loop.counters.preemptions["swap"] > 20
+    assert block_s(engine) == pytest.approx(BLOCK_S, rel=0.5)
+    executor: Any = engine._executor
+    executor._swap._tiers[Tier.HOST].engine._link.scale = 0.1  # somebody else uses the link, too
+    serve(engine)
+    assert block_s(engine) > 4 * BLOCK_S
+
+
+def test_every_copy_is_heard_of_once(engine: Engine) -> None:
+    """Blocks whose times were learned are the blocks that moved."""
+    heard: list[int] = []
+    links = engine.loop.state.links
+    learn = links.learn
+    links.learn = lambda copied: (heard.append(copied.num_blocks), learn(copied))[1]  # type: ignore[method-assign]
+    serve(engine)
+    while engine._executor.poll_transfers():
+        pass
+    heard += [copied.num_blocks for copied in engine._executor.take_copy_times()]
+    assert sum(heard) * BLOCK_BYTES == sum(engine.stats().swap_bytes.values())
