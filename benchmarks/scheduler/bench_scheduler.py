@@ -13,17 +13,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import linear_regression, mean, median, quantiles
 
+from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
+from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 
 BLOCK_TOKENS = 16
 RUNNING = (1, 8, 32, 128, 256)
 WAITING = (10, 1_000, 100_000)
+STEP_S = 0.03
+"""Of the device, in the loop's time: policies that take turns ask how long somebody has been silent."""
 TARGET_BASE_US, TARGET_PER_SEQUENCE_US = 50.0, 1.5
 
 
@@ -34,6 +39,7 @@ class Timing:
     scenario: str
     num_running: int
     num_waiting: int
+    num_swapped: int
     num_steps: int
     median_us: float
     mean_us: float
@@ -68,13 +74,16 @@ def run_steps(loop: Loop, num_steps: int) -> list[float]:
     times = []
     clock = time.perf_counter_ns
     for _ in range(num_steps):
+        now = loop.counters.num_steps * STEP_S
         start = clock()
-        plan = loop.next_plan(0.0)
+        plan = loop.next_plan(now)
         planned = clock()
         assert isinstance(plan, StepPlan)
         result = StepResult(plan.step_id, [11] * len(plan.sampled))
         resumed = clock()
-        loop.complete(result, 0.0)
+        loop.complete(result, now + STEP_S)
+        for transfer in plan.transfers:
+            loop.transfer_done(transfer.transfer_id, True, now + STEP_S)
         times.append((planned - start + clock() - resumed) / 1000)
     return times
 
@@ -90,6 +99,7 @@ def measure(scenario: str, loop: Loop, num_running: int, num_steps: int, num_rep
         scenario=scenario,
         num_running=num_running,
         num_waiting=len(loop.state.waiting),
+        num_swapped=len(loop.state.swapped),
         num_steps=len(times),
         median_us=round(median(times), 1),
         mean_us=round(mean(times), 1),
@@ -137,6 +147,24 @@ def long_prefixes(num_running: int, num_steps: int, num_repeats: int) -> Timing:
     return measure("long shared prefixes", loop, num_running, num_steps, num_repeats)
 
 
+def taking_turns(name: str, num_live: int, num_steps: int, num_repeats: int) -> Timing:
+    """Memory for a third of those alive, steps of 30 ms: the others are in swap space. Copies end within a step."""
+    max_tokens = num_steps * num_repeats + 200
+    blocks_each = (96 + max_tokens) // BLOCK_TOKENS + 1
+    num_blocks = num_live * blocks_each // 3
+    config = LoopConfig(
+        max_model_len=16_384, max_batched_tokens=8192, max_num_seqs=256, max_waiting=10**6, block_bytes=2**20,
+        fingerprint="benchmark",
+    )  # fmt: skip
+    policy, backups = make_policy(name), BackupTable([SlotLedger(Tier.HOST, num_live * blocks_each)])
+    ledger = BlockLedger(num_blocks, BLOCK_TOKENS, quantum_blocks=32)
+    loop = Loop(LoopState(config, ledger, policy, backups, [Link(Tier.HOST, 50e9)]), policy)
+    for number in range(num_live):
+        submit(loop, number, 64 + number % BLOCK_TOKENS, max_tokens)
+    run_steps(loop, 500)
+    return measure(f"taking turns: {name}", loop, len(loop.state.running), num_steps, num_repeats)
+
+
 def fit(timings: list[Timing]) -> tuple[float, float]:
     """Least squares of median = base + slope * running."""
     slope, base = linear_regression([t.num_running for t in timings], [t.median_us for t in timings])
@@ -151,6 +179,9 @@ def all_timings(num_steps: int, num_repeats: int) -> Iterator[Timing]:
     for num_running in RUNNING:
         yield under_pressure(num_running, num_steps, num_repeats)
     yield long_prefixes(32, num_steps // 4, num_repeats)
+    for name in ("paced", "fair", "cfs"):
+        for num_live in (60, 300, 900):
+            yield taking_turns(name, num_live, num_steps // 4, num_repeats)
 
 
 def processor() -> str:
@@ -168,12 +199,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("result.json"))
     arguments = parser.parse_args()
     timings = []
-    print(f"{'scenario':21}{'running':>8}{'waiting':>9}{'median':>9}{'mean':>9}{'p99':>9}{'target':>9}  us per step")
+    columns = "".join(f"{name:>9}" for name in ("running", "waiting", "swapped", "median", "mean", "p99", "target"))
+    print(f"{'scenario':21}{columns}  us per step")
     for timing in all_timings(arguments.steps, arguments.repeats):
         timings.append(timing)
         target = TARGET_BASE_US + TARGET_PER_SEQUENCE_US * timing.num_running
         numbers = f"{timing.median_us:9.1f}{timing.mean_us:9.1f}{timing.p99_us:9.1f}{target:9.1f}"
-        print(f"{timing.scenario:21}{timing.num_running:8}{timing.num_waiting:9}{numbers}", flush=True)
+        print(
+            f"{timing.scenario:21}{timing.num_running:9}{timing.num_waiting:9}{timing.num_swapped:9}{numbers}",
+            flush=True,
+        )
     fits = {}
     for num_waiting in WAITING:
         base, slope = fit([t for t in timings if t.scenario == "steady" and t.num_waiting == num_waiting])

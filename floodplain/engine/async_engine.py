@@ -24,6 +24,8 @@ from floodplain.engine.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _IDLE_POLL_S = 1.0
+_INBOX_S = 0.005
+"""What comes in between two steps may take so long: while thousands arrive at once, streams go on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -196,7 +198,8 @@ class AsyncEngine:
     def _take_inbox(self, block_s: float) -> None:
         try:
             (self._inbox.get(timeout=block_s) if block_s else self._inbox.get_nowait())()
-            while True:
+            end_s = time.monotonic() + _INBOX_S
+            while time.monotonic() < end_s:
                 self._inbox.get_nowait()()
         except queue.Empty:
             return

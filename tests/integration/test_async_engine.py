@@ -12,6 +12,7 @@ from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
+from floodplain.engine import async_engine
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.llm import LLM
@@ -113,7 +114,7 @@ def test_cancelled_callers_leave_nothing_behind() -> None:
 
 def test_refusals_come_before_the_first_delta() -> None:
     async def refuse() -> None:
-        async with running(max_waiting=1, max_num_seqs=1) as engine:
+        async with running(max_waiting=1, max_num_seqs=1, policy="fcfs") as engine:
             with pytest.raises(RequestRefused, match="37 prompt tokens \\+ max_tokens 400"):
                 await collect(engine, greedy(400))
             with pytest.raises(RequestRefused, match="vocabulary"):
@@ -180,3 +181,22 @@ def test_offline_replay_reports_what_happened() -> None:
         assert run.report.scheduler_s > 0
 
     asyncio.run(replay())
+
+
+@pytest.mark.parametrize("inbox_s", [0.0, 60.0])
+def test_streams_go_on_while_much_comes_in(inbox_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps the inbox gets a limited time: here none, so one thing at a time; and for control, enough."""
+    monkeypatch.setattr(async_engine, "_INBOX_S", inbox_s)
+    steps: list[int] = []
+
+    async def crowded() -> None:
+        async with running() as engine:
+            counters, is_first = engine.engine.loop.counters, True
+            async for _ in engine.generate(PROMPT, greedy(100), request_id="r"):
+                for _ in range(40 * is_first):
+                    engine._inbox.put(lambda: steps.append(counters.num_steps))
+                is_first = False
+
+    asyncio.run(crowded())
+    assert len(steps) == 40
+    assert (max(steps.count(step) for step in steps) == 1) is (inbox_s == 0.0)
