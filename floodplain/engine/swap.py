@@ -25,7 +25,9 @@ LINK_STAGING_BYTES = 64 * 2**20
 """Gathered at a time on a device: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
 DEFAULT_POOL_FACTOR = 8
 DEFAULT_AVAILABLE_SHARE = 0.25
-"""Swap space is by default so many times the KV pool, but at most this share of the memory that is available.
+MOST_DEFAULT_CPU_BYTES = 2**31
+"""Swap space is by default so many times the KV pool, but at most this share of the memory that is available; where the
+pool lies in the same memory no more than 2 GiB, all of which are touched at the start.
 
 Everybody alive in a burst of twice the capacity, 60 s long, needs about that; with half of it newcomers wait
 (benchmarks/policies: TTFT p99 0.02x of FCFS with 8 pools, 0.3x with 4, 0.5x with 2)."""
@@ -90,6 +92,8 @@ def _time_s(engine: TransferEngine, copy: BlockCopy) -> float:
 def _count_slots(asked_bytes: int | None, pool: KVPool) -> int:
     block_bytes, available = pool.layout.block_bytes, available_bytes()
     default = min(DEFAULT_POOL_FACTOR * pool.num_blocks * block_bytes, int(available * DEFAULT_AVAILABLE_SHARE))
+    if pool.device.torch_device.type == "cpu":
+        default = min(default, MOST_DEFAULT_CPU_BYTES)
     num_bytes = default if asked_bytes is None else asked_bytes
     if num_bytes > available:
         raise UserError(

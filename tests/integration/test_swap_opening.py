@@ -52,6 +52,14 @@ def test_its_size_is_what_was_asked_or_follows_the_pool_and_the_machine(
     engine.close()
 
 
+def test_where_the_pool_lies_in_the_same_memory_it_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "MOST_DEFAULT_CPU_BYTES", 30 * BLOCK_BYTES)
+    for asked, slots in ((None, 30), (40 * BLOCK_BYTES, 40)):
+        engine = build_tiny(swap_memory=asked)
+        assert num_slots(engine) == slots
+        engine.close()
+
+
 @pytest.mark.parametrize(
     ("available", "asked", "message"),
     [
