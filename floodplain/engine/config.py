@@ -69,7 +69,7 @@ class EngineConfig:
     swap: str = _flag("host", "where KV goes that must leave the device", SWAPS)  # type: ignore[assignment]
     swap_memory: int | None = field(
         default=None,
-        metadata={"help": "memory of the swap space (default: 8 KV pools, at most a quarter of what is free; CPU: 2GiB)",
+        metadata={"help": "memory of the swap space (default: 8 KV pools, at most a quarter of what is free; CPU 2GiB)",
                   "size": True},
     )  # fmt: skip
     hardware: str | None = field(

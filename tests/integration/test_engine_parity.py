@@ -52,7 +52,9 @@ def verdicts() -> list[Verdict]:
 
 
 def load(**flags: Any) -> LLM:
-    return LLM("smollm2", dtype="float32", **({"kv_memory": 2**30, "max_model_len": 1024} | flags))
+    """Swap space is touched when it is opened: no more of it than is needed."""
+    swap = {} if flags.get("swap") == "none" else {"swap_memory": 2**27}
+    return LLM("smollm2", dtype="float32", **({"kv_memory": 2**29, "max_model_len": 1024} | swap | flags))
 
 
 def greedy(**more: Any) -> SamplingParams:
@@ -115,7 +117,7 @@ def test_preempted_and_recomputed(caches: bool, texts: list[str], check: Judge, 
 @pytest.mark.parametrize("policy", ["cfs", "fair", "paced"])
 def test_taking_turns_through_swap_space(policy: str, texts: list[str], check: Judge, verdicts: list[Verdict]) -> None:
     """The same pool, shared in turns: bytes leave and come back, and nothing is computed twice."""
-    with load(policy=policy, kv_memory=SMALL_KV_BYTES, swap_memory=2**28, max_model_len=400) as llm:
+    with load(policy=policy, kv_memory=SMALL_KV_BYTES, max_model_len=400) as llm:
         outputs = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
         stats = llm.stats()
         assert llm.engine.loop.state.backups.is_at_rest
