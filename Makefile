@@ -19,9 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/floodplain demo --out demo
 
-# A file of tests stays in one process: what it loads, it loads once. Waiting threads leave the cores to the others.
+# A file of tests stays in one process: what it loads, it loads once. They run in their order, for the files that take
+# longest come early then. Waiting threads leave the cores to the others.
 test: $(STAMP)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-pure: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)

