@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ BLOCK_TOKENS, BLOCK_BYTES = 16, 368_640
 NUM_RESIDENT = 24
 PCIE, NVLINK = 0.76e9, 5.4e9
 """Bytes per second: the ratio of PCIe5 and NVLink4, slowed so that the faster is half of this machine's own copies."""
+
+
+def lengths(num_requests: int, seed: int) -> Lengths:
+    """Chat-like, kept short: the demo's."""
+    return chat_like(num_requests, np.random.default_rng(seed)).fitted(0.6, 320, 256)
+
+
+def pool_blocks() -> int:
+    """Room for ``NUM_RESIDENT`` requests, each at half of its output."""
+    pool = lengths(2000, seed=999)
+    return math.ceil(NUM_RESIDENT * float((pool.prompt_tokens + pool.output_tokens / 2).mean()) / BLOCK_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +107,10 @@ WAYS = (
     Way("paced/pcie", "paced"),
     Way("paced/nvlink", "paced", NVLINK),
     Way("paced/pcie, copies cost nothing", "paced", copies_cost=False),
-    Way("paced/pcie, 500 slots", "paced", num_slots=500),
+    *(
+        Way(f"paced/pcie, swap space of {pools} pools", "paced", num_slots=pools * pool_blocks())
+        for pools in (1, 2, 4, 8)
+    ),
     Way("paced, no swap space", "paced", num_slots=0),
 )
 TRADES = tuple(
@@ -115,17 +130,6 @@ CHOICES = tuple(
 )  # fmt: skip
 """Other defaults that were considered."""
 MORE_WAYS = {"2x for 60 s": CHOICES, "3x for 120 s": TRADES}
-
-
-def lengths(num_requests: int, seed: int) -> Lengths:
-    """Chat-like, kept short: the demo's."""
-    return chat_like(num_requests, np.random.default_rng(seed)).fitted(0.6, 320, 256)
-
-
-def pool_blocks() -> int:
-    """Room for ``NUM_RESIDENT`` requests, each at half of its output."""
-    pool = lengths(2000, seed=999)
-    return math.ceil(NUM_RESIDENT * float((pool.prompt_tokens + pool.output_tokens / 2).mean()) / BLOCK_TOKENS)
 
 
 def make_requests(load: Load, capacity: float, seed: int) -> list[Request]:
@@ -202,18 +206,25 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, 9)))
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     args = parser.parse_args()
+    workers = ProcessPoolExecutor()
     capacity = find_capacity()
     result: dict[str, Any] = {"capacity": capacity, "seeds": args.seeds, "loads": {}}
     for load in LOADS:
         print(f"\n**{load.name}**\n\n| way | " + " | ".join(COLUMNS) + " | swaps | recomputes | stall |")
         print("|---" * (len(COLUMNS) + 4) + "|")
         rows: dict[str, Any] = {}
-        for way in (*WAYS, *MORE_WAYS.get(load.name, ())):
-            runs = [simulate(way, make_requests(load, capacity, seed)) for seed in args.seeds]
+        ways = (*WAYS, *MORE_WAYS.get(load.name, ()))
+        begun = [[workers.submit(_serve, way, load, capacity, seed) for seed in args.seeds] for way in ways]
+        for way, futures in zip(ways, begun, strict=True):
+            runs = [future.result() for future in futures]
             rows[way.name] = {name: column(runs) for name, column in COLUMNS.items()}
             print(_row(way.name, rows[way.name], rows[WAYS[0].name], runs), flush=True)
         result["loads"][load.name] = rows
     args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _serve(way: Way, load: Load, capacity: float, seed: int) -> dict[str, Any]:
+    return simulate(way, make_requests(load, capacity, seed))
 
 
 def _row(name: str, row: dict[str, float], base: dict[str, float], runs: list[dict[str, Any]]) -> str:
