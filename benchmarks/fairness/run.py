@@ -28,12 +28,12 @@ def main() -> None:
     args = _parse()
     result: dict[str, Any] = {
         "commands": [],
-        "machine": {"platform": platform.platform(), "processor": _processor()},
+        "machine": {"platform": f"{platform.system()} {platform.machine()}", "processor": _processor()},
         "runs": [],
     }
     if args.resume and args.out.exists():
         result = json.loads(args.out.read_text())
-    result["commands"].append("benchmarks/fairness/run.py " + " ".join(sys.argv[1:]))
+    result["commands"].append(" ".join(["benchmarks/fairness/run.py", *map(_without_folder, sys.argv[1:])]))
     capacity = args.capacity or result.get("capacity")
     if capacity is None:
         capacity, result["capacity_probes"] = find_capacity()
@@ -78,6 +78,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="add to the runs that --out holds")
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     return parser.parse_args()
+
+
+def _without_folder(word: str) -> str:
+    """An argument as others can use it: where somebody keeps traces or results is not part of a measurement."""
+    return Path(word).name if Path(word).is_absolute() else word
 
 
 def _processor() -> str:

@@ -126,7 +126,8 @@ def main() -> None:
         if any(cached != expected for cached in row.cached_tokens):
             print(f"{row.place}, {row.num_prefix_tokens}: {row.cached_tokens} tokens came from there", file=sys.stderr)
     command = "benchmarks/prefixes/run.py " + " ".join(sys.argv[1:])
-    result = {"command": command, "platform": platform.platform(), "rows": [asdict(row) for row in rows]}
+    machine = f"{platform.system()} {platform.machine()}"
+    result = {"command": command, "platform": machine, "rows": [asdict(row) for row in rows]}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(format_table(rows))
 
