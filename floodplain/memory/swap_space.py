@@ -51,17 +51,10 @@ class SwapStats:
     Attributes:
         moved_bytes: Over each link, by what for; copies that turned out not to be whole count too.
         failed_copies: Copies that were not whole, by problem.
-        busy_s: Seconds in which a copy was under way, as far as whoever polls could see.
     """
 
     moved_bytes: Mapping[tuple[TransferKind, Tier], int] = field(default_factory=dict)
     failed_copies: Mapping[Problem, int] = field(default_factory=lambda: dict.fromkeys(Problem, 0))
-    busy_s: float = 0.0
-
-    @property
-    def num_digest_mismatches(self) -> int:
-        """Copies that brought back other bytes than had left."""
-        return self.failed_copies[Problem.DIGEST_MISMATCH]
 
     @property
     def backup_bytes(self) -> int:
@@ -99,7 +92,6 @@ class SwapSpace:
         self._open: dict[int, _Open] = {}
         self._moved_bytes = {(kind, tier): 0 for kind in TransferKind for tier in tiers}
         self._failed_copies = dict.fromkeys(Problem, 0)
-        self._busy_s = self._busy_since_s = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -118,8 +110,6 @@ class SwapSpace:
             raise InvariantError(f"transfer {transfer.transfer_id} to {wanted} cannot begin in this swap space")
         for tier, copy in parts.items():
             self._tiers[tier].engine.submit(transfer.transfer_id, copy)
-        if not self._open:
-            self._busy_since_s = self._clock()
         self._open[transfer.transfer_id] = _Open(transfer, len(parts))
 
     def poll(self) -> list[tuple[int, bool]]:
@@ -154,7 +144,7 @@ class SwapSpace:
 
     def stats(self) -> SwapStats:
         """What was moved so far; stays when the swap space is closed."""
-        return SwapStats(dict(self._moved_bytes), dict(self._failed_copies), self._busy_s)
+        return SwapStats(dict(self._moved_bytes), dict(self._failed_copies))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -171,8 +161,6 @@ class SwapSpace:
             if not one.num_parts:
                 del self._open[result.transfer_id]
                 ended.append((result.transfer_id, one.is_whole))
-        if ended and not self._open:
-            self._busy_s += self._clock() - self._busy_since_s
         return ended
 
     def _note_failure(self, tier: Tier, transfer: Transfer, result: CopyResult) -> None:

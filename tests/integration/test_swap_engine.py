@@ -30,7 +30,7 @@ from floodplain.engine.shell import Engine
 from floodplain.memory.digest import SEED
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
-from floodplain.memory.transfer import FaultyTransferEngine
+from tests.support.faulty_transfer import FaultyTransferEngine
 from tests.support.parity import Reference, Verdict, judge
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 

@@ -22,7 +22,8 @@ from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_ban
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import BlockCopy, Direction, FaultyTransferEngine, split_into_batches
+from floodplain.memory.transfer import BlockCopy, Direction, split_into_batches
+from tests.support.faulty_transfer import FaultyTransferEngine
 
 LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 NUM_BLOCKS = 24

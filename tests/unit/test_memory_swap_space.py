@@ -25,7 +25,8 @@ from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import Problem, SwapSpace, SwapTier
-from floodplain.memory.transfer import FaultyTransferEngine, TransferEngine
+from floodplain.memory.transfer import TransferEngine
+from tests.support.faulty_transfer import FaultyTransferEngine
 
 LAYOUT = KVLayout(num_layers=2, block_tokens=4, num_kv_heads=1, head_dim=8, dtype=torch.float32)
 NUM_BLOCKS, NUM_SLOTS = 16, 16
@@ -138,7 +139,7 @@ def test_damage_is_told_from_emptiness_and_from_a_copy_that_was_not_made(bench: 
     assert run(space, transfer(OUT, {0: (HOST, 0), 1: (HOST, 1)}))
     bench.slots[HOST].words[1, 0, 3] ^= 1
     assert not run(space, transfer(IN, {2: (HOST, 0), 3: (HOST, 1)}))
-    assert space.stats().num_digest_mismatches == 1
+    assert space.stats().failed_copies[Problem.DIGEST_MISMATCH] == 1
     assert not run(space, transfer(IN, {4: (HOST, 0), 5: (HOST, 7)}))
     assert space.stats().failed_copies == {Problem.DIGEST_MISMATCH: 1, Problem.EMPTY_SLOT: 1, Problem.NOT_COPIED: 0}
     assert run(space, transfer(IN, {2: (HOST, 0)}))
@@ -155,7 +156,6 @@ def test_waiting_ends_with_the_first_transfer_or_with_the_time(bench: Bench, pac
     assert space.wait(60.0) == [(quick.transfer_id, True)]
     assert space.num_in_flight == 1
     assert space.wait(60.0) == [(slow.transfer_id, True)]
-    assert space.stats().busy_s >= 0.060
     space.close()
 
 
