@@ -14,7 +14,16 @@ class UserError(Exception):
 
 
 class RequestRefused(UserError):
-    """A request that can never be served, refused when it arrives, with the numbers in the message."""
+    """A request that can never be served, refused when it arrives, with the numbers in the message.
+
+    Args:
+        message: What to change.
+        field: The field of the request that is to change; None if it is too long as a whole.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class QueueFull(UserError):

@@ -48,7 +48,7 @@ class LLM:
                 flags[name] = parse_size(flags[name])
         self._engine = Engine.from_config(EngineConfig(model=model, **flags))
         self._num_requests = 0
-        self._is_broken = False
+        self._is_broken = self._is_closed = False
 
     def __enter__(self) -> LLM:
         return self
@@ -60,6 +60,7 @@ class LLM:
 
     def close(self) -> None:
         """Give back all memory; the object is of no use afterwards."""
+        self._is_closed = True
         self._engine.close()
 
     @property
@@ -83,7 +84,8 @@ class LLM:
             One output per prompt, in the order of the prompts.
 
         Raises:
-            UserError: A prompt can never be served, or the numbers of prompts and parameters differ. Nothing was run.
+            UserError: A prompt can never be served, the numbers of prompts and parameters differ, or this object is
+                closed. Nothing was run.
         """
         many = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         params = self._match_params(sampling_params, len(many))
@@ -132,6 +134,8 @@ class LLM:
     def _run(
         self, prompts: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
+        if self._is_closed:
+            raise UserError("this LLM is closed: make a new one")
         requests = [self._make_request(tokens, one) for (_, tokens), one in zip(prompts, params, strict=True)]
         for request in requests:
             self._engine.check(request)
@@ -155,7 +159,7 @@ class LLM:
         for seq_id in collectors:
             self._engine.finish(seq_id, FinishReason.ABORT)
         self._engine.take_finished()
-        if self._engine.loop.num_outstanding:  # interrupted inside a step, whose result will never come
+        if self._engine.is_stepping:  # it will never end
             self._is_broken = True
             self._engine.close()
 

@@ -65,11 +65,13 @@ class ModelRunner:
         """Give back all memory."""
         if not self._is_closed:
             self._is_closed = True
-            if self._swap is not None:
-                self._swap.close()  # its copies end before the pool's memory goes
-            self._kv_layers = ()
-            del self._model  # views of parameters, whose memory goes next
-            self._on_close()
+            try:
+                if self._swap is not None:
+                    self._swap.close()  # its copies end before the pool's memory goes
+            finally:
+                self._kv_layers = ()
+                del self._model  # views of parameters, whose memory goes next
+                self._on_close()
 
     def poll_transfers(self) -> Sequence[tuple[int, bool]]:
         """See ``Executor``."""
@@ -97,6 +99,10 @@ class ModelRunner:
         if batch is None:
             return StepResult(plan.step_id, ())
         logits = self._model.forward(batch, self._kv_layers, self._hooks)
+        if not plan.sampled and logits.is_cuda:
+            torch.cuda.current_stream(
+                logits.device
+            ).synchronize()  # no token is waited for: else a step has no duration
         return self._sample(plan, logits)
 
     def _start_transfers(self, transfers: Sequence[Transfer]) -> None:

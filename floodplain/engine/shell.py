@@ -46,6 +46,7 @@ class Engine:
         has_news: Whoever feeds the engine from another thread sets it: a step that waits returns when it says True.
         scheduler_s: The loop's own time, all steps.
         swap_stall_s: Time in which requests were alive and nothing could run before a copy ended.
+        is_stepping: Whether a step has begun and not returned. If it never will, the loop's books are not whole.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Engine:
         self.links = tuple(links)
         self.has_news: Callable[[], bool] = lambda: False
         self.scheduler_s = self.swap_stall_s = 0.0
+        self.is_stepping = False
         self._executor = executor
         self._swap_stats = swap_stats
         self._num_copying = 0
@@ -116,11 +118,12 @@ class Engine:
         self.loop.check(request)
 
     def _check_vocabulary(self, request: Request) -> None:
-        highest = max((*request.prompt_token_ids, *request.params.stop_token_ids), default=0)
-        lowest = min(request.prompt_token_ids, default=0)
-        if not 0 <= lowest <= highest < self._vocab_size:
-            bad = lowest if lowest < 0 else highest
-            raise RequestRefused(f"token id {bad} is not in the vocabulary: ids go from 0 to {self._vocab_size - 1}")
+        fields = {"prompt": request.prompt_token_ids, "stop_token_ids": request.params.stop_token_ids}
+        for field, token_ids in fields.items():
+            lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+            if lowest < 0 or highest >= self._vocab_size:
+                bad, last = lowest if lowest < 0 else highest, self._vocab_size - 1
+                raise RequestRefused(f"token id {bad} is not in the vocabulary: ids go from 0 to {last}", field=field)
 
     def add(self, request: Request) -> SeqId:
         """Let a request wait for its turn.
@@ -155,6 +158,7 @@ class Engine:
         Raises:
             InvariantError: A bug; the engine must not go on.
         """
+        self.is_stepping = True
         begin = self._clock()
         plan = self.loop.next_plan(begin)
         self.scheduler_s += self._clock() - begin
@@ -167,6 +171,7 @@ class Engine:
             self.loop.transfer_done(transfer_id, is_whole, self._clock())
         for copied in self._executor.take_copy_times() if ended else ():
             self.loop.state.links.learn(copied)
+        self.is_stepping = False
         return deltas
 
     def _wait(self, wait: Wait) -> Seq[tuple[int, bool]]:
@@ -177,7 +182,7 @@ class Engine:
         until_s = begin + MAX_WAIT_S if wait.until_s is None else min(begin + MAX_WAIT_S, wait.until_s)
         if self._num_copying:
             until_s = max(until_s, begin + _POLL_S)  # whatever the policy said: no spinning beside the copy threads
-        ended: Seq[tuple[int, bool]] = ()
+        ended = self._executor.poll_transfers()  # whatever news there is: who comes back may run beside it
         while not ended and not self.has_news() and (left_s := until_s - self._clock()) > 0:
             if self._num_copying:
                 ended = self._executor.wait_transfers(min(left_s, _POLL_S))

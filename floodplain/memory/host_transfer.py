@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Self
 import numpy as np
 
 from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.block_mover import open_mover
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_device import open_private_device
@@ -29,6 +31,11 @@ from floodplain.memory.transfer import (
     check_copy,
     judge_inbound,
 )
+
+logger = logging.getLogger(__name__)
+
+MEASURED_BLOCKS, MEASURED_BYTES = 64, 64 * 2**20
+"""How much is copied to measure bandwidth, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class HostTransferEngine:
         self._arriving: list[tuple[float, CopyResult]] = []
         self._uses: list[LinkUse] = []
         self._num_in_flight = 0
+        self._failure: BaseException | None = None
         self._threads = [
             threading.Thread(target=self._run, args=(direction,), name=f"copy-{direction.value}", daemon=True)
             for direction in Direction
@@ -92,6 +100,9 @@ class HostTransferEngine:
             jobs.put(None)
         for thread in self._threads:
             thread.join()
+        while not self._copied.empty():
+            if isinstance(copied := self._copied.get(), BaseException):
+                logger.error("a copy thread had ended with an error", exc_info=copied)
 
     @property
     def num_in_flight(self) -> int:
@@ -100,6 +111,7 @@ class HostTransferEngine:
 
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
         """See ``TransferEngine``."""
+        self._expect_alive()
         check_copy(copy, self._pool, self._slots)
         ready_s, link_s = self._link.book(copy.direction, self._sizes(copy)) if self._link else (0.0, 0.0)
         self._num_in_flight += 1
@@ -130,6 +142,7 @@ class HostTransferEngine:
 
     def _collect(self, timeout_s: float) -> None:
         """Take what the copy threads are done with, waiting for it if that can come; else until the time is over."""
+        self._expect_alive()
         if self._num_in_flight == len(self._arriving):
             if self._arriving and timeout_s > 0:
                 time.sleep(timeout_s)
@@ -138,10 +151,21 @@ class HostTransferEngine:
             copied = self._copied.get(timeout=None if timeout_s == math.inf else max(0.0, timeout_s))
             while True:
                 if isinstance(copied, BaseException):
-                    raise copied
+                    self._failure = copied
+                    break
                 self._arriving += copied.results
                 self._uses.append(copied.use)
                 copied = self._copied.get_nowait()
+        self._expect_alive()
+
+    def _expect_alive(self) -> None:
+        """No copy ends any more when a copy thread has: every caller must hear of it.
+
+        Raises:
+            InvariantError: With what ended it.
+        """
+        if self._failure is not None:
+            raise InvariantError(f"a copy thread ended with {self._failure!r}") from self._failure
 
     def _take_arrived(self) -> list[CopyResult]:
         now = time.monotonic()
@@ -152,7 +176,7 @@ class HostTransferEngine:
         return arrived
 
     def _run(self, direction: Direction) -> None:
-        """Body of a copy thread. A bug in it is raised where results are taken, so that it ends the process there."""
+        """Body of a copy thread. A bug in it is raised where copies are asked for, and ends the process there."""
         try:
             copier, jobs, is_open = HostCopier(self._pool, self._slots), self._jobs[direction], True
             while is_open:
@@ -199,15 +223,20 @@ class HostCopier:
         return CopyResult(job.transfer_id, True, num_bytes, tuple(found.tolist()))
 
 
-def measure_copy_bandwidth(layout: KVLayout, num_blocks: int = 64, num_repeats: int = 5) -> float:
+def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
     """Bytes per second of gather, digest, copy and scatter here: the best of several tries, the slower direction.
 
-    Nothing paces the copies: this is what ``cost.link.common_scale`` wants. It takes twice the blocks' memory.
+    Nothing paces the copies: this is what ``cost.link.common_scale`` wants. It takes three times what is copied.
+
+    Raises:
+        UserError: There is not that much memory.
     """
+    num_blocks = max(1, min(MEASURED_BLOCKS, MEASURED_BYTES // layout.block_bytes))
     num_bytes = num_blocks * layout.block_bytes
     with open_private_device(2 * num_bytes + 2**24 * layout.num_layers) as device:
         pool = KVPool(device, layout, num_blocks)
-        pool.grow(BlockLedger(0, layout.block_tokens, quantum_blocks=pool.quantum_blocks), num_blocks)
+        if pool.grow(BlockLedger(0, layout.block_tokens, quantum_blocks=pool.quantum_blocks), num_blocks) is None:
+            raise UserError(f"there are no {2 * num_bytes} bytes to measure copies with: free memory for --hardware")
         copier = HostCopier(pool, SwapSlots(layout, num_blocks))
         ids = tuple(range(num_blocks))
         best_s = [

@@ -31,8 +31,9 @@ class PlanBuilder:
         decoding = self._schedule_decodes(decision.decodes)
         chunks = [self._schedule_chunk(chunk, Status.RUNNING, now) for chunk in decision.chunks]
         chunks += [self._schedule_chunk(chunk, Status.WAITING, now) for chunk in decision.admissions]
-        released = tuple(self._state.released)
+        preempted, released = tuple(self._state.preempted), tuple(self._state.released)
         self._admitted.difference_update(released)
+        self._state.preempted.clear()
         self._state.released.clear()
         plan = StepPlan(
             step_id=step_id,
@@ -40,7 +41,7 @@ class PlanBuilder:
             prefills=tuple(chunk for _, chunk in chunks),
             tables=tuple(self._tables),
             transfers=tuple(transfers),
-            preemptions=decision.preemptions,
+            preemptions=preempted + decision.preemptions,
             released=released,
         )
         return plan, decoding, [seq for seq, _ in chunks]

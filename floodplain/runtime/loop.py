@@ -59,8 +59,7 @@ class Loop:
             RequestRefused: It can never be served here; the message has the numbers.
             QueueFull: Too many wait already.
         """
-        max_total = self.check(request)
-        config = self.state.config
+        max_total, config = self.check(request), self.state.config
         num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))
         if len(self.state.waiting) >= config.max_waiting + num_free_seqs:  # those that can run next do not wait
             raise QueueFull(f"{config.max_waiting} requests are waiting already (--max-waiting); try again later")
@@ -100,10 +99,10 @@ class Loop:
         max_model_len, ledger = self.state.config.max_model_len, self.state.ledger
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if not num_prompt:
-            raise RequestRefused("the prompt is empty: send at least one token")
+            raise RequestRefused("the prompt is empty: send at least one token", field="prompt")
         if request.pace is not None and not (self.policy.keeps_pace and self.state.backups.slots):
             flag = "--swap none" if self.policy.keeps_pace else f"--policy {self.policy.name}"
-            raise RequestRefused(f"{flag} keeps no pace: leave tpot_goal_ms out")
+            raise RequestRefused(f"{flag} keeps no pace: leave tpot_goal_ms out", field="tpot_goal_ms")
         total = max_model_len if max_tokens is None else num_prompt + max_tokens
         if num_prompt >= max_model_len or total > max_model_len:
             wanted = f"{num_prompt} prompt tokens + max_tokens {max_tokens if max_tokens is not None else 1}"
@@ -151,7 +150,8 @@ class Loop:
         return self.policy.decide(view, now, self._rng)
 
     def _postpone(self, plan: StepPlan) -> None:
-        """A plan without work is not issued: what it would have told the executor goes into the next one."""
+        """A plan without work is not issued: what it would have told goes into the next one."""
+        self.state.preempted[:0] = plan.preemptions
         self.state.released[:0] = plan.released
         self.state.stale_tables.update(table.seq_id for table in plan.tables)
 

@@ -11,7 +11,7 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.lifecycle import EventKind
-from floodplain.core.plan import LIMITS
+from floodplain.core.plan import LIMITS, Preemption
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.served import KeyAccounts
@@ -105,6 +105,8 @@ class LoopState:
         """Sequences whose whole block table must go into the next plan."""
         self.completion_step = self.arrival_step = -1
         """The first step planned after the last request ended, and after the last arrived."""
+        self.preempted: list[Preemption] = []
+        """By decisions whose plan had no work, so that nobody has been told of them."""
         self.released: list[SeqId] = []
         """Sequences that are gone and that the executor has not been told of."""
 

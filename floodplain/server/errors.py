@@ -56,8 +56,10 @@ def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
             return 429, _detail(429, str(error), None, "rate_limit_exceeded")
         case ShuttingDown():
             return 503, _detail(503, str(error), None, "draining")
-        case RequestRefused():
+        case RequestRefused(field=None):
             return 400, _detail(400, str(error), None, "context_length_exceeded")
+        case RequestRefused():
+            return 400, _detail(400, str(error), error.field, None)
         case UserError():
             word = str(error).partition(" ")[0]
             return 400, _detail(400, str(error), word if word in _KNOWN_FIELDS else None, None)

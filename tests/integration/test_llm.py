@@ -78,13 +78,30 @@ def test_an_interrupt_between_steps_leaves_an_empty_engine(monkeypatch: pytest.M
         assert len(llm.generate({"prompt_token_ids": [3]}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 5
 
 
-def test_an_interrupt_inside_a_step_ends_the_llm_loudly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(plan: Any) -> Any:
+@pytest.mark.parametrize("place", ["loop.next_plan", "_executor.execute", "loop.complete", "_executor.poll_transfers"])
+def test_an_interrupt_inside_a_step_ends_the_llm_loudly(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in the step: what was planned there, nobody will ever answer."""
+
+    def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
     with LLM(MODEL, **FLAGS) as llm:
-        monkeypatch.setattr(llm.engine._executor, "execute", interrupted)
+        owner, name = place.split(".")
+        monkeypatch.setattr(getattr(llm.engine, owner), name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate({"prompt_token_ids": [3]}, GREEDY, use_tqdm=False)
         with pytest.raises(RuntimeError, match="make a new one"):
             llm.generate({"prompt_token_ids": [3]}, GREEDY, use_tqdm=False)
+
+
+def test_a_closed_llm_says_so() -> None:
+    llm = LLM(MODEL, **FLAGS)
+    llm.close()
+    with pytest.raises(UserError, match="closed: make a new one"):
+        llm.generate({"prompt_token_ids": [3]}, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("tokens", [(-300,), (-1,), (10**9,)])
+def test_a_stop_token_outside_the_vocabulary_is_refused(tokens: tuple[int, ...]) -> None:
+    with LLM(MODEL, **FLAGS) as llm, pytest.raises(UserError, match="is not in the vocabulary: ids go from 0"):
+        llm.generate({"prompt_token_ids": [3]}, SamplingParams(stop_token_ids=tokens, min_tokens=1), use_tqdm=False)

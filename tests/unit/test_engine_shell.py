@@ -167,3 +167,14 @@ def test_copies_beside_compute_cost_no_wait(clock: Clock) -> None:
     for _ in range(5):
         assert len(engine.step()) == 1
     assert executor.waits_s == []
+
+
+def test_copies_that_have_ended_are_taken_whatever_news_there_is(clock: Clock) -> None:
+    """In a burst there is always news: who has come back must not wait for its end."""
+    engine, executor = make_engine(clock, 10**6, swap_out, idle_until(1e9))
+    engine.step()
+    engine.has_news = lambda: True
+    executor.poll_transfers = lambda: FakeExecutor.wait_transfers(executor, 0.0)  # type: ignore[method-assign]
+    assert engine.step() == []
+    assert executor.waits_s == []
+    assert engine.loop.state.sequences[FIRST].num_leaving == 0

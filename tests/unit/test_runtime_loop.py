@@ -8,7 +8,17 @@ import pytest
 
 from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
 from floodplain.core.lifecycle import EventKind
-from floodplain.core.plan import Chunk, Decision, StepPlan, StepResult, TokenLogprobs, Wait
+from floodplain.core.plan import (
+    Chunk,
+    Decision,
+    Preemption,
+    PreemptionMode,
+    Reason,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    Wait,
+)
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.runtime.state import LoopConfig
@@ -52,8 +62,9 @@ def test_a_goal_that_the_policy_would_ignore_is_refused(name: str) -> None:
 
 def test_a_goal_that_nobody_can_keep_without_swap_space_is_refused() -> None:
     loop = make_loop(policy=make_policy("paced"))
-    with pytest.raises(RequestRefused, match="--swap none keeps no pace: leave tpot_goal_ms out"):
+    with pytest.raises(RequestRefused, match="--swap none keeps no pace: leave tpot_goal_ms out") as caught:
         loop.submit(replace(make_request("r", (1, 2)), pace=8.0))
+    assert caught.value.field == "tpot_goal_ms"
 
 
 def test_a_request_that_fills_the_pool_exactly_is_served() -> None:
@@ -142,6 +153,17 @@ def test_what_is_released_is_told_to_the_executor_once() -> None:
     assert driver.step().released == (first,)
     assert driver.step().released == ()
     assert driver.finished[second] is FinishReason.LENGTH
+
+
+def test_who_left_in_a_step_without_work_is_told_with_the_next_one() -> None:
+    driver = Driver(make_loop(policy=(policy := ScriptedPolicy())))
+    seq_id = driver.submit([1, 2], max_tokens=4, ignore_eos=True)
+    driver.step()
+    leave = Preemption(seq_id, PreemptionMode.RECOMPUTE, Reason.POOL_EXHAUSTED)
+    policy.script.append(lambda view: Decision(preemptions=(leave,)))
+    plan = driver.step()
+    assert plan.prefills and plan.preemptions == (leave,)
+    assert driver.step().preemptions == ()
 
 
 def test_a_result_must_be_that_of_the_oldest_step() -> None:

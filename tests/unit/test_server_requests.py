@@ -6,7 +6,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.errors import error_body
 from floodplain.server.requests import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest, Message
@@ -71,6 +71,21 @@ def test_an_unsupported_field_is_accepted_where_it_is_off_and_refused_by_name_el
         status, body = error_body(RequestValidationError(problems))
         assert (status, body["error"]["param"]) == (400, field)
         assert body["error"]["message"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("error", "param", "code"),
+    [
+        (RequestRefused("too long"), None, "context_length_exceeded"),
+        (RequestRefused("leave tpot_goal_ms out", field="tpot_goal_ms"), "tpot_goal_ms", None),
+        (UserError("top_p should be below 1"), "top_p", None),
+        (UserError("nobody knows"), None, None),
+    ],
+)
+def test_a_refusal_names_the_field_that_is_to_change(error: UserError, param: str | None, code: str | None) -> None:
+    """Clients shorten a prompt that is too long by themselves, and for nothing else."""
+    status, body = error_body(error)
+    assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
 
 
 def test_defaults_are_those_of_the_api() -> None:
