@@ -24,13 +24,12 @@ from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
 LINK_STAGING_BYTES = 64 * 2**20
 """Gathered at a time on a device: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
 DEFAULT_POOL_FACTOR = 8
+"""Times the KV pool, by default. Everybody alive in a burst of twice the capacity, 60 s long, needs about that; with
+half of it newcomers wait (benchmarks/policies)."""
 DEFAULT_AVAILABLE_SHARE = 0.25
+"""Of the memory that is available: no more than this by default."""
 MOST_DEFAULT_CPU_BYTES = 2**31
-"""Swap space is by default so many times the KV pool, but at most this share of the memory that is available; where the
-pool lies in the same memory no more than 2 GiB, all of which are touched at the start.
-
-Everybody alive in a burst of twice the capacity, 60 s long, needs about that; with half of it newcomers wait
-(benchmarks/policies: TTFT p99 0.02x of FCFS with 8 pools, 0.3x with 4, 0.5x with 2)."""
+"""By default where the pool lies in the same memory: all of it is touched at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,7 @@ def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> 
         for direction in (Direction.OUTBOUND, Direction.INBOUND)
     ]
     tier.slots.digests[:] = EMPTY_DIGEST
+    tier.engine.take_link_uses()  # of an idle machine, the first with everything cold: nothing to learn prices from
     return num_bytes / max(best_s)
 
 

@@ -68,14 +68,15 @@ class CudaTransferEngine:
         self._pending: dict[int, _Pending] = {}
         self._uses: list[LinkUse] = []
         self._streams: dict[Direction, torch.cuda.Stream] = {}
+        self._staging: dict[Direction, torch.Tensor] = {}
+        addresses = [words.data_ptr() for words in pool.words]
+        self._bases = torch.tensor(addresses, dtype=torch.int64, device=self._device)
 
     def start(self) -> CudaTransferEngine:
         """Make streams and staging; returns the engine."""
         shape = (self._staging_blocks, *self._slots.words.shape[1:])
         self._streams = {d: torch.cuda.Stream(self._device) for d in Direction}  # type: ignore[no-untyped-call]
         self._staging = {d: torch.empty(shape, dtype=torch.int32, device=self._device) for d in Direction}
-        addresses = [words.data_ptr() for words in self._pool.words]
-        self._bases = torch.tensor(addresses, dtype=torch.int64, device=self._device)
         return self
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -78,3 +79,10 @@ def test_every_copy_is_heard_of_once(engine: Engine) -> None:
         pass
     heard += [copied.num_blocks for copied in engine._executor.take_copy_times()]
     assert sum(heard) * BLOCK_BYTES == sum(engine.stats().swap_bytes.values())
+
+
+@pytest.mark.parametrize("hardware", [None, "emulated-pcie5"])
+def test_what_was_measured_at_the_start_is_not_learned_from(hardware: str | None) -> None:
+    """The machine was idle then, and the first copies cold."""
+    with closing(build_engine(EngineConfig(model="dummy:tiny-llama", hardware=hardware, **FLAGS))) as engine:
+        assert engine._executor.take_copy_times() == []
