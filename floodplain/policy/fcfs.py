@@ -121,9 +121,15 @@ class _Step:
             self._budget -= num_tokens
 
     def _can_take(self, num_blocks: int, index: int) -> bool:
-        """Take blocks for running sequence ``index``, preempting later ones at need, in the end itself."""
+        """Take blocks for running sequence ``index``, preempting later ones at need, in the end itself.
+
+        It pauses where a copy under way will give blocks back, or the latest arrival is still on its way in and so
+        cannot leave: nobody loses work for those few steps.
+        """
         while num_blocks > self._blocks:
             self.is_short_of_blocks = True
+            if num_blocks <= self._blocks + self._view.num_draining_blocks or self._is_latest_loading():
+                return False
             self._num_kept -= 1
             victim = self._view.running[self._num_kept]
             if victim.seq_id in self._view.outstanding:
@@ -134,6 +140,11 @@ class _Step:
                 return False
         self._blocks -= num_blocks
         return True
+
+    def _is_latest_loading(self) -> bool:
+        """Whether somebody is on its way in who came after all that run and could still leave."""
+        latest = self._view.running[self._num_kept - 1]
+        return any(row.order_key > latest.order_key for row in self._view.loading)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._view.block_tokens)

@@ -38,6 +38,8 @@ def prefix_backup(view: View, num_spare_blocks: int) -> PrefixBackupOrder | None
 
 
 def _blocks_within_step(view: View, tier: TierView) -> int:
-    """Blocks whose copy begins and ends while a step runs; all while nobody knows what steps take."""
+    """Blocks whose copy begins and ends while a step runs; none while nobody knows what steps take."""
     step_s = view.prices.step_s
-    return int((step_s - tier.latency_s) / tier.block_s) if step_s and tier.block_s else view.num_blocks
+    if not step_s:
+        return 0
+    return int((step_s - tier.latency_s) / tier.block_s) if tier.block_s else view.num_blocks

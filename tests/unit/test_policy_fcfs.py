@@ -219,3 +219,23 @@ def test_policies_have_names() -> None:
     assert isinstance(make_policy("fcfs"), FcfsPolicy)
     with pytest.raises(UserError, match=r"--policy must be one of .*fcfs.*, not 'lifo'"):
         make_policy("lifo")
+
+
+# -- beside copies ---------------------------------------------------------------------------------------------------
+
+
+def test_nobody_loses_work_for_blocks_that_a_copy_is_about_to_give_back() -> None:
+    """A prefix is being saved: its blocks are free again in a step or two."""
+    running = (row(0, block_due_step=5), row(1), row(2))
+    assert decide(running=running, num_available_blocks=0, num_draining_blocks=1) == Decision(decodes=(1, 2))
+    assert decide(running=running, num_available_blocks=0, num_draining_blocks=0).preemptions
+
+
+def test_nobody_is_preempted_while_a_later_arrival_is_on_its_way_in() -> None:
+    """It is the one to leave, as soon as it can."""
+    running, later = (row(0, block_due_step=5), row(1)), row(2, Status.LOADING)
+    assert decide(running=running, loading=(later,), num_available_blocks=0) == Decision(decodes=(1,))
+    earlier = row(2, Status.LOADING, order_key=(0, -1.0, 2))
+    assert [one.seq_id for one in decide(running=running, loading=(earlier,), num_available_blocks=0).preemptions] == [
+        1
+    ]
