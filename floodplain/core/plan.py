@@ -208,6 +208,15 @@ class StepPlan:
         """Tokens that the step computes."""
         return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.prefills)
 
+    def count_work(self) -> tuple[int, int]:
+        """(decodes, prompt tokens) as the device computes them.
+
+        A chunk of one token, with which whoever comes back from swap space begins, is a decode in all but name.
+        """
+        sizes = [len(chunk.token_ids) for chunk in self.prefills]
+        num_single = sizes.count(1)
+        return len(self.decodes) + num_single, sum(sizes) - num_single
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:

@@ -39,13 +39,8 @@ class StepPrices:
         return self._prices
 
     def learn(self, plan: StepPlan, duration_s: float) -> None:
-        """A step took this long.
-
-        Whoever comes back from swap space computes one token as a chunk: that is a decode.
-        """
-        sizes = [len(chunk.token_ids) for chunk in plan.prefills]
-        num_prefill = sum(size for size in sizes if size > 1)
-        num_decodes = len(plan.decodes) + sizes.count(1)
+        """A step took this long."""
+        num_decodes, num_prefill = plan.count_work()
         if not (num_decodes or num_prefill) or duration_s <= 0:
             return
         self._line = self._line or _first_line(duration_s)

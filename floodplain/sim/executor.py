@@ -28,10 +28,10 @@ class StepLine:
 
     def time_s(self, plan: StepPlan) -> float:
         """Seconds that the device computes this plan; 0 for a plan that only moves KV."""
-        num_prefill = sum(len(chunk.token_ids) for chunk in plan.prefills)
-        if not plan.decodes and not num_prefill:
+        num_decodes, num_prefill = plan.count_work()
+        if not (num_decodes or num_prefill):
             return 0.0
-        return self.base_s + self.decode_s * len(plan.decodes) + self.prefill_token_s * num_prefill
+        return self.base_s + self.decode_s * num_decodes + self.prefill_token_s * num_prefill
 
 
 class VirtualLinks:

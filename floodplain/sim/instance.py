@@ -55,7 +55,7 @@ class VirtualInstance:
             self._begin(plan, now)
         elif plan.until_s is not None:
             self._environment.schedule(max(plan.until_s, now), self._advance)
-        elif self._num_copying and self._stalled_since is None:
+        elif self._num_copying and self.loop.state.sequences and self._stalled_since is None:
             self._stalled_since = now
 
     def _begin(self, plan: StepPlan, now: float) -> None:
@@ -78,6 +78,8 @@ class VirtualInstance:
 
     def _on_copied(self, transfer_id: int) -> None:
         self._num_copying -= 1
+        if not self._num_copying:
+            self._end_stall(self._environment.now)
         self._settled.append(transfer_id)
         self._advance()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason, Resumption, TransferKind
+from floodplain.core.plan import BackupOrder, Decision, Preemption, PreemptionMode, Reason, Resumption, TransferKind
 from floodplain.core.tiers import Tier
 from floodplain.core.view import View
 from floodplain.policy.fcfs import FcfsPolicy
@@ -146,6 +147,21 @@ def test_bytes_on_the_link_are_those_of_the_copies() -> None:
     executor = run.instance._executor
     assert executor.links.moved_bytes == moved
     assert moved[TransferKind.SWAP_IN] > 0
+
+
+def test_copies_that_outlive_their_request_are_no_stall_however_long_nobody_comes() -> None:
+    machine = Machine(block_s=0.5, latency_s=1.0, caches_prefixes=False)
+
+    def back_up(view: View) -> Decision:
+        order = BackupOrder(view.running[0].seq_id, 1, Tier.HOST)
+        return replace(FcfsPolicy().decide(view, 0.0, Random(0)), backups=(order,))
+
+    policy = ScriptedPolicy([lambda view: FcfsPolicy().decide(view, 0.0, Random(0)), back_up])
+    first = make_burst(1, num_prompt=4, max_tokens=2)
+    second = [replace(one, request_id="late", arrival_s=60.0) for one in make_burst(1, num_prompt=5, max_tokens=2)]
+    run = burst(machine, policy, [*first, *second])
+    assert len(run.lifecycles) == 2 and run.instance._executor.links.moved_bytes[TransferKind.BACKUP]
+    assert run.instance.stall_s == 0.0
 
 
 # -- negative control ------------------------------------------------------------------------------------------------
