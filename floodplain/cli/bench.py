@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
 def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
     config, spec = dataclass_from(args, EngineConfig), dataclass_from(args, WorkloadSpec)
     bench, trace = dataclass_from(args, BenchConfig), read_trace(spec)
+    if config.fair_by == "key":
+        raise UserError("--fair-by key needs clients with keys, and bench offline has none: use serve --api-key-file")
 
     from floodplain.engine.async_engine import AsyncEngine
     from floodplain.engine.offline import hardware_report, run_offline

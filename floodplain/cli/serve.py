@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.server.settings import ServerConfig
 
@@ -30,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     from floodplain.server.auth import KeyRing, check_exposure
     from floodplain.server.run import bind, serve, url_of
 
+    if config.fair_by == "key" and server_config.api_key_file is None:
+        raise UserError("--fair-by key needs --api-key-file: without keys all requests are one client's")
     keys = KeyRing.from_file(server_config.api_key_file) if server_config.api_key_file else None
     check_exposure(server_config.host, keys)
     with closing(bind(server_config.host, server_config.port)) as sock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
 
 from floodplain.core.errors import UserError
 from floodplain.cost.link import LINKS
@@ -29,6 +30,7 @@ _COUNTS = (
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "policy": POLICIES, "dtype": DTYPES, "swap": SWAPS, "hardware": (None, *HARDWARE),
 }  # fmt: skip
+_NOUNS = {int: "a whole number", float: "a number", str: "a word", bool: "True or False"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +45,9 @@ class EngineConfig:
 
     model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
     policy: str = _flag("paced", "who runs next when not everybody fits", POLICIES)  # type: ignore[assignment]
-    slice: int = _flag(5, "steps that whoever comes onto the device stays at least")  # type: ignore[assignment]
+    slice: int = _flag(4, "steps that whoever comes onto the device stays at least")  # type: ignore[assignment]
     slice_ends: str = _flag("completion", "cfs: what ends a slice: steps alone, or sooner", SLICE_ENDS)  # type: ignore[assignment]
-    pace: float = _flag(3.0, "paced: tokens per second of a stream that takes turns, if it can")  # type: ignore[assignment]
+    pace: float = _flag(2.0, "paced: tokens per second of a stream that takes turns, if it can")  # type: ignore[assignment]
     max_gap: float = _flag(5.0, "paced: newcomers wait while a stream has been silent for so many seconds")  # type: ignore[assignment]
     fair_by: str = _flag("request", "fair: whose work is counted", FAIR_BY)  # type: ignore[assignment]
     kv_memory: int | None = field(
@@ -81,9 +83,11 @@ class EngineConfig:
     seed: int = _flag(0, "seed of everything random")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        for name, hint in get_type_hints(EngineConfig).items():
+            _check_type(name, getattr(self, name), get_args(hint) or (hint,))
         for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be a whole number of at least 1, not {value!r}")
         if self.max_batched_tokens < self.max_num_seqs:
             raise UserError(
@@ -124,3 +128,11 @@ class EngineConfig:
                     raise UserError(f"{name} says how to swap, and --swap none does not: leave one of them out")
         if self.hardware is not None and self.device != "cpu":
             raise UserError(f"--hardware {self.hardware} emulates a link on a CPU: leave it out with --device cuda")
+
+
+def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
+    """Whoever builds a configuration in Python may give anything; the command line has read its words already."""
+    if type(value) in kinds or (type(value) is int and float in kinds) or (isinstance(value, str) and str in kinds):
+        return
+    at_least = " of at least 1" if name in _COUNTS else ""
+    raise UserError(f"--{name.replace('_', '-')} must be {_NOUNS[kinds[0]]}{at_least}, not {value!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from floodplain.core.errors import UserError
 
 PROMPT_COLUMNS = ("prompt_tokens", "contexttokens", "request tokens", "input_length")
 OUTPUT_COLUMNS = ("output_tokens", "generatedtokens", "response tokens", "output_length")
+MOST_TOKENS = 10**9
+"""In one prompt or output: more is a mistake in the file."""
 
 
 def read_text(path: Path) -> str:
@@ -32,20 +35,20 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
     """Return the column names (lower case, stripped) and the rows of a CSV file with a header.
 
     Raises:
-        UserError: The file is unreadable or empty, or a row has too few or too many values.
+        UserError: The file is unreadable, empty or no CSV, or a row has too few or too many values.
     """
-    lines = csv.reader(read_text(path).splitlines())
-    header = tuple(name.strip().lower() for name in next(lines, []))
-    if not header:
+    lines = csv.reader(read_text(path).splitlines(), strict=True)
+    try:
+        found = [(lines.line_num, values) for values in lines if values]
+    except csv.Error as error:
+        raise UserError(f"{path} line {lines.line_num} is not CSV: {error}") from error
+    if not found:
         raise UserError(f"{path} is empty: expected a line with column names")
-    rows = []
-    for values in lines:
-        if not values:
-            continue
+    header = tuple(name.strip().lower() for name in found[0][1])
+    for number, values in found[1:]:
         if len(values) != len(header):
-            raise UserError(f"{path} line {lines.line_num}: {len(values)} values under {len(header)} column names")
-        rows.append(dict(zip(header, values, strict=True)))
-    return header, rows
+            raise UserError(f"{path} line {number}: {len(values)} values under {len(header)} column names")
+    return header, [dict(zip(header, values, strict=True)) for _, values in found[1:]]
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -79,7 +82,7 @@ def find_column(path: Path, header: Sequence[str], names: Sequence[str]) -> str:
 
 
 def parse_count(path: Path, name: str, value: object) -> int:
-    """Return a token count, 0 or more (``12``, ``"12"``, ``"12.0"``).
+    """Return a token count, at most ``MOST_TOKENS`` (``12``, ``"12"``, ``"12.0"``).
 
     Raises:
         UserError: The value is something else.
@@ -87,8 +90,9 @@ def parse_count(path: Path, name: str, value: object) -> int:
     if not isinstance(value, bool) and isinstance(value, int | float | str):
         try:
             count = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             count = -1.0
-        if count >= 0 and count.is_integer():
+        if 0 <= count <= MOST_TOKENS and count.is_integer():
             return int(count)
-    raise UserError(f"{path}: {name} must be a whole number of tokens, 0 or more, not {value!r}")
+    shown = reprlib.repr(value)
+    raise UserError(f"{path}: {name} must be a whole number of tokens, 0 or more (at most {MOST_TOKENS}), not {shown}")

@@ -38,8 +38,7 @@ class HttpTarget:
     def __init__(
         self, base_url: str, model: str, *, api_key: str | None = None, read_timeout_s: float | None = 600.0
     ) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_http_address(base_url):
             raise UserError(f"base_url must look like http://127.0.0.1:8000, not {base_url!r}")
         self._url = base_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
         self._model = model
@@ -148,3 +147,11 @@ class _AnswerReader:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())[:MAX_ERROR_CHARS] or "(no text)"
+
+
+def _is_http_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

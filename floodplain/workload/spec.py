@@ -92,6 +92,7 @@ class WorkloadSpec:
             for name, is_given in (
                 ("request_rate", math.isfinite(self.request_rate)),
                 ("burst_factor", self.burst_factor != 1.0),
+                ("burstiness", self.burstiness != 1.0),
                 ("num_prompts", self.num_prompts is not None),
                 ("lengths", self.lengths is not None),
             ):

@@ -275,7 +275,7 @@ def test_a_progress_line_is_shown_only_when_asked(capsys: pytest.CaptureFixture[
     assert "1/1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", ""])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "", "http://[x", "http://h:99999"])
 def test_a_bad_address_is_named(url: str) -> None:
     with pytest.raises(UserError, match="base_url"):
         HttpTarget(url, "m")

@@ -63,6 +63,8 @@ def test_a_verb_learns_what_was_typed(toy_verb: list[types.SimpleNamespace]) -> 
         (["serve", "m", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in: give --api-key-file"),
         (["serve", "m", "--api-key-file", "/nonexistent"], "cannot read the API key file /nonexistent"),
         (["serve", "m", "--kv-memory", "4G"], "argument --kv-memory: '4G' is no size"),
+        (["serve", "m", "--fair-by", "key"], "--fair-by key needs --api-key-file"),
+        (["bench", "offline", "m", "--fair-by", "key"], "--fair-by key needs clients with keys"),
     ],
 )
 def test_bad_usage_is_status_2_and_one_line(

@@ -44,6 +44,7 @@ def test_every_flag_has_a_help_text() -> None:
         ({"goodput": ("itl:5",)}, "goodput"),
         ({"goodput": ("ttft:1", "ttft:2")}, "twice"),
         ({"trace": Path("t"), "request_rate": 1.0}, "request_rate does not go with trace"),
+        ({"trace": Path("t"), "burstiness": 2.0}, "burstiness does not go with trace"),
         ({"trace": Path("t"), "num_prompts": 5}, "use limit"),
         ({"trace": Path("t"), "lengths": Path("l")}, "lengths does not go with trace"),
         ({"speedup": 2.0}, "trace only"),
