@@ -58,11 +58,11 @@ async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: 
 async def measure_capacity(base: EngineConfig, batch: WorkloadSpec) -> float:
     """Requests a second that this machine can sustain with a full pool.
 
-    Time a full batch over two output lengths; the longer run less the shorter one is pure decoding.
+    Time a full batch over two output lengths; the longer run less the shorter one is pure decoding. They are the same
+    prompts, and nothing is cached, so that they differ in nothing else.
     """
-    async with _started(base, make_policy(base.policy)) as engine:
-        # The first warms up; no text comes twice.
-        _, short_s, long_s = [await _time_batch(engine, batch, i, n) for i, n in enumerate((1, 1, CALIBRATION_TOKENS))]
+    async with _started(replace(base, enable_prefix_caching=False), make_policy(base.policy)) as engine:
+        _, short_s, long_s = [await _time_batch(engine, batch, 0, n) for n in (1, 1, CALIBRATION_TOKENS)]  # 1: warms up
         requests = build(batch, engine.tokenizer)
     decode_s = max(1e-6, long_s - short_s) / (CALIBRATION_TOKENS - 1)
     mean_output = sum(request.max_tokens for request in requests) / len(requests)

@@ -9,7 +9,8 @@ from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 
-LINK = "emulated-pcie5"
+HOST_LINK, NEIGHBOUR_LINK = "emulated-pcie5", "emulated-nvlink4"
+"""To this machine's own memory, and to that of a neighbour GPU, which is about seven times faster."""
 SWAP_POOLS = 8
 """Swap space of the ways that have it, in KV pools: enough that it is hardly ever what newcomers wait for."""
 TITLE = "Floodplain demo: one burst, served in three ways"
@@ -63,18 +64,19 @@ WAYS = (
         words="Requests take turns: every 16 steps, or when one ends, the device is filled anew with the least served. "
         "At a switch, those who leave are copied to swap space and those who come are copied back, and nothing is "
         "computed while the copies are under way. This is the rule and the switch of the AQUA paper, inside this "
-        "engine.",
+        "engine, over a link as quick as the paper's: that to a neighbour GPU (NVLink, emulated).",
         policy="cfs",
-        hardware=LINK,
+        hardware=NEIGHBOUR_LINK,
         settings=SharingSettings(slice_steps=16, is_synchronous=True),
     ),
     Way(
         name="floodplain",
-        words="At least half of the memory belongs to the oldest requests until they are complete. The rest is shared "
-        "by all others in short turns: newcomers first, then whoever has been silent longest. Copies run while others "
-        "compute. This is the default of floodplain serve.",
+        words="Most of the memory belongs to the oldest requests until they are complete. The rest is shared by all "
+        "others in short turns: newcomers first, then whoever has been silent longest. Copies run while others "
+        "compute, over the slower link to the host's own memory (PCIe, emulated). This is the default of floodplain "
+        "serve.",
         policy="paced",
-        hardware=LINK,
+        hardware=HOST_LINK,
     ),
 )
 

@@ -106,7 +106,9 @@ def explain(name: str, result: Mapping[str, Any]) -> str:
         sentences.append(f"The longest pause inside an answer was {seconds('floodplain.max_token_gap_s')} s.")
     waiting = lookup(result, "floodplain.timeline.num_waiting")
     if waiting:
-        sentences.append(f"At worst {format_number(max(waiting))} requests waited at the same time.")
+        swapped = lookup(result, "floodplain.timeline.num_swapped") or [0] * len(waiting)
+        most = max(sum(pair) for pair in zip(waiting, swapped, strict=True))
+        sentences.append(f"At worst {format_number(most)} requests were off the device at the same time.")
     preemptions = lookup(result, "floodplain.preemptions")
     if preemptions:
         sentences.append(f"Running requests were pushed out of memory {format_number(preemptions)} times.")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from floodplain.cli.demo_run import serve_way
-from floodplain.cli.demo_ways import LINK, WAYS
+from floodplain.cli.demo_ways import HOST_LINK, NEIGHBOUR_LINK, WAYS
 from floodplain.engine.config import EngineConfig
 from floodplain.workload.spec import WorkloadSpec
 
@@ -43,7 +43,11 @@ def test_every_way_is_what_its_result_says(runs: dict[str, dict[str, Any]]) -> N
     assert [config["policy"] for config in configs.values()] == ["fcfs", "cfs", "paced"]
     assert [config["is_synchronous"] for config in configs.values()] == [False, True, False]
     hardware = {name: result["floodplain"]["hardware"] for name, result in runs.items()}
-    assert [[link["name"] for link in each["links"]] for each in hardware.values()] == [[], [LINK], [LINK]]
+    assert [[link["name"] for link in each["links"]] for each in hardware.values()] == [
+        [],
+        [NEIGHBOUR_LINK],
+        [HOST_LINK],
+    ]
     factors = {each["links"][0]["slowdown"] for name, each in hardware.items() if name != "fcfs"}
     assert len(factors) == 1
 

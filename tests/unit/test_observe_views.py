@@ -84,8 +84,14 @@ def test_the_explanation_says_only_what_was_measured() -> None:
     assert "0.20 s" in plain
     assert "pause" not in plain
     assert "failed" not in plain
-    full = explain("fcfs", result(failed=2, floodplain={"max_token_gap_s": 1.5, "timeline": {"num_waiting": [0, 31]}}))
-    assert "31 requests waited" in full
+    full = explain(
+        "fcfs",
+        result(
+            failed=2,
+            floodplain={"max_token_gap_s": 1.5, "timeline": {"num_waiting": [0, 28, 30], "num_swapped": [0, 3, 0]}},
+        ),
+    )
+    assert "31 requests were off the device" in full
     assert "2 requests failed" in full
     assert "1.50 s" in full
     assert "no request was answered; 3 failed" in explain("x", {"completed": 0, "failed": 3})
