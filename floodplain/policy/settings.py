@@ -35,11 +35,11 @@ class SharingSettings:
         UserError: A value is out of its range; the message names the flag.
     """
 
-    slice_steps: int = 5
+    slice_steps: int = 4
     slice_ends: str = "completion"
-    pace: float = 3.0
+    pace: float = 2.0
     max_gap_s: float = 5.0
-    visitor_share: float = 0.5
+    visitor_share: float = 0.4
     prefill_share: float = 0.5
     fair_by: str = "request"
     takes_turns_by_recompute: bool = False

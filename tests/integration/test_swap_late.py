@@ -26,7 +26,7 @@ from tests.support.swapping import BLOCK_BYTES
 
 pytestmark = pytest.mark.slow
 
-SEEDS, PREFIX_SEEDS = range(5), range(8)
+SEEDS, PREFIX_SEEDS = range(7), range(8)
 Story = tuple[Sequence[Request], Sequence[Reference]]
 
 
@@ -51,7 +51,7 @@ def hang_up_by_dice(seed: int) -> Callable[[LateStorm], None]:
     def hang_up(one: LateStorm) -> None:
         state = one.engine.loop.state
         moving = [*state.loading, *(seq for seq in (*state.swapped, *state.running) if seq.num_leaving)]
-        if moving and dice.random() < 0.02:
+        if moving and dice.random() < 0.04:
             one.hang_up(dice.choice(moving).seq_id)
 
     return hang_up

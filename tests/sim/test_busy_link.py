@@ -22,7 +22,7 @@ from tests.support.bursts import LINE, Recorder, Run, burst, make_burst
 from tests.support.overload import MACHINE as QUICK
 
 MACHINE = replace(QUICK, caches_prefixes=False, line=replace(LINE, prefill_token_s=0.0006))
-SETTINGS = SharingSettings(max_gap_s=2.0)
+SETTINGS = SharingSettings(max_gap_s=2.0, visitor_share=0.5, slice_steps=5)
 
 VISITORS = int(SETTINGS.visitor_share * MACHINE.num_blocks)
 CASES = [("paced", 0.0032, VISITORS), ("fair", 0.0016, MACHINE.num_blocks)]

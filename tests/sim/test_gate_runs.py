@@ -103,11 +103,13 @@ def test_with_a_full_prefix_cache_a_run_is_that_of_fcfs_but_for_what_it_saves() 
 
 
 def test_saving_more_than_nobody_needs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: everything that is cached is pinned at once, for a step for each block."""
+    """The control: all that two steps do not need is pinned at once, for a step for each block."""
 
     def save_all(view: View, num_spare_blocks: int) -> PrefixBackupOrder | None:
-        is_idle = not view.tiers[0].num_outbound_blocks and view.num_available_blocks > view.num_empty_blocks
-        return PrefixBackupOrder(view.num_available_blocks, Tier.HOST) if is_idle else None
+        is_idle = not (view.tiers[0].num_outbound_blocks or view.waiting)
+        is_idle = is_idle and view.num_available_blocks > view.num_empty_blocks
+        num_blocks = view.num_available_blocks - 2 * len(view.running)
+        return PrefixBackupOrder(num_blocks, Tier.HOST) if is_idle and num_blocks > 0 else None
 
     monkeypatch.setattr("floodplain.policy.gate.prefix_backup", save_all)
     requests = [replace(one, arrival_s=number // 3 * 0.3) for number, one in enumerate(make_burst(21, num_prompt=30))]

@@ -120,8 +120,8 @@ def test_whether_paces_count_does_not_show_on_the_mean(without_paces: None) -> N
 
 # -- for a reader ----------------------------------------------------------------------------------------------------
 
-LOADS = [(1.1, 10.0), (1.2, 10.0), (1.3, 7.0)]
-"""(factor, pace) that visitors in half of the pool can keep."""
+LOADS = [(1.1, 10.0), (1.2, 8.0), (1.3, 5.5)]
+"""(factor, pace) that visitors in their part of the pool can keep."""
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_where_paces_do_not_count_readers_wait(without_paces: None) -> None:
 
 
 @pytest.mark.slow
-def test_a_pace_that_needs_more_than_the_visitors_half_is_not_kept_though_the_pool_could() -> None:
+def test_a_pace_that_needs_more_than_the_visitors_part_is_not_kept_though_the_pool_could() -> None:
     """The price of finishing by arrival: ``fair`` keeps it, with all of the pool."""
     assert share_of_all(is_in_time_for_a_reader, 1.3, 12.0, "fair") >= MOST
     assert share_of_all(is_in_time_for_a_reader, 1.3, 12.0) < 0.8

@@ -102,7 +102,7 @@ def visitors_of(view: View) -> list[SequenceView]:
 def test_the_one_that_has_been_silent_longest_comes_first() -> None:
     """While a visitor waits, none that has been silent for a shorter time gets a turn."""
     num_turns = 0
-    for view, _, decision in overload(2, 200, MAX_GAP_S)[1].seen:
+    for view, _, decision in overload(2, 300, MAX_GAP_S)[1].seen:
         came = {order.seq_id for order in decision.resumptions}
         absent = [row for row in visitors_of(view) if row.status is Status.SWAPPED]
         silences = [row.last_token_s or 0.0 for row in absent if row.seq_id in came]

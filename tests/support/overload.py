@@ -35,7 +35,7 @@ def overload(
     num_requests: int,
     max_gap_s: float,
     name: str = "paced",
-    pace: float = 3.0,
+    pace: float = SharingSettings().pace,
     goals: Sequence[float | None] = (None,),
 ) -> tuple[Run, Recorder]:
     """Requests at ``factor`` times the rate that the machine can serve; ``goals`` are theirs, one after the other."""

@@ -17,7 +17,8 @@ NOW = 10.0
 
 
 def rank(view: View, **settings: object) -> Ranking:
-    return PacedPolicy(SharingSettings(**settings)).rank(view, NOW)  # type: ignore[arg-type]
+    """Of a policy whose visitors may have half of the device."""
+    return PacedPolicy(SharingSettings(**{"visitor_share": 0.5} | settings)).rank(view, NOW)  # type: ignore[arg-type]
 
 
 def order(view: View, **settings: object) -> list[int]:
@@ -142,8 +143,8 @@ def test_newcomers_wait_while_somebody_has_been_silent_too_long() -> None:
 def test_who_is_behind_least_may_have_been_silent_longest() -> None:
     crowd = [swapped(0), visitor(1, 4.0, pace=1.0), visitor(2, 6.0)]
     view = make_view(*crowd, waiting(5), num_blocks=8)
-    assert order(view, max_gap_s=5.9) == [0, 2, 1, 5]
-    assert rank(view, max_gap_s=5.9).reason is Reason.CROWDED
+    assert order(view, max_gap_s=5.9, pace=3.0) == [0, 2, 1, 5]
+    assert rank(view, max_gap_s=5.9, pace=3.0).reason is Reason.CROWDED
 
 
 def test_a_silent_core_is_no_crowd() -> None:
