@@ -93,6 +93,7 @@ def measure_transfers(pool: KVPool, seed: int) -> Iterator[Row]:
                 yield rate_row(f"{name}: engine, {staging}", "GB/s", amount, engine_s, row.median)
         finally:
             engine.close()
+    slots.close()
 
 
 def _time_in_turns(

@@ -65,6 +65,7 @@ def open_swap(config: EngineConfig, pool: KVPool) -> OpenedSwap | None:
         link, facts = _describe_link(emulated, pool, tier)
     except BaseException:
         tier.engine.close()
+        tier.slots.close()
         raise
     return OpenedSwap(SwapSpace({Tier.HOST: tier}), SlotLedger(Tier.HOST, num_slots), link, facts)
 

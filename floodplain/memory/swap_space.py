@@ -139,6 +139,7 @@ class SwapSpace:
         """Let the copies in flight end, and give back engines and slots. Safe to call twice."""
         for one in self._tiers.values():
             one.engine.close()
+            one.slots.close()
         self._tiers.clear()
         self._open.clear()
 

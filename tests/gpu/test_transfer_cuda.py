@@ -38,6 +38,7 @@ def bench() -> Iterator[Bench]:
         engine = CudaTransferEngine(pool, slots, staging_blocks=7).start()
         yield pool, slots, engine
         engine.close()
+        slots.close()
 
 
 def _drain(engine: CudaTransferEngine) -> list[CopyResult]:
