@@ -1,7 +1,7 @@
 """The same requests, one way after the other, in one process: ``measure.py LOAD CAPACITY SEED TRACES WAY...``.
 
 It prints one JSON object per way, on a line. One process, because the factor by which emulated links are slowed is
-measured once in each. ``-`` stands for no folder of traces.
+measured once in each; only runs of one process are compared. ``-`` stands for no folder of traces.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ import asyncio
 import json
 import sys
 from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine, kv_bytes_per_token
-from floodplain.engine.offline import hardware_report, run_offline
+from floodplain.engine.offline import OfflineRun, hardware_report, run_offline
 from floodplain.engine.weights.open_model import open_model
-from floodplain.workload.records import RequestRecord
+from floodplain.workload.records import LoadRequest, RequestRecord
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from ways import WAYS  # noqa: E402
-from workloads import make_requests, pool_bytes  # noqa: E402
+from workloads import make_requests, make_warm_up, pool_bytes  # noqa: E402
+
+STARTED = datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def main(way_name: str, load: str, capacity: float, seed: int, traces: Path | None) -> dict[str, Any]:
@@ -34,30 +37,33 @@ def main(way_name: str, load: str, capacity: float, seed: int, traces: Path | No
     kv_memory = pool_bytes(tokenizer, kv_bytes_per_token(source.config, "bfloat16"))
     requests = make_requests(load, capacity, seed, tokenizer, traces)
     engine = AsyncEngine(build_engine(way.config(kv_memory, seed), way.make_policy()))
-    run = asyncio.run(_serve(engine, requests))
+    run = asyncio.run(_serve(engine, make_warm_up(seed, tokenizer), requests))
     done = [record for record in run.records if record.error is None]
+    if len(done) < len(requests):
+        sys.exit(f"{way_name}: {len(requests) - len(done)} of {len(requests)} requests failed")
     facts = engine.engine
     return {
+        "process": STARTED,
         "way": way_name,
         "load": load,
         "seed": seed,
         "capacity": capacity,
-        "num_requests": len(run.records),
-        "num_failed": len(run.records) - len(done),
+        "num_requests": len(done),
         "duration_s": max(record.finished_s for record in done),
         "output_tokens": sum(len(record.token_times_s) for record in done),
         "ttft_s": [_round(record.token_times_s[0] - record.arrival_s) for record in done],
         "e2e_s": [_round(record.token_times_s[-1] - record.arrival_s) for record in done],
         "longest_gap_s": [_round(_longest_gap_s(record)) for record in done],
         "engine": asdict(run.report),
+        "config": asdict(facts.config),
         "hardware": asdict(hardware_report(facts.config.device, facts.links)),
     }
 
 
-async def _serve(engine: AsyncEngine, requests: list[Any]) -> Any:
+async def _serve(engine: AsyncEngine, warm_up: list[LoadRequest], requests: list[LoadRequest]) -> OfflineRun:
     await engine.start()
     try:
-        await run_offline(engine, requests[:8], progress=False)  # warm: threads, allocator, prices
+        await run_offline(engine, warm_up, progress=False)  # threads, allocator, prices
         return await run_offline(engine, requests, progress=False)
     finally:
         await engine.close()

@@ -28,12 +28,12 @@ def main() -> None:
     args = _parse()
     result: dict[str, Any] = {
         "commands": [],
-        "machine": {"platform": f"{platform.system()} {platform.machine()}", "processor": _processor()},
+        "machine": machine(),
         "runs": [],
     }
     if args.resume and args.out.exists():
         result = json.loads(args.out.read_text())
-    result["commands"].append(" ".join(["benchmarks/fairness/run.py", *map(_without_folder, sys.argv[1:])]))
+    result["commands"].append(" ".join(["benchmarks/fairness/run.py", *map(without_folder, sys.argv[1:])]))
     capacity = args.capacity or result.get("capacity")
     if capacity is None:
         capacity, result["capacity_probes"] = find_capacity()
@@ -80,7 +80,12 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _without_folder(word: str) -> str:
+def machine() -> dict[str, str]:
+    """What was measured on, without what only its owner could know."""
+    return {"platform": f"{platform.system()} {platform.machine()}", "processor": _processor()}
+
+
+def without_folder(word: str) -> str:
     """An argument as others can use it: where somebody keeps traces or results is not part of a measurement."""
     return Path(word).name if Path(word).is_absolute() else word
 

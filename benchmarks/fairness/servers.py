@@ -10,13 +10,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from workloads import CHAT, pool_bytes
+from run import machine, without_folder
+from table import format_table
+from workloads import BURST_S, CHAT, NUM_BEFORE, TAIL_S, pool_bytes
 
 from floodplain.engine.build import kv_bytes_per_token
 from floodplain.engine.weights.open_model import open_model
@@ -27,7 +29,7 @@ PORT = 8765
 VLLM_BLOCK_TOKENS = 32
 MAX_MODEL_LEN = 1024
 START_S = 180.0
-BURST_S, QUIET_REQUESTS = 60.0, 25
+BASELINE = "vllm, fcfs"
 
 Command = tuple[list[str], dict[str, str]]
 
@@ -42,7 +44,7 @@ def commands(kv_tokens: int, kv_memory: int, folder: Path) -> dict[str, Command]
     ours += ["--kv-memory", str(kv_memory), "--max-model-len", str(MAX_MODEL_LEN)]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
     return {
-        "vllm, fcfs": (vllm, environment),
+        BASELINE: (vllm, environment),
         "floodplain, fcfs": ([*ours, "--policy", "fcfs", "--swap", "none"], {}),
         "floodplain, paced/pcie": ([*ours, "--hardware", "emulated-pcie5"], {}),
     }
@@ -88,71 +90,79 @@ def load(capacity: float, seed: int, tokenizer: str) -> dict[str, Any]:
 
 
 def _burst(capacity: float) -> list[str]:
-    quiet_s = QUIET_REQUESTS / capacity
-    flags = ["--request-rate", str(capacity), "--burst-factor", "2", "--burst-start", str(quiet_s)]
-    return [
-        *flags,
-        "--burst-duration",
-        str(BURST_S),
-        "--num-prompts",
-        str(round(2 * QUIET_REQUESTS + 2 * capacity * BURST_S)),
-    ]
+    """The load ``burst`` of ``workloads.py``, in the client's words."""
+    num_requests = round(NUM_BEFORE + capacity * (2 * BURST_S + TAIL_S))
+    flags = {
+        "--request-rate": capacity,
+        "--burst-factor": 2,
+        "--burst-start": NUM_BEFORE / capacity,
+        "--burst-duration": BURST_S,
+        "--num-prompts": num_requests,
+    }
+    return [str(word) for pair in flags.items() for word in pair]
 
 
-def summarise(result: dict[str, Any]) -> dict[str, float]:
-    """What the table shows of one result."""
-    gaps = [max(itls, default=0.0) for itls in result["itls"]]
-    e2e = [ttft + sum(itls) for ttft, itls in zip(result["ttfts"], result["itls"], strict=True)]
+def in_turn(names: list[str], seed: int) -> list[str]:
+    """The baseline first and last, since the machine's speed wanders; the others in another order for every seed."""
+    others = [name for name in names if name != BASELINE]
+    shift = seed % len(others)
+    return [BASELINE, *others[shift:], *others[:shift], BASELINE]
+
+
+def as_run(way: str, seed: int, capacity: float, started: str, result: dict[str, Any]) -> dict[str, Any]:
+    """A client's result in the form of ``measure.py``'s runs.
+
+    Raises:
+        SystemExit: A request failed.
+    """
+    if result["failed"]:
+        sys.exit(f"{way}, seed {seed}: {result['failed']} requests failed")
     return {
-        "TTFT p50": float(np.quantile(result["ttfts"], 0.5)),
-        "TTFT p99": float(np.quantile(result["ttfts"], 0.99)),
-        "E2E p50": float(np.quantile(e2e, 0.5)),
-        "E2E p99": float(np.quantile(e2e, 0.99)),
-        "longest gap": max(gaps),
-        "tokens/s": result["output_throughput"],
+        "process": started,
+        "way": way,
+        "load": "burst",
+        "seed": seed,
+        "capacity": capacity,
+        "duration_s": result["duration"],
+        "output_tokens": result["total_output_tokens"],
+        "ttft_s": result["ttfts"],
+        "e2e_s": [ttft + sum(itls) for ttft, itls in zip(result["ttfts"], result["itls"], strict=True)],
+        "longest_gap_s": [max(itls, default=0.0) for itls in result["itls"]],
+        "max_send_lag_s": result["floodplain"]["max_send_lag_s"],
     }
-
-
-def format_table(runs: Sequence[dict[str, Any]]) -> str:
-    """Medians over seeds, and the ratio to vLLM's."""
-    names = list(runs[0]["summary"])
-    by_way = {
-        way: [run["summary"] for run in runs if run["way"] == way] for way in dict.fromkeys(r["way"] for r in runs)
-    }
-    base = next(iter(by_way.values()))
-    lines = ["| server | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for way, summaries in by_way.items():
-        cells = []
-        for name in names:
-            value, reference = (float(np.median([one[name] for one in some])) for some in (summaries, base))
-            unit = "" if name == "tokens/s" else " s"
-            cells.append(f"{value:.2f}{unit} ({value / reference:.3f}x)")
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def main() -> None:
-    """Every server under the burst of every seed; keep the summaries, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capacity", type=float, required=True, help="requests per second, from run.py")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--folder", type=Path, default=ROOT / "out/smollm2", help="the model as a folder, for vLLM")
-    parser.add_argument("--out", type=Path, default=HERE / "servers.json")
-    args = parser.parse_args()
+    """Every server under the burst of every seed; keep every request's times, print the table."""
+    args = _parse()
     subprocess.run([sys.executable, str(ROOT / "benchmarks/engine/export_model.py"), str(args.folder)], check=True)
     source = open_model("smollm2")
     per_token = kv_bytes_per_token(source.config, "bfloat16")
     kv_memory = pool_bytes(source.load_tokenizer(), per_token)
-    runs: list[dict[str, Any]] = []
+    servers = commands(kv_memory // per_token, kv_memory, args.folder)
+    kept: dict[str, Any] = {"commands": [], "machine": machine(), "runs": []}
+    if args.resume and args.out.exists():
+        kept = json.loads(args.out.read_text())
+    kept["commands"].append(" ".join(["benchmarks/fairness/servers.py", *map(without_folder, sys.argv[1:])]))
     for seed in args.seeds:
-        for way, command in commands(kv_memory // per_token, kv_memory, args.folder).items():
-            with serving(command):
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        for way in in_turn(list(servers), seed):
+            with serving(servers[way]):
                 result = load(args.capacity, seed, "smollm2")
-            runs.append({"way": way, "seed": seed, "failed": result["failed"], "summary": summarise(result)})
-            print(f"{way}, seed {seed}: {runs[-1]['summary']}", file=sys.stderr, flush=True)
-            kept = {"command": "benchmarks/fairness/servers.py " + " ".join(sys.argv[1:]), "runs": runs}
-            args.out.write_text(json.dumps(kept, indent=1) + "\n")
-    print(format_table(runs))
+            kept["runs"].append(as_run(way, seed, args.capacity, started, result))
+            args.out.write_text(json.dumps(kept) + "\n")
+            print(f"{way}, seed {seed}", file=sys.stderr, flush=True)
+    print(format_table(kept["runs"], BASELINE))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capacity", type=float, required=True, help="requests per second, from run.py")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--folder", type=Path, default=ROOT / "out/smollm2", help="the model as a folder, for vLLM")
+    parser.add_argument("--resume", action="store_true", help="add to the runs that --out holds")
+    parser.add_argument("--out", type=Path, default=HERE / "servers.json")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class Way:
         return EngineConfig(
             model="smollm2",
             policy=self.policy,
+            slice=self.sharing.slice_steps,
             dtype="bfloat16",
             kv_memory=kv_memory,
             max_model_len=1024,
@@ -36,9 +37,14 @@ class Way:
             seed=seed,
         )
 
+    @property
+    def sharing(self) -> SharingSettings:
+        """The policy's settings."""
+        return SharingSettings(**self.settings)
+
     def make_policy(self) -> Policy:
         """The policy, behind its gate."""
-        return make_policy(self.policy, SharingSettings(**self.settings))
+        return make_policy(self.policy, self.sharing)
 
 
 def _swapping(policy: str, **settings: Any) -> list[Way]:

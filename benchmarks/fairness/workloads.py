@@ -20,12 +20,22 @@ CHAT = WorkloadSpec(request_rate=1.0, length_scale=0.6, max_input=320, max_outpu
 """Chat-like lengths, kept short so that a laptop's processor sees many requests."""
 
 
+NUM_BEFORE, BURST_S = 25, 60
+"""Requests at capacity before the burst, and its length."""
+
+TAIL_S = 180
+"""Of arrivals at capacity after the burst: until then FCFS has worked its line off, or nearly (see the README)."""
+
+WARM_UP_SEED = 1000
+"""Added to a run's seed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """One row of the comparison.
 
     Attributes:
-        phases: (requests or seconds, rate as a multiple of capacity), in order; the last is given in requests.
+        phases: (requests or seconds, how many, rate as a multiple of capacity), in order.
         trace: A file whose arrivals and lengths are replayed instead, so many times faster (``speedup``).
         spec: Lengths, and for a trace how it is scaled.
     """
@@ -37,8 +47,8 @@ class Load:
 
 
 LOADS = {
-    "burst": Load((("requests", 25, 1.0), ("seconds", 60, 2.0), ("requests", 25, 1.0))),
-    "sustained": Load((("requests", 25, 1.0), ("seconds", 60, 3.0), ("requests", 5, 1.0))),
+    "burst": Load((("requests", NUM_BEFORE, 1.0), ("seconds", BURST_S, 2.0), ("seconds", TAIL_S, 1.0))),
+    "sustained": Load((("requests", 25, 1.0), ("seconds", 120, 3.0), ("requests", 5, 1.0))),
     "quiet": Load((("requests", 100, 0.5),)),
     "steady": Load((("requests", 300, 1.0),)),
     "azure": Load(trace="azure2023_conv.csv", spec=replace(CHAT, request_rate=math.inf, length_scale=0.15, limit=250)),
@@ -73,6 +83,11 @@ def make_requests(
     arrivals = _arrivals(load, capacity, seed)
     requests = build(replace(spec, num_prompts=len(arrivals)), tokenizer)
     return [replace(r, arrival_s=float(when)) for r, when in zip(requests, arrivals, strict=True)]
+
+
+def make_warm_up(seed: int, tokenizer: Tokenizer) -> list[LoadRequest]:
+    """Eight requests at once that have no text in common with a load's."""
+    return build(replace(CHAT, request_rate=math.inf, num_prompts=8, seed=seed + WARM_UP_SEED), tokenizer)
 
 
 def _arrivals(load: Load, capacity: float, seed: int) -> np.ndarray:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from floodplain.cli.demo_run import serve_way
+from floodplain.cli.demo_run import measure_capacity, serve_way
 from floodplain.cli.demo_ways import HOST_LINK, NEIGHBOUR_LINK, WAYS
 from floodplain.engine.config import EngineConfig
-from floodplain.workload.spec import WorkloadSpec
+from floodplain.engine.tokenizer import ByteTokenizer
+from floodplain.workload.spec import WorkloadSpec, build
 
 NUM_REQUESTS = 16
 BASE = EngineConfig(
@@ -58,3 +59,30 @@ def test_every_request_has_a_row_in_the_strip(runs: dict[str, dict[str, Any]]) -
         assert {len(column) for column in rows.values()} == {NUM_REQUESTS}
         assert all(rows["on_device_s"])
         assert min(rows["arrival_s"]) >= 0
+
+
+def test_the_ways_that_take_turns_really_do(runs: dict[str, dict[str, Any]]) -> None:
+    """Else the page would compare three runs of one way."""
+    facts = {name: result["floodplain"] for name, result in runs.items()}
+    assert all(one["preemptions"] > 0 for one in facts.values())
+    assert not facts["fcfs"]["swap"]["in_bytes"]
+    for name in ("AQUA's switch", "floodplain"):
+        assert facts[name]["swap"]["in_bytes"] > 0
+        assert max(facts[name]["timeline"]["num_swapped"]) > 0
+
+
+def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt step of 2 s and decodes of 0.1 s; texts and lengths of both timings are the same."""
+    asked: list[tuple[int, int]] = []
+
+    async def time_batch(engine: Any, spec: WorkloadSpec, number: int, num_tokens: int) -> float:
+        assert not engine.engine.config.enable_prefix_caching
+        asked.append((number, num_tokens))
+        return 2.0 + 0.1 * (num_tokens - 1)
+
+    monkeypatch.setattr("floodplain.cli.demo_run._time_batch", time_batch)
+    requests = build(SPEC, ByteTokenizer(256))
+    mean_output = sum(request.max_tokens for request in requests) / len(requests)
+    capacity = asyncio.run(measure_capacity(BASE, SPEC))
+    assert capacity == pytest.approx(NUM_REQUESTS / (2.0 + 0.1 * mean_output))
+    assert len({number for number, _ in asked}) == 1

@@ -1,0 +1,114 @@
+"""The arithmetic behind the comparison's claims, on runs made by hand: what is pooled, what is void, what is noise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks/fairness"
+NAMES = ("capacity", "table", "ways")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scripts of the folder, as they see each other; nobody else sees them afterwards."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    for name in NAMES:
+        sys.modules.pop(name, None)
+
+
+def run(way: str, ttft_s: float, *, process: str = "p", seed: int = 1, load: str = "burst", **more: Any) -> Any:
+    """Ten requests with one TTFT; ten seconds, a hundred tokens."""
+    engine = {"preemptions": 0, "recomputed_tokens": 0, "swap": {"stall_s": 0.0}}
+    return {
+        "process": process, "way": way, "load": load, "seed": seed, "capacity": 2.0, "duration_s": 10.0,
+        "output_tokens": 100, "ttft_s": [ttft_s] * 10, "e2e_s": [2 * ttft_s] * 10, "longest_gap_s": [1.0] * 10,
+        "engine": engine,
+    } | more  # fmt: skip
+
+
+def rows(runs: list[Any]) -> dict[str, list[str]]:
+    """The cells of each row by its name."""
+    from table import format_table
+
+    lines = [line.split(" | ") for line in format_table(runs).splitlines() if line.startswith("| ")]
+    return {cells[0].removeprefix("| "): cells[1:] for cells in lines}
+
+
+def test_a_way_is_compared_with_the_baseline_of_its_own_process() -> None:
+    """The machine was half as quick in the other one."""
+    runs = [run("fcfs", 10.0), run("paced/pcie", 1.0)]
+    runs += [run("fcfs", 20.0, process="q", seed=2), run("cfs/pcie", 2.0, process="q", seed=2)]
+    cells = rows(runs)
+    assert cells["paced/pcie"][0] == cells["cfs/pcie"][0].replace("2.00 s", "1.00 s") == "0.100x (1.00 s)"
+
+
+def test_a_seed_weighs_the_same_however_often_the_baseline_ran() -> None:
+    runs = [run("fcfs", 10.0), run("fcfs", 10.0), run("paced/pcie", 10.0)]
+    runs += [run("fcfs", 100.0, process="q", seed=2), run("paced/pcie", 100.0, process="q", seed=2)]
+    assert rows(runs)["paced/pcie"][0].startswith("1.000x")
+
+
+def test_the_noise_is_how_far_one_run_of_the_baseline_lies_from_the_others() -> None:
+    """Not from a pool that it is part of."""
+    runs = [run("fcfs", 10.0), run("fcfs", 20.0), run("paced/pcie", 1.0)]
+    assert rows(runs)["fcfs beside itself"][0] == "0.50-2.00x"
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ([run("fcfs", 4.9), run("paced/pcie", 1.0)], "void: seed 1, the baseline's TTFT p99 is 4.9 s"),
+        ([run("fcfs", 4.9, load="sustained")], "void: seed 1, the baseline's TTFT p99 is 4.9 s"),
+        ([run("paced/pcie", 1.0)], "void: the baseline is missing"),
+        (
+            [run("fcfs", 0.1, load="quiet", engine={"preemptions": 3, "recomputed_tokens": 9})],
+            "void: seed 1, the baseline preempted 3 times",
+        ),
+    ],
+)
+def test_a_load_that_was_none_is_void_and_shows_no_ratio(runs: list[Any], words: str) -> None:
+    from table import format_table
+
+    assert words in format_table(runs)
+    assert not rows(runs)
+
+
+def test_a_void_seed_does_not_hide_behind_the_others() -> None:
+    runs = [run("fcfs", 10.0), run("paced/pcie", 1.0)]
+    void = [run("fcfs", 1.0, process="q", seed=2), run("paced/pcie", 1.0, process="q", seed=2)]
+    assert rows([*runs, *void]) == rows(runs)
+
+
+def test_a_quiet_load_is_compared_though_nobody_waits() -> None:
+    assert rows([run("fcfs", 0.1, load="quiet"), run("paced/pcie", 0.1, load="quiet")])["paced/pcie"][0] == (
+        "1.000x (0.10 s)"
+    )
+
+
+@pytest.mark.parametrize("true_capacity", [0.9, 2.3, 2.5, 6.0])
+def test_the_search_ends_just_below_the_capacity(true_capacity: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    import capacity
+
+    monkeypatch.setattr(capacity, "ttft_p99_s", lambda rate, seed: 0.1 if rate <= true_capacity else 9.0)
+    found, probes = capacity.find_capacity()
+    assert found <= true_capacity < found * 1.06
+    assert len(probes) < 30
+
+
+def odd(verdicts: dict[int, float]) -> Callable[[float, int], float]:
+    return lambda rate, seed: verdicts[seed] if rate > 2.0 else 0.1
+
+
+@pytest.mark.parametrize(("third_s", "holds"), [(0.5, True), (2.0, False)])
+def test_the_third_seed_decides_where_two_differ(third_s: float, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import capacity
+
+    first, second, third = capacity.SEEDS
+    monkeypatch.setattr(capacity, "ttft_p99_s", odd({first: 0.5, second: 2.0, third: third_s}))
+    assert capacity._holds(3.0, []) is holds
