@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support.examples import PROFILE
+
 # The same examples in every run: a red test is a change, not luck. HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.load_profile(PROFILE)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from floodplain.engine.models.rope import inverse_frequencies, rotation
 from floodplain.engine.native.ops import NativeOps, native_ops
 from floodplain.memory.native import build
 from tests.support.attention import make_problem
+from tests.support.examples import examples
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.03}
@@ -42,7 +43,7 @@ def kernels(dtype: torch.dtype) -> NativeOps:
     dtype=DTYPES,
     seed=st.integers(0, 999),
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_decode_equals_the_definition(
     sizes: tuple[int, int, int],
     block_tokens: int,
@@ -83,7 +84,7 @@ def test_sizes_without_a_kernel_are_denied() -> None:
 
 
 @given(rows=st.integers(1, 70), width=st.integers(1, 600), dtype=DTYPES, seed=st.integers(0, 99))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_norm_and_gate_equal_float64(rows: int, width: int, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 2 * width, generator=generator).to(dtype)

@@ -22,6 +22,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from floodplain.server.app import create_app
 from tests.fakes.engine import FakeEngine
+from tests.support.examples import examples
 
 OPERATIONS = [
     ("POST", "/v1/completions"),
@@ -56,7 +57,7 @@ def test_nothing_that_a_client_sends_breaks_the_server(
     statuses: Counter[int] = Counter()
 
     @settings(
-        max_examples=60 if takes_body else 3,
+        max_examples=examples(60) if takes_body else 3,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
         database=None,

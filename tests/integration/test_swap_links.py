@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
+from floodplain.memory import host_transfer
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine
 from floodplain.memory.swap_space import SwapTier
@@ -28,8 +31,13 @@ FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "swap": "host
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    """An engine under a policy that swaps at any moment, on a link that is priced as it is."""
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine under a policy that swaps at any moment, on a link that is priced as it is.
+
+    Copies themselves take no time here, however busy the machine is: only the link does.
+    """
+    clock = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(host_transfer, "time", clock)
     flags = FLAGS | {"kv_memory": 24 * BLOCK_BYTES, "swap_memory": 128 * BLOCK_BYTES}
     one = build_engine(EngineConfig(model="dummy:tiny-llama", **flags), ImpatientPolicy())
     executor: Any = one._executor

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from floodplain.core.errors import UserError
 from floodplain.engine.hf_tokenizer import HfTokenizer
 from floodplain.engine.tokenizer import StreamDecoder
+from tests.support.examples import examples
 
 CORPUS = [
     "the river floods the plain",
@@ -79,7 +80,7 @@ def test_special_tokens_and_ends_of_sequence(tokenizer: HfTokenizer) -> None:
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_deltas_of_real_text_join_to_the_text_of_all_tokens(tokenizer: HfTokenizer, text: str) -> None:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     decoder = StreamDecoder(tokenizer)
@@ -89,7 +90,7 @@ def test_deltas_of_real_text_join_to_the_text_of_all_tokens(tokenizer: HfTokeniz
 
 
 @given(tokens=st.lists(st.integers(0, 340)), skips=st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_deltas_of_any_byte_level_tokens_join_to_the_text_of_all(
     tokenizer: HfTokenizer, tokens: list[int], skips: bool
 ) -> None:

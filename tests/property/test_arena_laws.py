@@ -11,6 +11,7 @@ from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_arena import MappingBudget
 from floodplain.memory.host_device import open_private_device
+from tests.support.examples import examples
 
 NUM_PAGES = 24
 NUM_PLACES = 16
@@ -82,5 +83,5 @@ class ArenaMachine(RuleBasedStateMachine):
         assert budget.num_mappings == 0
 
 
-ArenaMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+ArenaMachine.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=25, deadline=None)
 TestArenaMachine = ArenaMachine.TestCase

@@ -11,6 +11,7 @@ from floodplain.engine.attention import cpu
 from floodplain.engine.attention.backend import AttentionShape
 from floodplain.engine.attention.cpu import CpuAttention, group_by_length
 from tests.support.attention import make_problem
+from tests.support.examples import examples
 
 SHAPES = st.builds(
     lambda group, kv_heads, head_dim, block: AttentionShape(group * kv_heads, kv_heads, head_dim, block),
@@ -27,7 +28,7 @@ SHAPES = st.builds(
     prefills=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12)), max_size=3),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_mix_of_decodes_and_prefills_equals_the_definition(
     shape: AttentionShape, decodes: list[int], prefills: list[tuple[int, int]], seed: int
 ) -> None:

@@ -19,6 +19,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey
 from floodplain.core.tiers import SlotLedger, Tier
 from tests.support.backup_faults import commits_what_failed, frees_slots_that_a_copy_reads
+from tests.support.examples import examples
 
 INDEX = st.integers(0, 63)
 KEYS = [BlockKey(bytes([n])) for n in range(6)]
@@ -167,7 +168,7 @@ class BackupMachine(RuleBasedStateMachine):
 
 
 BackupMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(40), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestBackupMachine = BackupMachine.TestCase
 

@@ -17,12 +17,13 @@ from floodplain.core.blocks import BlockLedger, BlockState
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey
+from tests.support.examples import examples
 from tests.support.ledger_machine import LedgerMachine
 
 PROBLEMS = (AssertionError, InvariantError, KeyError, IndexError)
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(40), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLedgerMachine = LedgerMachine.TestCase
 

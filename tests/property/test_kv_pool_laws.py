@@ -19,6 +19,7 @@ from floodplain.memory.host_device import HostDevice, open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
+from tests.support.examples import examples
 
 EVEN = KVLayout(num_layers=2, block_tokens=4, num_kv_heads=1, head_dim=1024, dtype=torch.bfloat16)  # 4 to a page
 ODD = KVLayout(num_layers=2, block_tokens=4, num_kv_heads=3, head_dim=256, dtype=torch.float32)  # 8 to 3 pages
@@ -141,13 +142,13 @@ class OddPoolMachine(PoolMachine):
     layout = ODD
 
 
-PoolMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
-OddPoolMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=20, deadline=None)
+OddPoolMachine.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=20, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
 TestOddPoolMachine = OddPoolMachine.TestCase
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.sampled_from(LAYOUTS), st.integers(0, MAX_BLOCKS), st.integers(0, 2**32))
 def test_used_blocks_shrink_to_the_fewest_quanta(layout: KVLayout, num_used: int, seed: int) -> None:
     with open_private_device(2**25) as device:

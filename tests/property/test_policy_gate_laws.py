@@ -19,6 +19,7 @@ from floodplain.policy.growth import blocks_due, count_spare_blocks
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Machine, Recorder, burst, make_burst
+from tests.support.examples import examples
 from tests.support.turns import Teller, make_story
 from tests.support.views import NEVER, loading, make_view, prompt, stream, swapped, waiting
 
@@ -53,7 +54,7 @@ STREAMS = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     STREAMS,
     st.integers(1, 30),
@@ -65,7 +66,7 @@ def test_growth_is_what_counting_gives(fields: dict[str, object], num_steps: int
     assert blocks_due(view, row, num_steps) == grown(view, row, num_steps)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     streams=st.lists(STREAMS, max_size=5),
     prompts=st.lists(st.tuples(st.integers(2, 40), st.integers(0, 1)), max_size=3),
@@ -107,7 +108,7 @@ def test_the_gate_is_closed_exactly_while_everybody_fits(
             assert not decision.preemptions
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(st.integers(0, 2**32), st.sampled_from(SHARING))
 def test_in_random_stories_too(seed: int, name: str) -> None:
     story = make_story(seed, name, max_requests=10)

@@ -27,6 +27,7 @@ from floodplain.policy.slices import slice_for
 from floodplain.policy.swap import SwapBudget
 from floodplain.policy.turn import _Turn
 from tests.support.bursts import Machine, Recorder, begin, burst, make_burst
+from tests.support.examples import examples
 from tests.support.turns import Story, Teller, make_story
 
 SEEDS = st.integers(0, 2**32)
@@ -38,7 +39,7 @@ SHARING = ["cfs", "fair", "paced"]
     [("fcfs", ""), *product(SHARING, ["", "is_synchronous", "takes_turns_by_recompute"])],
 )
 def test_every_story_ends_well(policy: str, stress: str) -> None:
-    @settings(max_examples=3)
+    @settings(max_examples=examples(3))
     @given(seed=SEEDS)
     def law(seed: int) -> None:
         story = make_story(seed, policy, max_requests=12)
@@ -86,7 +87,7 @@ def doubled(number: int) -> Iterator[int]:
     return (number * 2**exponent for exponent in count())
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from(SHARING))
 def test_nobody_is_turned_out_before_its_slice_is_over(seed: int, policy: str) -> None:
     """A slice of ``cfs`` is everybody's and ends at multiples of its steps or early; others' begin with the stay."""
@@ -102,7 +103,7 @@ def test_nobody_is_turned_out_before_its_slice_is_over(seed: int, policy: str) -
                 assert view.step >= row.entered_step + num_steps
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from(SHARING))
 def test_the_absent_come_in_the_order_of_the_ranking(seed: int, policy: str) -> None:
     """Who can come and does not, comes before all that rank below it.
@@ -128,7 +129,7 @@ def test_the_absent_come_in_the_order_of_the_ranking(seed: int, policy: str) -> 
             assert row.seq_id in came or row.is_leaving or has_no_token or waits_for_room or has_lost_room
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from(SHARING))
 def test_a_turn_ends_only_for_somebody_who_ranks_above(seed: int, policy: str) -> None:
     for inner, view, now, decision in decided(make_story(seed, policy, max_requests=10)):
@@ -138,7 +139,7 @@ def test_a_turn_ends_only_for_somebody_who_ranks_above(seed: int, policy: str) -
             assert min(place[seq_id] for seq_id in waits) < place[row.seq_id]
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(SEEDS, st.sampled_from(SHARING))
 def test_no_slot_is_promised_twice(seed: int, policy: str) -> None:
     """What leaves, what is written behind, and the prefixes that are fetched, which lie in slots that count as free."""

@@ -20,6 +20,7 @@ from floodplain.core.plan import Chunk, StepPlan
 from floodplain.core.view import SequenceView
 from floodplain.policy import fcfs
 from tests.support.driver import Driver, computed
+from tests.support.examples import examples
 from tests.support.loops import make_loop
 
 
@@ -155,7 +156,7 @@ def compare(
     return oracle
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(
     requests=REQUESTS,
     num_blocks=st.integers(5, 16),

@@ -18,6 +18,7 @@ from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.shrink import commit_shrink, plan_shrink
 from floodplain.policy.fcfs import FcfsPolicy
+from tests.support.examples import examples
 from tests.support.loops import FakeExecutor, RandomPolicy, make_loop, make_request, reference_output
 
 MAX_MODEL_LEN = 24
@@ -156,6 +157,6 @@ class LoopMachine(RuleBasedStateMachine):
 
 
 LoopMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLoopMachine = LoopMachine.TestCase

@@ -22,6 +22,7 @@ from floodplain.core.view import SequenceView, View
 from floodplain.runtime.apply import PlanBuilder
 from floodplain.runtime.state import LoopState
 from floodplain.runtime.view import ViewBuilder
+from tests.support.examples import examples
 from tests.support.loops import RandomPolicy
 from tests.support.stories import make_story_loop, tell
 
@@ -85,7 +86,7 @@ STORIES = given(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @STORIES
 def test_a_view_that_was_carried_over_says_what_a_new_one_says(
     seed: int, depth: int, num_slots: int, caches: bool
@@ -93,7 +94,7 @@ def test_a_view_that_was_carried_over_says_what_a_new_one_says(
     tell_checked(seed, depth, num_slots, caches)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @STORIES
 def test_the_same_seed_and_events_give_the_same_plans(seed: int, depth: int, num_slots: int, caches: bool) -> None:
     first, second = (tell(make_story_loop(seed, depth, num_slots, caches), seed) for _ in range(2))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine import sampler as sampler_module
 from floodplain.engine.sampler import Sampler
+from tests.support.examples import examples
 
 VOCAB = 50
 PARAMS = st.builds(
@@ -106,7 +107,7 @@ def test_unseeded_rows_differ_and_repeat_with_the_engines_seed() -> None:
     assert two_steps(2) != [first, second]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.lists(PARAMS, min_size=1, max_size=4))
 def test_looking_at_a_few_candidates_first_changes_nothing(params: list[SamplingParams]) -> None:
     logits, positions = logits_of(len(params)), range(len(params))

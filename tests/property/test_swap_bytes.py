@@ -14,6 +14,7 @@ from hypothesis.stateful import invariant, run_state_machine_as_test
 from floodplain.core.errors import InvariantError
 from floodplain.memory.digest import compute_digests, compute_weights
 from tests.support.backup_faults import commits_what_failed, frees_slots_that_a_copy_reads
+from tests.support.examples import examples
 from tests.support.swap_books import CONTENT, KEYS
 from tests.support.swap_faults import (
     Fault,
@@ -88,7 +89,9 @@ class SwapMachine(SwapActions):
         assert self.backups.is_at_rest
 
 
-EXAMPLES = settings(max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(
+    max_examples=examples(100), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
 SwapMachine.TestCase.settings = EXAMPLES
 TestSwapMachine = SwapMachine.TestCase
 

@@ -23,6 +23,7 @@ from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockCopy, Direction, split_into_batches
+from tests.support.examples import examples
 from tests.support.faulty_transfer import FaultyTransferEngine
 
 LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
@@ -73,7 +74,7 @@ def _ids(limit: int) -> st.SearchStrategy[list[int]]:
     return st.permutations(range(limit))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(_ids(NUM_BLOCKS), _ids(NUM_SLOTS), _ids(NUM_BLOCKS), st.integers(1, NUM_SLOTS), st.integers(0, 2**31))
 def test_blocks_return_as_they_left_wherever_they_return_to(
     bench: Bench, sources: list[int], slots: list[int], targets: list[int], count: int, seed: int
@@ -92,7 +93,7 @@ def test_blocks_return_as_they_left_wherever_they_return_to(
     assert torch.equal(bench.read(rest), untouched)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 3), st.integers(0, LAYOUT.block_bytes - 1), st.integers(0, 7))
 def test_a_bit_flipped_on_the_way_is_refused(bench: Bench, slot: int, place: int, bit: int) -> None:
     slots = (0, 1, 2, 3)

@@ -19,12 +19,13 @@ from floodplain.workload.prompts import PromptMaker
 from floodplain.workload.records import TokenChunk
 from floodplain.workload.sse import SseParser
 from floodplain.workload.traces import TraceRow, load_trace, save_trace
+from tests.support.examples import examples
 
 SEEDS = st.integers(0, 2**32)
 
 
 @given(SEEDS, st.floats(0.05, 20), st.floats(0.01, 1000))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_gamma_gaps_have_the_asked_mean_and_variation(seed: int, burstiness: float, rate: float) -> None:
     count = 20_000
     gaps = np.diff(arrival_times(count, rate, burstiness, np.random.default_rng(seed)), prepend=0.0)
@@ -49,7 +50,7 @@ def test_senseless_arrivals_are_refused(count: int, rate: float, burstiness: flo
 
 
 @given(SEEDS, st.lists(st.tuples(st.floats(5, 50), st.floats(0.5, 50)), min_size=1, max_size=5))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_each_phase_receives_its_rate(seed: int, shape: list[tuple[float, float]]) -> None:
     phases = [Phase(*each) for each in shape]
     count = round(sum(phase.duration_s * phase.rate for phase in phases))
@@ -95,7 +96,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, st.sampled_from(["t.csv", "t.jsonl"]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_written_trace_reads_back(rows: list[TraceRow], name: str) -> None:
     rows.sort(key=lambda row: row.arrival_s)
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +120,7 @@ MAKER = PromptMaker(Words(), ["what now", "say it in one word please"])
 
 
 @given(st.integers(1, 5000), SEEDS, st.lists(st.integers(0, 10**12), max_size=6))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_prompts_have_exactly_the_asked_length_and_depend_on_the_seed_only(
     num_tokens: int, seed: int, prefix_ids: list[int]
 ) -> None:

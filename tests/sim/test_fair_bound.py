@@ -17,6 +17,7 @@ from hypothesis import given, settings
 
 from floodplain.policy.ranking import live_rows
 from tests.support.bursts import Recorder, Run, entries, exits
+from tests.support.examples import examples
 from tests.support.shapes import LONG, SHAPES, Shape, count_between, work_of
 
 
@@ -60,7 +61,7 @@ def losses(run: Run, recorder: Recorder) -> Iterator[Loss]:
 def test_between_two_turns_others_catch_up_and_no_more() -> None:
     seen: Counter[tuple[bool, bool]] = Counter()
 
-    @settings(max_examples=10)
+    @settings(max_examples=examples(10))
     @given(SHAPES)
     def law(shape: Shape) -> None:
         for loss in losses(*shape.run("fair")):

@@ -15,6 +15,7 @@ from floodplain.core.request import SeqId
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.ranking import live_rows
 from tests.support.bursts import Recorder, Run, entries
+from tests.support.examples import examples
 from tests.support.shapes import LONG, SHAPES, Shape, count_between, work_of
 
 
@@ -31,7 +32,7 @@ def test_nobody_who_comes_later_begins_before() -> None:
     """Whoever waits holds the least down to its own, so that newcomers are lifted to it and stand behind it."""
     num_seen = 0
 
-    @settings(max_examples=10)
+    @settings(max_examples=examples(10))
     @given(SHAPES)
     def law(shape: Shape) -> None:
         nonlocal num_seen
@@ -94,7 +95,7 @@ def first_turn_bound(shape: Shape, view: View, row: SequenceView) -> int:
 def test_the_first_turn_comes_after_one_turn_of_those_ahead() -> None:
     num_seen = 0
 
-    @settings(max_examples=10)
+    @settings(max_examples=examples(10))
     @given(SHAPES)
     def law(shape: Shape) -> None:
         nonlocal num_seen

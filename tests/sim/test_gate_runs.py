@@ -22,6 +22,7 @@ from floodplain.policy.growth import count_spare_blocks
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Machine, Recorder, Run, burst, make_burst
+from tests.support.examples import examples
 
 SHARING = ["cfs", "fair", "paced"]
 SLICE = SharingSettings().slice_steps
@@ -70,7 +71,7 @@ def token_times(run: Run) -> list[list[float]]:
 def test_with_a_full_prefix_cache_a_run_is_that_of_fcfs_but_for_what_it_saves() -> None:
     num_runs = num_saved = 0
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(
         num_blocks=st.integers(30, 80),
         block_s=st.sampled_from([1e-5, 1e-4, 1e-3, 0.003]),

@@ -13,6 +13,7 @@ from floodplain.core.request import SeqId
 from floodplain.core.tiers import Link, Location, Tier
 from floodplain.sim.environment import Environment
 from floodplain.sim.executor import DUMMY_TOKEN, StepLine, VirtualExecutor, VirtualLinks
+from tests.support.examples import examples
 
 # -- time ------------------------------------------------------------------------------------------------------------
 
@@ -51,7 +52,7 @@ def test_what_is_due_later_stays() -> None:
     assert happened == [1.0, 2.0, 3.0]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.floats(0, 100), max_size=30))
 def test_time_never_goes_back(times: list[float]) -> None:
     environment, seen = Environment(), []

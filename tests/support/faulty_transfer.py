@@ -1,7 +1,8 @@
-"""A transfer engine whose copies fail when a test says so."""
+"""Transfer engines whose copies fail, or end, when a test says so."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from floodplain.memory.transfer import BlockCopy, CopyResult, LinkUse, TransferEngine
@@ -42,6 +43,47 @@ class FaultyTransferEngine:
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
         """See ``TransferEngine``."""
         return self.poll() or self._engine.wait(timeout_s)
+
+    def take_link_uses(self) -> list[LinkUse]:
+        """See ``TransferEngine``."""
+        return self._engine.take_link_uses()
+
+    def close(self) -> None:
+        """See ``TransferEngine``."""
+        self._engine.close()
+
+
+class HeldTransferEngine:
+    """A decorator: copies end when ``release`` is called, from any thread, and not before.
+
+    Args:
+        engine: Does them.
+    """
+
+    def __init__(self, engine: TransferEngine) -> None:
+        self._engine = engine
+        self._is_released = threading.Event()
+
+    @property
+    def num_in_flight(self) -> int:
+        """See ``TransferEngine``."""
+        return self._engine.num_in_flight
+
+    def release(self) -> None:
+        """Let the copies end, and all later ones."""
+        self._is_released.set()
+
+    def submit(self, transfer_id: int, copy: BlockCopy) -> None:
+        """See ``TransferEngine``."""
+        self._engine.submit(transfer_id, copy)
+
+    def poll(self) -> list[CopyResult]:
+        """See ``TransferEngine``."""
+        return self._engine.poll() if self._is_released.is_set() else []
+
+    def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
+        """See ``TransferEngine``."""
+        return self._engine.wait(timeout_s) if self._is_released.wait(timeout_s) else []
 
     def take_link_uses(self) -> list[LinkUse]:
         """See ``TransferEngine``."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.served import MAX_PRIORITY, PROMPT_WEIGHT, KeyAccounts, weight_of, weighted_work
+from tests.support.examples import examples
 
 
 def test_one_step_of_priority_is_a_quarter_more_or_less() -> None:
@@ -94,7 +95,7 @@ def test_what_a_view_was_given_does_not_change_any_more() -> None:
 EVENTS = st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(0, 50)), max_size=40)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(EVENTS)
 def test_a_keys_total_is_its_lifts_and_all_that_its_requests_were_given(events: list[tuple[str, bool, int]]) -> None:
     """Against plain sums; and whoever arrives is never below the least of those that are active."""

@@ -26,6 +26,7 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import Problem, SwapSpace, SwapTier
 from floodplain.memory.transfer import TransferEngine
+from tests.support.examples import examples
 from tests.support.faulty_transfer import FaultyTransferEngine
 
 LAYOUT = KVLayout(num_layers=2, block_tokens=4, num_kv_heads=1, head_dim=8, dtype=torch.float32)
@@ -90,7 +91,7 @@ def paced() -> EmulatedLink:
     return EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=1.0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     blocks=st.permutations(range(NUM_BLOCKS)),
     places=st.permutations([(tier, slot) for tier in (HOST, PEER) for slot in range(NUM_SLOTS)]),

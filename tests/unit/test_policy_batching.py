@@ -9,6 +9,7 @@ from floodplain.core.view import Prices, SequenceView, View
 from floodplain.policy.batching import UNPRICED_PREFILL, TokenBudget, prefill_cap
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.settings import SharingSettings
+from tests.support.examples import examples
 from tests.support.views import make_view, prompt, stream, waiting
 
 PRICES = Prices(step_s=0.02, prefill_token_s=0.001)
@@ -77,7 +78,7 @@ def test_prompts_that_are_there_go_before_those_that_come() -> None:
 ROWS = st.lists(st.sampled_from(["stream", "back", "prompt", "waiting"]), min_size=1, max_size=12)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(ROWS, st.integers(1, 40), st.booleans())
 def test_no_step_is_too_large_and_no_stream_loses_its_place(kinds: list[str], limit: int, is_priced: bool) -> None:
     makers = {"stream": stream, "back": back, "prompt": prompt, "waiting": waiting}

@@ -11,6 +11,7 @@ from floodplain.core.plan import Reason
 from floodplain.core.view import Prices
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.slices import LINK_USE, Slice, slice_for
+from tests.support.examples import examples
 from tests.support.views import host, make_view
 
 SETTINGS = SharingSettings(slice_steps=4)
@@ -31,7 +32,7 @@ def test_without_a_link_or_a_price_it_is_what_was_asked(view: object) -> None:
     assert slice_for(view, 100, SETTINGS) == Slice(4)  # type: ignore[arg-type]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.integers(0, 500), st.floats(1e-6, 1.0), st.floats(1e-4, 1.0), st.integers(1, 50))
 def test_the_copies_always_fit_and_one_step_less_would_not_do(
     num_blocks: int, block_s: float, step_s: float, asked: int
