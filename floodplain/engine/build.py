@@ -91,6 +91,8 @@ def _assemble(
         on_close=memory.close,
         swap=swap.space if swap else None,
     )
+    for flag in config.unused_flags():
+        logger.warning("%s changes nothing under --policy %s", flag, config.policy)
     if swap is None and config.policy != "fcfs":
         logger.warning("--policy %s takes turns in swap space: with --swap none it serves by arrival", config.policy)
     backups = BackupTable([swap.ledger] if swap else [], retains=ledger.caches_prefixes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_type_hints
 
 from floodplain.core.errors import UserError
@@ -29,6 +29,10 @@ _COUNTS = (
 )  # fmt: skip
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "policy": POLICIES, "dtype": DTYPES, "swap": SWAPS, "hardware": (None, *HARDWARE),
+}  # fmt: skip
+_USED_BY = {
+    "slice": ("cfs", "fair", "paced"), "slice_ends": ("cfs",), "fair_by": ("fair",),
+    "pace": ("paced",), "max_gap": ("paced",),
 }  # fmt: skip
 _NOUNS = {int: "a whole number", float: "a number", str: "a word", bool: "True or False"}
 
@@ -120,6 +124,14 @@ class EngineConfig:
             max_gap_s=self.max_gap,
             fair_by=self.fair_by,
         )
+
+    def unused_flags(self) -> list[str]:
+        """Flags that were set to something, and that the policy has no use for."""
+        return [
+            f"--{item.name.replace('_', '-')}"
+            for item in fields(self)
+            if self.policy not in _USED_BY.get(item.name, (self.policy,)) and getattr(self, item.name) != item.default
+        ]
 
     def _check_swap(self) -> None:
         if self.swap == "none":

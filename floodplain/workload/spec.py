@@ -62,7 +62,9 @@ class WorkloadSpec:
     )
     limit: int | None = field(default=None, metadata=_flag("use only the first N requests of the trace or prompts"))
     speedup: float = field(default=1.0, metadata=_flag("let a trace's requests arrive this many times faster"))
-    length_scale: float = field(default=1.0, metadata=_flag("multiply prompt and output lengths by this"))
+    length_scale: float = field(
+        default=1.0, metadata=_flag("multiply lengths of prompts and outputs by this (prompts of a file stay whole)")
+    )
     max_input: int | None = field(default=None, metadata=_flag("cut prompts to at most N tokens"))
     max_output: int | None = field(default=None, metadata=_flag("cut outputs to at most N tokens"))
     ignore_eos: bool = field(

@@ -127,3 +127,8 @@ def test_without_swap_space_nothing_is_opened(caplog: pytest.LogCaptureFixture) 
 def test_who_asks_for_service_by_arrival_is_not_told_so(caplog: pytest.LogCaptureFixture) -> None:
     build_tiny(swap="none", policy="fcfs").close()
     assert "--swap none" not in caplog.text
+
+
+def test_a_flag_that_changes_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    build_tiny(policy="fcfs", pace=5.0).close()
+    assert "--pace changes nothing under --policy fcfs" in caplog.text

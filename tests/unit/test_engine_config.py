@@ -57,6 +57,21 @@ def test_flags_that_are_left_out_mean_the_policies_own_defaults() -> None:
     assert EngineConfig(model="m").sharing_settings() == SharingSettings()
 
 
+@pytest.mark.parametrize(
+    ("policy", "unused"),
+    [
+        ("fcfs", ["--slice", "--slice-ends", "--pace", "--max-gap", "--fair-by"]),
+        ("cfs", ["--pace", "--max-gap", "--fair-by"]),
+        ("fair", ["--slice-ends", "--pace", "--max-gap"]),
+        ("paced", ["--slice-ends", "--fair-by"]),
+    ],
+)
+def test_what_a_policy_has_no_use_for_is_known(policy: str, unused: list[str]) -> None:
+    assert not EngineConfig(model="m", policy=policy).unused_flags()
+    every = {"slice": 9, "slice_ends": "steps", "pace": 9, "max_gap": 9, "fair_by": "key"}
+    assert EngineConfig(model="m", policy=policy, **every).unused_flags() == unused  # type: ignore[arg-type]
+
+
 def test_every_named_link_can_be_emulated() -> None:
     assert [f"emulated-{name}" for name in LINKS] == list(HARDWARE)
     for name in HARDWARE:
