@@ -11,14 +11,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from floodplain import LLM, SamplingParams
+from floodplain import SamplingParams
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import StepPlan, Transfer, TransferKind
 from floodplain.core.request import FinishReason, Request, SeqId
@@ -30,8 +30,9 @@ from floodplain.engine.shell import Engine
 from floodplain.memory.digest import SEED
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
+from tests.support.calm import run_calmly
 from tests.support.faulty_transfer import FaultyTransferEngine
-from tests.support.parity import Reference, Verdict, judge
+from tests.support.parity import Reference, Verdict, judge_with_aborted
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
 pytestmark = pytest.mark.slow
@@ -44,6 +45,14 @@ SWAPPING: dict[str, Any] = {
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 Disturb = Callable[["Run", int], None]
+
+
+def as_requests(prompts: Sequence[tuple[int, ...]]) -> list[Request]:
+    """Greedy ones, in this order."""
+    return [
+        Request(request_id=str(index), prompt_token_ids=prompt, params=GREEDY, arrival_s=float(index))
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 @dataclass
@@ -71,8 +80,7 @@ class Run:
 
     def submit(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """All at once."""
-        for index, prompt in enumerate(prompts):
-            request = Request(request_id=str(index), prompt_token_ids=prompt, params=GREEDY, arrival_s=float(index))
+        for request in as_requests(prompts):
             self.outputs[self.engine.add(request)] = []
 
     def drive(self, prompts: Sequence[tuple[int, ...]], disturb: Disturb | None = None) -> EngineStats:
@@ -98,11 +106,7 @@ class Run:
 
     def verdict(self, expected: Sequence[Reference]) -> Verdict:
         """Compare with the undisturbed run; what was aborted, with its beginnings."""
-        references = [
-            expected[seq_id].cut(len(output)) if seq_id in self.aborted else expected[seq_id]
-            for seq_id, output in self.outputs.items()
-        ]
-        return judge(references, list(self.outputs.values()))
+        return judge_with_aborted(expected, self.outputs, None, self.aborted)
 
 
 @contextmanager
@@ -128,15 +132,7 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def expected(prompts: list[tuple[int, ...]]) -> list[Reference]:
     """What an engine says that has room for everybody."""
-    params = replace(GREEDY, logprobs=2)
-    with LLM("dummy:tiny-llama", **BASE, kv_memory=2**22) as llm:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
-    references = []
-    for output in outputs:
-        tops = [entry.top for entry in output.outputs[0].logprobs or ()]
-        references.append(Reference(output.outputs[0].token_ids, [best[1] - second[1] for best, second in tops]))
-    return references
+    return run_calmly(as_requests(prompts), **BASE)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from floodplain.core.request import Request
 from floodplain.core.sequence import Sequence as Seq
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
-from tests.support.late_storm import LateStorm, late_storm, make_requests, run_calmly
+from tests.support.calm import run_calmly
+from tests.support.late_storm import FLAGS, LateStorm, late_storm, make_requests
 from tests.support.parity import Reference, judge
 
 pytestmark = pytest.mark.slow
@@ -110,7 +111,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(requests: list[Request]) -> list[Reference]:
-    return run_calmly(requests)
+    return run_calmly(requests, **FLAGS)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 
 from floodplain.core.request import Request
 from floodplain.policy.fcfs import FcfsPolicy
-from tests.support.late_storm import LateStorm, late_storm, make_requests, run_calmly
+from tests.support.calm import run_calmly
+from tests.support.late_storm import FLAGS, LateStorm, late_storm, make_requests
 from tests.support.parity import Reference
 from tests.support.swap_faults import (
     Fault,
@@ -34,14 +35,14 @@ Story = tuple[Sequence[Request], Sequence[Reference]]
 def crowd() -> Story:
     """Requests that leave and come back."""
     requests = make_requests(12, 12, num_prefixes=2, num_own_tokens=50)
-    return requests, run_calmly(requests)
+    return requests, run_calmly(requests, **FLAGS)
 
 
 @pytest.fixture(scope="module")
 def returning() -> Story:
     """Short requests behind more prefixes than the pool holds: swap space keeps some, and gives them back."""
     requests = make_requests(40, 8, num_prefixes=8, num_own_tokens=24)
-    return requests, run_calmly(requests)
+    return requests, run_calmly(requests, **FLAGS)
 
 
 def hang_up_by_dice(seed: int) -> Callable[[LateStorm], None]:

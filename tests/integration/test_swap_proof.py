@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from floodplain import LLM, SamplingParams
+from floodplain import SamplingParams
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence as Seq
@@ -33,13 +33,13 @@ from floodplain.memory.host_transfer import HostTransferEngine
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import Direction
+from tests.support.calm import MODEL, run_calmly
 from tests.support.faulty_transfer import FaultyTransferEngine
 from tests.support.parity import Reference, Verdict, judge_with_aborted
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
 pytestmark = pytest.mark.slow
 
-MODEL = "dummy:tiny-llama"
 NUM_REQUESTS, NUM_TOKENS = 200, 20
 FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_batched_tokens": 37, "max_num_seqs": 37}
 STOPS = ["e", "a", "\u00e9"]
@@ -165,16 +165,7 @@ def requests() -> list[Request]:
 @pytest.fixture(scope="module")
 def expected(requests: list[Request]) -> list[Reference]:
     """What an engine says that has room for everybody."""
-    prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
-    params = [request.params for request in requests]
-    with LLM(MODEL, **FLAGS, kv_memory=2**24, policy="fcfs", swap="none") as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
-    references = []
-    for output in outputs:
-        entries = output.outputs[0].logprobs or []
-        gaps = [entry.top[0][1] - entry.top[1][1] for entry in entries]
-        references.append(Reference(output.outputs[0].token_ids, gaps, [entry.chosen for entry in entries]))
+    references = run_calmly(requests, **FLAGS)
     assert len({len(reference.token_ids) for reference in references}) > 3, "nobody stops at a string"
     return references
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from floodplain import LLM, SamplingParams
+from floodplain import SamplingParams
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.tiers import Link, Tier
 from floodplain.engine.build import build_engine
@@ -24,11 +24,11 @@ from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.policy.base import Policy
 from floodplain.runtime.links import Links
+from tests.support.calm import MODEL
 from tests.support.late_copies import LateTransferEngine
 from tests.support.parity import Reference, Verdict, judge_with_aborted
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
-MODEL = "dummy:tiny-llama"
 FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_batched_tokens": 64, "max_num_seqs": 32}
 Disturb = Callable[["LateStorm"], None]
 
@@ -130,17 +130,3 @@ def make_requests(num_requests: int, num_tokens: int, *, num_prefixes: int, num_
         prompt = dice.choice(prefixes) + own if prefixes else own
         made.append(Request(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=float(index)))
     return made
-
-
-def run_calmly(requests: Sequence[Request]) -> list[Reference]:
-    """What an engine says that has room for everybody."""
-    prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
-    with LLM(MODEL, **FLAGS, kv_memory=2**23, policy="fcfs", swap="none") as llm:
-        outputs = llm.generate(prompts, [request.params for request in requests], use_tqdm=False)
-        assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
-    references = []
-    for output in outputs:
-        entries = output.outputs[0].logprobs or []
-        gaps = [entry.top[0][1] - entry.top[1][1] for entry in entries]
-        references.append(Reference(output.outputs[0].token_ids, gaps, [entry.chosen for entry in entries]))
-    return references

@@ -77,7 +77,7 @@ def judge(
 def judge_with_aborted(
     expected: Sequence[Reference],
     outputs: Mapping[SeqId, Sequence[int]],
-    logprobs: Mapping[SeqId, Sequence[float]],
+    logprobs: Mapping[SeqId, Sequence[float]] | None,
     aborted: Collection[SeqId],
 ) -> Verdict:
     """Compare by sequence; what was aborted, with the beginning of its reference."""
@@ -85,7 +85,7 @@ def judge_with_aborted(
         expected[seq_id].cut(len(output)) if seq_id in aborted else expected[seq_id]
         for seq_id, output in outputs.items()
     ]
-    return judge(references, list(outputs.values()), list(logprobs.values()))
+    return judge(references, list(outputs.values()), None if logprobs is None else list(logprobs.values()))
 
 
 def _are_close(expected: Sequence[float], got: Sequence[float]) -> bool:
