@@ -9,16 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from floodplain.core.plan import StepPlan, StepResult
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.offline import OfflineRun, hardware_report, run_offline
+from floodplain.engine.shell import Engine
 from floodplain.engine.weights.open_model import open_model
+from floodplain.sim.executor import StepLine
 from floodplain.workload.records import LoadRequest, RequestRecord
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +31,9 @@ sys.path.insert(0, str(HERE))
 
 from ways import WAYS  # noqa: E402
 from workloads import make_requests, make_warm_up, pool_bytes  # noqa: E402
+
+STEP = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
+"""A step of this model on two cores, as in ``benchmarks/policies``: what ``slowness`` is relative to."""
 
 STARTED = datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -37,6 +45,7 @@ def main(way_name: str, load: str, capacity: float, seed: int, traces: Path | No
     kv_memory = pool_bytes(tokenizer, kv_bytes_per_token(source.config, "bfloat16"))
     requests = make_requests(load, capacity, seed, tokenizer, traces)
     engine = AsyncEngine(build_engine(way.config(kv_memory, seed), way.make_policy()))
+    plain_steps = watch_plain_steps(engine.engine)
     run = asyncio.run(_serve(engine, make_warm_up(seed, tokenizer), requests))
     done = [record for record in run.records if record.error is None]
     if len(done) < len(requests):
@@ -54,6 +63,8 @@ def main(way_name: str, load: str, capacity: float, seed: int, traces: Path | No
         "ttft_s": [_round(record.token_times_s[0] - record.arrival_s) for record in done],
         "e2e_s": [_round(record.token_times_s[-1] - record.arrival_s) for record in done],
         "longest_gap_s": [_round(_longest_gap_s(record)) for record in done],
+        "slowness": round(median(plain_steps), 4),
+        "num_plain_steps": len(plain_steps),
         "engine": asdict(run.report),
         "config": asdict(facts.config),
         "hardware": asdict(hardware_report(facts.config.device, facts.links)),
@@ -67,6 +78,26 @@ async def _serve(engine: AsyncEngine, warm_up: list[LoadRequest], requests: list
         return await run_offline(engine, requests, progress=False)
     finally:
         await engine.close()
+
+
+def watch_plain_steps(engine: Engine) -> list[float]:
+    """Durations, as parts of what ``STEP`` says, of all steps to come that decode, with no copy beside them.
+
+    They are the same work whatever the policy: how they differ between two runs, the machine differs.
+    """
+    executor: Any = engine._executor
+    execute, ratios = executor.execute, []
+
+    def timed(plan: StepPlan) -> StepResult:
+        is_plain = not (plan.prefills or plan.transfers or engine._num_copying)
+        begin = time.perf_counter()
+        result: StepResult = execute(plan)
+        if is_plain and plan.decodes:
+            ratios.append((time.perf_counter() - begin) / STEP.time_s(plan))
+        return result
+
+    executor.execute = timed
+    return ratios
 
 
 def _longest_gap_s(record: RequestRecord) -> float:

@@ -1,6 +1,7 @@
 """The table of a comparison: pooled requests of all seeds, as ratios to the baseline under the same requests.
 
-Only runs of one process are compared, since the machine's speed wanders from hour to hour.
+The machine's speed wanders, from hour to hour and from minute to minute. So only runs of one process are compared, and
+of those only the ones in which steps that do the same took the same time (``slowness``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from ways import BASELINE
 
 VOID_BELOW_S = 5.0
 """A load under which the baseline keeps its TTFT p99 below this shows nothing."""
+
+MOST_ASTRAY = 0.1
+"""A run in which the machine was slower or faster than in the baseline's runs by more than this part is left out."""
 
 QUIET = "quiet"
 """The load that shall put nobody under pressure."""
@@ -33,16 +37,20 @@ COLUMNS: dict[str, Callable[[Runs], float]] = {
 def format_table(runs: Runs, baseline: str = BASELINE) -> str:
     """One block for each load: a row for each way, absolute for the baseline, ratios for the others, and the noise.
 
-    A process in which the load was none, or too much for a quiet one, is named and left out.
+    A process in which the load was none, or too much for a quiet one, is named and left out; and so are single runs
+    that met another machine.
     """
     lines: list[str] = []
     for load, capacity in dict.fromkeys((run["load"], run["capacity"]) for run in runs):
         of_load = [run for run in runs if (run["load"], run["capacity"]) == (load, capacity)]
         reasons = {process: void_reason(load, _of(of_load, process, baseline)) for process in _processes(of_load)}
         valid = [run for run in of_load if not reasons[run["process"]]]
+        astray = [run for run in valid if is_astray(run, _of(valid, run["process"], baseline))]
+        valid = [run for run in valid if run not in astray]
         seeds = sorted({run["seed"] for run in valid})
         lines += ["", f"**{load}**, capacity {capacity:.2f}/s, seeds {', '.join(map(str, seeds)) or 'none'}"]
         lines += [f"void: {reason}" for reason in reasons.values() if reason]
+        lines += [f"left out: {run['way']}, seed {run['seed']}, slowness {run['slowness']:.2f}" for run in astray]
         if valid:
             lines += ["", *_rows(valid, baseline)]
     return "\n".join(lines)
@@ -59,8 +67,15 @@ def void_reason(load: str, base: Runs) -> str | None:
     return f"seed {base[0]['seed']}, the baseline's TTFT p99 is {p99_s:.1f} s" if p99_s < VOID_BELOW_S else None
 
 
+def is_astray(run: dict[str, Any], base: Runs) -> bool:
+    """Whether the machine was another one than in the baseline's runs, by the median of those."""
+    known = [one["slowness"] for one in base if "slowness" in one]
+    return bool(known) and abs(run["slowness"] / float(np.median(known)) - 1) > MOST_ASTRAY
+
+
 def _rows(runs: Runs, baseline: str) -> list[str]:
     more = ["preempted a run", "recomputed tokens a run", "stall"] if "engine" in runs[0] else []
+    more += ["slowness"] if "slowness" in runs[0] else []
     lines = ["| way | " + " | ".join([*COLUMNS, *more]) + " |", "|---" * (len(COLUMNS) + len(more) + 1) + "|"]
     base = [run for run in runs if run["way"] == baseline]
     for way in sorted({run["way"] for run in runs}, key=lambda way: (way != baseline, way)):
@@ -81,6 +96,8 @@ def _row(way: str, runs: Runs, base: Runs, baseline: str) -> str:
         cells += [f"{np.mean([one[key] for one in engines]):.0f}" for key in ("preemptions", "recomputed_tokens")]
         stall_s = sum(one["swap"]["stall_s"] for one in engines)
         cells.append(f"{stall_s / sum(run['duration_s'] for run in runs):.2%}")
+    if "slowness" in runs[0]:
+        cells.append(f"{np.mean([run['slowness'] for run in runs]):.2f}")
     return f"| {way} | " + " | ".join(cells) + " |"
 
 

@@ -91,6 +91,22 @@ def test_a_quiet_load_is_compared_though_nobody_waits() -> None:
     )
 
 
+def test_a_run_that_met_a_slower_machine_is_named_and_left_out() -> None:
+    """By steps that are the same work whatever the policy, and not by how the policy did."""
+    from table import format_table
+
+    runs = [run("fcfs", 10.0, slowness=1.0), run("fcfs", 11.0, slowness=1.05), run("fcfs", 90.0, slowness=1.5)]
+    runs += [
+        run("paced/pcie", 1.0, slowness=1.1),
+        run("cfs/pcie", 1.0, slowness=1.4),
+        run("fair/pcie", 1.0, slowness=0.9),
+    ]
+    assert {*rows(runs)} >= {"fcfs", "paced/pcie"} and not {*rows(runs)} & {"cfs/pcie", "fair/pcie"}
+    assert "left out: cfs/pcie, seed 1, slowness 1.40" in format_table(runs)
+    assert "left out: fcfs, seed 1, slowness 1.50" in format_table(runs)
+    assert rows(runs)["fcfs beside itself"][0] == "0.91-1.10x"
+
+
 @pytest.mark.parametrize("true_capacity", [0.9, 2.3, 2.5, 6.0])
 def test_the_search_ends_just_below_the_capacity(true_capacity: float, monkeypatch: pytest.MonkeyPatch) -> None:
     import capacity
