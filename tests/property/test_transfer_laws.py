@@ -167,7 +167,9 @@ def test_many_copies_both_ways_all_answer(bench: Bench) -> None:
     assert torch.equal(bench.read(tuple(range(8))), before)
 
 
-def test_a_bug_in_the_copy_thread_reaches_the_caller() -> None:
+@pytest.fixture
+def broken() -> Iterator[HostTransferEngine]:
+    """An engine whose outbound thread has met a bug: there are no digests to write."""
     with open_private_device(2**22) as device:
         pool = KVPool(device, LAYOUT, 4)
         pool.grow(BlockLedger(0, 4, quantum_blocks=pool.quantum_blocks), 4)
@@ -175,25 +177,24 @@ def test_a_bug_in_the_copy_thread_reaches_the_caller() -> None:
         slots.digests = np.empty(0, dtype=np.int64)
         engine = HostTransferEngine(pool, slots).start()
         engine.submit(0, BlockCopy(OUT, (0,), (0,)))
-        with pytest.raises(InvariantError, match="IndexError") as caught:
-            engine.wait()
-        assert isinstance(caught.value.__cause__, IndexError)
-        with pytest.raises(InvariantError):  # and whoever asks again does not wait for ever
-            engine.wait()
-        with pytest.raises(InvariantError):
-            engine.submit(1, BlockCopy(IN, (1,), (1,)))
+        yield engine
         engine.close()
 
 
-def test_a_bug_in_the_copy_thread_that_nobody_asked_for_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    with open_private_device(2**22) as device:
-        pool = KVPool(device, LAYOUT, 4)
-        pool.grow(BlockLedger(0, 4, quantum_blocks=pool.quantum_blocks), 4)
-        slots = SwapSlots(LAYOUT, 4)
-        slots.digests = np.empty(0, dtype=np.int64)
-        engine = HostTransferEngine(pool, slots).start()
-        engine.submit(0, BlockCopy(OUT, (0,), (0,)))
-        engine.close()
+def test_a_bug_in_the_copy_thread_reaches_the_caller(broken: HostTransferEngine) -> None:
+    with pytest.raises(InvariantError, match="IndexError") as caught:
+        broken.wait()
+    assert isinstance(caught.value.__cause__, IndexError)
+    with pytest.raises(InvariantError):  # and whoever asks again does not wait for ever
+        broken.wait()
+    with pytest.raises(InvariantError):
+        broken.submit(1, BlockCopy(IN, (1,), (1,)))
+
+
+def test_a_bug_in_the_copy_thread_that_nobody_asked_for_is_in_the_log(
+    broken: HostTransferEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken.close()
     assert "IndexError" in caplog.text
 
 
