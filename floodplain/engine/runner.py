@@ -100,9 +100,8 @@ class ModelRunner:
             return StepResult(plan.step_id, ())
         logits = self._model.forward(batch, self._kv_layers, self._hooks)
         if not plan.sampled and logits.is_cuda:
-            torch.cuda.current_stream(
-                logits.device
-            ).synchronize()  # no token is waited for: else a step has no duration
+            # No token is waited for: without this the step would seem to take no longer than its launch.
+            torch.cuda.current_stream(logits.device).synchronize()
         return self._sample(plan, logits)
 
     def _start_transfers(self, transfers: Sequence[Transfer]) -> None:
