@@ -68,7 +68,7 @@ def void_reason(load: str, base: Runs) -> str | None:
     return f"seed {base[0]['seed']}, the baseline's TTFT p99 is {p99_s:.1f} s" if p99_s < VOID_BELOW_S else None
 
 
-def is_astray(run: dict[str, Any], base: Runs, most: float = MOST_ASTRAY) -> bool:
+def is_astray(run: dict[str, Any], base: Runs, most: float) -> bool:
     """Whether the machine was another one than in the baseline's runs, by the median of those."""
     known = [one["slowness"] for one in base if "slowness" in one]
     return bool(known) and abs(run["slowness"] / float(np.median(known)) - 1) > most
