@@ -73,11 +73,6 @@ class Lifecycle:
         return next((when for when, what in self.events if what is kind), None)
 
     @property
-    def num_preemptions(self) -> int:
-        """How often the request was taken off the device."""
-        return sum(kind is EventKind.PREEMPTED for _, kind in self.events)
-
-    @property
     def queueing_delay_s(self) -> float | None:
         """First scheduled - arrival; None while it waits."""
         scheduled = self.first(EventKind.SCHEDULED)

@@ -106,11 +106,6 @@ class Sequence:
         return len(self.tokens) + self.num_sampling
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """What was generated so far."""
-        return self.tokens[self.num_prompt :]
-
-    @property
     def stream_work(self) -> float:
         """What it counts between requests (``core.served``): its credit, and what it generated."""
         return self.credit + weighted_work(0, len(self.tokens) - self.num_prompt, self.request.priority)

@@ -231,11 +231,6 @@ class Loop:
         return self.state.counters
 
     @property
-    def num_outstanding(self) -> int:
-        """Steps whose results are not in."""
-        return len(self._steps)
-
-    @property
     def has_unfinished(self) -> bool:
         """Whether any request is alive, or a step or copy is not answered."""
         return bool(self.state.sequences or self._steps or self._moves.num_in_flight)

@@ -122,7 +122,7 @@ class LoopMachine(RuleBasedStateMachine):
         for seq in self.loop.state.sequences.values():
             times = [when for when, _ in seq.lifecycle.events]
             assert times == sorted(times)
-            assert len(seq.lifecycle.token_times_s) == len(seq.output_token_ids)
+            assert len(seq.lifecycle.token_times_s) == len(seq.tokens) - seq.num_prompt
 
     def teardown(self) -> None:
         if not hasattr(self, "loop"):

@@ -27,7 +27,6 @@ def test_a_request_that_runs_undisturbed() -> None:
     assert request.itl_s == [0.5, 1.0, 0.5]
     assert request.tpot_s == pytest.approx((13.0 - 11.0) / 3)
     assert request.e2e_s == 3.0
-    assert request.num_preemptions == 0
 
 
 def test_a_request_that_is_preempted_pays_in_one_gap() -> None:
@@ -44,7 +43,6 @@ def test_a_request_that_is_preempted_pays_in_one_gap() -> None:
     assert request.itl_s == [4.0, 1.0]
     assert request.tpot_s == 2.5
     assert request.e2e_s == 8.0
-    assert request.num_preemptions == 1
     assert request.first(EventKind.SCHEDULED) == 12.0
     assert request.first(EventKind.SWAPPED_IN) is None
 

@@ -80,4 +80,4 @@ def test_leaving_the_device_forgets_what_was_there_and_no_token() -> None:
     seq.is_decoding = True
     seq.forget_blocks()
     assert (seq.blocks, seq.num_computed, seq.num_scheduled, seq.is_decoding) == ([], 0, 0, False)
-    assert seq.output_token_ids == [8]
+    assert seq.tokens[seq.num_prompt :] == [8]
