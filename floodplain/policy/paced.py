@@ -26,7 +26,7 @@ from operator import attrgetter, itemgetter
 
 from floodplain.core.plan import Reason
 from floodplain.core.request import OrderKey
-from floodplain.core.sequence import Status
+from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import blocks_for, blocks_held
 from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
@@ -60,6 +60,10 @@ class PacedPolicy(SharingPolicy):
 
     name = "paced"
     keeps_pace = True
+
+    def waiting_key(self, seq: Sequence) -> OrderKey:
+        """(priority, arrival, id): as everywhere in this policy."""
+        return seq.order_key
 
     def rank(self, view: View, now: float) -> Ranking:
         """Newcomers, the core by arrival, then visitors by lag; a crowd of newcomers last of all."""

@@ -25,8 +25,8 @@ class SharingPolicy(ABC):
         self.settings = settings
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
-        """(priority, arrival, id)."""
-        return seq.order_key
+        """(0, arrival, id): where priority is a weight or breaks ties, it is no place in line."""
+        return (0, *seq.order_key[1:])
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         """One step."""

@@ -6,10 +6,11 @@ Nobody who comes later goes before. Whoever goes before has one turn, and so a f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from floodplain.core.request import SeqId
 from floodplain.core.view import SequenceView, View
@@ -29,14 +30,17 @@ def newcomers_that_passed(run: Run) -> Iterator[int]:
 
 @pytest.mark.slow
 def test_nobody_who_comes_later_begins_before() -> None:
-    """Whoever waits holds the least down to its own, so that newcomers are lifted to it and stand behind it."""
+    """Whoever waits holds the least down to its own, so that newcomers are lifted to it and stand behind it.
+
+    Whatever their priorities: those are weights.
+    """
     num_seen = 0
 
     @settings(max_examples=examples(10))
-    @given(SHAPES)
-    def law(shape: Shape) -> None:
+    @given(SHAPES, st.sampled_from([(0,), (0, 1, -1), (20, -20)]))
+    def law(shape: Shape, priorities: tuple[int, ...]) -> None:
         nonlocal num_seen
-        numbers = list(newcomers_that_passed(shape.run("fair")[0]))
+        numbers = list(newcomers_that_passed(replace(shape, priorities=priorities).run("fair")[0]))
         assert not any(numbers)
         num_seen += len(numbers)
 
@@ -50,6 +54,14 @@ def test_under_cfs_some_do() -> None:
     shape = Shape(num_requests=50, interval_ms=10, num_prompt=11, max_tokens=24, block_tokens=16, slice_steps=4)
     assert sum(newcomers_that_passed(shape.run("cfs")[0])) > 30
     assert not any(newcomers_that_passed(shape.run("fair")[0]))
+
+
+@pytest.mark.slow
+def test_nor_in_a_line_that_is_longer_than_a_view_shows() -> None:
+    """``paced`` is the control: there a priority is a place in line."""
+    shape = replace(LONG, num_requests=150, priorities=(1, 0, 0))
+    assert not any(newcomers_that_passed(shape.run("fair")[0]))
+    assert sum(newcomers_that_passed(shape.run("paced")[0])) > 1000
 
 
 @dataclass(frozen=True)

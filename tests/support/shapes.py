@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 from hypothesis import strategies as st
 
@@ -30,6 +31,8 @@ class Shape:
     max_tokens: int
     block_tokens: int
     slice_steps: int
+    priorities: tuple[int, ...] = (0,)
+    """Of one request after the other, again and again."""
 
     @property
     def machine(self) -> Machine:
@@ -44,12 +47,14 @@ class Shape:
         )
 
     def requests(self) -> list[Request]:
-        return make_burst(
+        requests = make_burst(
             self.num_requests,
             interval_s=self.interval_ms / 1e3,
             num_prompt=self.num_prompt,
             max_tokens=self.max_tokens,
         )
+        priorities = cycle(self.priorities)
+        return [replace(one, priority=next(priorities)) for one in requests]
 
     def run(self, policy: str) -> tuple[Run, Recorder]:
         recorder = Recorder(make_policy(policy, SharingSettings(slice_steps=self.slice_steps)))

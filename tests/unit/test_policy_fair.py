@@ -38,9 +38,10 @@ def test_priority_divides_work() -> None:
     assert work_by_request(view, 4) == {0: 4 / 1.25, 1: 4 * 1.25}
 
 
-def test_the_least_work_goes_first_and_then_priority_and_arrival() -> None:
+def test_the_least_work_goes_first_and_of_those_who_came_first() -> None:
+    """Priority is a weight: who has more of it does not go before all others that have been given as much."""
     view = make_view(stream(0, credit=2.0), swapped(1), stream(2), waiting(3, credit=4.0, order_key=(-1, 9.0, 3)))
-    assert order(view) == [3, 1, 2, 0]
+    assert order(view) == [1, 2, 3, 0]
 
 
 def test_who_is_in_its_slice_stays() -> None:
@@ -76,6 +77,12 @@ def test_what_waiting_requests_could_restore_is_no_work_of_their_key() -> None:
 def test_within_a_key_the_least_served_request_goes_first() -> None:
     rows = [of("a", stream(0)), of("a", stream(1, num_tokens=10)), of("a", waiting(2))]
     assert order(make_view(*rows, key_credits={"a": 0.0}), fair_by="key") == [2, 1, 0]
+
+
+def test_within_a_key_newcomers_begin_where_the_others_are() -> None:
+    """Else a stream of them would starve the key's own old ones."""
+    rows = [of("a", stream(0)), of("a", swapped(1, credit=3.0)), of("a", waiting(2, credit=5.0))]
+    assert order(make_view(*rows, key_credits={"a": 0.0}), fair_by="key") == [0, 2, 1]
 
 
 def test_a_key_of_many_does_not_stand_before_a_key_of_one() -> None:
