@@ -48,7 +48,7 @@ class BackupTable:
     def __init__(self, slots: Iterable[SlotLedger] = (), *, retains: bool = True) -> None:
         self.slots: dict[Tier, SlotLedger] = {ledger.tier: ledger for ledger in slots}
         self.changed_keys: set[BlockKey] = set()
-        """Contents whose whole backup appeared or vanished, until a reader clears it."""
+        """Contents whose whole backup appeared or vanished, or whose copies in began or ended; a reader clears it."""
         self._retains = retains
         self._by_key: dict[BlockKey, Backup] = {}
         self._idle: dict[Tier, dict[Backup, None]] = {tier: {} for tier in self.slots}  # least recently used first
@@ -116,11 +116,13 @@ class BackupTable:
                 raise InvariantError("a backup is read before it is whole")
             self._wake(backup)
             backup.num_readers += 1
+            self.changed_keys.add(backup.key)
 
     def finish_read(self, backups: Iterable[Backup]) -> None:
         """The inbound copy is done with them, well or not."""
         for backup in backups:
             backup.num_readers -= 1
+            self.changed_keys.add(backup.key)
             self._collect(backup)
 
     def keep(self, backup: Backup) -> None:

@@ -66,9 +66,9 @@ class BlockLedger:
         self._pins: list[int] = []
         self._keys: list[BlockKey | None] = []
         self._index: dict[BlockKey, BlockId] = {}
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
-        self._going: set[BlockId] = set()  # draining blocks that were about to be evicted
-        self._num_present = self._num_draining = 0
+        self._cached: OrderedDict[BlockId, int] = OrderedDict()  # least recently used first; its place in that order
+        self._going: dict[BlockId, int] = {}  # draining blocks that were cached, and will be again at their place
+        self._num_present = self._num_draining = self._last_place = 0
         self.add_memory(range(num_blocks))
 
     # -- what is there ---------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class BlockLedger:
             self._cached.pop(block, None)
             self._num_draining -= self._states[block] is BlockState.DRAINING
             self._states[block] = BlockState.OWNED
-            self._going.discard(block)
+            self._going.pop(block, None)
             self.changed_keys.add(key)
         self._refcounts[block] += 1
         if self._refcounts[block] == 2:
@@ -210,18 +210,18 @@ class BlockLedger:
             self._pins[block] += 1
 
     def pin_cached(self, blocks: Iterable[BlockId]) -> None:
-        """An outbound copy begins to read these cached blocks. If nobody revives them, they will be the next to go."""
+        """An outbound copy begins to read these cached blocks. They keep their place in line."""
         for block in blocks:
             self._expect(block, BlockState.CACHED)
-            del self._cached[block]
+            self._going[block] = self._cached.pop(block)
             if (key := self._keys[block]) is not None:
                 self.changed_keys.add(key)
-            self._going.add(block)
             self._pins[block] += 1
             self._settle(block)
 
     def unpin(self, blocks: Sequence[BlockId]) -> None:
         """The outbound copy is done with these blocks, well or not. As in ``free``, the tail goes first."""
+        returning = [block for block in blocks if block in self._going]
         for block in reversed(blocks):
             if self._pins[block] < 1:
                 raise InvariantError(f"block {block} is unpinned but not pinned")
@@ -229,6 +229,8 @@ class BlockLedger:
             if self._states[block] is BlockState.DRAINING and not self._pins[block]:
                 self._num_draining -= 1
                 self._settle(block)
+        if returning:
+            self._put_back(returning)
 
     def begin_load(self, num_blocks: int) -> list[BlockId] | None:
         """Give blocks for an inbound copy to write, evicting cached ones at need; None if too few."""
@@ -352,15 +354,21 @@ class BlockLedger:
             self._num_draining += 1
         elif self.caches_prefixes and (key := self._keys[block]) is not None:
             self._states[block] = BlockState.CACHED
-            self._cached[block] = None
-            if block in self._going:
-                self._going.remove(block)
-                self._cached.move_to_end(block, last=False)
+            self._last_place += 1
+            self._cached[block] = self._going.pop(block, self._last_place)
             self.changed_keys.add(key)
         else:
             self._forget_key(block)
             self._states[block] = BlockState.FREE
             self._free.add(block)
+
+    def _put_back(self, blocks: Iterable[BlockId]) -> None:
+        """Cached blocks that are last in line, since they were just added, go to their places."""
+        places = self._cached
+        latest = max(places[block] for block in blocks)
+        front = {*takewhile(lambda block: places[block] < latest, places), *blocks}
+        for block in sorted(front, key=places.__getitem__, reverse=True):
+            places.move_to_end(block, last=False)
 
     def _evict(self, block: BlockId) -> None:
         del self._cached[block]

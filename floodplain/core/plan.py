@@ -87,8 +87,10 @@ class BackupOrder:
 
 @dataclass(frozen=True, slots=True)
 class PrefixBackupOrder:
-    """Write those of the ``num_blocks`` prefix blocks that the device would forget next, and ``tier`` lacks, there."""
+    """Of the ``num_at_risk`` blocks that the device would forget next, write up to ``num_blocks`` that swap space lacks
+    to ``tier``."""
 
+    num_at_risk: int
     num_blocks: int
     tier: Tier
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from floodplain.core.hashing import BlockKey
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
@@ -36,8 +37,8 @@ class SequenceView:
         end_step: Decoding: the first step with nothing to run, because its last token is on the way.
         num_cached_tokens: Waiting or swapped: tokens whose blocks are on the device by content and need no copy.
         num_shared_blocks: Waiting or swapped: how many of those blocks cost no available block, since others hold them.
-        num_backed_blocks: Running: blocks with a backup, so that a swap-out copies at most ``num_blocks`` less these.
-            Waiting or swapped: blocks that a swap-in copies.
+        num_backed_blocks: Running or loading: blocks with a backup, so that a swap-out copies at most ``num_blocks``
+            less these. Waiting or swapped: blocks that a swap-in copies.
         num_restorable_tokens: Waiting or swapped: leading tokens that come back without computing.
         entered_step: Running: the step in which it last came onto the device.
         last_token_s: When it got its last token, when this row was made; None before the first. A row that is decoding
@@ -45,6 +46,9 @@ class SequenceView:
         credit: Served work that it was taken to have had when it arrived.
         is_leaving: Copies of its blocks are on their way out, so that what can be restored may still grow.
         pace: Tokens per second that its reader wants; None: as the server is told.
+        next_copy: Waiting or swapped: the first content that a swap-in copies. Whoever has the same one needs what
+            comes first, and can share it then.
+        is_arriving: That content is on its way onto the device already, for somebody else.
     """
 
     seq_id: SeqId
@@ -69,6 +73,8 @@ class SequenceView:
     credit: float
     is_leaving: bool
     pace: float | None = None
+    next_copy: BlockKey | None = None
+    is_arriving: bool = False
 
     @property
     def num_remaining(self) -> int:

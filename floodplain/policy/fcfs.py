@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Reason, Resumption
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence
@@ -62,6 +63,7 @@ class _Step:
         self._admissions: list[Chunk] = []
         self._preemptions: list[Preemption] = []
         self._resumptions: list[Resumption] = []
+        self._coming: set[BlockKey] = set()  # what they bring first
         self.is_short_of_blocks = False
 
     def decision(self) -> Decision:
@@ -103,12 +105,19 @@ class _Step:
             self._admissions.append(Chunk(row.seq_id, num_tokens))
 
     def _fetch(self, row: SequenceView) -> bool:
-        """Let its prefix come from swap space; the rest is computed when it is there. False: too few blocks."""
+        """Let its prefix come from swap space; the rest is computed when it is there. False: too few blocks.
+
+        If somebody else brings it, it is shared when it is there: until then the room is kept.
+        """
         num_blocks = self._blocks_for(row.num_restorable_tokens) - row.num_shared_blocks
         if num_blocks > self._blocks:
             return False
         self._blocks -= num_blocks
+        if row.is_arriving or row.next_copy in self._coming:
+            return True
         self._resumptions.append(Resumption(row.seq_id, Reason.PREFIX_IN_SWAP))
+        if row.next_copy is not None:
+            self._coming.add(row.next_copy)
         return True
 
     def _schedule_chunk(self, index: int, row: SequenceView) -> None:

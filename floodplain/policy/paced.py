@@ -177,7 +177,7 @@ def _judge(
     num_slots = sum(tier.num_free_slots for tier in quick_tiers(view))
     num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in visitors)  # the core stays
     for index, row in enumerate(fresh):
-        num_slots -= blocks_for(view, row.num_tokens) - (row.num_backed_blocks if row.status is Status.RUNNING else 0)
+        num_slots -= blocks_for(view, row.num_tokens) - (0 if row.status is Status.WAITING else row.num_backed_blocks)
         if num_slots < 0 and row.status is not Status.RUNNING:
             return _Newcomers(fresh[:index], fresh[index:], Reason.SWAP_FULL)
     return _Newcomers(fresh)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Chunk, Decision, Preemption, PreemptionMode, Reason, Resumption
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
@@ -66,6 +67,7 @@ class _Turn:
         self._has_shared = False  # somebody comes who counts on blocks that others hold: now nobody may leave
         self._preemptions: list[Preemption] = []
         self._resumptions: list[Resumption] = []
+        self._coming: set[BlockKey] = set()  # what they bring first
         self._chunks: list[Chunk] = []
         self._admissions: list[Chunk] = []
         self._decodes: set[SeqId] = set()
@@ -92,12 +94,17 @@ class _Turn:
         for another one because swap space is full: a turn that costs a prompt is none. Only who is cheaper to compute
         again than to copy back leaves without its KV. So newcomers may have to wait for swap space, one and all; those
         that are there already take turns meanwhile. What somebody shares may be gone with those who leave: then its
-        room is kept, and it comes in the next step, when that is certain.
+        room is kept, and it comes in the next step, when that is certain. Room is kept, too, as far as there is some,
+        for whoever needs what somebody else brings.
         """
         for row in self._absent:
             if row.is_leaving or not self._can_begin(row):
                 continue  # its last copy is not whole yet, or no token of it fits into this step
             num_blocks = self._blocks_to_enter(row)
+            if self._needs_copy(row) and self._is_coming(row):
+                if self._has_room(num_blocks):
+                    self._keep_room(num_blocks)
+                continue
             if not self._has_room(num_blocks):
                 if not self._make_room(num_blocks, row, self._turned_out(row), Reason.SLICE_ENDED):
                     if self._swap.is_short and row.status is Status.WAITING:
@@ -117,11 +124,17 @@ class _Turn:
         """Whether it has something to do on the device: a copy, or tokens for which the step has room."""
         if row.status is Status.SWAPPED:
             return True
-        return not self._swap.is_short and (self._fetches(row) or self._tokens_to_begin(row) > 0)
+        return not self._swap.is_short and (self._needs_copy(row) or self._tokens_to_begin(row) > 0)
 
-    def _fetches(self, row: SequenceView) -> bool:
-        """Whether a waiting request's prefix comes from swap space, and nobody leaves for the slots where it lies."""
-        return pays_to_fetch(self._view, row) and self._swap.can_hold_prefix(row)
+    def _needs_copy(self, row: SequenceView) -> bool:
+        """Whether it comes by a copy: its KV, or a prefix, unless somebody leaves for the slots where that lies."""
+        if row.status is Status.SWAPPED:
+            return True
+        return pays_to_fetch(self._view, row) and (self._is_coming(row) or self._swap.can_hold_prefix(row))
+
+    def _is_coming(self, row: SequenceView) -> bool:
+        """Whether somebody else brings what it needs first: it can share that when it is there."""
+        return row.is_arriving or row.next_copy in self._coming
 
     def _tokens_to_begin(self, row: SequenceView) -> int:
         """Tokens for which the step has room when prompts that are there already and rank above have theirs."""
@@ -137,13 +150,18 @@ class _Turn:
     def _enter(self, row: SequenceView) -> None:
         """It comes; or in the next step, if who leaves for it took the slots of its prefix and no token of it fits."""
         if row.status is Status.SWAPPED:
-            self._resumptions.append(Resumption(row.seq_id, Reason.SLICE_BEGINS))
-        elif self._fetches(row):
-            self._resumptions.append(Resumption(row.seq_id, Reason.PREFIX_IN_SWAP))
+            self._resume(row, Reason.SLICE_BEGINS)
+        elif self._needs_copy(row):
+            self._resume(row, Reason.PREFIX_IN_SWAP)
             self._swap.hold_prefix(row)
         elif num_tokens := self._tokens_to_begin(row):
             self._admissions.append(Chunk(row.seq_id, self._tokens.take_prefill(num_tokens)))
         self._has_shared = self._has_shared or row.num_shared_blocks > 0
+
+    def _resume(self, row: SequenceView, reason: Reason) -> None:
+        self._resumptions.append(Resumption(row.seq_id, reason))
+        if row.next_copy is not None:
+            self._coming.add(row.next_copy)
 
     @property
     def moves_kv(self) -> bool:

@@ -84,11 +84,9 @@ class Departures:
     def save_prefixes(self, order: PrefixBackupOrder) -> Transfer | None:
         """Write content that the device would forget next to swap space; None if all of it is there already."""
         state = self._state
-        missing = [
-            (block, key)
-            for block, key in state.ledger.next_evicted(order.num_blocks)
-            if state.backups.find(key) is None
-        ]
+        at_risk = state.ledger.next_evicted(order.num_at_risk)
+        unsaved = ((block, key) for block, key in at_risk if state.backups.find(key) is None)
+        missing = list(islice(unsaved, order.num_blocks))
         backups = state.backups.begin_write(order.tier, [key for _, key in missing])
         if not missing or backups is None:
             return None

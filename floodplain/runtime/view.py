@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+from floodplain.core.hashing import BlockKey
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, TierView, View
@@ -41,7 +42,7 @@ class ViewBuilder:
             waiting=self._waiting,
             num_waiting=len(state.waiting),
             swapped=self._swapped,
-            loading=tuple([self._fresh_row(seq, step) for seq in state.loading]),
+            loading=tuple([self._loading_row(seq, step) for seq in state.loading]),
             outstanding=outstanding,
             num_available_blocks=ledger.num_available,
             num_empty_blocks=ledger.num_empty,
@@ -140,6 +141,8 @@ class ViewBuilder:
             num_shared_blocks=found.num_shared_hits,
             num_backed_blocks=found.num_backed_blocks,
             num_restorable_tokens=found.num_restorable_tokens,
+            next_copy=found.next_copy,
+            is_arriving=found.is_arriving,
         )
 
     def _swapped_row(self, seq: Sequence, step: int) -> SequenceView:
@@ -151,10 +154,12 @@ class ViewBuilder:
             num_shared_blocks=found.num_shared_blocks,
             num_backed_blocks=found.num_backed_blocks,
             num_restorable_tokens=found.num_restorable_tokens,
+            next_copy=found.next_copy,
+            is_arriving=found.is_arriving,
         )
 
-    def _fresh_row(self, seq: Sequence, step: int) -> SequenceView:
-        return self._make_row(seq, step)
+    def _loading_row(self, seq: Sequence, step: int) -> SequenceView:
+        return self._make_row(seq, step, num_backed_blocks=min(len(seq.backups), seq.num_arriving))
 
     def _make_row(
         self,
@@ -168,6 +173,8 @@ class ViewBuilder:
         num_shared_blocks: int = 0,
         num_backed_blocks: int = 0,
         num_restorable_tokens: int = 0,
+        next_copy: BlockKey | None = None,
+        is_arriving: bool = False,
     ) -> SequenceView:
         return SequenceView(
             seq_id=seq.seq_id,
@@ -192,6 +199,8 @@ class ViewBuilder:
             credit=seq.credit,
             is_leaving=seq.num_leaving > 0,
             pace=seq.request.pace,
+            next_copy=next_copy,
+            is_arriving=is_arriving,
         )
 
     def _tiers(self, step: int) -> tuple[TierView, ...]:

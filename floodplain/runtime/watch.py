@@ -2,7 +2,7 @@
 
 A prefix can be hundreds of blocks long and a hundred requests may wait for it: asking for each of them at every step
 would cost more than everything else that the loop does. So every answer is kept together with the contents it rests
-on, and dies when one of those comes, goes, or changes hands.
+on, and dies when one of those comes, goes, or changes hands, or a copy in of it begins or ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
+from floodplain.core.backups import Backup
 from floodplain.core.blocks import BlockState
 from floodplain.core.hashing import BlockKey
 from floodplain.core.request import SeqId
@@ -28,6 +29,8 @@ class Found:
         num_shared_blocks: How many of those others hold.
         num_backed_blocks: Blocks of that run that only swap space has.
         num_restorable_tokens: Tokens of that run.
+        next_copy: The first content of that run that must be copied and that others may share; None if there is none.
+        is_arriving: Somebody's copy brings it already.
         watched: The contents that this answer rests on: those of the run, and the first that is missing.
     """
 
@@ -37,6 +40,8 @@ class Found:
     num_shared_blocks: int
     num_backed_blocks: int
     num_restorable_tokens: int
+    next_copy: BlockKey | None
+    is_arriving: bool
     watched: list[BlockKey]
 
 
@@ -92,18 +97,29 @@ class ContentWatch:
         hits = ledger.find_prefix(keys)
         num_shared = num_shared_hits = len(hits) - ledger.count_cached(hits)
         num_device, num_backed = len(hits), 0
+        next_copy: Backup | None = None
         for key in keys[len(hits) :]:
             block = ledger.find(key)
             if block is not None:
                 num_device += 1
                 num_shared += ledger.state(block) is not BlockState.CACHED
-            elif self._state.backups.find_whole(key) is not None:
+            elif (backup := self._state.backups.find_whole(key)) is not None:
                 num_backed += 1
+                next_copy = next_copy or backup
             else:
                 break
         num_full = num_device + num_backed
         num_tokens = num_full * block_tokens
         if seq.tail is not None and seq.tail[0].is_whole and seq.tail[1] // block_tokens == num_full:
             num_backed, num_tokens = num_backed + 1, seq.tail[1]
-        watched = keys[: num_full + 1]
-        return Found(len(hits), num_shared_hits, num_device, num_shared, num_backed, num_tokens, watched)
+        return Found(
+            num_hit_blocks=len(hits),
+            num_shared_hits=num_shared_hits,
+            num_device_blocks=num_device,
+            num_shared_blocks=num_shared,
+            num_backed_blocks=num_backed,
+            num_restorable_tokens=num_tokens,
+            next_copy=None if next_copy is None else next_copy.key,
+            is_arriving=next_copy is not None and next_copy.num_readers > 0,
+            watched=keys[: num_full + 1],
+        )

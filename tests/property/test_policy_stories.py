@@ -108,8 +108,8 @@ def test_nobody_is_turned_out_before_its_slice_is_over(seed: int, policy: str) -
 def test_the_absent_come_in_the_order_of_the_ranking(seed: int, policy: str) -> None:
     """Who can come and does not, comes before all that rank below it.
 
-    Except while the step has no token for it, while its room is kept (``refills``), or, for a newcomer, while nobody
-    can leave for want of slots. AQUA's switch begins no prompt beside copies.
+    Except while the step has no token for it, while its room is kept (``refills``), while somebody else brings what it
+    needs, or, for a newcomer, while nobody can leave for want of slots. AQUA's switch begins no prompt beside copies.
     """
     story = make_story(seed, policy, max_requests=10)
     story = replace(story, settings=replace(story.settings, is_synchronous=False))
@@ -121,12 +121,14 @@ def test_the_absent_come_in_the_order_of_the_ranking(seed: int, policy: str) -> 
         places = [place for place, row in enumerate(rows) if row.seq_id in came]
         num_prompt = sum(chunk.num_tokens for chunk in (*decision.chunks, *decision.admissions))
         is_step_full = num_prompt > 0 or len(view.running) >= view.max_batched_tokens
+        brought = {row.next_copy for row in rows if row.seq_id in came} - {None}
         is_swap_full = all(tier.num_free_slots < most_copied(view) for tier in view.tiers)
         for row in rows[: max(places, default=0)]:
             waits_for_room = ranking.refills and (gone or view.num_draining_blocks)
             has_no_token = row.status is Status.WAITING and (is_step_full or is_swap_full)
             has_lost_room = gone and row.num_shared_blocks
-            assert row.seq_id in came or row.is_leaving or has_no_token or waits_for_room or has_lost_room
+            waits_for_copy = row.is_leaving or row.is_arriving or row.next_copy in brought
+            assert row.seq_id in came or waits_for_copy or has_no_token or waits_for_room or has_lost_room
 
 
 @settings(max_examples=examples(6))

@@ -21,7 +21,8 @@ class LedgerModel:
         self.loads: list[list[BlockId]] = []
         self.keys: dict[int, BlockKey] = {}
         self.lru: list[int] = []
-        self.going: set[int] = set()  # copied while they were about to be evicted
+        self.going: set[int] = set()  # copied while they were cached
+        self.place: dict[int, int] = {}  # of every block that was ever cached, in the order of use
         self.data: dict[int, object] = {}
         self.num_writes = 0
 
@@ -53,8 +54,10 @@ class LedgerModel:
         if self.references(block) or self.pins(block):
             return
         if self.caches and block in self.keys:
-            self.lru.insert(0 if block in self.going else len(self.lru), block)
+            if block not in self.going:
+                self.place[block] = 1 + max(self.place.values(), default=0)
             self.going.discard(block)
+            self.lru = sorted([*self.lru, block], key=self.place.__getitem__)
         else:
             self.keys.pop(block, None)
 

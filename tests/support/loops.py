@@ -166,7 +166,8 @@ class RandomPolicy:
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         if view.tiers and rng.random() < 0.1:  # alone: FCFS would give the same blocks away
-            order = PrefixBackupOrder(rng.randint(1, 4), view.tiers[0].tier)
+            num_blocks = rng.randint(1, 4)
+            order = PrefixBackupOrder(2 * num_blocks, num_blocks, view.tiers[0].tier)
             return Decision(prefix_backup=order, wake_s=_far_ahead(view))
         base = self._fcfs.decide(view, now, rng)
         if rng.random() < 0.5:

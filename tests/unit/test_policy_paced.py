@@ -179,6 +179,15 @@ def test_blocks_of_a_prompt_that_has_begun_need_one_slot_each() -> None:
     assert rank(make_view(prompt(5, 30, 8), waiting(6), tiers=view.tiers)).reason is None
 
 
+def test_what_a_prompt_in_swap_space_has_there_already_needs_no_slot() -> None:
+    """Thirty tokens in eight blocks, two of which lie there: six slots, and two for a newcomer of eight."""
+    begun = swapped(5, num_prompt=30, num_tokens=30, num_backed_blocks=2, last_token_s=None)
+    view = make_view(begun, waiting(6), waiting(7), tiers=(host(num_free_slots=8),))
+    assert order(view) == [5, 6, 7]
+    assert rank(view).reason is Reason.SWAP_FULL
+    assert rank(make_view(begun, waiting(6), tiers=view.tiers)).reason is None
+
+
 def test_only_slots_of_quick_tiers_count() -> None:
     slow = host(block_s=1.0)
     view = make_view(waiting(5), tiers=(host(tier=Tier.PEER, num_free_slots=0), slow), prices=Prices(0.02, 0.001))

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Chunk, PrefixBackupOrder, Reason, Resumption
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
@@ -35,6 +36,13 @@ def test_a_prefix_is_fetched_if_that_is_sooner_than_computing_it(
     assert pays_to_fetch(view, view.waiting[0]) is pays
 
 
+def test_what_is_on_its_way_for_somebody_else_is_not_counted_twice() -> None:
+    """Six blocks of 3 ms, under way for another one, against 24 ms of computing; twice as many would take longer."""
+    view = make_view(knows(0), tiers=(host(block_s=0.003, num_inbound_blocks=6),), prices=PRICES)
+    assert pays_to_fetch(view, knows(0, is_arriving=True))
+    assert not pays_to_fetch(view, knows(0))
+
+
 def test_what_is_on_the_device_already_is_not_worth_a_copy() -> None:
     tier = host(block_s=0.001)
     row = knows(0, num_cached_tokens=20, num_backed_blocks=1)
@@ -58,6 +66,29 @@ def test_every_policy_fetches_and_lets_the_others_start(name: str, others: tuple
     assert decision.admissions == (Chunk(SeqId(1), 8),)
 
 
+KEY = BlockKey(b"what comes first")
+
+
+@pytest.mark.parametrize("name", ["fcfs", "cfs", "fair", "paced"])
+@pytest.mark.parametrize("others", [(), (swapped(5),)])
+def test_every_policy_fetches_what_several_need_once(name: str, others: tuple[SequenceView, ...]) -> None:
+    def coming(*rows: SequenceView) -> list[int]:
+        decision = make_policy(name).decide(make_view(*rows, *others, prices=PRICES), 1.0, Random(0))
+        assert not decision.admissions
+        return [order.seq_id for order in decision.resumptions if order.reason is Reason.PREFIX_IN_SWAP]
+
+    assert coming(knows(0, next_copy=KEY), knows(1, next_copy=KEY)) == [0]
+    assert coming(knows(0, next_copy=KEY), knows(1, next_copy=BlockKey(b"another"))) == [0, 1]
+    assert coming(knows(0, next_copy=KEY, is_arriving=True)) == []
+
+
+def test_fcfs_keeps_room_for_those_who_wait_for_somebody_elses_copy() -> None:
+    rows = knows(0, next_copy=KEY, is_arriving=True), waiting(1, 8)
+    for num_free, admitted in [(8, (Chunk(SeqId(1), 8),)), (7, ())]:
+        view = make_view(*rows, num_available_blocks=num_free)
+        assert FcfsPolicy().decide(view, 0.0, Random(0)).admissions == admitted
+
+
 def test_fcfs_lets_nobody_pass_a_fetch_that_finds_no_room() -> None:
     view = make_view(knows(0), waiting(1, 8), num_available_blocks=5)
     decision = FcfsPolicy().decide(view, 0.0, Random(0))
@@ -71,7 +102,7 @@ FULL = {"num_available_blocks": 40, "num_empty_blocks": 3, "prices": Prices(step
 
 
 def test_what_a_step_could_evict_is_saved_first() -> None:
-    assert prefix_backup(make_view(**FULL), 100) == PrefixBackupOrder(16, Tier.HOST)
+    assert prefix_backup(make_view(**FULL), 100) == PrefixBackupOrder(16, 16, Tier.HOST)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +123,13 @@ def test_nothing_is_saved_that_need_not_or_must_not_be(fields: dict[str, object]
 
 
 def test_a_save_is_no_larger_than_the_link_the_slots_and_half_of_what_is_spare() -> None:
-    for tier, num_spare, expected in [
-        (host(block_s=0.002), 100, 5),
-        (host(num_free_slots=7), 100, 7),
-        (host(), 20, 10),
+    for tier, num_spare, num_at_risk, expected in [
+        (host(block_s=0.002), 100, 16, 5),
+        (host(num_free_slots=7), 100, 7, 7),  # more would forget what was saved just before
+        (host(), 20, 16, 10),
     ]:
         assert prefix_backup(make_view(**(FULL | {"tiers": (tier,)})), num_spare) == PrefixBackupOrder(
-            expected, Tier.HOST
+            num_at_risk, expected, Tier.HOST
         )
 
 
@@ -117,8 +148,8 @@ def test_fcfs_saves_too_while_nobody_waits_for_the_blocks() -> None:
         return make_policy("fcfs").decide(view, 0.0, Random(0)).prefix_backup
 
     residents = [stream(number) for number in range(12)]
-    assert saved(*residents) == PrefixBackupOrder(14, Tier.HOST)  # half of 40 less one for each
-    assert saved(*residents, waiting(20, 8)) == PrefixBackupOrder(12, Tier.HOST)  # three go to it
+    assert saved(*residents) == PrefixBackupOrder(16, 14, Tier.HOST)  # half of 40 less one for each
+    assert saved(*residents, waiting(20, 8)) == PrefixBackupOrder(16, 12, Tier.HOST)  # three go to it
     assert saved(*residents, waiting(20, 200)) is None  # all are for it, though its first chunk is smaller
     assert saved(*residents, waiting(20, 8), num_available=1) is None
     assert FcfsPolicy().decide(make_view(*residents, **FULL), 0.0, Random(0)).prefix_backup is None

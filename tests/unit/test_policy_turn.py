@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Decision, Reason
 from floodplain.core.view import SequenceView
 from floodplain.policy.fair import FairPolicy
@@ -55,6 +56,13 @@ def test_without_a_refill_room_is_made_for_one_after_the_other() -> None:
     assert left(decision) == [1]
     assert came(decision) == []
     assert decision.decodes == (0,)
+
+
+def test_what_two_in_swap_space_share_comes_once() -> None:
+    """The second one comes when the blocks are there, and holds them, too: it takes less room then."""
+    key, other = BlockKey(b"shared"), BlockKey(b"not")
+    assert came(decide(swapped(0, next_copy=key), swapped(1, next_copy=key), swapped(2, next_copy=other))) == [0, 2]
+    assert came(decide(swapped(0, next_copy=key, is_arriving=True), swapped(2, next_copy=other))) == [2]
 
 
 # -- slots -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from floodplain.core.plan import (
     Resumption,
     StepPlan,
     TransferKind,
+    Wait,
 )
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.sequence import Status
@@ -29,9 +30,9 @@ def make_driver(num_blocks: int = 16, num_slots: int = 16, **kwargs: object) -> 
     return Driver(make_loop(policy=policy, num_blocks=num_blocks, num_slots=num_slots, **kwargs))  # type: ignore[arg-type]
 
 
-def save(num_blocks: int = 99) -> Choice:
+def save(num_at_risk: int = 99, num_blocks: int = 99) -> Choice:
     """Beside a step of FCFS there is always something to run, so it stands alone here."""
-    return lambda view: Decision(prefix_backup=PrefixBackupOrder(num_blocks, Tier.HOST), wake_s=1e9)
+    return lambda view: Decision(prefix_backup=PrefixBackupOrder(num_at_risk, num_blocks, Tier.HOST), wake_s=1e9)
 
 
 def fetch(seq_id: SeqId) -> Choice:
@@ -112,6 +113,58 @@ def test_only_the_next_to_go_are_saved() -> None:
     driver.settle()
     assert driver.loop.state.ledger.cached_blocks()[:2] == oldest
     driver.run()
+
+
+def test_order_after_order_saves_all_that_is_at_risk_and_leaves_it_in_its_order() -> None:
+    driver = make_driver()
+    live_through(driver)
+    live_through(driver, range(30, 40))
+    driver.submit([60], max_tokens=2, ignore_eos=True)
+    cached = driver.loop.state.ledger.cached_blocks()
+    assert len(cached) == 4
+    saved_blocks: list[int] = []
+    for num_left in (3, 2, 1):
+        [transfer] = plan(driver, save(3, 1)).transfers
+        driver.settle()
+        saved_blocks += transfer.blocks
+        assert num_idle(driver) == 4 - num_left
+    driver.loop.policy.script.append(save(3, 1))  # type: ignore[attr-defined]
+    assert isinstance(driver.plan(), Wait)  # there is nothing to do
+    assert sorted(saved_blocks) == sorted(cached[:3])
+    assert driver.loop.state.ledger.cached_blocks() == cached
+    driver.run()
+
+
+def test_what_two_newcomers_need_is_brought_once() -> None:
+    """The second one waits for the copy of the first, and shares its blocks; whoever needs something else does not."""
+    driver = make_driver()
+    first = saved(driver)
+    second = driver.submit([*PROMPT, 31, 32], max_tokens=3, ignore_eos=True)
+    other = driver.submit([41, 42], max_tokens=3, ignore_eos=True)
+    made = driver.step()
+    assert [(move.seq_id, len(move.blocks)) for move in made.transfers] == [(first, 2)]
+    assert computed(made) == {other: 2}
+    assert not driver.step().transfers  # the copy is under way
+    assert driver.seq(second).status is Status.WAITING
+    driver.settle()
+    assert computed(driver.step()).keys() >= {first, second}
+    assert driver.seq(first).blocks[:2] == driver.seq(second).blocks[:2]
+    driver.run()
+    assert driver.loop.counters.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_if_the_first_hangs_up_or_its_copy_fails_the_second_goes_on_alone(ok: bool) -> None:
+    driver = make_driver()
+    first = saved(driver)
+    second = driver.submit([*PROMPT, 31, 32], max_tokens=3, ignore_eos=True)
+    driver.plan()
+    if ok:
+        driver.loop.finish(first, FinishReason.ABORT, driver.now)
+    driver.settle(ok=ok)
+    driver.run()
+    assert driver.finished[second] is FinishReason.LENGTH
+    assert driver.loop.counters.num_cached_tokens == (8 if ok else 0)
 
 
 def test_a_save_that_failed_is_a_miss() -> None:

@@ -91,6 +91,25 @@ def test_a_sequence_that_comes_back_computes_exactly_one_token() -> None:
     assert driver.loop.counters.preemptions == {"recompute": 0, "swap": 1}
 
 
+def test_on_its_way_back_its_full_blocks_are_backed_up_already() -> None:
+    """Else a policy would set slots aside twice for who comes and must leave again."""
+    driver = make_driver()
+    seq_id = start(driver)
+    driver.step()
+    plan(driver, swap_out(seq_id))
+    driver.settle()
+    driver.evict_everything()
+    plan(driver, resume(seq_id))
+    driver.submit([60], max_tokens=1, ignore_eos=True)
+    seen: list[View] = []
+    choose(driver, lambda view: seen.append(view) or idle(view))
+    driver.plan()
+    [row] = seen[0].loading
+    assert (row.num_blocks, row.num_backed_blocks) == (3, 2)  # and its tail, which dies when it arrives
+    driver.settle()
+    driver.run()
+
+
 def test_after_a_backup_the_switch_copies_only_the_tail() -> None:
     driver = make_driver()
     seq_id = start(driver)
