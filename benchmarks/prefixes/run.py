@@ -25,7 +25,7 @@ FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 AGAIN, DEVICE = "computed again", "device"
 PLACES: dict[str, dict[str, object]] = {
-    AGAIN: {"swap": "none"},
+    AGAIN: {"swap": "none", "policy": "fcfs"},
     "host, emulated-pcie5": {"swap": "host", "hardware": "emulated-pcie5"},
     "host, emulated-nvlink4": {"swap": "host", "hardware": "emulated-nvlink4"},
     "host, this machine's memory": {"swap": "host"},
