@@ -50,6 +50,6 @@ class Teacher:
 
     def _compute(self, prompt: Sequence[int], tokens: Sequence[int]) -> Reference:
         with torch.inference_mode():
-            logits = self._model(torch.tensor([[*prompt, *tokens][:-1]])).logits[0, len(prompt) - 1 :]
+            logits = self._model(torch.tensor([[*prompt, *tokens][:-1]]), logits_to_keep=len(tokens)).logits[0]
         best, token_ids = logits.topk(2)
         return Reference(token_ids[:, 0].tolist(), (best[:, 0] - best[:, 1]).tolist())
