@@ -65,6 +65,13 @@ def test_what_two_in_swap_space_share_comes_once() -> None:
     assert came(decide(swapped(0, next_copy=key, is_arriving=True), swapped(2, next_copy=other))) == [2]
 
 
+def test_room_is_kept_for_whoever_waits_for_somebody_elses_copy() -> None:
+    """Four blocks, and three for the one who ranks below."""
+    rows = swapped(0, next_copy=BlockKey(b"shared"), is_arriving=True), waiting(5, 8, credit=9.0)
+    assert came(decide(*rows, num_available_blocks=7)) == [5]
+    assert came(decide(*rows, num_available_blocks=6)) == []
+
+
 # -- slots -----------------------------------------------------------------------------------------------------------
 
 VETERAN = stream(
