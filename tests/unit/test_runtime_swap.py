@@ -8,69 +8,26 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.plan import (
     BackupOrder,
     Decision,
-    Preemption,
-    PreemptionMode,
     Reason,
-    Resumption,
     StepPlan,
     TransferKind,
 )
-from floodplain.core.request import FinishReason, SeqId
+from floodplain.core.request import FinishReason
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
-from floodplain.core.view import View
-from tests.support.driver import Choice, Driver, ScriptedPolicy, computed
-from tests.support.loops import make_loop
-
-FIRST, SECOND = SeqId(0), SeqId(1)
-
-
-def make_driver(num_blocks: int = 16, num_slots: int = 16, **kwargs: object) -> Driver:
-    policy = ScriptedPolicy()
-    return Driver(make_loop(policy=policy, num_blocks=num_blocks, num_slots=num_slots, **kwargs))  # type: ignore[arg-type]
-
-
-def choose(driver: Driver, *choices: Choice) -> None:
-    """What the policy decides next, instead of FCFS."""
-    driver.loop.policy.script.extend(choices)  # type: ignore[attr-defined]
-
-
-def swap_out(seq_id: SeqId) -> Choice:
-    order = Preemption(seq_id, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST)
-    return lambda view: Decision(preemptions=(order,), wake_s=1e9)
-
-
-def decoding(view: View) -> tuple[SeqId, ...]:
-    return tuple(row.seq_id for row in view.running if row.is_decoding)
-
-
-def resume(seq_id: SeqId) -> Choice:
-    order = Resumption(seq_id, Reason.SLICE_BEGINS)
-    return lambda view: Decision(decodes=decoding(view), resumptions=(order,), wake_s=1e9)
-
-
-def back_up(seq_id: SeqId, num_blocks: int = 99) -> Choice:
-    """Beside the decoding of everybody, as a policy does it."""
-    order = BackupOrder(seq_id, num_blocks, Tier.HOST)
-    return lambda view: Decision(decodes=decoding(view), backups=(order,))
-
-
-def idle(view: View) -> Decision:
-    return Decision(wake_s=1e9)
-
-
-def start(driver: Driver, prompt: range = range(10), max_tokens: int = 12) -> SeqId:
-    seq_id = driver.submit(prompt, max_tokens=max_tokens, ignore_eos=True)
-    driver.step()
-    return seq_id
-
-
-def plan(driver: Driver, *choices: Choice) -> StepPlan:
-    choose(driver, *choices)
-    made = driver.plan()
-    assert isinstance(made, StepPlan)
-    driver.complete()
-    return made
+from tests.support.driver import computed
+from tests.support.swap_choices import (
+    FIRST,
+    SECOND,
+    back_up,
+    choose,
+    idle,
+    make_driver,
+    plan,
+    resume,
+    start,
+    swap_out,
+)
 
 
 def test_a_sequence_that_comes_back_computes_exactly_one_token() -> None:
@@ -89,25 +46,6 @@ def test_a_sequence_that_comes_back_computes_exactly_one_token() -> None:
     driver.run()
     assert driver.loop.counters.num_recomputed_tokens == 0
     assert driver.loop.counters.preemptions == {"recompute": 0, "swap": 1}
-
-
-def test_on_its_way_back_its_full_blocks_are_backed_up_already() -> None:
-    """Else a policy would set slots aside twice for who comes and must leave again."""
-    driver = make_driver()
-    seq_id = start(driver)
-    driver.step()
-    plan(driver, swap_out(seq_id))
-    driver.settle()
-    driver.evict_everything()
-    plan(driver, resume(seq_id))
-    driver.submit([60], max_tokens=1, ignore_eos=True)
-    seen: list[View] = []
-    choose(driver, lambda view: seen.append(view) or idle(view))
-    driver.plan()
-    [row] = seen[0].loading
-    assert (row.num_blocks, row.num_backed_blocks) == (3, 2)  # and its tail, which dies when it arrives
-    driver.settle()
-    driver.run()
 
 
 def test_after_a_backup_the_switch_copies_only_the_tail() -> None:
@@ -306,88 +244,6 @@ def test_a_shared_prefix_may_move_while_the_rest_of_a_sequence_is_on_its_way_in(
     driver.settle()
     assert driver.seq(second).blocks[:2] == [moved.get(b, b) for b in prefix]
     driver.grow_back()
-    driver.run()
-
-
-# -- what a view shows of backups ------------------------------------------------------------------------------------
-
-
-def shown_backups(driver: Driver) -> dict[SeqId, int]:
-    driver.step()
-    view = driver.loop.policy.views[-1]  # type: ignore[attr-defined]
-    return {row.seq_id: row.num_backed_blocks for row in view.running}
-
-
-def test_a_view_counts_backups_that_another_sequence_wrote() -> None:
-    driver = make_driver()
-    for _ in range(2):
-        driver.submit(range(10), max_tokens=12, ignore_eos=True)
-        driver.step()
-    plan(driver, back_up(FIRST))
-    driver.settle()
-    plan(driver, back_up(SECOND))
-    assert shown_backups(driver) == {FIRST: 2, SECOND: 2}
-
-
-def test_a_view_forgets_backups_that_a_failed_restore_of_another_sequence_lost() -> None:
-    """Both hold the content in blocks of their own, since neither had it sealed when the other began."""
-    driver = make_driver(max_batched_tokens=64)
-    for _ in range(2):
-        driver.submit(range(10), max_tokens=12, ignore_eos=True)
-    driver.step()
-    assert not set(driver.seq(FIRST).blocks) & set(driver.seq(SECOND).blocks)
-    plan(driver, back_up(SECOND))
-    driver.settle()
-    plan(driver, swap_out(FIRST))  # the indexed copy of the prefix goes ...
-    driver.settle()
-    driver.evict_everything()
-    assert shown_backups(driver) == {SECOND: 2}
-    plan(driver, resume(FIRST))  # ... so that it comes back from the backups that the other one keeps
-    driver.step()
-    driver.settle(ok=False)
-    assert driver.seq(SECOND).backups == []
-    assert shown_backups(driver) == {SECOND: 0}
-
-
-def test_a_view_counts_anew_what_is_exclusive_when_a_sequence_comes_back() -> None:
-    """It left with blocks of its own and comes back to those that a copy still reads: preempting it frees nothing."""
-    driver = make_driver(max_batched_tokens=64)
-    for _ in range(2):
-        driver.submit(range(8), max_tokens=12, ignore_eos=True)
-    driver.step()
-    plan(driver, swap_out(FIRST))  # its blocks drain
-    choose(driver, swap_out(SECOND), resume(SECOND), idle)
-    driver.plan()
-    [row] = driver.loop.policy.views[-1].running  # type: ignore[attr-defined]
-    assert (row.seq_id, row.num_blocks, row.exclusive_blocks) == (SECOND, 2, 0)
-    driver.settle()
-    choose(driver, resume(FIRST))
-    driver.run()
-
-
-def test_backups_of_what_must_be_computed_again_do_not_count_for_what_is_on_the_device() -> None:
-    """The first block is lost, so the backup of the second is no help; a policy that counts on it runs out of slots."""
-    driver = make_driver(max_batched_tokens=4)
-    seq_id = driver.submit(range(10), max_tokens=12, ignore_eos=True)
-    while not driver.seq(seq_id).is_decoding:
-        driver.step()
-    plan(driver, back_up(seq_id, 1))
-    plan(driver, swap_out(seq_id))
-    lost, tail = driver.executor.transfers
-    assert (len(lost.blocks), len(tail.blocks)) == (1, 2)
-    driver.executor.transfers = [tail, lost]
-    driver.settle()
-    driver.settle(ok=False)
-    driver.evict_everything()
-    choose(driver, resume(seq_id))
-    driver.step()
-    assert driver.seq(seq_id).num_computed == 4
-    assert shown_backups(driver) == {seq_id: 0}
-    assert (
-        len(plan(driver, swap_out(seq_id)).transfers[0].blocks) == 1
-    )  # the tail: the second is there, and counts again
-    driver.settle()
-    choose(driver, resume(seq_id))
     driver.run()
 
 
