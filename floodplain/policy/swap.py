@@ -13,7 +13,7 @@ SLOTS_FOR_TURNS = 0.25
 
 
 class SwapBudget:
-    """Scratch state of one decision: free slots of each tier, nearest first.
+    """Scratch state of one decision: free slots and links of each tier, nearest first.
 
     Attributes:
         reason: Why somebody had to leave without its KV or to wait, if somebody had.
@@ -25,6 +25,7 @@ class SwapBudget:
         self.is_short = False
         self._view = view
         self._free = {tier.tier: tier.num_free_slots for tier in view.tiers}
+        self._outbound = {tier.tier: tier.num_outbound_blocks for tier in view.tiers}
 
     def num_copied(self, row: SequenceView) -> int:
         """Blocks that a copy must read before they are free: those that are not backed up."""
@@ -63,6 +64,7 @@ class SwapBudget:
         if tier is None:
             return Preemption(row.seq_id, PreemptionMode.RECOMPUTE, reason), 0
         self._free[tier] -= num_copied
+        self._outbound[tier] += num_copied
         return Preemption(row.seq_id, PreemptionMode.SWAP, reason, tier), num_copied
 
     def _choose_tier(self, row: SequenceView, num_copied: int) -> Tier | None:
@@ -103,8 +105,8 @@ class SwapBudget:
         return tuple(orders)
 
     def _link_budget(self, tier: TierView) -> int:
-        """Blocks that go over the link while a step runs, less those that are still on it."""
-        return blocks_per_step(self._view, tier) - tier.num_outbound_blocks
+        """Blocks that go over the link while a step runs, less those that are still on it or about to leave."""
+        return blocks_per_step(self._view, tier) - self._outbound[tier.tier]
 
 
 def copying_pays(view: View) -> bool:

@@ -139,5 +139,13 @@ def test_what_leaves_in_this_step_has_paid_before() -> None:
     assert [order.num_blocks for order in swap.write_behind([stream(1)])] == [1]
 
 
+def test_who_leaves_in_this_step_goes_over_the_link_before() -> None:
+    swap = SwapBudget(make_view(tiers=(host(block_s=0.005),), prices=Prices(step_s=0.02)))  # four blocks a step
+    swap.preempt(stream(0), Reason.SLICE_ENDED)
+    assert [order.num_blocks for order in swap.write_behind([stream(1)])] == [1]
+    swap.preempt(stream(2), Reason.SLICE_ENDED)
+    assert swap.write_behind([stream(1)]) == ()
+
+
 def test_without_swap_space_nothing_is_written() -> None:
     assert SwapBudget(make_view(tiers=())).write_behind([stream(0)]) == ()
