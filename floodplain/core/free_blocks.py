@@ -58,14 +58,6 @@ class FreeBlocks:
         self.remove(block)
         return block
 
-    def num_in(self, quantum: int) -> int:
-        """How many blocks of a quantum are free."""
-        return len(self._by_quantum.get(quantum, ()))
-
-    def blocks_in(self, quantum: int) -> list[BlockId]:
-        """The free blocks of a quantum."""
-        return list(self._by_quantum.get(quantum, ()))
-
     def _move(self, quantum: int, old_level: int, new_level: int) -> None:
         if old_level:
             del self._levels[old_level][quantum]

@@ -97,7 +97,8 @@ def evicts_the_most_recent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fills_the_emptiest_quantum(monkeypatch: pytest.MonkeyPatch) -> None:
     def pop(self: FreeBlocks) -> BlockId:
-        block = max((b for free in self._by_quantum.values() for b in free), key=lambda b: self.num_in(b // 4))
+        fullest = max(self._by_quantum.values(), key=len)
+        block = next(iter(fullest))
         self.remove(block)
         return block
 
