@@ -9,11 +9,12 @@ into it, and has been silent for half of ``max_gap_s``, the core makes room beyo
 before all, unless the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``) or swap space could
 not take one more. Then they wait, as under FCFS.
 
-Bounds, for steps of at most t seconds with turns of s steps, visitors that need V blocks in a part of P blocks (or V
-places of P), and copies hidden: a visitor is silent for at most about (V / P + 1) * s * t seconds, where each of the
-others counts as often as its pace is faster: ``FASTEST / SLOWEST`` times at most, whatever clients ask for; one that is
-larger than the part, for as long as it takes all that are to have their turns. Newcomers add to V only while nobody is
-silent for more than ``max_gap_s``, so silence grows beyond it only with the visitors' own contexts.
+Bounds, for steps of at most t seconds with turns of s steps and visitors that need V blocks in a part of P blocks (or V
+places of P): a visitor is silent for at most (V / P + 1) * (s + 3) * t seconds, V / P rounded up: blocks are taken for
+three steps beside a turn, until copies are there and gone. Each of the others counts as often as its pace is faster:
+``FASTEST / SLOWEST`` times at most, whatever clients ask for; one that is larger than the part, for as long as it takes
+all that are to have their turns. Newcomers add to V only while nobody is silent for more than ``max_gap_s``, so silence
+grows beyond it only with the visitors' own contexts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from floodplain.policy.ranking import live_rows
 from tests.support.bursts import Recorder, Run, entries, exits
 from tests.support.examples import examples
-from tests.support.shapes import LONG, SHAPES, Shape, count_between, work_of
+from tests.support.shapes import LONG, SHAPES, SHARING_SHAPES, Shape, count_between, work_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Loss:
     lag: float
     was_there: bool
 
-    def exceeds(self, slice_steps: int) -> bool:
-        return self.num_turns - self.num_prompt_turns > max(0, self.lag) // slice_steps + 1
+    def exceeds(self, turn_tokens: int) -> bool:
+        return self.num_turns - self.num_prompt_turns > max(0, self.lag) // turn_tokens + 1
 
 
 def losses(run: Run, recorder: Recorder) -> Iterator[Loss]:
@@ -62,10 +62,10 @@ def test_between_two_turns_others_catch_up_and_no_more() -> None:
     seen: Counter[tuple[bool, bool]] = Counter()
 
     @settings(max_examples=examples(10))
-    @given(SHAPES)
+    @given(SHAPES | SHARING_SHAPES)
     def law(shape: Shape) -> None:
         for loss in losses(*shape.run("fair")):
-            assert not loss.exceeds(shape.slice_steps)
+            assert not loss.exceeds(shape.turn_tokens)
             seen[loss.was_there, loss.num_turns > 0] += 1
 
     law()

@@ -17,7 +17,7 @@ from floodplain.core.view import SequenceView, View
 from floodplain.policy.ranking import live_rows
 from tests.support.bursts import Recorder, Run, entries
 from tests.support.examples import examples
-from tests.support.shapes import LONG, SHAPES, Shape, count_between, work_of
+from tests.support.shapes import LONG, SHAPES, SHARING_SHAPES, Shape, count_between, work_of
 
 
 def newcomers_that_passed(run: Run) -> Iterator[int]:
@@ -46,6 +46,25 @@ def test_nobody_who_comes_later_begins_before() -> None:
 
     law()
     assert num_seen > 200
+
+
+@pytest.mark.slow
+def test_nor_where_prompts_begin_alike() -> None:
+    """But for those that need what is in swap space: it may be on its way for somebody else, and they wait for it."""
+    num_seen = 0
+
+    @settings(max_examples=examples(6))
+    @given(SHARING_SHAPES)
+    def law(shape: Shape) -> None:
+        nonlocal num_seen
+        run, recorder = shape.run("fair")
+        need_a_copy = {row.seq_id for view, _, _ in recorder.seen for row in view.waiting if row.next_copy is not None}
+        for seq_id, number in zip(run.lifecycles, newcomers_that_passed(run), strict=True):
+            assert not number or seq_id in need_a_copy
+            num_seen += seq_id not in need_a_copy
+
+    law()
+    assert num_seen > 100
 
 
 @pytest.mark.slow

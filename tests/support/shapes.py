@@ -19,11 +19,7 @@ POOL_TOKENS = 320
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a burst that is more than its machine can hold.
-
-    Nothing stays cached: a stream whose blocks are all still there comes back without a copy, in a step that computes
-    nothing of it yet, and its slice begins in that step. So its turn is worth a token less.
-    """
+    """Of a burst that is more than its machine can hold."""
 
     num_requests: int
     interval_ms: int
@@ -34,6 +30,9 @@ class Shape:
     priorities: tuple[int, ...] = (0,)
     """Of one request after the other, again and again."""
 
+    num_shared: int = 0
+    """Tokens that all prompts begin with. Without any, nothing stays cached."""
+
     @property
     def machine(self) -> Machine:
         return Machine(
@@ -43,8 +42,17 @@ class Shape:
             block_s=3e-6 * self.block_tokens,
             max_num_seqs=256,
             max_batched_tokens=256,
-            caches_prefixes=False,
+            caches_prefixes=self.num_shared > 0,
         )
+
+    @property
+    def turn_tokens(self) -> int:
+        """What a turn is worth at least.
+
+        A stream whose blocks are all still there comes back without a copy, in a step that computes nothing of it yet,
+        and its slice begins in that step: a token less.
+        """
+        return self.slice_steps - (self.num_shared > 0)
 
     def requests(self) -> list[Request]:
         requests = make_burst(
@@ -52,6 +60,7 @@ class Shape:
             interval_s=self.interval_ms / 1e3,
             num_prompt=self.num_prompt,
             max_tokens=self.max_tokens,
+            num_shared=self.num_shared,
         )
         priorities = cycle(self.priorities)
         return [replace(one, priority=next(priorities)) for one in requests]
@@ -70,6 +79,18 @@ SHAPES = st.builds(
     block_tokens=st.sampled_from([4, 8, 16]),
     slice_steps=st.integers(2, 8),
 )
+
+SHARING_SHAPES = st.builds(
+    Shape,
+    num_requests=st.integers(30, 50),
+    interval_ms=st.sampled_from([0, 2, 10]),
+    num_prompt=st.integers(20, 48),
+    max_tokens=st.integers(24, 60),
+    block_tokens=st.sampled_from([4, 8, 16]),
+    slice_steps=st.integers(2, 8),
+    num_shared=st.sampled_from([8, 16]),
+)
+"""Prompts with a common beginning, which is there once: what else they have must be more than fits."""
 
 
 def work_of(row: SequenceView, view: View) -> float:

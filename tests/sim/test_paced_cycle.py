@@ -1,0 +1,188 @@
+"""The bound on silence that ``paced`` states, on loads of every shape: a visitor waits for one cycle of turns, no more.
+
+Visitors of V blocks in all, in a part of P blocks, with turns of s steps, are silent for at most (V / P + 1) (s + 3)
+steps, V / P rounded up: blocks are taken for a step more while a turn's copies come, for one while they leave, and for
+the rest of a step that has begun. What V and P are is read from what the policy saw while somebody was silent: V counts
+everybody who was not core then, once; P what the core left, less what is left over when turns do not fill it. Arrivals
+and lengths are uneven; ``test_paced_silence.py`` says how long silences get in seconds, which depends on who arrives.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import nlargest
+from itertools import pairwise
+from math import ceil
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.request import Request, SeqId
+from floodplain.core.view import View
+from floodplain.policy import paced
+from floodplain.policy.growth import blocks_held
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SharingSettings
+from tests.support.bursts import Machine, Recorder, Run, burst
+from tests.support.examples import examples
+from tests.support.loops import make_request
+from tests.support.overload import MACHINE as SMALL
+
+MACHINE = replace(SMALL, num_blocks=240, max_model_len=400)
+"""Large enough that requests are small beside the visitors' part."""
+
+NUM_JUDGED = 40
+"""Silences of each run that are held to the bound: the longest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """More requests than the machine can serve, ``factor`` times as many, for as long as ``num_requests`` take.
+
+    Each has half to one and a half times ``num_prompt`` and ``max_tokens``; times between arrivals are exponential.
+    """
+
+    seed: int
+    factor: float
+    num_requests: int
+    num_prompt: int
+    max_tokens: int
+    sharing: SharingSettings
+
+    @property
+    def machine(self) -> Machine:
+        return MACHINE
+
+    def requests(self) -> list[Request]:
+        dice, now = Random(self.seed), 0.0
+        num_streams = MACHINE.num_blocks * MACHINE.block_tokens / (self.num_prompt + self.max_tokens)
+        rate = (
+            self.factor * num_streams / (self.max_tokens * (MACHINE.line.base_s + num_streams * MACHINE.line.decode_s))
+        )
+        requests = []
+        for number in range(self.num_requests):
+            now += dice.expovariate(rate)
+            num_prompt, max_tokens = (
+                round(mean * dice.uniform(0.5, 1.5)) for mean in (self.num_prompt, self.max_tokens)
+            )
+            prompt = tuple(range(1000 * number, 1000 * number + num_prompt))
+            requests.append(make_request(f"r{number}", prompt, now, max_tokens=max_tokens, ignore_eos=True))
+        return requests
+
+    def run(self, policy: str = "paced") -> Silences:
+        recorder = Recorder(make_policy(policy, self.sharing))
+        return Silences(self, burst(self.machine, recorder, self.requests()), recorder)
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Of one stream, in steps: how long it was, and what the bound is for it."""
+
+    num_steps: int
+    bound: float
+
+
+@dataclass
+class Silences:
+    """What was seen in a run."""
+
+    load: Load
+    run: Run
+    recorder: Recorder
+
+    @cached_property
+    def _times(self) -> list[float]:
+        return [now for _, now, _ in self.recorder.seen]
+
+    def judged(self) -> Iterator[Silence]:
+        """The longest."""
+        pairs = [pair for one in self.run.lifecycles.values() for pair in pairwise(one.token_times_s)]
+        for begin_s, end_s in nlargest(NUM_JUDGED, pairs, key=lambda pair: pair[1] - pair[0]):
+            num_steps = sum(begin_s <= when < end_s for when, plan in self.run.steps if plan.num_tokens)
+            yield Silence(num_steps, self.bound(begin_s, end_s))
+
+    def bound(self, begin_s: float, end_s: float) -> float:
+        """Of a silence between these times."""
+        visiting: dict[SeqId, int] = {}
+        part = MACHINE.num_blocks
+        for view, _, _ in self.recorder.seen[bisect_left(self._times, begin_s) : bisect_left(self._times, end_s)]:
+            core, others = divide(view, self.load.sharing)
+            part = min(part, view.num_blocks - core)
+            for seq_id, num_blocks in others.items():
+                visiting[seq_id] = max(num_blocks, visiting.get(seq_id, 0))
+        largest = -(-(3 * (self.load.num_prompt + self.load.max_tokens) // 2 + 1) // MACHINE.block_tokens)
+        rounds = ceil(sum(visiting.values()) / max(1, part - largest - 1))
+        return (rounds + 1) * (self.load.sharing.slice_steps + 3)
+
+
+def divide(view: View, sharing: SharingSettings) -> tuple[int, dict[SeqId, int]]:
+    """(blocks of the core, those that all others need for a turn)."""
+    rows = (*view.running, *view.loading, *view.swapped)
+    streams = [row for row in rows if row.num_generated(view.step) > 0]
+    core, _ = paced.divide(view, sorted(streams, key=lambda row: row.order_key), sharing)
+    in_core = {row.seq_id for row in core}
+    needs = {
+        row.seq_id: -(
+            -(row.num_prompt + max(0, row.num_generated(view.step)) + sharing.slice_steps) // view.block_tokens
+        )
+        for row in rows
+        if row.seq_id not in in_core
+    }
+    return sum(blocks_held(view, row) for row in core), needs
+
+
+LOADS = st.builds(
+    Load,
+    seed=st.integers(0, 10**6),
+    factor=st.floats(1.5, 4),
+    num_requests=st.integers(150, 250),
+    num_prompt=st.integers(8, 40),
+    max_tokens=st.integers(24, 90),
+    sharing=st.builds(
+        SharingSettings,
+        slice_steps=st.integers(2, 8),
+        visitor_share=st.sampled_from([0.3, 0.4, 0.6]),
+        max_gap_s=st.sampled_from([0.5, 1.0, 1e9]),
+    ),
+)
+
+
+@pytest.mark.slow
+def test_nobody_is_silent_for_longer_than_a_cycle_of_turns() -> None:
+    num_near = 0
+
+    @settings(max_examples=examples(6))
+    @given(LOADS)
+    def law(load: Load) -> None:
+        nonlocal num_near
+        for silence in load.run().judged():
+            assert silence.num_steps <= silence.bound
+            num_near += silence.num_steps > silence.bound / 2
+
+    law()
+    assert num_near > 10, "the bound is so wide that it says nothing"
+
+
+LONG = Load(
+    seed=1,
+    factor=3,
+    num_requests=300,
+    num_prompt=24,
+    max_tokens=90,
+    sharing=SharingSettings(slice_steps=2, max_gap_s=1e9),
+)
+"""A load in which the control fails: nothing stops newcomers."""
+
+
+@pytest.mark.slow
+def test_if_who_spoke_last_goes_first_some_are_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    by_lag = paced.by_lag
+    assert all(one.num_steps <= one.bound for one in LONG.run().judged())
+    monkeypatch.setattr(paced, "by_lag", lambda *args: by_lag(*args)[::-1])
+    assert sum(one.num_steps > one.bound for one in LONG.run().judged()) > 5
