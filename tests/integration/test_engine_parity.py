@@ -114,16 +114,28 @@ def test_preempted_and_recomputed(caches: bool, texts: list[str], check: Judge, 
     assert not verdict.wrong
 
 
-@pytest.mark.parametrize("policy", ["cfs", "fair", "paced"])
-def test_taking_turns_through_swap_space(policy: str, texts: list[str], check: Judge, verdicts: list[Verdict]) -> None:
-    """The same pool, shared in turns: bytes leave and come back, and nothing is computed twice."""
-    with load(policy=policy, kv_memory=SMALL_KV_BYTES, max_model_len=400) as llm:
+BLOCK_BYTES = 16 * 46_080
+ROOM_FOR_ALL, TOO_FEW = 180, 20
+"""Blocks in swap space. The requests have about a hundred, and the pool holds 56 of them."""
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_slots"),
+    [("cfs", ROOM_FOR_ALL), ("fair", ROOM_FOR_ALL), ("paced", ROOM_FOR_ALL), ("paced", TOO_FEW)],
+)
+def test_taking_turns_through_swap_space(
+    policy: str, num_slots: int, texts: list[str], check: Judge, verdicts: list[Verdict]
+) -> None:
+    """The same pool, shared in turns: bytes leave and come back. Where swap space is full, some wait."""
+    flags: dict[str, Any] = {"kv_memory": SMALL_KV_BYTES, "max_model_len": 400, "swap_memory": num_slots * BLOCK_BYTES}
+    with load(policy=policy, **flags) as llm:
         outputs = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
         stats = llm.stats()
         assert llm.engine.loop.state.backups.is_at_rest
     print(policy, stats.preemptions, stats.swap_bytes)
     assert stats.preemptions["swap"] > 3
     assert stats.swap_bytes["in", "host"] > 2**20
+    assert (stats.limited_steps["swap_full"] > 0) is (num_slots == TOO_FEW)
     assert not sum(stats.failed_transfers.values())
     verdict = check(outputs)
     verdicts.append(verdict)

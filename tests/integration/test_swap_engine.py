@@ -70,6 +70,13 @@ class Run:
         slots: SwapSlots = executor._swap._tiers[Tier.HOST].slots
         return slots
 
+    @property
+    def num_refusals(self) -> int:
+        """How often swap space had no room."""
+        policy = self.engine.loop.policy
+        assert isinstance(policy, ImpatientPolicy)
+        return policy.num_refusals
+
     def whole_slots(self) -> list[int]:
         """Slots whose content could be asked for."""
         backups = self.engine.loop.state.backups
@@ -157,6 +164,7 @@ def test_swapped_backed_up_and_restored(
     assert stats.preemptions["swap"] > 3
     assert stats.swap_bytes["out", "host"] > 3 * BLOCK_BYTES < stats.swap_bytes["in", "host"]
     assert 0 < stats.backup_bytes < stats.swap_bytes["out", "host"]
+    assert "swap_memory" not in flags or run.num_refusals > 10, "it was large enough"
     assert not any(stats.failed_transfers.values())
 
 

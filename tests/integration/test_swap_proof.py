@@ -116,6 +116,13 @@ class Storm:
         elif whole and self.dice.random() < 0.02:
             self.slots.words[self.dice.choice(whole), self.dice.randrange(2), self.dice.randrange(1024)] ^= 1 << 7
 
+    @property
+    def num_refusals(self) -> int:
+        """How often swap space had no room."""
+        policy = self.engine.loop.policy
+        assert isinstance(policy, ImpatientPolicy)
+        return policy.num_refusals
+
     def num_preempted_in_prompts(self) -> int:
         """Requests that left before their first token."""
         count = 0
@@ -131,7 +138,7 @@ class Storm:
 
 @contextmanager
 def storm(seed: int, **flags: Any) -> Iterator[Storm]:
-    swapping = {"kv_memory": 24 * BLOCK_BYTES, "swap": "host", "swap_memory": 40 * BLOCK_BYTES}
+    swapping = {"kv_memory": 24 * BLOCK_BYTES, "swap": "host", "swap_memory": 12 * BLOCK_BYTES}
     engine = build_engine(EngineConfig(model=MODEL, **(FLAGS | swapping | flags)))
     try:
         engine.loop.policy = ImpatientPolicy()
@@ -182,6 +189,7 @@ def test_tokens_are_those_of_a_calm_run(caches: bool, requests: list[Request], e
         assert any(one.outputs[seq_id] for seq_id in one.aborted), "nobody who hung up had begun"
         assert stats.preemptions["swap"] > 100
         assert stats.preemptions["recompute"] > 10
+        assert one.num_refusals > 10, "swap space was large enough"
         assert one.num_preempted_in_prompts() > 10
         assert min(stats.swap_bytes.values()) > 100 * BLOCK_BYTES
         assert stats.backup_bytes > 10 * BLOCK_BYTES

@@ -152,7 +152,11 @@ class FakeExecutor:
 
 
 class RandomPolicy:
-    """Decides anything that a view allows: preempts, swaps, resumes, fetches, backs up, pauses, chunks oddly."""
+    """Decides anything that a view allows: preempts, swaps, resumes, fetches, backs up, pauses, chunks oddly.
+
+    Attributes:
+        num_refusals: How often somebody was to be copied for whom swap space had no room.
+    """
 
     name = "random"
     waiting_window = 4
@@ -160,6 +164,7 @@ class RandomPolicy:
 
     def __init__(self) -> None:
         self._fcfs = FcfsPolicy()
+        self.num_refusals = 0
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         return seq.order_key
@@ -198,6 +203,7 @@ class RandomPolicy:
 
     def _pay(self, slots: dict[Tier, int], tier: Tier, num_slots: int) -> bool:
         if slots[tier] < num_slots:
+            self.num_refusals += 1
             return False
         slots[tier] -= num_slots
         return True
