@@ -67,6 +67,7 @@ def main(way_name: str, load: str, capacity: float, seed: int, traces: Path | No
         "num_plain_steps": len(plain_steps),
         "engine": asdict(run.report),
         "config": asdict(facts.config),
+        "sharing": asdict(way.sharing),
         "hardware": asdict(hardware_report(facts.config.device, facts.links)),
     }
 

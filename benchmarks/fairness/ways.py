@@ -64,6 +64,6 @@ WAYS = {
         *_swapping("paced"),
     ]
 }
-"""By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing fetched ahead."""
+"""By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing computed while copies run."""
 
 BASELINE = "fcfs"

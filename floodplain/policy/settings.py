@@ -28,8 +28,7 @@ class SharingSettings:
         prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
         fair_by: ``fair``: whose work is counted, each request's or each API key's.
         takes_turns_by_recompute: Without swap space, take turns all the same and compute what was lost (a baseline).
-        is_synchronous: Write nothing behind, fetch nothing ahead, and compute nothing while copies are under way:
-            AQUA's switch (a baseline).
+        is_synchronous: AQUA's switch (a baseline): write nothing behind, compute nothing while copies are under way.
 
     Raises:
         UserError: A value is out of its range; the message names the flag.

@@ -110,7 +110,7 @@ def test_without_their_share_prompts_make_steps_long_and_silence_streams(monkeyp
     assert run.max_gap_s > silence_bound_s()
 
 
-# -- what does not hold yet ------------------------------------------------------------------------------------------
+# -- prompts that are most of the work -------------------------------------------------------------------------------
 
 SHORT = 64
 """Tokens of output: prompts are seven tenths of the work."""

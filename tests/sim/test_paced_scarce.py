@@ -43,7 +43,7 @@ SEATS_CAPACITY = 10.4
 
 
 def seats_bound_s() -> float:
-    """As in test_paced_silence.py: those who come while the first silence grows add a turn each, on half the places."""
+    """As in test_paced_silence.py: who comes while the first silence grows adds a turn, on visitors' places."""
     step_s = SEATS.line.base_s + SEATS.line.decode_s * 8 + SEATS.line.prefill_token_s * NUM_PROMPT * 2
     turn_s = SETTINGS.slice_steps * step_s
     num_arrived = 2 * SEATS_CAPACITY * MAX_GAP_S
