@@ -28,6 +28,8 @@ class Reason(Enum):
     """A prompt begins with what swap space has, and fetching it is sooner than computing it."""
     CROWDED = "crowded"
     """Newcomers wait, because turns have become rare."""
+    PROMPT_BOUND = "prompt_bound"
+    """Newcomers wait, because prompts are most of the work: first tokens first would cost more than it brings."""
     LINK_BUSY = "link_busy"
     """Slices are longer than asked, because copies could not keep up with shorter ones."""
     SWAP_SLOW = "swap_slow"
@@ -38,7 +40,9 @@ class Reason(Enum):
     """There is no swap space: nobody takes turns."""
 
 
-LIMITS = (Reason.CROWDED, Reason.LINK_BUSY, Reason.SWAP_SLOW, Reason.SWAP_FULL, Reason.NO_SWAP)
+LIMITS = (
+    Reason.CROWDED, Reason.PROMPT_BOUND, Reason.LINK_BUSY, Reason.SWAP_SLOW, Reason.SWAP_FULL, Reason.NO_SWAP,
+)  # fmt: skip
 """Reasons of a whole decision: what kept the policy from deciding as it would like."""
 
 

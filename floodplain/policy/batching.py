@@ -12,14 +12,15 @@ class TokenBudget:
     """Scratch state of one decision.
 
     Every stream on the device gets its token. Prompts get the rest, but while streams wait for the step to end no more
-    than ``prefill_share`` of its time: "first tokens first" must not starve those that have had theirs.
+    than ``prefill_share`` of its time: "first tokens first" must not starve those that have had theirs. None: as much
+    as there is.
     """
 
-    def __init__(self, view: View, prefill_share: float) -> None:
+    def __init__(self, view: View, prefill_share: float | None) -> None:
         num_streams = sum(wants_one_token(view, row) for row in view.running)
         self.num_left = view.max_batched_tokens
         self._prefill = max(0, view.max_batched_tokens - num_streams)
-        if num_streams:
+        if num_streams and prefill_share is not None:
             self._prefill = min(self._prefill, prefill_cap(view, prefill_share))
 
     def prefill_for(self, num_tokens: int) -> int:

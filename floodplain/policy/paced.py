@@ -6,8 +6,9 @@ there, the one that has fallen behind its pace furthest first; with one pace for
 longest. How large their part is follows from the pace that they shall keep (their own goals, else ``--pace``) and from
 ``max_gap_s``, up to a limit: under overload the pace falls for all of them alike. Only for a visitor that does not fit
 into it, and has been silent for half of ``max_gap_s``, the core makes room beyond. Requests without a first token go
-before all, unless the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``) or swap space could
-not take one more. Then they wait, as under FCFS.
+before all, unless the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``), swap space could
+not take one more, or the load is *prompt bound*: prompts are most of the work, so that first tokens first costs the
+others more than it brings. Then they wait, as under FCFS.
 
 Bounds, for steps of at most t seconds with turns of s steps and visitors that need V blocks in a part of P blocks (or V
 places of P): a visitor is silent for at most (V / P + 1) * (s + 3) * t seconds, V / P rounded up: blocks are taken for
@@ -79,7 +80,8 @@ class PacedPolicy(SharingPolicy):
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
         staying = frozenset([*prompts, *rows_in_slice(view, current.steps)])
         rows = [*newcomers.welcome, *core, *visitors, *newcomers.others]
-        return Ranking(rows, staying, current.steps, newcomers.reason or current.reason)
+        reason = newcomers.reason or current.reason
+        return Ranking(rows, staying, current.steps, reason, caps_prompts=not _is_prompt_bound(view, self.settings))
 
 
 def divide(
@@ -168,11 +170,25 @@ def _let_in(
     return _split_at(view, core, num_blocks, view.max_num_seqs - 1)
 
 
+def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
+    """Whether first tokens first costs more than it brings.
+
+    What a request has cost before its first token is then most of what it costs: who finishes requests in order of
+    arrival has fewer of them waiting. And a part of a step's time is too little for prompts that are most of the work.
+    """
+    return view.prices.prompt_share > settings.prompt_share
+
+
 def _judge(
     view: View, now: float, fresh: Seq[SequenceView], visitors: Seq[SequenceView], settings: SharingSettings
 ) -> _Newcomers:
-    """Newcomers wait while somebody is silent too long; and one by one, when swap space could not take them too."""
+    """Newcomers wait while prompts are most of the work, or somebody is silent too long.
+
+    And one by one, when swap space could not take them too.
+    """
     is_waiting = any(row.status is Status.WAITING for row in fresh)
+    if fresh and _is_prompt_bound(view, settings):
+        return _Newcomers((), fresh, Reason.PROMPT_BOUND if is_waiting else None)
     if fresh and any(now - silent_since(row, now) > settings.max_gap_s for row in visitors):
         return _Newcomers((), fresh, Reason.CROWDED if is_waiting else None)
     num_slots = sum(tier.num_free_slots for tier in quick_tiers(view))

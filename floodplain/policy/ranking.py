@@ -21,6 +21,7 @@ class Ranking:
         reason: Why it is not the ranking that the policy would like.
         refills: Whether room is made for all that shall come at once; else for one after the other, as blocks that
             must be copied first become free, so that copies spread out.
+        caps_prompts: Whether prompts get no more than their part of a step; else what streams leave of it, as in FCFS.
     """
 
     rows: Seq[SequenceView]
@@ -28,6 +29,7 @@ class Ranking:
     slice_steps: int
     reason: Reason | None = None
     refills: bool = False
+    caps_prompts: bool = True
 
 
 def live_rows(view: View) -> list[SequenceView]:

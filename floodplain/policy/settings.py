@@ -26,6 +26,7 @@ class SharingSettings:
             pace, visitors get two turns in that time, as far as there is room.
         visitor_share: ``paced``: at most this part of the pool serves turns; the rest finishes requests by arrival.
         prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
+        prompt_share: ``paced``: newcomers go first while prompts are at most this part of the work.
         fair_by: ``fair``: whose work is counted, each request's or each API key's.
         takes_turns_by_recompute: Without swap space, take turns all the same and compute what was lost (a baseline).
         is_synchronous: AQUA's switch (a baseline): write nothing behind, compute nothing while copies are under way.
@@ -40,6 +41,7 @@ class SharingSettings:
     max_gap_s: float = 5.0
     visitor_share: float = 0.4
     prefill_share: float = 0.5
+    prompt_share: float = 0.4
     fair_by: str = "request"
     takes_turns_by_recompute: bool = False
     is_synchronous: bool = False
@@ -57,3 +59,5 @@ class SharingSettings:
             raise UserError(f"--max-gap must be above 0 seconds, not {self.max_gap_s}")
         if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1):
             raise UserError("visitor_share and prefill_share lie between 0 and 1")
+        if not 0 <= self.prompt_share <= 1:
+            raise UserError("prompt_share lies between 0 and 1")

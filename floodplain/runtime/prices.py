@@ -2,7 +2,7 @@
 
 A step is priced as a line: so much for itself, for each decode and for each prompt token. A Kalman filter follows the
 line as it drifts; errors count relative to the step. A price stays as it is while nothing is paid for it, and where
-steps cannot tell two of them apart, both follow.
+steps cannot tell two of them apart, both follow. How long prompts and outputs are is learned from requests that finish.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ _NOISE = 0.1
 _SMOOTHING = 0.1
 """Weight of the newest step in the mean number of decodes."""
 
+_LENGTH_SMOOTHING = 0.05
+"""Weight of the newest request in the mean lengths of prompts and outputs."""
+
 _DRIFT = 0.015
 """How far a price may move from one step that has to pay it to the next, as a part of it."""
 
@@ -31,6 +34,7 @@ class StepPrices:
         self._line: Line | None = None
         self._num_decodes: float | None = None  # a running mean over steps that had some
         self._has_prefill = False
+        self._lengths: tuple[float, float] | None = None  # running means of computed prompt tokens and of output tokens
         self._prices = Prices()
 
     @property
@@ -51,10 +55,25 @@ class StepPrices:
         self._has_prefill = self._has_prefill or num_prefill > 0
         self._prices = self._price(self._line.weights)
 
+    def learn_lengths(self, num_prompt: int, num_output: int) -> None:
+        """A request finished that had so many prompt tokens computed, and got so many tokens."""
+        prompt, output = self._lengths or (num_prompt, num_output)
+        self._lengths = (
+            prompt + _LENGTH_SMOOTHING * (num_prompt - prompt),
+            output + _LENGTH_SMOOTHING * (num_output - output),
+        )
+
     def _price(self, weights: list[float]) -> Prices:
         base_s, decode_s, token_s = weights
-        step_s = 0.0 if self._num_decodes is None else base_s + decode_s * self._num_decodes
-        return Prices(max(0.0, step_s), max(0.0, token_s) if self._has_prefill else 0.0)
+        step_s = 0.0 if self._num_decodes is None else max(0.0, base_s + decode_s * self._num_decodes)
+        token_s = max(0.0, token_s) if self._has_prefill else 0.0
+        return Prices(step_s, token_s, self._prompt_share(step_s, token_s))
+
+    def _prompt_share(self, step_s: float, token_s: float) -> float:
+        if self._lengths is None or not (any(self._lengths) and self._num_decodes and step_s and token_s):
+            return 0.0
+        prompt_s, output_s = self._lengths[0] * token_s, self._lengths[1] * step_s / self._num_decodes
+        return prompt_s / (prompt_s + output_s)
 
 
 def _first_line(duration_s: float) -> Line:

@@ -154,18 +154,18 @@ LOADS = st.builds(
 
 @pytest.mark.slow
 def test_nobody_is_silent_for_longer_than_a_cycle_of_turns() -> None:
-    num_near = 0
+    num_seen = 0
 
     @settings(max_examples=examples(6))
     @given(LOADS)
     def law(load: Load) -> None:
-        nonlocal num_near
+        nonlocal num_seen
         for silence in load.run().judged():
             assert silence.num_steps <= silence.bound
-            num_near += silence.num_steps > silence.bound / 2
+            num_seen += silence.num_steps > load.sharing.slice_steps
 
     law()
-    assert num_near > 10, "the bound is so wide that it says nothing"
+    assert num_seen > NUM_JUDGED, "nobody was silent"
 
 
 LONG = Load(
@@ -183,6 +183,6 @@ LONG = Load(
 def test_if_who_spoke_last_goes_first_some_are_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     by_lag = paced.by_lag
-    assert all(one.num_steps <= one.bound for one in LONG.run().judged())
+    assert 0.3 < max(one.num_steps / one.bound for one in LONG.run().judged()) <= 1
     monkeypatch.setattr(paced, "by_lag", lambda *args: by_lag(*args)[::-1])
     assert sum(one.num_steps > one.bound for one in LONG.run().judged()) > 5

@@ -53,7 +53,7 @@ def test_under_fcfs_first_tokens_wait_for_others_to_finish() -> None:
 @pytest.mark.parametrize("prefill_share", [0.25, 0.5, 0.75])
 def test_prompts_take_no_more_than_their_share_of_a_step(prefill_share: float) -> None:
     """Beside streams, and once a lone request has shown what steps cost; or one block, where the share is less."""
-    settings = SharingSettings(prefill_share=prefill_share, max_gap_s=UNCROWDED)
+    settings = SharingSettings(prefill_share=prefill_share, max_gap_s=UNCROWDED, prompt_share=1.0)
     recorder = Recorder(PacedPolicy(settings))  # without the gate: FCFS knows no share
     requests = make_burst(100, interval_s=0.02, first_s=1.0, num_prompt=100, max_tokens=32)
     burst(MACHINE, recorder, [*make_burst(1), *requests])

@@ -34,6 +34,12 @@ def test_half_of_a_steps_time_is_as_long_as_the_decodes_take() -> None:
     assert prefill_cap(make_view(prices=PRICES), 0.2) == 5
 
 
+def test_without_a_share_prompts_get_what_streams_leave() -> None:
+    view = make_view(stream(0), stream(1), prices=PRICES, max_batched_tokens=100)
+    assert TokenBudget(view, 0.5).prefill_for(1000) == 20
+    assert TokenBudget(view, None).prefill_for(1000) == 98
+
+
 def test_a_prompt_gets_at_least_a_block() -> None:
     assert prefill_cap(make_view(prices=Prices(0.001, 0.5)), 0.5) == 4
 

@@ -127,6 +127,24 @@ def test_priority_goes_before_arrival() -> None:
     assert order(make_view(waiting(0), waiting(1, order_key=(-1, 5.0, 1)))) == [1, 0]
 
 
+# -- prompts are most of the work ------------------------------------------------------------------------------------
+
+
+def test_where_prompts_are_most_of_the_work_newcomers_wait_in_line() -> None:
+    rows = waiting(5, 8), stream(0), visitor(3, 9.0)
+    view = make_view(*rows, prices=Prices(prompt_share=0.5), num_blocks=4)
+    assert order(view, prompt_share=0.5) == [5, 3, 0]
+    assert order(view, prompt_share=0.49) == [3, 0, 5]
+    assert (rank(view, prompt_share=0.5).reason, rank(view, prompt_share=0.49).reason) == (None, Reason.PROMPT_BOUND)
+
+
+def test_and_get_what_streams_leave_of_a_step() -> None:
+    view = make_view(stream(0), prices=Prices(prompt_share=0.5))
+    assert rank(view, prompt_share=0.5).caps_prompts
+    assert not rank(view, prompt_share=0.49).caps_prompts
+    assert rank(view, prompt_share=0.49).reason is None  # nobody waits
+
+
 # -- crowded ---------------------------------------------------------------------------------------------------------
 
 CROWD = [swapped(0), visitor(1, 4.0), visitor(2, 9.0)]

@@ -35,6 +35,29 @@ def test_nothing_is_known_at_first() -> None:
     assert StepPrices().now == Prices(0.0, 0.0)
 
 
+def test_the_share_of_prompts_is_that_of_requests_that_finished() -> None:
+    """Steps of 20 ms for ten streams, 1 ms for a prompt token: 30 and 60 tokens cost 30 and 120 ms."""
+    prices = StepPrices()
+    steps = [(plan(10), 0.02), (plan(10, 20), 0.04)] * 50
+    for one, duration_s in steps[:-1]:
+        prices.learn(one, duration_s)
+    assert prices.now.prompt_share == 0.0  # nobody has finished
+    prices.learn_lengths(30, 60)
+    prices.learn(*steps[-1])
+    assert prices.now.prompt_share == pytest.approx(0.2, rel=0.02)
+    for _ in range(100):
+        prices.learn_lengths(600, 10)
+    prices.learn(*steps[-1])
+    assert prices.now.prompt_share == pytest.approx(0.6 / 0.62, rel=0.02)
+
+
+def test_a_request_that_computed_and_got_nothing_says_nothing() -> None:
+    prices = StepPrices()
+    prices.learn_lengths(0, 0)
+    prices.learn(plan(10, 20), 0.04)
+    assert prices.now.prompt_share == 0.0
+
+
 LINES = st.tuples(st.floats(1e-4, 1.0), st.floats(0.0, 0.2), st.floats(1e-3, 0.2))
 """A step in seconds; a decode and a prompt token as parts of it."""
 
