@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ TURN_STEP_S, TRANSFER_S, BLOCK_S = 0.0006, 0.000143, 0.00006
 each block. From the steps of a paced burst there; on a GPU, which has copy engines, next to nothing."""
 BLOCK_TOKENS, BLOCK_BYTES = 16, 368_640
 NUM_RESIDENT = 24
+MAX_TOKENS = 700
+"""Of a prompt."""
 IN_LINE_S = 1.0
 """A request with a longer TTFT stood in line."""
 PCIE, NVLINK = 0.76e9, 5.4e9
@@ -47,6 +50,11 @@ PCIE, NVLINK = 0.76e9, 5.4e9
 def lengths(num_requests: int, seed: int) -> Lengths:
     """Chat-like, kept short: the demo's."""
     return chat_like(num_requests, np.random.default_rng(seed)).fitted(0.6, 320, 256)
+
+
+def scaled(tokens: Any, factor: float) -> list[int]:
+    """So many times as long, but no longer than the pool has room for."""
+    return [int(number) for number in np.clip(np.round(tokens * factor), 1, MAX_TOKENS)]
 
 
 def pool_blocks() -> int:
@@ -59,13 +67,16 @@ def pool_blocks() -> int:
 class Load:
     """``factor`` times capacity for ``burst_s`` seconds, after 25 requests at capacity and before ``tail_s`` at it.
 
-    Below capacity there is neither: nobody shall have to wait.
+    Below capacity there is neither: nobody shall have to wait. ``prompts`` and ``outputs`` are so many times as long as
+    in a chat; capacity is that of requests like these.
     """
 
     name: str
     factor: float
     burst_s: float
     tail_s: float = 0.0
+    prompts: float = 1.0
+    outputs: float = 1.0
 
     def phases(self, capacity: float) -> list[tuple[float, float]]:
         """(requests per second, how many) of each phase."""
@@ -78,6 +89,8 @@ LOADS = (
     Load("2.4x for 60 s", 2.4, 60.0, tail_s=360.0),
     Load("3x for 120 s", 3.0, 120.0),
     Load("half of capacity", 0.5, 240.0),
+    Load("2x for 60 s, prompts twice and outputs half as long", 2.0, 60.0, tail_s=240.0, prompts=2.0, outputs=0.5),
+    Load("2x for 60 s, prompts four times and outputs a quarter as long", 2.0, 60.0, 240.0, prompts=4.0, outputs=0.25),
 )
 """After a burst arrivals go on until FCFS has worked its line off (a column of the table says when); under the lasting
 overload they stop, as it would take it a quarter of an hour."""
@@ -143,7 +156,24 @@ CHOICES = tuple(
     )
 )  # fmt: skip
 """Other defaults that were considered."""
-MORE_WAYS = {"2x for 60 s": CHOICES, "2.4x for 60 s": CHOICES, "3x for 120 s": (*CHOICES, *TRADES)}
+FIRST = tuple(
+    Way(
+        f"paced/nvlink, first tokens first up to a share of {share}",
+        "paced",
+        NVLINK,
+        settings=SharingSettings(prompt_share=share),
+    )
+    for share in (0.3, 0.5, 1.0)
+)
+"""Where prompts are most of the work newcomers wait in line: from which part of the work on?"""
+
+
+def ways_of(load: Load) -> tuple[Way, ...]:
+    """What is compared under a load."""
+    if load.prompts > 1:
+        return (*(way for way in WAYS if "," not in way.name), *FIRST)
+    choices = CHOICES if load.factor > 1 else ()
+    return (*WAYS, *choices, *(TRADES if load.factor >= 3 else ()), *(FIRST if load.factor == 2 else ()))
 
 
 def make_requests(load: Load, capacity: float, seed: int) -> list[Request]:
@@ -153,14 +183,15 @@ def make_requests(load: Load, capacity: float, seed: int) -> list[Request]:
     phases[-1] = replace(phases[-1], duration_s=math.inf)
     count = round(sum(number for _, number in planned))
     arrivals, drawn = phase_arrivals(phases, count, 1.0, np.random.default_rng(seed)), lengths(count, seed)
+    sizes = zip(scaled(drawn.prompt_tokens, load.prompts), scaled(drawn.output_tokens, load.outputs), strict=True)
     return [
         Request(
             request_id=str(index),
-            prompt_token_ids=tuple(range(1000 * index, 1000 * index + int(drawn.prompt_tokens[index]))),
-            params=SamplingParams(max_tokens=int(drawn.output_tokens[index]), ignore_eos=True, temperature=0.0),
+            prompt_token_ids=tuple(range(1000 * index, 1000 * index + num_prompt)),
+            params=SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=0.0),
             arrival_s=float(when),
         )
-        for index, when in enumerate(arrivals)
+        for index, (when, (num_prompt, num_output)) in enumerate(zip(arrivals, sizes, strict=True))
     ]
 
 
@@ -191,12 +222,13 @@ def simulate(way: Way, requests: list[Request]) -> dict[str, Any]:
     }
 
 
-def find_capacity() -> float:
+@cache
+def find_capacity(prompts: float, outputs: float) -> float:
     """The highest steady rate at which FCFS keeps TTFT p99 under a second (two seeds, nine bisections)."""
     low, high = 1.0, 12.0
     for _ in range(9):
         rate = (low + high) / 2
-        steady = Load("steady", 1.0, 300 / rate)
+        steady = Load("steady", 1.0, 300 / rate, prompts=prompts, outputs=outputs)
         worst = max(np.quantile(simulate(WAYS[0], make_requests(steady, rate, s))["ttft_s"], 0.99) for s in (11, 12))
         low, high = (rate, high) if worst < 1.0 else (low, rate)
     return low
@@ -224,13 +256,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     args = parser.parse_args()
     workers = ProcessPoolExecutor()
-    capacity = find_capacity()
-    result: dict[str, Any] = {"capacity": capacity, "seeds": args.seeds, "loads": {}}
+    result: dict[str, Any] = {"capacity": {}, "seeds": args.seeds, "loads": {}}
     for load in LOADS:
-        print(f"\n**{load.name}**\n\n| way | " + " | ".join(COLUMNS) + " | swaps | recomputes | stall | last in line |")
+        capacity = result["capacity"][load.name] = find_capacity(load.prompts, load.outputs)
+        print(
+            f"\n**{load.name}** ({capacity:.2f} requests/s)\n\n| way | "
+            + " | ".join(COLUMNS)
+            + " | swaps | recomputes | stall | last in line |"
+        )
         print("|---" * (len(COLUMNS) + 5) + "|")
         rows: dict[str, Any] = {}
-        ways = (*WAYS, *MORE_WAYS.get(load.name, ()))
+        ways = ways_of(load)
         begun = [[workers.submit(_serve, way, load, capacity, seed) for seed in args.seeds] for way in ways]
         for way, futures in zip(ways, begun, strict=True):
             runs = [future.result() for future in futures]
