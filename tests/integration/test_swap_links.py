@@ -27,7 +27,13 @@ from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 pytestmark = pytest.mark.slow
 BLOCK_S = 1e-3
 """Of the modelled link: much more than the bytes themselves take."""
-FLAGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "swap": "host"}
+FLAGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "kv_memory": 24 * BLOCK_BYTES,
+    "swap": "host",
+    "swap_memory": 128 * BLOCK_BYTES,
+}
 
 
 @pytest.fixture
@@ -38,8 +44,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """
     clock = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=time.monotonic, sleep=time.sleep)
     monkeypatch.setattr(host_transfer, "time", clock)
-    flags = FLAGS | {"kv_memory": 24 * BLOCK_BYTES, "swap_memory": 128 * BLOCK_BYTES}
-    one = build_engine(EngineConfig(model="dummy:tiny-llama", **flags), ImpatientPolicy())
+    one = build_engine(EngineConfig(model="dummy:tiny-llama", **FLAGS), ImpatientPolicy())
     executor: Any = one._executor
     tier = executor._swap._tiers[Tier.HOST]
     tier.engine.close()
