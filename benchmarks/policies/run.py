@@ -134,7 +134,7 @@ WAYS = (
     Way("paced/nvlink", "paced", NVLINK),
     Way("paced/pcie, copies cost nothing", "paced", copies_cost=False),
     *(
-        Way(f"paced/pcie, swap space of {pools} pools", "paced", num_slots=pools * pool_blocks())
+        Way(f"paced/pcie, swap space of {pools} pool{'s' * (pools > 1)}", "paced", num_slots=pools * pool_blocks())
         for pools in (1, 2, 4, 8)
     ),
     Way("paced, no swap space", "paced", num_slots=0),
