@@ -90,7 +90,7 @@ LOADS = (
     Load("3x for 120 s", 3.0, 120.0),
     Load("half of capacity", 0.5, 240.0),
     Load("2x for 60 s, prompts twice and outputs half as long", 2.0, 60.0, tail_s=240.0, prompts=2.0, outputs=0.5),
-    Load("2x for 60 s, prompts four times and outputs a quarter as long", 2.0, 60.0, 240.0, prompts=4.0, outputs=0.25),
+    Load("4x for 60 s, prompts four times and outputs a quarter as long", 4.0, 60.0, 120.0, prompts=4.0, outputs=0.25),
 )
 """After a burst arrivals go on until FCFS has worked its line off (a column of the table says when); under the lasting
 overload they stop, as it would take it a quarter of an hour."""
@@ -163,7 +163,7 @@ FIRST = tuple(
         NVLINK,
         settings=SharingSettings(prompt_share=share),
     )
-    for share in (0.3, 0.5, 1.0)
+    for share in (0.2, 0.4, 1.0)
 )
 """Where prompts are most of the work newcomers wait in line: from which part of the work on?"""
 

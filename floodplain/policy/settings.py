@@ -41,7 +41,7 @@ class SharingSettings:
     max_gap_s: float = 5.0
     visitor_share: float = 0.4
     prefill_share: float = 0.5
-    prompt_share: float = 0.4
+    prompt_share: float = 0.3
     fair_by: str = "request"
     takes_turns_by_recompute: bool = False
     is_synchronous: bool = False
