@@ -46,7 +46,8 @@ class FcfsPolicy:
         decision = step.decision()
         if not (self._saves_prefixes and view.tiers):
             return decision
-        order = prefix_backup(view, count_spare_blocks(view, num_steps=2))  # this one, and the next, planned beside it
+        num_spare = count_spare_blocks(view, num_steps=2)  # this one, and the next, planned beside it
+        order = prefix_backup(view, decision, num_spare)
         return decision if order is None else replace(decision, prefix_backup=order)
 
 

@@ -45,7 +45,8 @@ class GatedPolicy:
         """FCFS's decision or the inner policy's."""
         num_spare = count_spare_blocks(view, self._slice_steps)
         if num_spare >= 0:
-            decision, order = self._fcfs.decide(view, now, rng), prefix_backup(view, num_spare)
+            decision = self._fcfs.decide(view, now, rng)
+            order = prefix_backup(view, decision, num_spare)
             return decision if order is None else replace(decision, prefix_backup=order)
         if self._takes_turns_by_recompute:
             return self._inner.decide(view, now, rng)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from floodplain.core.plan import PrefixBackupOrder
+from floodplain.core.plan import Decision, PrefixBackupOrder
 from floodplain.core.view import SequenceView, TierView, View
 from floodplain.policy.growth import blocks_for
 
@@ -24,11 +24,11 @@ def pays_to_fetch(view: View, row: SequenceView) -> bool:
     return not compute_s or fetch_s < compute_s
 
 
-def prefix_backup(view: View, num_spare_blocks: int) -> PrefixBackupOrder | None:
+def prefix_backup(view: View, step: Decision, num_spare_blocks: int) -> PrefixBackupOrder | None:
     """Keep in swap space what the device is about to forget, as far as one step can make it forget, bit by bit.
 
-    Only while the link has nothing else to send. A block that is copied cannot be given away, so at most half of the
-    blocks that nobody will need are copied at a time, and no more than cross the link within a step.
+    Beside ``step``, and only while the link has nothing else to send. A block that is copied cannot be given away: at
+    most half of the blocks that nobody will need are copied at a time, and no more than cross the link within the step.
     """
     if not view.tiers or view.num_empty_blocks == view.num_available_blocks:
         return None
@@ -36,13 +36,14 @@ def prefix_backup(view: View, num_spare_blocks: int) -> PrefixBackupOrder | None
     if tier.num_outbound_blocks or view.num_empty_blocks >= num_at_risk:
         return None
     num_at_risk = min(num_at_risk, tier.num_free_slots)  # more would push out what was saved just before
-    num_blocks = min(num_at_risk, num_spare_blocks // 2, _blocks_within_step(view, tier))
+    num_blocks = min(num_at_risk, num_spare_blocks // 2, _blocks_within_step(view, step, tier))
     return PrefixBackupOrder(num_at_risk, num_blocks, tier.tier) if num_blocks > 0 else None
 
 
-def _blocks_within_step(view: View, tier: TierView) -> int:
-    """Blocks whose copy begins and ends while a step runs; none while nobody knows what steps take."""
-    step_s = view.prices.step_s
+def _blocks_within_step(view: View, step: Decision, tier: TierView) -> int:
+    """Blocks whose copy begins and ends while a step runs; none while nobody knows what it takes."""
+    num_prompt = sum(chunk.num_tokens for chunk in (*step.chunks, *step.admissions))
+    step_s = num_prompt * view.prices.prefill_token_s + (view.prices.step_s if step.decodes else 0.0)
     if not step_s:
         return 0
     return int((step_s - tier.latency_s) / tier.block_s) if tier.block_s else view.num_blocks

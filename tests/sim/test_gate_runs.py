@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.free_blocks import BlockId
-from floodplain.core.plan import PrefixBackupOrder, StepPlan, TransferKind
+from floodplain.core.plan import Decision, PrefixBackupOrder, StepPlan, TransferKind
 from floodplain.core.request import Request
 from floodplain.core.tiers import Tier
 from floodplain.core.view import View
@@ -107,7 +107,7 @@ def test_with_a_full_prefix_cache_a_run_is_that_of_fcfs_but_for_what_it_saves() 
 def test_saving_more_than_nobody_needs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: all that two steps do not need is pinned at once, for a step for each block."""
 
-    def save_all(view: View, num_spare_blocks: int) -> PrefixBackupOrder | None:
+    def save_all(view: View, step: Decision, num_spare_blocks: int) -> PrefixBackupOrder | None:
         is_idle = not (view.tiers[0].num_outbound_blocks or view.waiting)
         is_idle = is_idle and view.num_available_blocks > view.num_empty_blocks
         num_blocks = view.num_available_blocks - 2 * len(view.running)
@@ -124,9 +124,9 @@ def test_saving_more_than_nobody_needs_is_noticed(monkeypatch: pytest.MonkeyPatc
 # -- where requests come back for what was evicted -------------------------------------------------------------------
 
 
-def returning(num_prompts: int, interval_s: float) -> list[Request]:
+def returning(num_prompts: int, interval_s: float, max_tokens: int = 14) -> list[Request]:
     """Requests that ask with so many prompts, again and again."""
-    requests = make_burst(40, interval_s=interval_s, num_prompt=33, max_tokens=14)
+    requests = make_burst(40, interval_s=interval_s, num_prompt=33, max_tokens=max_tokens)
     return [
         replace(one, prompt_token_ids=requests[number * 7 % num_prompts].prompt_token_ids)
         for number, one in enumerate(requests)
@@ -135,6 +135,17 @@ def returning(num_prompts: int, interval_s: float) -> list[Request]:
 
 def num_cached(run: Run) -> int:
     return sum(one.num_cached_tokens for one in run.lifecycles.values())
+
+
+@pytest.mark.parametrize("name", ["fcfs", "paced"])
+@pytest.mark.parametrize("max_tokens", [1, 14])
+def test_over_a_quick_link_all_that_was_evicted_comes_back(name: str, max_tokens: int) -> None:
+    """Also where requests want one token each, so that no step ever decodes."""
+    requests = returning(8, 0.3, max_tokens)
+    run, _ = recorded(Machine(num_blocks=34, block_s=0.0001), name, requests)
+    num_repeated = len(requests) - 8
+    assert num_cached(run) >= 0.8 * num_repeated * 32
+    assert num_cached(recorded(Machine(num_blocks=34), "plain", requests)[0]) < num_cached(run) / 2
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from floodplain.core.hashing import BlockKey
-from floodplain.core.plan import Chunk, PrefixBackupOrder, Reason, Resumption
+from floodplain.core.plan import Chunk, Decision, PrefixBackupOrder, Reason, Resumption
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView
@@ -99,10 +99,11 @@ def test_fcfs_lets_nobody_pass_a_fetch_that_finds_no_room() -> None:
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 FULL = {"num_available_blocks": 40, "num_empty_blocks": 3, "prices": Prices(step_s=0.010), "max_batched_tokens": 64}
+DECODE = Decision(decodes=(SeqId(0),))
 
 
 def test_what_a_step_could_evict_is_saved_first() -> None:
-    assert prefix_backup(make_view(**FULL), 100) == PrefixBackupOrder(16, 16, Tier.HOST)
+    assert prefix_backup(make_view(**FULL), DECODE, 100) == PrefixBackupOrder(16, 16, Tier.HOST)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_what_a_step_could_evict_is_saved_first() -> None:
     ],
 )
 def test_nothing_is_saved_that_need_not_or_must_not_be(fields: dict[str, object], num_spare: int) -> None:
-    assert prefix_backup(make_view(**(FULL | fields)), num_spare) is None
+    assert prefix_backup(make_view(**(FULL | fields)), DECODE, num_spare) is None
 
 
 def test_a_save_is_no_larger_than_the_link_the_slots_and_half_of_what_is_spare() -> None:
@@ -128,9 +129,22 @@ def test_a_save_is_no_larger_than_the_link_the_slots_and_half_of_what_is_spare()
         (host(num_free_slots=7), 100, 7, 7),  # more would forget what was saved just before
         (host(), 20, 16, 10),
     ]:
-        assert prefix_backup(make_view(**(FULL | {"tiers": (tier,)})), num_spare) == PrefixBackupOrder(
+        assert prefix_backup(make_view(**(FULL | {"tiers": (tier,)})), DECODE, num_spare) == PrefixBackupOrder(
             num_at_risk, expected, Tier.HOST
         )
+
+
+def test_a_step_that_only_computes_prompts_has_time_for_copies_too() -> None:
+    """A server whose requests want one token never decodes, and nobody learns what that takes."""
+    fields = FULL | {"prices": Prices(prefill_token_s=0.001), "tiers": (host(block_s=0.002),)}
+
+    def num_saved(step: Decision) -> int:
+        order = prefix_backup(make_view(**fields), step, 100)
+        return order.num_blocks if order else 0
+
+    chunk = Chunk(SeqId(0), 10)
+    assert num_saved(Decision(chunks=(chunk,))) == num_saved(Decision(admissions=(chunk,))) == 5
+    assert num_saved(DECODE) == num_saved(Decision()) == 0
 
 
 def test_only_the_closed_gate_saves() -> None:
