@@ -29,7 +29,7 @@ class Reason(Enum):
     CROWDED = "crowded"
     """Newcomers wait, because turns have become rare."""
     PROMPT_BOUND = "prompt_bound"
-    """Newcomers wait, because prompts are most of the work: first tokens first would cost more than it brings."""
+    """Newcomers wait, because prompts are so large a part of the work that first tokens first does not pay."""
     LINK_BUSY = "link_busy"
     """Slices are longer than asked, because copies could not keep up with shorter ones."""
     SWAP_SLOW = "swap_slow"

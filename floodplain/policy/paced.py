@@ -7,8 +7,8 @@ longest. How large their part is follows from the pace that they shall keep (the
 ``max_gap_s``, up to a limit: under overload the pace falls for all of them alike. Only for a visitor that does not fit
 into it, and has been silent for half of ``max_gap_s``, the core makes room beyond. Requests without a first token go
 before all, unless the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``), swap space could
-not take one more, or the load is *prompt bound*: prompts are most of the work, so that first tokens first costs the
-others more than it brings. Then they wait, as under FCFS.
+not take one more, or the load is *prompt bound*: prompts are so large a part of the work that first tokens first
+costs the others more than it brings. Then they wait, as under FCFS.
 
 Bounds, for steps of at most t seconds with turns of s steps and visitors that need V blocks in a part of P blocks (or V
 places of P): a visitor is silent for at most (V / P + 1) * (s + 3) * t seconds, V / P rounded up: blocks are taken for
@@ -173,8 +173,8 @@ def _let_in(
 def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
     """Whether first tokens first costs more than it brings.
 
-    What a request has cost before its first token is then most of what it costs: who finishes requests in order of
-    arrival has fewer of them waiting. And a part of a step's time is too little for prompts that are most of the work.
+    What a request has cost before its first token is then much of what it costs: who finishes requests in order of
+    arrival has fewer of them waiting. And a part of a step's time is too little for prompts that are more of the work.
     """
     return view.prices.prompt_share > settings.prompt_share
 
@@ -182,7 +182,7 @@ def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
 def _judge(
     view: View, now: float, fresh: Seq[SequenceView], visitors: Seq[SequenceView], settings: SharingSettings
 ) -> _Newcomers:
-    """Newcomers wait while prompts are most of the work, or somebody is silent too long.
+    """Newcomers wait while the load is prompt bound, or somebody is silent too long.
 
     And one by one, when swap space could not take them too.
     """
