@@ -117,7 +117,7 @@ class Prices:
     Attributes:
         step_s: Seconds of a step that only decodes, as of late.
         prefill_token_s: Seconds that one token of a prompt adds to a step.
-        prompt_share: The part of the device's time that went to prompts, of what requests cost that finished lately.
+        prompt_share: The part of the device's time that prompts take, by the requests that ended lately.
     """
 
     step_s: float = 0.0

@@ -282,9 +282,8 @@ class Loop:
         seq.lifecycle.record(EventKind.FINISHED, now)
         self.state.enter(seq, Status.FINISHED)
         self.state.counters.finished[reason.value] += 1
-        if reason is not FinishReason.ABORT:
-            num_prompt = seq.num_prompt - seq.lifecycle.num_cached_tokens
-            self.state.prices.learn_lengths(num_prompt, len(seq.tokens) - seq.num_prompt)
+        if len(seq.tokens) > seq.num_prompt:
+            self.state.prices.learn_end(seq.num_prompt - seq.lifecycle.num_cached_tokens)
         self.state.completion_step = self.state.counters.num_steps
         self.state.accounts.depart(seq.request.client, seq.key_work)
         if seq.num_outstanding:

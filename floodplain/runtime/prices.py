@@ -2,7 +2,10 @@
 
 A step is priced as a line: so much for itself, for each decode and for each prompt token. A Kalman filter follows the
 line as it drifts; errors count relative to the step. A price stays as it is while nothing is paid for it, and where
-steps cannot tell two of them apart, both follow. How long prompts and outputs are is learned from requests that finish.
+steps cannot tell two of them apart, both follow.
+
+What part of the work prompts are is reckoned from the prompts of requests that ended, and the decodes of all: those
+that end first when a load begins are the short ones, and alone they would make outputs look shorter than they are.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ _NOISE = 0.1
 _SMOOTHING = 0.1
 """Weight of the newest step in the mean number of decodes."""
 
-_LENGTH_SMOOTHING = 0.05
-"""Weight of the newest request in the mean lengths of prompts and outputs."""
+_FORGETTING = 0.05
+"""The part of what prompts and decodes were counted that is forgotten whenever a request ends."""
 
 _DRIFT = 0.015
 """How far a price may move from one step that has to pay it to the next, as a part of it."""
@@ -34,7 +37,8 @@ class StepPrices:
         self._line: Line | None = None
         self._num_decodes: float | None = None  # a running mean over steps that had some
         self._has_prefill = False
-        self._lengths: tuple[float, float] | None = None  # running means of computed prompt tokens and of output tokens
+        self._num_prompt_tokens = 0.0  # of requests that ended lately
+        self._num_output_tokens = 0.0  # those of all requests meanwhile, but for first ones
         self._prices = Prices()
 
     @property
@@ -49,19 +53,17 @@ class StepPrices:
             return
         self._line = self._line or _first_line(duration_s)
         self._line.learn((1.0, float(num_decodes), float(num_prefill)), duration_s)
+        self._num_output_tokens += num_decodes
         if num_decodes:
             mean = num_decodes if self._num_decodes is None else self._num_decodes
             self._num_decodes = mean + _SMOOTHING * (num_decodes - mean)
         self._has_prefill = self._has_prefill or num_prefill > 0
         self._prices = self._price(self._line.weights)
 
-    def learn_lengths(self, num_prompt: int, num_output: int) -> None:
-        """A request finished that had so many prompt tokens computed, and got so many tokens."""
-        prompt, output = self._lengths or (num_prompt, num_output)
-        self._lengths = (
-            prompt + _LENGTH_SMOOTHING * (num_prompt - prompt),
-            output + _LENGTH_SMOOTHING * (num_output - output),
-        )
+    def learn_end(self, num_prompt: int) -> None:
+        """A request ended whose prompt had so many tokens computed."""
+        self._num_prompt_tokens += num_prompt - _FORGETTING * self._num_prompt_tokens
+        self._num_output_tokens -= _FORGETTING * self._num_output_tokens
 
     def _price(self, weights: list[float]) -> Prices:
         base_s, decode_s, token_s = weights
@@ -70,10 +72,10 @@ class StepPrices:
         return Prices(step_s, token_s, self._prompt_share(step_s, token_s))
 
     def _prompt_share(self, step_s: float, token_s: float) -> float:
-        if self._lengths is None or not (any(self._lengths) and self._num_decodes and step_s and token_s):
+        prompts_s = self._num_prompt_tokens * token_s
+        if not (self._num_decodes and step_s and prompts_s):
             return 0.0
-        prompt_s, output_s = self._lengths[0] * token_s, self._lengths[1] * step_s / self._num_decodes
-        return prompt_s / (prompt_s + output_s)
+        return prompts_s / (prompts_s + self._num_output_tokens * step_s / self._num_decodes)
 
 
 def _first_line(duration_s: float) -> Line:

@@ -34,12 +34,16 @@ FIRST = SharingSettings(prompt_share=1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests that come ``factor`` times as fast as the machine serves them, one as long as the other."""
+    """Requests that come ``factor`` times as fast as the machine serves them, one as long as the other.
+
+    A few come ahead of them, which may want other than ``max_tokens``.
+    """
 
     num_prompt: int
     max_tokens: int
     factor: float = 1.5
     num_requests: int = 100
+    tokens_ahead: int | None = None
 
     @property
     def costs_s(self) -> tuple[float, float]:
@@ -58,7 +62,7 @@ class Load:
         requests = make_burst(self.num_requests, interval_s=sum(self.costs_s) / self.factor, first_s=5.0, **make)
         ahead = [
             replace(one, prompt_token_ids=tuple(token + 10**6 for token in one.prompt_token_ids))
-            for one in make_burst(4, interval_s=1.0, **make)
+            for one in make_burst(8, interval_s=0.5, **make | {"max_tokens": self.tokens_ahead or self.max_tokens})
         ]
         run = burst(MACHINE, recorder, [*ahead, *requests])
         return run, {decision.reason for _, _, decision in recorder.seen}
@@ -124,3 +128,11 @@ def test_where_they_are_not_nothing_changes() -> None:
     ]
     assert run.counters.preemptions["swap"] > 100
     assert mean_ttft_s(run) < 0.2 * mean_ttft_s(SHORT.run("fcfs", FIRST)[0])
+
+
+@pytest.mark.slow
+def test_a_few_that_want_little_do_not_pass_for_all() -> None:
+    """As a server is warmed up, and as those that end first when a load begins are short ones."""
+    run, reasons = replace(SHORT, tokens_ahead=2).run("paced", SharingSettings())
+    assert Reason.PROMPT_BOUND not in reasons
+    assert run.counters.preemptions["swap"] > 100

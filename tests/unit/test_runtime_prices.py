@@ -35,25 +35,45 @@ def test_nothing_is_known_at_first() -> None:
     assert StepPrices().now == Prices(0.0, 0.0)
 
 
-def test_the_share_of_prompts_is_that_of_requests_that_finished() -> None:
-    """Steps of 20 ms for ten streams, 1 ms for a prompt token: 30 and 60 tokens cost 30 and 120 ms."""
+def serve(prices: StepPrices, num_prompt: int, num_rounds: int) -> None:
+    """Ten streams in steps of 20 ms, 1 ms for a prompt token; in each round of six steps one ends after 60 decodes."""
+    for _ in range(num_rounds):
+        for _ in range(5):
+            prices.learn(plan(10), 0.02)
+        prices.learn(plan(10, num_prompt), 0.02 + 0.001 * num_prompt)
+        prices.learn_end(num_prompt)
+
+
+def test_the_share_of_prompts_is_that_of_the_work() -> None:
+    """30 prompt tokens and 60 decodes cost 30 and 120 ms; 600 tokens, 600 ms."""
     prices = StepPrices()
-    steps = [(plan(10), 0.02), (plan(10, 20), 0.04)] * 50
-    for one, duration_s in steps[:-1]:
-        prices.learn(one, duration_s)
-    assert prices.now.prompt_share == 0.0  # nobody has finished
-    prices.learn_lengths(30, 60)
-    prices.learn(*steps[-1])
-    assert prices.now.prompt_share == pytest.approx(0.2, rel=0.02)
+    prices.learn(plan(10), 0.02)
+    prices.learn(plan(10, 20), 0.04)
+    assert prices.now.prompt_share == 0.0  # nobody has ended
+    serve(prices, 30, 100)
+    assert prices.now.prompt_share == pytest.approx(30 / 150, rel=0.05)
+    serve(prices, 600, 100)
+    assert prices.now.prompt_share == pytest.approx(600 / 720, rel=0.05)
+
+
+def test_streams_that_go_on_count_although_the_short_ones_end_first() -> None:
+    """After a few that want hardly anything, ten begin that have long answers, and one of them is done soon."""
+    prices = StepPrices()
+    for _ in range(8):
+        prices.learn(plan(1, 30), 0.05)
+        prices.learn_end(30)
+    prices.learn(plan(1), 0.02)
+    assert prices.now.prompt_share > 0.5
     for _ in range(100):
-        prices.learn_lengths(600, 10)
-    prices.learn(*steps[-1])
-    assert prices.now.prompt_share == pytest.approx(0.6 / 0.62, rel=0.02)
+        prices.learn(plan(10), 0.02)
+    prices.learn_end(30)
+    prices.learn(plan(10), 0.02)
+    assert prices.now.prompt_share < 0.2
 
 
-def test_a_request_that_computed_and_got_nothing_says_nothing() -> None:
+def test_a_request_that_computed_nothing_says_nothing() -> None:
     prices = StepPrices()
-    prices.learn_lengths(0, 0)
+    prices.learn_end(0)
     prices.learn(plan(10, 20), 0.04)
     assert prices.now.prompt_share == 0.0
 
