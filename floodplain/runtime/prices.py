@@ -23,7 +23,7 @@ _NOISE = 0.1
 _SMOOTHING = 0.1
 """Weight of the newest step in the mean number of decodes."""
 
-_FORGETTING = 0.05
+_FORGETTING = 0.02
 """The part of what prompts and decodes were counted that is forgotten whenever a request ends."""
 
 _DRIFT = 0.015
