@@ -51,7 +51,11 @@ LOADS = {
     "sustained": Load((("requests", 25, 1.0), ("seconds", 120, 3.0), ("requests", 5, 1.0))),
     "quiet": Load((("requests", 100, 0.5),)),
     "steady": Load((("requests", 300, 1.0),)),
-    "azure": Load(trace="azure2023_conv.csv", spec=replace(CHAT, request_rate=math.inf, length_scale=0.15, limit=250)),
+    "azure": Load(
+        trace="azure2023_conv.csv",
+        speedup=1.25,
+        spec=replace(CHAT, request_rate=math.inf, length_scale=0.15, limit=250),
+    ),
     "burstgpt": Load(
         trace="burstgpt_burst_1h.csv",
         speedup=20.0,
