@@ -71,6 +71,17 @@ def test_streams_that_go_on_count_although_the_short_ones_end_first() -> None:
     assert prices.now.prompt_share < 0.2
 
 
+def test_one_long_prompt_is_no_load_of_long_prompts() -> None:
+    """Twenty times as long as those of the fifty before it; the third of its kind is another matter."""
+    prices, shares = StepPrices(), []
+    serve(prices, 30, 200)
+    for _ in range(3):
+        serve(prices, 600, 1)
+        prices.learn(plan(10), 0.02)
+        shares.append(prices.now.prompt_share)
+    assert shares[0] < 0.3 < shares[2]
+
+
 def test_a_request_that_computed_nothing_says_nothing() -> None:
     prices = StepPrices()
     prices.learn_end(0)
