@@ -253,11 +253,13 @@ def main() -> None:
     """Print a table for each load; keep the summary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(1, 9)))
+    parser.add_argument("--loads", nargs="+", choices=[load.name for load in LOADS], help="default: all")
+    parser.add_argument("--ways", nargs="+", help="names of rows beside fcfs (default: all)")
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     args = parser.parse_args()
     workers = ProcessPoolExecutor()
     result: dict[str, Any] = {"capacity": {}, "seeds": args.seeds, "loads": {}}
-    for load in LOADS:
+    for load in (load for load in LOADS if not args.loads or load.name in args.loads):
         capacity = result["capacity"][load.name] = find_capacity(load.prompts, load.outputs)
         print(
             f"\n**{load.name}** ({capacity:.2f} requests/s)\n\n| way | "
@@ -266,7 +268,7 @@ def main() -> None:
         )
         print("|---" * (len(COLUMNS) + 5) + "|")
         rows: dict[str, Any] = {}
-        ways = ways_of(load)
+        ways = [way for way in ways_of(load) if way is WAYS[0] or not args.ways or way.name in args.ways]
         begun = [[workers.submit(_serve, way, load, capacity, seed) for seed in args.seeds] for way in ways]
         for way, futures in zip(ways, begun, strict=True):
             runs = [future.result() for future in futures]
