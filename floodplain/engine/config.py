@@ -34,6 +34,7 @@ _USED_BY = {
     "slice": ("cfs", "fair", "paced"), "slice_ends": ("cfs",), "fair_by": ("fair",),
     "pace": ("paced",), "max_gap": ("paced",),
 }  # fmt: skip
+_SHARING = SharingSettings()
 _NOUNS = {int: "a whole number", float: "a number", str: "a word", bool: "True or False"}
 
 
@@ -49,10 +50,12 @@ class EngineConfig:
 
     model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
     policy: str = _flag("paced", "who runs next when not everybody fits", POLICIES)  # type: ignore[assignment]
-    slice: int = _flag(4, "steps that whoever comes onto the device stays at least")  # type: ignore[assignment]
+    slice: int = _flag(_SHARING.slice_steps, "steps that whoever comes onto the device stays at least")  # type: ignore[assignment]
     slice_ends: str = _flag("completion", "cfs: what ends a slice: steps alone, or sooner", SLICE_ENDS)  # type: ignore[assignment]
-    pace: float = _flag(2.0, "paced: tokens per second of a stream that takes turns, if it can")  # type: ignore[assignment]
-    max_gap: float = _flag(5.0, "paced: newcomers wait while a stream has been silent for so many seconds")  # type: ignore[assignment]
+    pace: float = _flag(_SHARING.pace, "paced: tokens per second of a stream that takes turns, if it can")  # type: ignore[assignment]
+    max_gap: float = _flag(  # type: ignore[assignment]
+        _SHARING.max_gap_s, "paced: newcomers wait while a stream has been silent for so many seconds"
+    )
     fair_by: str = _flag("request", "fair: whose work is counted", FAIR_BY)  # type: ignore[assignment]
     kv_memory: int | None = field(
         default=None,

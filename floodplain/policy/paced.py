@@ -3,12 +3,13 @@
 The device, its pool and its places (``max_num_seqs``) alike, is divided. One part, the *core*, serves requests to their
 end by arrival, as FCFS does, so that work finishes. The rest is for *visitors*: all other streams take short turns
 there, the one that has fallen behind its pace furthest first; with one pace for all, the one that has been silent
-longest. How large their part is follows from the pace that they shall keep (their own goals, else ``--pace``) and from
-``max_gap_s``, up to a limit: under overload the pace falls for all of them alike. Only for a visitor that does not fit
-into it, and has been silent for half of ``max_gap_s``, the core makes room beyond. Requests without a first token go
-before all, unless the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``), swap space could
-not take one more, or the load is *prompt bound*: prompts are so large a part of the work that first tokens first
-costs the others more than it brings. Then they wait, as under FCFS.
+longest. How large their part is follows from the pace that they shall keep (their own goals, else ``--pace``), up to a
+limit: under overload the pace falls for all of them alike. Once one of them is *overdue* (silent for ``OVERDUE`` of
+``max_gap_s``) their part is as large as the limit, and larger if that one does not fit into it: each turn costs copies,
+so there are no more of them than it takes, and newcomers seldom have to wait. Requests without a first token go before
+all, unless the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``), swap space could not take
+one more, or the load is *prompt bound*: prompts are so large a part of the work that first tokens first costs the
+others more than it brings. Then they wait, as under FCFS.
 
 Bounds, for steps of at most t seconds with turns of s steps and visitors that need V blocks in a part of P blocks (or V
 places of P): a visitor is silent for at most (V / P + 1) * (s + 3) * t seconds, V / P rounded up: blocks are taken for
@@ -43,6 +44,8 @@ FASTEST, SLOWEST = 4.0, 0.5
 MIN_VISITOR_SHARE = 0.1
 """Of the device, as soon as there are visitors: enough that turns go on at all."""
 
+OVERDUE = 0.8
+"""Of ``max_gap_s``: when a visitor has been silent for so long its part grows, before newcomers would have to wait."""
 
 _BY_ARRIVAL = attrgetter("order_key")
 _BY_LAG = itemgetter(0, 1)
@@ -71,11 +74,7 @@ class PacedPolicy(SharingPolicy):
         """Newcomers, the core by arrival, then visitors by lag; a crowd of newcomers last of all."""
         streams, fresh = _split(view)
         current = slice_for(view, int(self.settings.visitor_share * view.num_blocks), self.settings)
-        core, visitors = divide(view, streams, self.settings)
-        visitors = by_lag(visitors, now, self.settings)
-        if visitors and now - silent_since(visitors[0], now) > self.settings.max_gap_s / 2:
-            core, given_way = _let_in(view, visitors[0], core, current.steps)
-            visitors = [*visitors, *given_way]
+        core, visitors = divide(view, streams, now, current.steps, self.settings)
         newcomers = _judge(view, now, fresh, visitors, self.settings)
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
         staying = frozenset([*prompts, *rows_in_slice(view, current.steps)])
@@ -85,12 +84,22 @@ class PacedPolicy(SharingPolicy):
 
 
 def divide(
-    view: View, streams: Seq[SequenceView], settings: SharingSettings
+    view: View, streams: Seq[SequenceView], now: float, num_steps: int, settings: SharingSettings
 ) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(the core, the visitors) of streams in order of arrival: visitors get what their pace needs, up to the limit."""
+    """(the core, the visitors by lag) of streams in order of arrival, for turns of so many steps.
+
+    Visitors get what their pace needs, up to the limit; all of that, or room for the one that is furthest behind if
+    that is more, once one of them is overdue.
+    """
     core, visitors = _cut(view, streams, settings.visitor_share)
+    if any(now - silent_since(row, now) > OVERDUE * settings.max_gap_s for row in visitors):
+        visitors = by_lag(visitors, now, settings)
+        core, given_way = _let_in(view, visitors[0], core, num_steps)
+        return core, [*visitors, *given_way]
     share = _share_for_pace(view, visitors, settings)
-    return (core, visitors) if share >= settings.visitor_share else _cut(view, streams, share)
+    if share < settings.visitor_share:
+        core, visitors = _cut(view, streams, share)
+    return core, by_lag(visitors, now, settings)
 
 
 def pace_of(row: SequenceView, settings: SharingSettings) -> float:

@@ -35,10 +35,10 @@ class SharingSettings:
         UserError: A value is out of its range; the message names the flag.
     """
 
-    slice_steps: int = 4
+    slice_steps: int = 3
     slice_ends: str = "completion"
-    pace: float = 2.0
-    max_gap_s: float = 5.0
+    pace: float = 1.25
+    max_gap_s: float = 6.0
     visitor_share: float = 0.4
     prefill_share: float = 0.5
     prompt_share: float = 0.3

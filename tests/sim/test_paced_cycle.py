@@ -110,8 +110,8 @@ class Silences:
         """Of a silence between these times."""
         visiting: dict[SeqId, int] = {}
         part = MACHINE.num_blocks
-        for view, _, _ in self.recorder.seen[bisect_left(self._times, begin_s) : bisect_left(self._times, end_s)]:
-            core, others = divide(view, self.load.sharing)
+        for view, now, _ in self.recorder.seen[bisect_left(self._times, begin_s) : bisect_left(self._times, end_s)]:
+            core, others = divide(view, now, self.load.sharing)
             part = min(part, view.num_blocks - core)
             for seq_id, num_blocks in others.items():
                 visiting[seq_id] = max(num_blocks, visiting.get(seq_id, 0))
@@ -120,11 +120,12 @@ class Silences:
         return (rounds + 1) * (self.load.sharing.slice_steps + 3)
 
 
-def divide(view: View, sharing: SharingSettings) -> tuple[int, dict[SeqId, int]]:
+def divide(view: View, now: float, sharing: SharingSettings) -> tuple[int, dict[SeqId, int]]:
     """(blocks of the core, those that all others need for a turn)."""
     rows = (*view.running, *view.loading, *view.swapped)
     streams = [row for row in rows if row.num_generated(view.step) > 0]
-    core, _ = paced.divide(view, sorted(streams, key=lambda row: row.order_key), sharing)
+    streams.sort(key=lambda row: row.order_key)
+    core, _ = paced.divide(view, streams, now, sharing.slice_steps, sharing)
     in_core = {row.seq_id for row in core}
     needs = {
         row.seq_id: -(

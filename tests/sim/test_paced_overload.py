@@ -8,11 +8,31 @@ from collections.abc import Iterator
 import pytest
 
 from floodplain.core.plan import Reason
+from floodplain.policy import paced
 from floodplain.policy.batching import wants_one_token
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Recorder, Run, burst, make_burst
 from tests.support.overload import MACHINE, MAX_GAP_S, NUM_PROMPT, UNCROWDED, longest_step_s, overload
+
+# -- turns -----------------------------------------------------------------------------------------------------------
+
+
+def crowded_and_swaps(monkeypatch: pytest.MonkeyPatch, overdue: float) -> tuple[int, int]:
+    """(steps in which newcomers had to wait, turns) where visitors' part is whole after this part of ``max_gap_s``."""
+    monkeypatch.setattr(paced, "OVERDUE", overdue)
+    run, _ = overload.__wrapped__(1.3, 200, MAX_GAP_S)
+    return run.counters.limited_steps["crowded"], run.counters.preemptions["swap"]
+
+
+@pytest.mark.slow
+def test_visitors_part_grows_before_newcomers_would_have_to_wait_and_no_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: a part that follows the pace alone, and one that is always as large as it may be."""
+    num_crowded, num_turns = crowded_and_swaps(monkeypatch, paced.OVERDUE)
+    assert num_crowded == 0
+    assert crowded_and_swaps(monkeypatch, math.inf)[0] > 30
+    assert crowded_and_swaps(monkeypatch, 0.0)[1] > 1.4 * num_turns
+
 
 # -- first tokens ----------------------------------------------------------------------------------------------------
 

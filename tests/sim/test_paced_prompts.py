@@ -83,7 +83,7 @@ def steps_in_turns_s(run: Run) -> list[float]:
     return [MACHINE.line.time_s(plan) for _, plan in run.steps[left[0] : left[-1] + 1] if plan.decodes]
 
 
-CASES = [(2, 60), (3, 80)]
+CASES = [(2, 100), (3, 80)]
 
 
 @pytest.mark.slow

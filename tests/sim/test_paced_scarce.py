@@ -102,8 +102,8 @@ def test_a_core_that_never_gives_way_stops_it_and_all_newcomers(monkeypatch: pyt
     """The control."""
     monkeypatch.setattr(paced, "_let_in", lambda view, first, core, num_steps: (core, []))
     silence_s, wait_s = serve_a_long_one()
-    assert silence_s > 4 * MAX_GAP_S
-    assert wait_s > 4 * MAX_GAP_S
+    assert silence_s > 2 * MAX_GAP_S
+    assert wait_s > MAX_GAP_S
 
 
 # -- slots -----------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_little_swap_space_is_never_worse_than_waiting_in_line(pools: float) -> 
     assert run.max_ttft_s < 1.1 * line.max_ttft_s
     assert longest_life_s(run) < longest_life_s(line)
     assert run.counters.preemptions["recompute"] < line.counters.preemptions["recompute"] / 2
-    assert (Reason.SWAP_FULL in reasons) is (pools < 2)
+    assert (Reason.SWAP_FULL in reasons) is (pools < 4)
 
 
 def test_the_more_swap_space_the_sooner_the_first_tokens() -> None:

@@ -92,19 +92,20 @@ def test_cfs_silences_the_old_ones_too() -> None:
     assert overload(3, 300, MAX_GAP_S, "cfs")[0].max_gap_s > silence_bound_s(3, 0.03)
 
 
-def visitors_of(view: View) -> list[SequenceView]:
+def visitors_of(view: View, now: float) -> list[SequenceView]:
     rows = (*view.running, *view.loading, *view.swapped)
     streams = sorted((row for row in rows if row.num_generated(view.step)), key=lambda row: row.order_key)
-    return divide(view, streams, SharingSettings(max_gap_s=MAX_GAP_S))[1]
+    settings = SharingSettings(max_gap_s=MAX_GAP_S)
+    return divide(view, streams, now, settings.slice_steps, settings)[1]
 
 
 @pytest.mark.slow
 def test_the_one_that_has_been_silent_longest_comes_first() -> None:
     """While a visitor waits, none that has been silent for a shorter time gets a turn."""
     num_turns = 0
-    for view, _, decision in overload(2, 300, MAX_GAP_S)[1].seen:
+    for view, now, decision in overload(2, 300, MAX_GAP_S)[1].seen:
         came = {order.seq_id for order in decision.resumptions}
-        absent = [row for row in visitors_of(view) if row.status is Status.SWAPPED]
+        absent = [row for row in visitors_of(view, now) if row.status is Status.SWAPPED]
         silences = [row.last_token_s or 0.0 for row in absent if row.seq_id in came]
         waits = [row.last_token_s or 0.0 for row in absent if row.seq_id not in came and not row.is_leaving]
         assert max(silences, default=0.0) <= min(waits, default=math.inf)

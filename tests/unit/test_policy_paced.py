@@ -25,9 +25,9 @@ def order(view: View, **settings: object) -> list[int]:
     return [row.seq_id for row in rank(view, **settings).rows]
 
 
-def parts(view: View, **settings: object) -> tuple[list[int], list[int]]:
+def parts(view: View, *, now: float = 0.0, num_steps: int = 4, **settings: object) -> tuple[list[int], list[int]]:
     streams = sorted((*view.running, *view.loading, *view.swapped), key=lambda row: row.order_key)
-    core, visitors = divide(view, streams, SharingSettings(**settings))  # type: ignore[arg-type]
+    core, visitors = divide(view, streams, now, num_steps, SharingSettings(**settings))  # type: ignore[arg-type]
     return [row.seq_id for row in core], [row.seq_id for row in visitors]
 
 
@@ -68,6 +68,28 @@ def test_a_slow_pace_still_means_two_turns_in_each_gap() -> None:
         split = parts(view, visitor_share=0.4, slice_steps=5, pace=pace, max_gap_s=max_gap_s)
         assert split == parts(view, visitor_share=0.4, slice_steps=5, pace=8.0, max_gap_s=100.0)
     assert split != parts(view, visitor_share=0.4, slice_steps=5, pace=0.001, max_gap_s=0.5)
+
+
+def test_once_one_of_them_is_overdue_visitors_get_all_that_they_may() -> None:
+    """Overdue: silent for more than four fifths of six seconds, and here for all others nine tenths go to the core."""
+    silent = [visitor(number, 5.2 if number == 17 else 9.0) for number in range(18)]
+    view = make_view(*silent, num_blocks=50, prices=Prices(step_s=0.025))
+    in_time, overdue = (parts(view, visitor_share=0.3, pace=0.001, max_gap_s=6.0, now=now) for now in (10.0, 10.1))
+    assert in_time == ([*range(15)], [17, 15, 16])
+    assert overdue == ([*range(11)], [17, *range(11, 17)])
+
+
+def test_one_of_the_core_is_never_overdue() -> None:
+    view = make_view(*(visitor(number, 0.0) for number in range(5)), num_blocks=50, prices=Prices(step_s=0.025))
+    assert parts(view, visitor_share=0.3, now=10.0) == ([*range(5)], [])
+
+
+def test_if_all_that_they_may_have_is_too_little_for_it_the_core_gives_way() -> None:
+    """Twelve of 30 blocks for visitors; the one that is overdue needs 21: so the core's youngest leaves it room."""
+    large = visitor(9, 0.0, num_tokens=80, num_backed_blocks=20)
+    view = make_view(*(stream(number) for number in range(6)), large, num_blocks=30)
+    assert parts(view, visitor_share=0.4, now=4.8)[0] == [*range(6)]
+    assert parts(view, visitor_share=0.4, now=4.9) == ([0, 1, 2], [9, 3, 4, 5])
 
 
 def test_while_no_step_is_priced_visitors_get_their_whole_part() -> None:
