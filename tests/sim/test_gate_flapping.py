@@ -18,8 +18,8 @@ from tests.support.overload import CAPACITY, MACHINE, MAX_TOKENS, NUM_PROMPT
 SHARING = ["cfs", "fair", "paced"]
 
 MOST_OPENINGS = {SharingSettings().slice_steps: 36, 4: 20}
-"""By steps of a slice. In 100 steps of 15 ms, in which 36 requests arrive; by experience: with slices of three ``paced``
-needs 31 and the others 29, with slices of four 14 and 5. In most of the former nobody leaves."""
+"""By steps of a slice. In 100 steps of 15 ms, in which 36 requests arrive; by experience: with slices of three
+``paced`` needs 31 and the others 29, with slices of four 14 and 5. In most of the former nobody leaves."""
 
 WORST = {3: 0.96, 4: 0.95}
 """The load, by steps of a slice, at which it opens most often without hysteresis."""
