@@ -4,195 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loads import BLOCK_TOKENS, LOADS, Load, make_requests, pool_blocks
+from ways import WAYS, Way, ways_of
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
-from floodplain.core.plan import StepPlan
 from floodplain.core.request import Request
-from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Link, SlotLedger, Tier
-from floodplain.policy.base import Policy
-from floodplain.policy.registry import make_policy
-from floodplain.policy.settings import SharingSettings
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.environment import Environment
-from floodplain.sim.executor import StepLine, VirtualExecutor, VirtualLinks
+from floodplain.sim.executor import VirtualExecutor, VirtualLinks
 from floodplain.sim.instance import VirtualInstance
-from floodplain.workload.lengths import Lengths, chat_like
-from floodplain.workload.phases import Phase, phase_arrivals
 
 HERE = Path(__file__).resolve().parent
-LINE = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
-"""A step of SmolLM2 in bf16 on two cores: least squares over the 4,721 steps of a FCFS burst in benchmarks/fairness."""
-TURN_STEP_S, TRANSFER_S, BLOCK_S = 0.0006, 0.000143, 0.00006
-"""What copies cost where the cores that compute make them, too: seconds of a step with copies, of each transfer, of
-each block. From the steps of a paced burst there; on a GPU, which has copy engines, next to nothing."""
-BLOCK_TOKENS, BLOCK_BYTES = 16, 368_640
-NUM_RESIDENT = 24
-MAX_TOKENS = 700
-"""Of a prompt."""
+BLOCK_BYTES = 368_640
 IN_LINE_S = 1.0
 """A request with a longer TTFT stood in line."""
-PCIE, NVLINK = 0.76e9, 5.4e9
-"""Bytes per second: the ratio of PCIe5 and NVLink4, slowed so that the faster is half of this machine's own copies."""
-
-
-def lengths(num_requests: int, seed: int) -> Lengths:
-    """Chat-like, kept short: the demo's."""
-    return chat_like(num_requests, np.random.default_rng(seed)).fitted(0.6, 320, 256)
-
-
-def scaled(tokens: Any, factor: float) -> list[int]:
-    """So many times as long, but no longer than the pool has room for."""
-    return [int(number) for number in np.clip(np.round(tokens * factor), 1, MAX_TOKENS)]
-
-
-def pool_blocks() -> int:
-    """Room for ``NUM_RESIDENT`` requests, each at half of its output."""
-    pool = lengths(2000, seed=999)
-    return math.ceil(NUM_RESIDENT * float((pool.prompt_tokens + pool.output_tokens / 2).mean()) / BLOCK_TOKENS)
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """``factor`` times capacity for ``burst_s`` seconds, after 25 requests at capacity and before ``tail_s`` at it.
-
-    Below capacity there is neither: nobody shall have to wait. ``prompts`` and ``outputs`` are so many times as long as
-    in a chat; capacity is that of requests like these.
-    """
-
-    name: str
-    factor: float
-    burst_s: float
-    tail_s: float = 0.0
-    prompts: float = 1.0
-    outputs: float = 1.0
-
-    def phases(self, capacity: float) -> list[tuple[float, float]]:
-        """(requests per second, how many) of each phase."""
-        burst = (self.factor * capacity, self.factor * capacity * self.burst_s)
-        return [(capacity, 25), burst, (capacity, capacity * self.tail_s)] if self.factor > 1 else [burst]
-
-
-LOADS = (
-    Load("2x for 60 s", 2.0, 60.0, tail_s=240.0),
-    Load("2.4x for 60 s", 2.4, 60.0, tail_s=360.0),
-    Load("3x for 120 s", 3.0, 120.0),
-    Load("half of capacity", 0.5, 240.0),
-    Load("2x for 60 s, prompts twice and outputs half as long", 2.0, 60.0, tail_s=240.0, prompts=2.0, outputs=0.5),
-    Load("4x for 60 s, prompts four times and outputs a quarter as long", 4.0, 60.0, 120.0, prompts=4.0, outputs=0.25),
-)
-"""After a burst arrivals go on until FCFS has worked its line off (a column of the table says when); under the lasting
-overload they stop, as it would take it a quarter of an hour."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A policy, its settings, and its swap space."""
-
-    name: str
-    policy: str
-    bandwidth: float = PCIE
-    num_slots: int = 20_000
-    settings: SharingSettings = SharingSettings()  # noqa: RUF009 - frozen
-    copies_cost: bool = True
-
-    def step_time_s(self, plan: StepPlan) -> float:
-        """Seconds of one step."""
-        step_s = LINE.time_s(plan)
-        if not (step_s and plan.transfers and self.copies_cost):
-            return step_s
-        num_blocks = sum(len(transfer.blocks) for transfer in plan.transfers)
-        return step_s + TURN_STEP_S + TRANSFER_S * len(plan.transfers) + BLOCK_S * num_blocks
-
-    def make_policy(self) -> Policy:
-        """A new policy object."""
-        return make_policy(self.policy, self.settings)
-
-
-AQUA = SharingSettings(slice_steps=16)
-WAYS = (
-    Way("fcfs", "fcfs", num_slots=0),
-    Way("cfs-recompute", "cfs", num_slots=0, settings=replace(AQUA, takes_turns_by_recompute=True)),
-    Way("cfs-sync/pcie", "cfs", settings=replace(AQUA, is_synchronous=True)),
-    Way("cfs-sync/nvlink", "cfs", NVLINK, settings=replace(AQUA, is_synchronous=True)),
-    Way("cfs/pcie", "cfs", settings=AQUA),
-    Way("cfs/nvlink", "cfs", NVLINK, settings=AQUA),
-    Way("fair/pcie", "fair"),
-    Way("fair/nvlink", "fair", NVLINK),
-    Way("paced/pcie", "paced"),
-    Way("paced/nvlink", "paced", NVLINK),
-    Way("paced/pcie, copies cost nothing", "paced", copies_cost=False),
-    *(
-        Way(f"paced/pcie, swap space of {pools} pool{'s' * (pools > 1)}", "paced", num_slots=pools * pool_blocks())
-        for pools in (1, 2, 4, 8)
-    ),
-    Way("paced, no swap space", "paced", num_slots=0),
-)
-TRADES = tuple(
-    Way(f"paced/nvlink, --max-gap {gap_s}", "paced", NVLINK, settings=SharingSettings(max_gap_s=gap_s))
-    for gap_s in (2, 3, 10, 20)
-)
-"""Under lasting overload, what newcomers gain those who are there lose: the setting chooses where."""
-CHOICES = tuple(
-    Way(
-        f"paced/pcie, visitors {share}, --pace {pace}, --slice {steps}",
-        "paced",
-        settings=SharingSettings(visitor_share=share, pace=pace, slice_steps=steps),
-    )
-    for share, pace, steps in (
-        (0.3, 12.0, 4), (0.4, 12.0, 4), (0.5, 3.0, 5), (0.5, 2.5, 5), (0.5, 2.0, 4), (0.3, 2.0, 4), (0.4, 2.0, 3),
-        (0.4, 1.5, 4),
-    )
-)  # fmt: skip
-"""Other defaults that were considered."""
-FIRST = tuple(
-    Way(
-        f"paced/nvlink, first tokens first up to a share of {share}",
-        "paced",
-        NVLINK,
-        settings=SharingSettings(prompt_share=share),
-    )
-    for share in (0.2, 0.4, 1.0)
-)
-"""Where prompts are most of the work newcomers wait in line: from which part of the work on?"""
-
-
-def ways_of(load: Load) -> tuple[Way, ...]:
-    """What is compared under a load."""
-    if load.prompts > 1:
-        return (*(way for way in WAYS if "," not in way.name), *FIRST)
-    choices = CHOICES if load.factor > 1 else ()
-    return (*WAYS, *choices, *(TRADES if load.factor >= 3 else ()), *(FIRST if load.factor == 2 else ()))
-
-
-def make_requests(load: Load, capacity: float, seed: int) -> list[Request]:
-    """Requests whose prompts have nothing in common."""
-    planned = load.phases(capacity)
-    phases = [Phase(number / rate, rate) for rate, number in planned if number]
-    phases[-1] = replace(phases[-1], duration_s=math.inf)
-    count = round(sum(number for _, number in planned))
-    arrivals, drawn = phase_arrivals(phases, count, 1.0, np.random.default_rng(seed)), lengths(count, seed)
-    sizes = zip(scaled(drawn.prompt_tokens, load.prompts), scaled(drawn.output_tokens, load.outputs), strict=True)
-    return [
-        Request(
-            request_id=str(index),
-            prompt_token_ids=tuple(range(1000 * index, 1000 * index + num_prompt)),
-            params=SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=0.0),
-            arrival_s=float(when),
-        )
-        for index, (when, (num_prompt, num_output)) in enumerate(zip(arrivals, sizes, strict=True))
-    ]
 
 
 def simulate(way: Way, requests: list[Request]) -> dict[str, Any]:

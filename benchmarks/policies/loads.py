@@ -1,0 +1,87 @@
+"""What is asked of the machine: bursts of chat-like requests, and the pool that they are too many for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.workload.lengths import Lengths, chat_like
+from floodplain.workload.phases import Phase, phase_arrivals
+
+BLOCK_TOKENS = 16
+NUM_RESIDENT = 24
+MAX_TOKENS = 700
+"""Of a prompt."""
+
+
+def lengths(num_requests: int, seed: int) -> Lengths:
+    """Chat-like, kept short: the demo's."""
+    return chat_like(num_requests, np.random.default_rng(seed)).fitted(0.6, 320, 256)
+
+
+def scaled(tokens: Any, factor: float) -> list[int]:
+    """So many times as long, but no longer than the pool has room for."""
+    return [int(number) for number in np.clip(np.round(tokens * factor), 1, MAX_TOKENS)]
+
+
+def pool_blocks() -> int:
+    """Room for ``NUM_RESIDENT`` requests, each at half of its output."""
+    pool = lengths(2000, seed=999)
+    return math.ceil(NUM_RESIDENT * float((pool.prompt_tokens + pool.output_tokens / 2).mean()) / BLOCK_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """``factor`` times capacity for ``burst_s`` seconds, after 25 requests at capacity and before ``tail_s`` at it.
+
+    Below capacity there is neither: nobody shall have to wait. ``prompts`` and ``outputs`` are so many times as long as
+    in a chat; capacity is that of requests like these.
+    """
+
+    name: str
+    factor: float
+    burst_s: float
+    tail_s: float = 0.0
+    prompts: float = 1.0
+    outputs: float = 1.0
+
+    def phases(self, capacity: float) -> list[tuple[float, float]]:
+        """(requests per second, how many) of each phase."""
+        burst = (self.factor * capacity, self.factor * capacity * self.burst_s)
+        return [(capacity, 25), burst, (capacity, capacity * self.tail_s)] if self.factor > 1 else [burst]
+
+
+LOADS = (
+    Load("2x for 60 s", 2.0, 60.0, tail_s=240.0),
+    Load("2.4x for 60 s", 2.4, 60.0, tail_s=360.0),
+    Load("3x for 120 s", 3.0, 120.0),
+    Load("half of capacity", 0.5, 240.0),
+    Load("2x for 60 s, prompts twice and outputs half as long", 2.0, 60.0, tail_s=240.0, prompts=2.0, outputs=0.5),
+    Load("4x for 60 s, prompts four times and outputs a quarter as long", 4.0, 60.0, 120.0, prompts=4.0, outputs=0.25),
+)
+"""After a burst arrivals go on until FCFS has worked its line off (a column of the table says when); under the lasting
+overload they stop, as it would take it a quarter of an hour."""
+
+
+def make_requests(load: Load, capacity: float, seed: int) -> list[Request]:
+    """Requests whose prompts have nothing in common."""
+    planned = load.phases(capacity)
+    phases = [Phase(number / rate, rate) for rate, number in planned if number]
+    phases[-1] = replace(phases[-1], duration_s=math.inf)
+    count = round(sum(number for _, number in planned))
+    arrivals, drawn = phase_arrivals(phases, count, 1.0, np.random.default_rng(seed)), lengths(count, seed)
+    sizes = zip(scaled(drawn.prompt_tokens, load.prompts), scaled(drawn.output_tokens, load.outputs), strict=True)
+    return [
+        Request(
+            request_id=str(index),
+            prompt_token_ids=tuple(range(1000 * index, 1000 * index + num_prompt)),
+            params=SamplingParams(max_tokens=num_output, ignore_eos=True, temperature=0.0),
+            arrival_s=float(when),
+        )
+        for index, (when, (num_prompt, num_output)) in enumerate(zip(arrivals, sizes, strict=True))
+    ]
