@@ -4,9 +4,9 @@ The device, its pool and its places (``max_num_seqs``) alike, is divided. One pa
 end by arrival, as FCFS does, so that work finishes. The rest is for *visitors*: all other streams take short turns
 there, the one that has fallen behind its pace furthest first; with one pace for all, the one that has been silent
 longest. How large their part is follows from the pace that they shall keep (their own goals, else ``--pace``), up to a
-limit: under overload the pace falls for all of them alike. Once one of them is *overdue* (silent for ``OVERDUE`` of
-``max_gap_s``) their part is as large as the limit, and larger if that one does not fit into it: each turn costs copies,
-so there are no more of them than it takes, and newcomers seldom have to wait. Requests without a first token go before
+limit: under overload the pace falls for all of them alike. Once one of them is *overdue* (silent for ``overdue`` of
+``max_gap_s``) their part is as large as the limit, and larger if that one does not fit into it. So turns, each of which
+costs copies, are no more than it takes, and newcomers seldom have to wait. Requests without a first token go before
 all, unless the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``), swap space could not take
 one more, or the load is *prompt bound*: prompts are so large a part of the work that first tokens first costs the
 others more than it brings. Then they wait, as under FCFS.
@@ -43,9 +43,6 @@ FASTEST, SLOWEST = 4.0, 0.5
 
 MIN_VISITOR_SHARE = 0.1
 """Of the device, as soon as there are visitors: enough that turns go on at all."""
-
-OVERDUE = 0.8
-"""Of ``max_gap_s``: when a visitor has been silent for so long its part grows, before newcomers would have to wait."""
 
 _BY_ARRIVAL = attrgetter("order_key")
 _BY_LAG = itemgetter(0, 1)
@@ -92,7 +89,7 @@ def divide(
     that is more, once one of them is overdue.
     """
     core, visitors = _cut(view, streams, settings.visitor_share)
-    if any(now - silent_since(row, now) > OVERDUE * settings.max_gap_s for row in visitors):
+    if any(now - silent_since(row, now) > settings.overdue * settings.max_gap_s for row in visitors):
         visitors = by_lag(visitors, now, settings)
         core, given_way = _let_in(view, visitors[0], core, num_steps)
         return core, [*visitors, *given_way]

@@ -24,6 +24,8 @@ class SharingSettings:
         pace: ``paced``: tokens per second that a stream should get while it has to take turns (``--pace``), if it can.
         max_gap_s: ``paced``: newcomers wait while a visitor has been silent for longer (``--max-gap``). Whatever the
             pace, visitors get two turns in that time, as far as there is room.
+        overdue: ``paced``: a visitor is overdue when it has been silent for this part of ``max_gap_s``; visitors
+            then get all of the pool that they may, so that newcomers seldom have to wait.
         visitor_share: ``paced``: at most this part of the pool serves turns; the rest finishes requests by arrival.
         prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
         prompt_share: ``paced``: newcomers go first while prompts are at most this part of the work.
@@ -39,6 +41,7 @@ class SharingSettings:
     slice_ends: str = "completion"
     pace: float = 1.25
     max_gap_s: float = 6.0
+    overdue: float = 0.8
     visitor_share: float = 0.4
     prefill_share: float = 0.5
     prompt_share: float = 0.3
@@ -57,6 +60,8 @@ class SharingSettings:
             raise UserError(f"--fair-by must be one of {', '.join(FAIR_BY)}, not {self.fair_by!r}")
         if not self.max_gap_s > 0:
             raise UserError(f"--max-gap must be above 0 seconds, not {self.max_gap_s}")
+        if not self.overdue >= 0:
+            raise UserError(f"overdue must be at least 0, not {self.overdue}")
         if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1):
             raise UserError("visitor_share and prefill_share lie between 0 and 1")
         if not 0 <= self.prompt_share <= 1:

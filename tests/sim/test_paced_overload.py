@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from floodplain.core.plan import Reason
-from floodplain.policy import paced
 from floodplain.policy.batching import wants_one_token
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.settings import SharingSettings
@@ -18,20 +17,19 @@ from tests.support.overload import MACHINE, MAX_GAP_S, NUM_PROMPT, UNCROWDED, lo
 # -- turns -----------------------------------------------------------------------------------------------------------
 
 
-def crowded_and_swaps(monkeypatch: pytest.MonkeyPatch, overdue: float) -> tuple[int, int]:
+def crowded_and_swaps(overdue: float) -> tuple[int, int]:
     """(steps in which newcomers had to wait, turns) where visitors' part is whole after this part of ``max_gap_s``."""
-    monkeypatch.setattr(paced, "OVERDUE", overdue)
-    run, _ = overload.__wrapped__(1.3, 200, MAX_GAP_S)
+    run, _ = overload(1.3, 200, MAX_GAP_S, overdue=overdue)
     return run.counters.limited_steps["crowded"], run.counters.preemptions["swap"]
 
 
 @pytest.mark.slow
-def test_visitors_part_grows_before_newcomers_would_have_to_wait_and_no_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visitors_part_grows_before_newcomers_would_have_to_wait_and_no_sooner() -> None:
     """The controls: a part that follows the pace alone, and one that is always as large as it may be."""
-    num_crowded, num_turns = crowded_and_swaps(monkeypatch, paced.OVERDUE)
+    num_crowded, num_turns = crowded_and_swaps(SharingSettings().overdue)
     assert num_crowded == 0
-    assert crowded_and_swaps(monkeypatch, math.inf)[0] > 30
-    assert crowded_and_swaps(monkeypatch, 0.0)[1] > 1.4 * num_turns
+    assert crowded_and_swaps(math.inf)[0] > 30
+    assert crowded_and_swaps(0.0)[1] > 1.4 * num_turns
 
 
 # -- first tokens ----------------------------------------------------------------------------------------------------

@@ -60,6 +60,7 @@ def test_the_copies_always_fit_and_one_step_less_would_not_do(
         ("visitor_share", 1.0, "visitor_share"),
         ("prefill_share", 0.0, "prefill_share"),
         ("max_gap_s", 0.0, "--max-gap"),
+        ("overdue", -0.1, "overdue"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object, flag: str) -> None:
