@@ -41,6 +41,8 @@ def simulate(way: Way, requests: list[Request]) -> dict[str, Any]:
     instance = VirtualInstance(environment, Loop(state, policy), executor)
     for request in requests:
         environment.schedule(request.arrival_s, lambda request=request: instance.submit(request))  # type: ignore[misc]
+    prompt_shares = [0.0]
+    instance.on_step = lambda plan, now: prompt_shares.append(state.prices.now.prompt_share)
     environment.run()
     lives = list(instance.lifecycles.values())
     return {
@@ -53,6 +55,7 @@ def simulate(way: Way, requests: list[Request]) -> dict[str, Any]:
         "preemptions": state.counters.preemptions,
         "recomputed_tokens": state.counters.num_recomputed_tokens,
         "stall_s": instance.stall_s,
+        "prompt_share": max(prompt_shares),
         "in_line_until_s": max((life.arrival_s for life in lives if (life.ttft_s or 0.0) > IN_LINE_S), default=0.0),
     }
 
@@ -99,9 +102,9 @@ def main() -> None:
         print(
             f"\n**{load.name}** ({capacity:.2f} requests/s)\n\n| way | "
             + " | ".join(COLUMNS)
-            + " | swaps | recomputes | stall | last in line |"
+            + " | swaps | recomputes | stall | prompts | last in line |"
         )
-        print("|---" * (len(COLUMNS) + 5) + "|")
+        print("|---" * (len(COLUMNS) + 6) + "|")
         rows: dict[str, Any] = {}
         ways = [way for way in ways_of(load) if way is WAYS[0] or not args.ways or way.name in args.ways]
         begun = [[workers.submit(_serve, way, load, capacity, seed) for seed in args.seeds] for way in ways]
@@ -122,6 +125,7 @@ def _row(name: str, row: dict[str, float], base: dict[str, float], runs: list[di
     cells = [f"{value:.2f}" if is_base else f"{value / base[key]:.3f}x" for key, value in row.items()]
     cells += [str(sum(run["preemptions"][mode] for run in runs)) for mode in ("swap", "recompute")]
     cells.append(f"{sum(run['stall_s'] for run in runs) / sum(run['duration_s'] for run in runs):.2%}")
+    cells.append(f"{max(run['prompt_share'] for run in runs):.2f}")
     cells.append(f"{max(run['in_line_until_s'] for run in runs):.0f} s")
     return f"| {name} | " + " | ".join(cells) + " |"
 

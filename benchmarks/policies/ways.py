@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from loads import Load, pool_blocks
@@ -70,17 +71,24 @@ TRADES = tuple(
 )
 """Under lasting overload, what newcomers gain those who are there lose: the setting chooses where."""
 CHOICES = tuple(
-    Way(
-        f"paced/pcie, visitors {share}, --pace {pace}, --slice {steps}",
-        "paced",
-        settings=SharingSettings(visitor_share=share, pace=pace, slice_steps=steps),
-    )
-    for share, pace, steps in (
-        (0.3, 12.0, 4), (0.4, 12.0, 4), (0.5, 3.0, 5), (0.5, 2.5, 5), (0.5, 2.0, 4), (0.3, 2.0, 4), (0.4, 2.0, 3),
-        (0.4, 1.5, 4),
-    )
+    Way(f"paced/pcie, {name}", "paced", settings=SharingSettings(**settings))
+    for name, settings in {
+        "nobody overdue": {"overdue": math.inf},
+        "everybody overdue": {"overdue": 0.0},
+        "nobody overdue, --slice 4 --pace 2 --max-gap 5": {
+            "overdue": math.inf, "slice_steps": 4, "pace": 2.0, "max_gap_s": 5.0
+        },
+        "--slice 4 --pace 2 --max-gap 5": {"slice_steps": 4, "pace": 2.0, "max_gap_s": 5.0},
+        "--slice 4 --pace 1.5": {"slice_steps": 4, "pace": 1.5},
+        "--slice 2 --pace 0.8": {"slice_steps": 2, "pace": 0.8},
+        "--pace 2": {"pace": 2.0},
+        "--max-gap 5": {"max_gap_s": 5.0},
+        "--max-gap 7": {"max_gap_s": 7.0},
+        "visitors 0.3": {"visitor_share": 0.3},
+        "visitors 0.5": {"visitor_share": 0.5},
+    }.items()
 )  # fmt: skip
-"""Other defaults that were considered."""
+"""Other defaults that were considered; the third was the default before."""
 FIRST = tuple(
     Way(
         f"paced/nvlink, first tokens first up to a share of {share}",
