@@ -43,6 +43,8 @@ class Engine:
         clock: Monotonic seconds.
 
     Attributes:
+        clock: As above. Whoever drives the engine may put another one here before the first request: one that stands
+            while something else runs, say.
         has_news: Whoever feeds the engine from another thread sets it: a step that waits returns when it says True.
         scheduler_s: The loop's own time, all steps.
         swap_stall_s: Time in which requests were alive and nothing could run before a copy ended.
@@ -76,7 +78,7 @@ class Engine:
         self._num_copying = 0
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
-        self._clock = clock
+        self.clock = clock
         self._processor = OutputProcessor(tokenizer)
         self._alive: dict[SeqId, Sequence] = {}
         self._finished: list[tuple[SeqId, Lifecycle, FinishReason]] = []
@@ -142,7 +144,7 @@ class Engine:
     def finish(self, seq_id: SeqId, reason: FinishReason) -> bool:
         """End a request from outside; whether it was still alive."""
         self._processor.drop(seq_id)
-        was_alive = self.loop.finish(seq_id, reason, self._clock())
+        was_alive = self.loop.finish(seq_id, reason, self.clock())
         if was_alive:
             self._note_end(seq_id)
         return was_alive
@@ -159,16 +161,16 @@ class Engine:
             InvariantError: A bug; the engine must not go on.
         """
         self.is_stepping = True
-        begin = self._clock()
+        begin = self.clock()
         plan = self.loop.next_plan(begin)
-        self.scheduler_s += self._clock() - begin
+        self.scheduler_s += self.clock() - begin
         if isinstance(plan, StepPlan):
             deltas, ended = self._run(plan), self._executor.poll_transfers()
         else:
             deltas, ended = [], self._wait(plan)
         self._num_copying -= len(ended)
         for transfer_id, is_whole in ended:
-            self.loop.transfer_done(transfer_id, is_whole, self._clock())
+            self.loop.transfer_done(transfer_id, is_whole, self.clock())
         for copied in self._executor.take_copy_times() if ended else ():
             self.loop.state.links.learn(copied)
         self.is_stepping = False
@@ -178,26 +180,26 @@ class Engine:
         """Wait until a copy has ended, the policy's time has come, or there is news; return the copies that ended."""
         if not self._num_copying and wait.until_s is None:
             return ()
-        begin = self._clock()
+        begin = self.clock()
         until_s = begin + MAX_WAIT_S if wait.until_s is None else min(begin + MAX_WAIT_S, wait.until_s)
         if self._num_copying:
             until_s = max(until_s, begin + _POLL_S)  # whatever the policy said: no spinning beside the copy threads
         ended = self._executor.poll_transfers()  # whatever news there is: who comes back may run beside it
-        while not ended and not self.has_news() and (left_s := until_s - self._clock()) > 0:
+        while not ended and not self.has_news() and (left_s := until_s - self.clock()) > 0:
             if self._num_copying:
                 ended = self._executor.wait_transfers(min(left_s, _POLL_S))
             else:
                 time.sleep(min(left_s, _POLL_S))
         if self._num_copying and self._alive:
-            self.swap_stall_s += self._clock() - begin
+            self.swap_stall_s += self.clock() - begin
         return ended
 
     def _run(self, plan: StepPlan) -> list[tuple[SeqId, OutputDelta]]:
         self._num_copying += len(plan.transfers)
         result = self._executor.execute(plan)
-        begin = self._clock()
+        begin = self.clock()
         outputs = self.loop.complete(result, begin)
-        self.scheduler_s += self._clock() - begin
+        self.scheduler_s += self.clock() - begin
         deltas = list(self._processor.process(outputs))
         for seq_id in outputs.finished:
             self._note_end(seq_id)
