@@ -1,84 +1,93 @@
-"""The same requests, one way after the other, in one process: ``measure.py LOAD CAPACITY SEED TRACES WAY...``.
+"""The same requests, served in several ways that share the machine by the second: ``measure.py LOAD CAPACITY SEED TRACES WAY...``.
 
-It prints one JSON object per way, on a line. One process, because the factor by which emulated links are slowed is
-measured once in each; only runs of one process are compared. ``-`` stands for no folder of traces.
+It prints one JSON object per way, on a line; a way that is named twice runs twice, each on its own. One process,
+because the factor by which emulated links are slowed is measured once in each; only runs of one process are compared.
+``-`` stands for no folder of traces.
 """
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from floodplain.core.plan import StepPlan, StepResult
-from floodplain.engine.async_engine import AsyncEngine
+from floodplain.core.request import FinishReason
 from floodplain.engine.build import build_engine, kv_bytes_per_token
-from floodplain.engine.offline import OfflineRun, hardware_report, run_offline
+from floodplain.engine.offline import hardware_report, report_between
 from floodplain.engine.shell import Engine
 from floodplain.engine.weights.open_model import open_model
 from floodplain.sim.executor import StepLine
-from floodplain.workload.records import LoadRequest, RequestRecord
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from lane import Lane, run_in_turns  # noqa: E402
 from ways import WAYS  # noqa: E402
 from workloads import make_requests, make_warm_up, pool_bytes  # noqa: E402
 
 STEP = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
 """A step of this model on two cores, as in ``benchmarks/policies``: what ``slowness`` is relative to."""
 
-STARTED = datetime.now(UTC).isoformat(timespec="seconds")
 
-
-def main(way_name: str, load: str, capacity: float, seed: int, traces: Path | None) -> dict[str, Any]:
-    """Run ``load`` one way; ``capacity`` scales its rates."""
-    source, way = open_model("smollm2"), WAYS[way_name]
+def main(names: Sequence[str], load: str, capacity: float, seed: int, traces: Path | None) -> list[dict[str, Any]]:
+    """Run ``load`` in the ways of these names; ``capacity`` scales its rates."""
+    source = open_model("smollm2")
     tokenizer = source.load_tokenizer()
     kv_memory = pool_bytes(tokenizer, kv_bytes_per_token(source.config, "bfloat16"))
     requests = make_requests(load, capacity, seed, tokenizer, traces)
-    engine = AsyncEngine(build_engine(way.config(kv_memory, seed), way.make_policy()))
-    plain_steps = watch_plain_steps(engine.engine)
-    run = asyncio.run(_serve(engine, make_warm_up(seed, tokenizer), requests))
-    done = [record for record in run.records if record.error is None]
-    if len(done) < len(requests):
-        sys.exit(f"{way_name}: {len(requests) - len(done)} of {len(requests)} requests failed")
-    facts = engine.engine
-    return {
-        "process": STARTED,
-        "way": way_name,
+    ways = [WAYS[name] for name in names]
+    lanes = [Lane(build_engine(way.config(kv_memory, seed), way.make_policy())) for way in ways]
+    for lane in lanes:
+        lane.load(make_warm_up(seed, tokenizer))  # threads, allocator, prices
+        lane.run()
+    gc.freeze()  # the more engines there are the longer it takes to look at them all, and every lane would pay for all
+    plain_steps = [watch_plain_steps(lane.engine) for lane in lanes]
+    before = [lane.engine.stats() for lane in lanes]
+    begins_s = [lane.load(requests) for lane in lanes]
+    run_in_turns(lanes)
+    about = {
+        "process": datetime.now(UTC).isoformat(timespec="seconds"),
         "load": load,
         "seed": seed,
         "capacity": capacity,
-        "num_requests": len(done),
-        "duration_s": max(record.finished_s for record in done),
-        "output_tokens": sum(len(record.token_times_s) for record in done),
-        "ttft_s": [_round(record.token_times_s[0] - record.arrival_s) for record in done],
-        "e2e_s": [_round(record.token_times_s[-1] - record.arrival_s) for record in done],
-        "longest_gap_s": [_round(_longest_gap_s(record)) for record in done],
-        "slowness": round(median(plain_steps), 4),
-        "num_plain_steps": len(plain_steps),
-        "engine": asdict(run.report),
-        "config": asdict(facts.config),
-        "sharing": asdict(way.sharing),
-        "hardware": asdict(hardware_report(facts.config.device, facts.links)),
+        "num_requests": len(requests),
     }
+    return [
+        {
+            "way": way.name,
+            **about,
+            **_times(lane, begin_s, len(requests)),
+            "slowness": round(median(steps), 4),
+            "num_plain_steps": len(steps),
+            "engine": asdict(report_between(stats, lane.engine.stats())),
+            "config": asdict(lane.engine.config),
+            "sharing": asdict(way.sharing),
+            "hardware": asdict(hardware_report(lane.engine.config.device, lane.engine.links)),
+        }
+        for way, lane, begin_s, steps, stats in zip(ways, lanes, begins_s, plain_steps, before, strict=True)
+    ]
 
 
-async def _serve(engine: AsyncEngine, warm_up: list[LoadRequest], requests: list[LoadRequest]) -> OfflineRun:
-    await engine.start()
-    try:
-        await run_offline(engine, warm_up, progress=False)  # threads, allocator, prices
-        return await run_offline(engine, requests, progress=False)
-    finally:
-        await engine.close()
+def _times(lane: Lane, begin_s: float, num_requests: int) -> dict[str, Any]:
+    done = [life for life, reason in lane.ended if reason is FinishReason.LENGTH]
+    if len(done) < num_requests:
+        sys.exit(f"{num_requests - len(done)} of {num_requests} requests failed")
+    done.sort(key=lambda life: life.arrival_s)
+    return {
+        "duration_s": max(life.token_times_s[-1] for life in done) - begin_s,
+        "output_tokens": sum(len(life.token_times_s) for life in done),
+        "ttft_s": [_round(life.ttft_s) for life in done],
+        "e2e_s": [_round(life.e2e_s) for life in done],
+        "longest_gap_s": [_round(max(life.itl_s, default=0.0)) for life in done],
+    }
 
 
 def watch_plain_steps(engine: Engine) -> list[float]:
@@ -101,16 +110,11 @@ def watch_plain_steps(engine: Engine) -> list[float]:
     return ratios
 
 
-def _longest_gap_s(record: RequestRecord) -> float:
-    return max((b - a for a, b in pairwise(record.token_times_s)), default=0.0)
-
-
-def _round(seconds: float) -> float:
-    return round(seconds, 4)
+def _round(seconds: float | None) -> float:
+    return round(seconds or 0.0, 4)
 
 
 if __name__ == "__main__":
-    load, capacity, seed, traces, *ways = sys.argv[1:]
-    for way in ways:
-        run = main(way, load, float(capacity), int(seed), None if traces == "-" else Path(traces))
-        print(json.dumps(run), flush=True)
+    load, capacity, seed, traces, *names = sys.argv[1:]
+    for run in main(names, load, float(capacity), int(seed), None if traces == "-" else Path(traces)):
+        print(json.dumps(run))

@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from secrets import randbelow
 from typing import Any
@@ -20,8 +19,6 @@ from ways import BASELINE, WAYS
 from workloads import LOADS
 
 HERE = Path(__file__).resolve().parent
-BETWEEN_BASELINES = 3
-"""Ways between one run of FCFS and the next."""
 
 
 def main() -> None:
@@ -46,9 +43,9 @@ def main() -> None:
 
 
 def _run(result: dict[str, Any], load: str, seed: int, args: argparse.Namespace) -> None:
-    """All ways of one load and seed in one process."""
+    """All ways of one load and seed in one process, FCFS twice: how far its two runs differ is the noise."""
     command = [sys.executable, str(HERE / "measure.py"), load, str(result["capacity"]), str(seed)]
-    command += [str(args.traces or "-"), *_in_turn(args.ways, seed)]
+    command += [str(args.traces or "-"), BASELINE, *args.ways, BASELINE]
     begin = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
@@ -57,14 +54,6 @@ def _run(result: dict[str, Any], load: str, seed: int, args: argparse.Namespace)
             print(f"{load} {seed} {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     if process.returncode:
         sys.exit(f"{load}, seed {seed}, failed")
-
-
-def _in_turn(ways: Sequence[str], seed: int) -> list[str]:
-    """Another way first for every seed; FCFS before and after every three, as the machine's speed wanders meanwhile."""
-    shift = seed % len(ways)
-    others = [*ways[shift:], *ways[:shift]]
-    groups = [others[i : i + BETWEEN_BASELINES] for i in range(0, len(others), BETWEEN_BASELINES)]
-    return [BASELINE, *(way for group in groups for way in [*group, BASELINE])]
 
 
 def _parse() -> argparse.Namespace:
