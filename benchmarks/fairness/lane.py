@@ -33,6 +33,7 @@ class Stopwatch:
         self._since_s: float | None = None
 
     def __call__(self) -> float:
+        """Seconds so far."""
         return self._before_s + (0.0 if self._since_s is None else time.monotonic() - self._since_s)
 
     @contextlib.contextmanager

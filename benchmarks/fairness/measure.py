@@ -1,4 +1,4 @@
-"""The same requests, served in several ways that share the machine by the second: ``measure.py LOAD CAPACITY SEED TRACES WAY...``.
+"""The same requests in several ways that take turns on the machine: ``measure.py LOAD CAPACITY SEED TRACES WAY...``.
 
 It prints one JSON object per way, on a line; a way that is named twice runs twice, each on its own. One process,
 because the factor by which emulated links are slowed is measured once in each; only runs of one process are compared.
