@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from secrets import randbelow
 from typing import Any
 
 from capacity import find_capacity
-from table import MOST_ASTRAY, format_table
+from table import format_table
 from ways import BASELINE, WAYS
 from workloads import LOADS
 
@@ -39,7 +38,7 @@ def main() -> None:
     for load in args.loads:
         for seed in [*args.seeds, *(randbelow(10**6) for _ in range(args.drawn_seeds))]:
             _run(result, load, seed, args)
-    print(format_table(result["runs"], most_astray=math.inf if args.keep_astray else MOST_ASTRAY))
+    print(format_table(result["runs"]))
 
 
 def _run(result: dict[str, Any], load: str, seed: int, args: argparse.Namespace) -> None:
@@ -66,9 +65,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--capacity", type=float, help="requests per second (default: found first)")
     parser.add_argument("--traces", type=Path, help="folder with the trace files that some loads need")
     parser.add_argument("--resume", action="store_true", help="add to the runs that --out holds")
-    parser.add_argument(
-        "--keep-astray", action="store_true", help="count runs that met a slower or faster machine, too"
-    )
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     return parser.parse_args()
 

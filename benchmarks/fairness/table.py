@@ -1,7 +1,6 @@
 """The table of a comparison: pooled requests of all seeds, as ratios to the baseline under the same requests.
 
-The machine's speed wanders, from hour to hour and from minute to minute. So only runs of one process are compared, and
-of those only the ones in which steps that do the same took the same time (``slowness``).
+The machine's speed wanders, so only runs of one process are compared: in it they took turns on the machine.
 """
 
 from __future__ import annotations
@@ -14,9 +13,6 @@ from ways import BASELINE
 
 VOID_BELOW_S = 5.0
 """A load under which the baseline keeps its TTFT p99 below this shows nothing."""
-
-MOST_ASTRAY = 0.1
-"""A run in which the machine was slower or faster than in the baseline's runs by more than this part is left out."""
 
 QUIET = "quiet"
 """The load that shall put nobody under pressure."""
@@ -34,24 +30,19 @@ COLUMNS: dict[str, Callable[[Runs], float]] = {
 """The longest gap is the mean over runs: the baseline has more runs, and the greatest of more is greater."""
 
 
-def format_table(runs: Runs, baseline: str = BASELINE, most_astray: float = MOST_ASTRAY) -> str:
+def format_table(runs: Runs, baseline: str = BASELINE) -> str:
     """One block for each load: a row for each way, absolute for the baseline, ratios for the others, and the noise.
 
-    A process in which the load was none, or too much for a quiet one, is named and left out; and so are single runs
-    that met another machine, unless ``most_astray`` is infinite. Where no baseline is left, nothing of the process is.
+    A process in which the load was none, or too much for a quiet one, is named and left out.
     """
     lines: list[str] = []
     for load, capacity in dict.fromkeys((run["load"], run["capacity"]) for run in runs):
         of_load = [run for run in runs if (run["load"], run["capacity"]) == (load, capacity)]
         reasons = {process: void_reason(load, _of(of_load, process, baseline)) for process in _processes(of_load)}
         valid = [run for run in of_load if not reasons[run["process"]]]
-        astray = [run for run in valid if is_astray(run, _of(valid, run["process"], baseline), most_astray)]
-        valid = [run for run in valid if run not in astray]
-        valid = [run for run in valid if _of(valid, run["process"], baseline)]
         seeds = sorted({run["seed"] for run in valid})
         lines += ["", f"**{load}**, capacity {capacity:.2f}/s, seeds {', '.join(map(str, seeds)) or 'none'}"]
         lines += [f"void: {reason}" for reason in reasons.values() if reason]
-        lines += [f"left out: {run['way']}, seed {run['seed']}, slowness {run['slowness']:.2f}" for run in astray]
         if valid:
             lines += ["", *_rows(valid, baseline)]
     return "\n".join(lines)
@@ -66,12 +57,6 @@ def void_reason(load: str, base: Runs) -> str | None:
         return f"seed {base[0]['seed']}, the baseline preempted {num_preempted} times" if num_preempted else None
     p99_s = COLUMNS["TTFT p99"](base)
     return f"seed {base[0]['seed']}, the baseline's TTFT p99 is {p99_s:.1f} s" if p99_s < VOID_BELOW_S else None
-
-
-def is_astray(run: dict[str, Any], base: Runs, most: float) -> bool:
-    """Whether the machine was another one than in the baseline's runs, by the median of those."""
-    known = [one["slowness"] for one in base if "slowness" in one]
-    return bool(known) and abs(run["slowness"] / float(np.median(known)) - 1) > most
 
 
 def _rows(runs: Runs, baseline: str) -> list[str]:
