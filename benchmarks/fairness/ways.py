@@ -8,10 +8,7 @@ from typing import Any
 from floodplain.engine.config import EngineConfig
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
-from floodplain.policy.settings import SharingSettings
-
-AQUA_SLICE = 16
-"""Steps of a slice where a switch is not free: the paper's CFS runs "a few" decode steps before it chooses anew."""
+from floodplain.policy.settings import SharingSettings, settings_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class Way:
         return EngineConfig(
             model="smollm2",
             policy=self.policy,
-            slice=self.sharing.slice_steps,
+            slice=self.settings.get("slice_steps"),
             dtype="bfloat16",
             kv_memory=kv_memory,
             max_model_len=1024,
@@ -40,7 +37,7 @@ class Way:
     @property
     def sharing(self) -> SharingSettings:
         """The policy's settings."""
-        return SharingSettings(**self.settings)
+        return settings_for(self.policy, **self.settings)
 
     def make_policy(self) -> Policy:
         """The policy, behind its gate."""
@@ -57,9 +54,9 @@ WAYS = {
     way.name: way
     for way in [
         Way("fcfs", "fcfs"),
-        Way("cfs-recompute", "cfs", settings={"slice_steps": AQUA_SLICE, "takes_turns_by_recompute": True}),
-        *_swapping("cfs", slice_steps=AQUA_SLICE, is_synchronous=True),
-        *_swapping("cfs", slice_steps=AQUA_SLICE),
+        Way("cfs-recompute", "cfs", settings={"takes_turns_by_recompute": True}),
+        *_swapping("cfs", is_synchronous=True),
+        *_swapping("cfs"),
         *_swapping("fair"),
         *_swapping("paced"),
     ]

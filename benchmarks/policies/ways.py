@@ -10,7 +10,7 @@ from loads import Load, pool_blocks
 from floodplain.core.plan import StepPlan
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
-from floodplain.policy.settings import SharingSettings
+from floodplain.policy.settings import SharingSettings, settings_for
 from floodplain.sim.executor import StepLine
 
 LINE = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
@@ -46,7 +46,7 @@ class Way:
         return make_policy(self.policy, self.settings)
 
 
-AQUA = SharingSettings(slice_steps=16)
+AQUA, FAIR = settings_for("cfs"), settings_for("fair")
 WAYS = (
     Way("fcfs", "fcfs", num_slots=0),
     Way("cfs-recompute", "cfs", num_slots=0, settings=replace(AQUA, takes_turns_by_recompute=True)),
@@ -54,8 +54,8 @@ WAYS = (
     Way("cfs-sync/nvlink", "cfs", NVLINK, settings=replace(AQUA, is_synchronous=True)),
     Way("cfs/pcie", "cfs", settings=AQUA),
     Way("cfs/nvlink", "cfs", NVLINK, settings=AQUA),
-    Way("fair/pcie", "fair"),
-    Way("fair/nvlink", "fair", NVLINK),
+    Way("fair/pcie", "fair", settings=FAIR),
+    Way("fair/nvlink", "fair", NVLINK, settings=FAIR),
     Way("paced/pcie", "paced"),
     Way("paced/nvlink", "paced", NVLINK),
     Way("paced/pcie, copies cost nothing", "paced", copies_cost=False),
@@ -89,6 +89,12 @@ CHOICES = tuple(
     }.items()
 )  # fmt: skip
 """Other defaults that were considered; the third was the default before."""
+SLICES = tuple(
+    Way(f"{policy}/pcie, --slice {steps}", policy, settings=SharingSettings(slice_steps=steps))
+    for policy, others in {"cfs": (4, 8, 32), "fair": (3, 8, 16, 24)}.items()
+    for steps in others
+)
+"""Other slices for the policies under which nearly everybody takes turns."""
 FIRST = tuple(
     Way(
         f"paced/nvlink, first tokens first up to a share of {share}",
@@ -105,5 +111,5 @@ def ways_of(load: Load) -> tuple[Way, ...]:
     """What is compared under a load."""
     if load.prompts > 1:
         return (*(way for way in WAYS if "," not in way.name), *FIRST)
-    choices = CHOICES if load.factor > 1 else ()
+    choices = (*CHOICES, *(SLICES if load.factor in (2, 3) else ())) if load.factor > 1 else ()
     return (*WAYS, *choices, *(TRADES if load.factor >= 3 else ()), *(FIRST if load.factor == 2 else ()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from floodplain.engine.config import EngineConfig
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
-from floodplain.policy.settings import SharingSettings
+from floodplain.policy.settings import SLICE_STEPS, SharingSettings, settings_for
 
 HOST_LINK, NEIGHBOUR_LINK = "emulated-pcie5", "emulated-nvlink4"
 """To this machine's own memory, and to that of a neighbour GPU, which is about seven times faster."""
@@ -61,13 +61,13 @@ WAYS = (
     ),
     Way(
         name="AQUA's switch",
-        words="Requests take turns: every 16 steps, or when one ends, the device is filled anew with the least served. "
-        "At a switch, those who leave are copied to swap space and those who come are copied back, and nothing is "
-        "computed while the copies are under way. This is the rule and the switch of the AQUA paper, inside this "
-        "engine, over a link as quick as the paper's: that to a neighbour GPU (NVLink, emulated).",
+        words=f"Requests take turns: every {SLICE_STEPS['cfs']} steps, or when one ends, the device is filled anew "
+        "with the least served. At a switch, those who leave are copied to swap space and those who come are copied "
+        "back, and nothing is computed while the copies are under way. This is the rule and the switch of the AQUA "
+        "paper, inside this engine, over a link as quick as the paper's: that to a neighbour GPU (NVLink, emulated).",
         policy="cfs",
         hardware=NEIGHBOUR_LINK,
-        settings=SharingSettings(slice_steps=16, is_synchronous=True),
+        settings=settings_for("cfs", is_synchronous=True),
     ),
     Way(
         name="floodplain",

@@ -99,6 +99,7 @@ def _assemble(
     state = LoopState(loop_config, ledger, policy, backups, [swap.link] if swap else [])
     resolved = replace(
         config,
+        slice=config.sharing_settings().slice_steps,
         kv_memory=pool.num_blocks * memory.layout.block_bytes,
         max_model_len=max_model_len,
         swap_memory=swap.ledger.num_slots * memory.layout.block_bytes if swap else None,

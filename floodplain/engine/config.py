@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from floodplain.core.errors import UserError
 from floodplain.cost.link import LINKS
 from floodplain.policy.registry import POLICIES
-from floodplain.policy.settings import FAIR_BY, SLICE_ENDS, SharingSettings
+from floodplain.policy.settings import FAIR_BY, SLICE_ENDS, SLICE_STEPS, SharingSettings, settings_for
 
 
 def _flag(
@@ -35,6 +35,7 @@ _USED_BY = {
     "pace": ("paced",), "max_gap": ("paced",),
 }  # fmt: skip
 _SHARING = SharingSettings()
+_SLICES = ", ".join(f"{policy} {steps}" for policy, steps in SLICE_STEPS.items())
 _NOUNS = {int: "a whole number", float: "a number", str: "a word", bool: "True or False"}
 
 
@@ -50,7 +51,9 @@ class EngineConfig:
 
     model: str = field(metadata={"positional": True, "help": "HF folder, .gguf file, smollm2, or dummy:NAME"})
     policy: str = _flag("paced", "who runs next when not everybody fits", POLICIES)  # type: ignore[assignment]
-    slice: int = _flag(_SHARING.slice_steps, "steps that whoever comes onto the device stays at least")  # type: ignore[assignment]
+    slice: int | None = _flag(  # type: ignore[assignment]
+        None, f"steps that whoever comes onto the device stays at least (default: {_SLICES})"
+    )
     slice_ends: str = _flag("completion", "cfs: what ends a slice: steps alone, or sooner", SLICE_ENDS)  # type: ignore[assignment]
     pace: float = _flag(_SHARING.pace, "paced: tokens per second of a stream that takes turns, if it can")  # type: ignore[assignment]
     max_gap: float = _flag(  # type: ignore[assignment]
@@ -115,17 +118,19 @@ class EngineConfig:
         self.sharing_settings()
 
     def sharing_settings(self) -> SharingSettings:
-        """For policies that take turns.
+        """For policies that take turns; a slice that nobody asked for is the policy's own.
 
         Raises:
             UserError: A value is out of its range.
         """
-        return SharingSettings(
-            slice_steps=self.slice,
+        asked = {} if self.slice is None else {"slice_steps": self.slice}
+        return settings_for(
+            self.policy,
             slice_ends=self.slice_ends,
             pace=self.pace,
             max_gap_s=self.max_gap,
             fair_by=self.fair_by,
+            **asked,
         )
 
     def unused_flags(self) -> list[str]:

@@ -9,7 +9,7 @@ from floodplain.policy.fair import FairPolicy
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.gate import GatedPolicy
 from floodplain.policy.paced import PacedPolicy
-from floodplain.policy.settings import SharingSettings
+from floodplain.policy.settings import SharingSettings, settings_for
 from floodplain.policy.sharing import SharingPolicy
 
 _SHARING: dict[str, type[SharingPolicy]] = {"cfs": CfsPolicy, "fair": FairPolicy, "paced": PacedPolicy}
@@ -18,7 +18,7 @@ POLICIES = ("fcfs", *_SHARING)
 
 
 def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:
-    """A new policy object; those that take turns stand behind the gate.
+    """A new policy object; those that take turns stand behind the gate. Without ``settings`` it has its own defaults.
 
     Raises:
         UserError: There is no policy of that name.
@@ -27,4 +27,4 @@ def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:
         return FcfsPolicy(saves_prefixes=True)
     if name not in _SHARING:
         raise UserError(f"--policy must be one of {', '.join(POLICIES)}, not {name!r}")
-    return GatedPolicy(_SHARING[name](settings or SharingSettings()))
+    return GatedPolicy(_SHARING[name](settings or settings_for(name)))

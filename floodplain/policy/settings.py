@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from floodplain.core.errors import UserError
 
@@ -12,6 +13,10 @@ FAIR_BY = ("request", "key")
 SLICE_ENDS = ("steps", "completion", "arrival")
 """What can end a slice of ``cfs``; see ``SharingSettings``."""
 
+SLICE_STEPS = {"cfs": 16, "fair": 12, "paced": 3}
+"""Steps of a slice under each policy, if nobody asks for others. Under ``cfs`` and ``fair`` nearly everybody takes
+turns, so there must be few; under ``paced`` the core never leaves, and visitors come for a few tokens."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingSettings:
@@ -19,6 +24,7 @@ class SharingSettings:
 
     Attributes:
         slice_steps: Steps that whoever comes onto the device stays at least (``--slice``); ``cfs``: of all slices.
+            What is here is for ``paced``; ``settings_for`` knows each policy's.
         slice_ends: ``cfs``: what ends a slice. ``steps``: only their number; ``completion``: also a request that ends,
             as AQUA has it; ``arrival``: also one that arrives.
         pace: ``paced``: tokens per second that a stream should get while it has to take turns (``--pace``), if it can.
@@ -37,7 +43,7 @@ class SharingSettings:
         UserError: A value is out of its range; the message names the flag.
     """
 
-    slice_steps: int = 3
+    slice_steps: int = SLICE_STEPS["paced"]
     slice_ends: str = "completion"
     pace: float = 1.25
     max_gap_s: float = 6.0
@@ -66,3 +72,13 @@ class SharingSettings:
             raise UserError("visitor_share and prefill_share lie between 0 and 1")
         if not 0 <= self.prompt_share <= 1:
             raise UserError("prompt_share lies between 0 and 1")
+
+
+def settings_for(policy: str, **changes: Any) -> SharingSettings:
+    """A policy's defaults, with ``changes``, fields of ``SharingSettings`` by name; ``fcfs`` reads none of them.
+
+    Raises:
+        UserError: A value is out of its range; the message names the flag.
+    """
+    slice_steps = SLICE_STEPS.get(policy, SLICE_STEPS["paced"])
+    return SharingSettings(**{"slice_steps": slice_steps} | changes)

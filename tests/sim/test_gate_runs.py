@@ -26,7 +26,7 @@ from tests.support.bursts import Machine, Recorder, Run, burst, make_burst
 from tests.support.examples import examples
 
 SHARING = ["cfs", "fair", "paced"]
-SLICE = SharingSettings().slice_steps
+SETTINGS = SharingSettings(slice_steps=3)
 
 # -- while everybody fits --------------------------------------------------------------------------------------------
 
@@ -36,13 +36,13 @@ CAREFUL = -(-Machine().max_batched_tokens // Machine().block_tokens)
 
 def recorded(machine: Machine, name: str, requests: list[Request]) -> tuple[Run, Recorder]:
     """``plain``: FCFS that saves nothing."""
-    recorder = Recorder(FcfsPolicy() if name == "plain" else make_policy(name))
+    recorder = Recorder(FcfsPolicy() if name == "plain" else make_policy(name, SETTINGS))
     return burst(machine, recorder, requests), recorder
 
 
 def spare_blocks(recorder: Recorder) -> list[int]:
     """What the gate looks at, in every step."""
-    return [count_spare_blocks(view, SLICE) for view, _, _ in recorder.seen]
+    return [count_spare_blocks(view, SETTINGS.slice_steps) for view, _, _ in recorder.seen]
 
 
 def num_saves(run: Run) -> int:

@@ -10,7 +10,7 @@ from floodplain.cli.options import Parser, add_dataclass_flags, add_verb, datacl
 from floodplain.core.errors import UserError
 from floodplain.cost.link import LINKS
 from floodplain.engine.config import HARDWARE, EngineConfig
-from floodplain.policy.settings import SharingSettings
+from floodplain.policy.settings import SLICE_STEPS, SharingSettings, settings_for
 
 NO_SWAP = {"swap": "none"}
 
@@ -53,8 +53,17 @@ def test_a_step_must_have_a_token_for_every_stream() -> None:
     EngineConfig(model="m", max_batched_tokens=100, max_num_seqs=100)
 
 
-def test_flags_that_are_left_out_mean_the_policies_own_defaults() -> None:
-    assert EngineConfig(model="m").sharing_settings() == SharingSettings()
+@pytest.mark.parametrize("policy", SLICE_STEPS)
+def test_flags_that_are_left_out_mean_the_policies_own_defaults(policy: str) -> None:
+    assert EngineConfig(model="m", policy=policy).sharing_settings() == settings_for(policy)
+
+
+def test_slices_are_the_policys_own_unless_asked_for() -> None:
+    assert len(set(SLICE_STEPS.values())) == len(SLICE_STEPS)
+    for policy, steps in SLICE_STEPS.items():
+        assert EngineConfig(model="m", policy=policy).sharing_settings().slice_steps == steps
+        assert EngineConfig(model="m", policy=policy, slice=5).sharing_settings().slice_steps == 5
+    assert settings_for("fair", fair_by="key") == SharingSettings(slice_steps=SLICE_STEPS["fair"], fair_by="key")
 
 
 @pytest.mark.parametrize(

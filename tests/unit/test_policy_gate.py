@@ -14,7 +14,8 @@ from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.gate import GatedPolicy
 from floodplain.policy.growth import count_spare_blocks
 from floodplain.policy.ranking import Ranking, live_rows
-from floodplain.policy.settings import SharingSettings
+from floodplain.policy.registry import make_policy
+from floodplain.policy.settings import SLICE_STEPS, SharingSettings
 from floodplain.policy.sharing import SharingPolicy
 from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
 
@@ -95,6 +96,22 @@ def test_without_swap_space_it_stays_closed_unless_turns_by_computing_are_wanted
 def test_without_swap_space_it_says_why_nobody_takes_turns() -> None:
     assert ask(stream(0), waiting(1, 8), tiers=(), num_available_blocks=0).reason is Reason.NO_SWAP
     assert ask(stream(0), tiers=()).reason is None  # everybody fits
+
+
+@pytest.mark.parametrize("name", SLICE_STEPS)
+def test_it_looks_ahead_for_the_policys_own_slice_unless_another_is_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def has_room(view: View, slice_steps: int) -> int:
+        asked.append(slice_steps)
+        return 0
+
+    monkeypatch.setattr("floodplain.policy.gate.count_spare_blocks", has_room)
+    for settings in (None, SharingSettings(slice_steps=5)):
+        make_policy(name, settings).decide(make_view(stream(0)), 0.0, Random(0))
+    assert asked == [SLICE_STEPS[name], 5]
 
 
 def test_many_blocks_are_quickly_enough() -> None:
