@@ -1,6 +1,7 @@
 """The table of a comparison: pooled requests of all seeds, as ratios to the baseline under the same requests.
 
-The machine's speed wanders, so only runs of one process are compared: in it they took turns on the machine.
+The machine's speed wanders, so only runs of one process are compared: in it the ways took turns on the machine. Servers
+(``servers.py``) run one after the other, and what they differ by may be the machine's.
 """
 
 from __future__ import annotations
