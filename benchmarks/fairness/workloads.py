@@ -36,7 +36,9 @@ class Load:
 
     Attributes:
         phases: (requests or seconds, how many, rate as a multiple of capacity), in order.
-        trace: A file whose arrivals and lengths are replayed instead, so many times faster (``speedup``).
+        trace: A file whose arrivals and lengths are replayed instead.
+        speedup: How many times faster, for a capacity of one request per second: a machine that serves twice as many is
+            as hard pressed by the same window at twice the speed.
         spec: Lengths, and for a trace how it is scaled.
     """
 
@@ -53,12 +55,12 @@ LOADS = {
     "steady": Load((("requests", 300, 1.0),)),
     "azure": Load(
         trace="azure2023_conv.csv",
-        speedup=1.25,
+        speedup=0.75,
         spec=replace(CHAT, request_rate=math.inf, length_scale=0.15, limit=250),
     ),
     "burstgpt": Load(
         trace="burstgpt_burst_1h.csv",
-        speedup=20.0,
+        speedup=12.0,
         spec=replace(CHAT, request_rate=math.inf, length_scale=0.25, limit=250),
     ),
     "arxiv": Load(
@@ -82,7 +84,7 @@ def make_requests(
         if traces is None:
             raise FileNotFoundError(f"{name} needs --traces DIR with {load.trace or spec.lengths}")
         if load.trace is not None:
-            return build(replace(spec, trace=traces / load.trace, speedup=load.speedup), tokenizer)
+            return build(replace(spec, trace=traces / load.trace, speedup=load.speedup * capacity), tokenizer)
         spec = replace(spec, lengths=traces / str(spec.lengths))
     arrivals = _arrivals(load, capacity, seed)
     requests = build(replace(spec, num_prompts=len(arrivals)), tokenizer)

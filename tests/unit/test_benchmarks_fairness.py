@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks/fairness"
-NAMES = ("capacity", "table", "ways")
+NAMES = ("capacity", "table", "ways", "workloads")
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +112,18 @@ def test_the_third_seed_decides_where_two_differ(third_s: float, holds: bool, mo
     first, second, third = capacity.SEEDS
     monkeypatch.setattr(capacity, "ttft_p99_s", odd({first: 0.5, second: 2.0, third: third_s}))
     assert capacity._holds(3.0, []) is holds
+
+
+def test_a_machine_that_serves_twice_as_many_meets_a_window_at_twice_the_speed(tmp_path: Path) -> None:
+    from workloads import LOADS, make_requests
+
+    from floodplain.engine.tokenizer import ByteTokenizer
+
+    rows = "".join(f"{second},40,20\n" for second in range(0, 600, 3))
+    (tmp_path / "burstgpt_burst_1h.csv").write_text("t_s,prompt_tokens,output_tokens\n" + rows)
+    slow, fast = (
+        [request.arrival_s for request in make_requests("burstgpt", capacity, 1, ByteTokenizer(300), tmp_path)]
+        for capacity in (1.0, 2.0)
+    )
+    assert slow == pytest.approx([2 * arrival_s for arrival_s in fast])
+    assert slow[-1] == pytest.approx(597 / LOADS["burstgpt"].speedup)
