@@ -55,7 +55,7 @@ LOADS = {
     "steady": Load((("requests", 300, 1.0),)),
     "azure": Load(
         trace="azure2023_conv.csv",
-        speedup=0.75,
+        speedup=0.9,
         spec=replace(CHAT, request_rate=math.inf, length_scale=0.15, limit=250),
     ),
     "burstgpt": Load(
