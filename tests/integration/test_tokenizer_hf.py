@@ -95,7 +95,7 @@ def test_deltas_of_any_byte_level_tokens_join_to_the_text_of_all(
     tokenizer: HfTokenizer, tokens: list[int], skips: bool
 ) -> None:
     if not tokenizer.is_byte_level:
-        pytest.skip("SentencePiece shows broken bytes as its neighbours are")
+        pytest.skip("a law of byte-level tokenizers: SentencePiece shows a broken byte by what stands beside it")
     decoder = StreamDecoder(tokenizer, skip_special_tokens=skips)
     deltas = [*(decoder.push(token) for token in tokens), decoder.flush()]
     assert "".join(deltas) == tokenizer.decode(tokens, skip_special_tokens=skips)
