@@ -10,31 +10,24 @@ from __future__ import annotations
 import gc
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import FinishReason
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.offline import hardware_report, report_between
-from floodplain.engine.shell import Engine
 from floodplain.engine.weights.open_model import open_model
-from floodplain.sim.executor import StepLine
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from lane import Lane, run_in_turns  # noqa: E402
+from steps import StepLog  # noqa: E402
 from ways import WAYS  # noqa: E402
 from workloads import make_requests, make_warm_up, pool_bytes  # noqa: E402
-
-STEP = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
-"""A step of this model on two cores, as in ``benchmarks/policies``: what ``slowness`` is relative to."""
 
 
 def main(names: Sequence[str], load: str, capacity: float, seed: int, traces: Path | None) -> list[dict[str, Any]]:
@@ -49,7 +42,7 @@ def main(names: Sequence[str], load: str, capacity: float, seed: int, traces: Pa
         lane.load(make_warm_up(seed, tokenizer))  # threads, allocator, prices
         lane.run()
     gc.freeze()  # the more engines there are the longer it takes to look at them all, and every lane would pay for all
-    plain_steps = [watch_plain_steps(lane.engine) for lane in lanes]
+    logs = [StepLog(lane.engine) for lane in lanes]
     before = [lane.engine.stats() for lane in lanes]
     begins_s = [lane.load(requests) for lane in lanes]
     run_in_turns(lanes)
@@ -65,14 +58,16 @@ def main(names: Sequence[str], load: str, capacity: float, seed: int, traces: Pa
             "way": way.name,
             **about,
             **_times(lane, begin_s, len(requests)),
-            "slowness": round(median(steps), 4),
-            "num_plain_steps": len(steps),
+            "slowness": round(log.slowness[0], 4),
+            "num_plain_steps": log.slowness[1],
+            "steps": log.costs(),
             "engine": asdict(report_between(stats, lane.engine.stats())),
+            "limited_steps": _since(stats.limited_steps, lane.engine.stats().limited_steps),
             "config": asdict(lane.engine.config),
             "sharing": asdict(way.sharing),
             "hardware": asdict(hardware_report(lane.engine.config.device, lane.engine.links)),
         }
-        for way, lane, begin_s, steps, stats in zip(ways, lanes, begins_s, plain_steps, before, strict=True)
+        for way, lane, begin_s, log, stats in zip(ways, lanes, begins_s, logs, before, strict=True)
     ]
 
 
@@ -90,24 +85,8 @@ def _times(lane: Lane, begin_s: float, num_requests: int) -> dict[str, Any]:
     }
 
 
-def watch_plain_steps(engine: Engine) -> list[float]:
-    """Durations, as parts of what ``STEP`` says, of all steps to come that decode, with no copy beside them.
-
-    They are the same work whatever the policy: how they differ between two runs, the machine differs.
-    """
-    executor: Any = engine._executor
-    execute, ratios = executor.execute, []
-
-    def timed(plan: StepPlan) -> StepResult:
-        is_plain = not (plan.prefills or plan.transfers or engine._num_copying)
-        begin = time.perf_counter()
-        result: StepResult = execute(plan)
-        if is_plain and plan.decodes:
-            ratios.append((time.perf_counter() - begin) / STEP.time_s(plan))
-        return result
-
-    executor.execute = timed
-    return ratios
+def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {name: number - before.get(name, 0) for name, number in now.items()}
 
 
 def _round(seconds: float | None) -> float:

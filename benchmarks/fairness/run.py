@@ -14,7 +14,7 @@ from typing import Any
 
 from capacity import find_capacity
 from table import format_table
-from ways import BASELINE, WAYS
+from ways import BASELINE, CHOICES, WAYS
 from workloads import LOADS
 
 HERE = Path(__file__).resolve().parent
@@ -58,7 +58,9 @@ def _run(result: dict[str, Any], load: str, seed: int, args: argparse.Namespace)
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     others = [way for way in WAYS if way != BASELINE]
-    parser.add_argument("--ways", nargs="+", choices=others, default=others, help="beside FCFS")
+    parser.add_argument(
+        "--ways", nargs="+", choices=others, default=[way for way in others if way not in CHOICES], help="beside FCFS"
+    )
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=["burst"])
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
     parser.add_argument("--drawn-seeds", type=int, default=0, help="seeds drawn now, beside --seeds")

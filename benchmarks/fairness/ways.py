@@ -44,9 +44,8 @@ class Way:
         return make_policy(self.policy, self.sharing)
 
 
-def _swapping(policy: str, **settings: Any) -> list[Way]:
+def _swapping(policy: str, suffix: str = "", **settings: Any) -> list[Way]:
     names = {"emulated-pcie5": "pcie", "emulated-nvlink4": "nvlink"}
-    suffix = "-sync" if settings.get("is_synchronous") else ""
     return [Way(f"{policy}{suffix}/{short}", policy, hardware, settings) for hardware, short in names.items()]
 
 
@@ -55,12 +54,17 @@ WAYS = {
     for way in [
         Way("fcfs", "fcfs"),
         Way("cfs-recompute", "cfs", settings={"takes_turns_by_recompute": True}),
-        *_swapping("cfs", is_synchronous=True),
+        *_swapping("cfs", "-sync", is_synchronous=True),
         *_swapping("cfs"),
         *_swapping("fair"),
         *_swapping("paced"),
+        *_swapping("paced", "-slice2", slice_steps=2, pace=0.8),
+        *_swapping("paced", "-visitors0.3", visitor_share=0.3),
     ]
 }
-"""By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing computed while copies run."""
+"""By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing computed while copies run. The
+last ones are other defaults that were considered."""
+
+CHOICES = [name for name in WAYS if name.startswith("paced-")]
 
 BASELINE = "fcfs"
