@@ -15,6 +15,8 @@ class Tier(Enum):
     PEER = "peer"
     HOST = "host"
 
+    __hash__ = object.__hash__  # of the one object that each is: the loop looks tiers up for every block that moves
+
 
 @dataclass(frozen=True, slots=True)
 class Location:

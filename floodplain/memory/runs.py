@@ -8,10 +8,17 @@ import numpy as np
 
 
 def find_runs(values: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
-    """Split into maximal runs v, v+1, v+2, …, in order: ``(first value, count)`` of each."""
-    if len(values) == 0:
-        return []
-    array = np.asarray(values, dtype=np.int64)
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(array) != 1) + 1))
-    counts = np.diff(np.append(starts, len(array)))
-    return list(zip(array[starts].tolist(), counts.tolist(), strict=True))
+    """Split into maximal runs v, v+1, v+2, …, in order: ``(first value, count)`` of each.
+
+    A plain loop: most are a handful of slots, beside every step, which arrays take several times as long for.
+    """
+    runs: list[tuple[int, int]] = []
+    first = count = 0
+    for value in values.tolist() if isinstance(values, np.ndarray) else values:
+        if count and value == first + count:
+            count += 1
+            continue
+        if count:
+            runs.append((first, count))
+        first, count = value, 1
+    return [*runs, (first, count)] if count else runs

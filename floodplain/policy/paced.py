@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import ceil
-from operator import attrgetter, itemgetter
+from math import ceil, inf
+from operator import attrgetter
 
 from floodplain.core.plan import Reason
 from floodplain.core.request import OrderKey
@@ -45,7 +45,6 @@ MIN_VISITOR_SHARE = 0.1
 """Of the device, as soon as there are visitors: enough that turns go on at all."""
 
 _BY_ARRIVAL = attrgetter("order_key")
-_BY_LAG = itemgetter(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def divide(
     that is more, once one of them is overdue.
     """
     core, visitors = _cut(view, streams, settings.visitor_share)
-    if any(now - silent_since(row, now) > settings.overdue * settings.max_gap_s for row in visitors):
+    if longest_silence_s(visitors, now) > settings.overdue * settings.max_gap_s:
         visitors = by_lag(visitors, now, settings)
         core, given_way = _let_in(view, visitors[0], core, num_steps)
         return core, [*visitors, *given_way]
@@ -101,27 +100,33 @@ def divide(
 
 def pace_of(row: SequenceView, settings: SharingSettings) -> float:
     """Tokens per second that a visitor is to get: what it asks for, within limits; two turns in each ``max_gap_s``."""
-    pace = settings.pace
-    if row.pace is not None:
-        pace *= min(FASTEST, max(SLOWEST, row.pace / pace))
-    return max(pace, 2 * settings.slice_steps / settings.max_gap_s)
+    return _pace(1.0 if row.pace is None else row.pace / settings.pace, settings)
 
 
 def by_lag(visitors: Iterable[SequenceView], now: float, settings: SharingSettings) -> list[SequenceView]:
     """The one that has missed most tokens first; those that speak now come last, by arrival."""
     speaking: list[SequenceView] = []
     silent: list[tuple[float, OrderKey, SequenceView]] = []
+    usual_pace = _pace(1.0, settings)
     for row in visitors:
         if row.is_decoding or row.last_token_s is None:
             speaking.append(row)
         else:
-            silent.append(((row.last_token_s - now) * pace_of(row, settings), row.order_key, row))
-    return [*(row for _, _, row in sorted(silent, key=_BY_LAG)), *speaking]
+            pace = usual_pace if row.pace is None else pace_of(row, settings)
+            silent.append(((row.last_token_s - now) * pace, row.order_key, row))
+    silent.sort()  # keys differ, so rows are never compared
+    return [*[row for _, _, row in silent], *speaking]
 
 
-def silent_since(row: SequenceView, now: float) -> float:
-    """When a stream had its last token."""
-    return now if row.is_decoding or row.last_token_s is None else row.last_token_s
+def _pace(factor: float, settings: SharingSettings) -> float:
+    """So many times ``--pace``, within limits; but two turns in each ``max_gap_s``."""
+    return max(settings.pace * min(FASTEST, max(SLOWEST, factor)), 2 * settings.slice_steps / settings.max_gap_s)
+
+
+def longest_silence_s(rows: Iterable[SequenceView], now: float) -> float:
+    """Seconds since the last token of the stream that has gone without one for longest; 0 if all speak."""
+    last_s = [row.last_token_s for row in rows if not row.is_decoding and row.last_token_s is not None]
+    return now - min(last_s, default=now)
 
 
 def _split(view: View) -> tuple[list[SequenceView], list[SequenceView]]:
@@ -156,10 +161,11 @@ def _share_for_pace(view: View, visitors: Seq[SequenceView], settings: SharingSe
 
     Nobody counts further than the limit: under overload there are many visitors.
     """
-    step_s, share = view.prices.step_s, 0.0
+    step_s, share, seat = view.prices.step_s or inf, 0.0, 1 / view.max_num_seqs
+    usual = min(1.0, _pace(1.0, settings) * step_s)
     for row in visitors:
-        presence = min(1.0, pace_of(row, settings) * step_s) if step_s else 1.0
-        share += presence * max(blocks_held(view, row) / view.num_blocks, 1 / view.max_num_seqs)
+        presence = usual if row.pace is None else min(1.0, pace_of(row, settings) * step_s)
+        share += presence * max(blocks_held(view, row) / view.num_blocks, seat)
         if share >= settings.visitor_share:
             return share
     return max(share, MIN_VISITOR_SHARE if visitors else 0.0)
@@ -195,7 +201,7 @@ def _judge(
     is_waiting = any(row.status is Status.WAITING for row in fresh)
     if fresh and _is_prompt_bound(view, settings):
         return _Newcomers((), fresh, Reason.PROMPT_BOUND if is_waiting else None)
-    if fresh and any(now - silent_since(row, now) > settings.max_gap_s for row in visitors):
+    if fresh and longest_silence_s(visitors, now) > settings.max_gap_s:
         return _Newcomers((), fresh, Reason.CROWDED if is_waiting else None)
     num_slots = sum(tier.num_free_slots for tier in quick_tiers(view))
     num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in visitors)  # the core stays

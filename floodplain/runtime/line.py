@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import mul
 
 
 class Line:
@@ -44,4 +45,4 @@ class Line:
 
 
 def _dot(some: Sequence[float], others: Sequence[float]) -> float:
-    return sum([a * b for a, b in zip(some, others, strict=True)])
+    return sum(map(mul, some, others))

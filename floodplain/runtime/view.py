@@ -118,14 +118,13 @@ class ViewBuilder:
         for seq_id in forgotten | state.stale_rows:
             self._rows.pop(seq_id, None)
         self._head = head
-        self._waiting = tuple([self._absent_row(seq, step) for seq in head])
-        self._swapped = tuple([self._absent_row(seq, step) for seq in state.swapped])
+        rows = self._rows
+        self._waiting = tuple([rows.get(seq.seq_id) or self._absent_row(seq, step) for seq in head])
+        self._swapped = tuple([rows.get(seq.seq_id) or self._absent_row(seq, step) for seq in state.swapped])
 
     def _absent_row(self, seq: Sequence, step: int) -> SequenceView:
-        row = self._rows.get(seq.seq_id)
-        if row is None:
-            make_row = self._waiting_row if seq.status is Status.WAITING else self._swapped_row
-            row = self._rows[seq.seq_id] = make_row(seq, step)
+        make_row = self._waiting_row if seq.status is Status.WAITING else self._swapped_row
+        row = self._rows[seq.seq_id] = make_row(seq, step)
         return row
 
     def _waiting_row(self, seq: Sequence, step: int) -> SequenceView:

@@ -8,7 +8,7 @@ from floodplain.core.plan import Reason
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
-from floodplain.policy.paced import PacedPolicy, divide, pace_of, silent_since
+from floodplain.policy.paced import PacedPolicy, divide, longest_silence_s, pace_of
 from floodplain.policy.ranking import Ranking
 from floodplain.policy.settings import SharingSettings
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
@@ -140,9 +140,11 @@ def test_slower_goals_need_less_of_the_pool() -> None:
 
 
 def test_a_visitor_that_speaks_is_not_silent() -> None:
-    assert silent_since(stream(0, last_token_s=1.0), NOW) == NOW
-    assert silent_since(visitor(0, 1.0), NOW) == 1.0
-    assert silent_since(prompt(0, 12, 11, num_prompt=8, last_token_s=1.0), NOW) == 1.0  # back, and not yet heard
+    assert longest_silence_s([stream(0, last_token_s=1.0)], NOW) == 0
+    assert longest_silence_s([visitor(0, 2.0), visitor(1, 1.0)], NOW) == NOW - 1.0
+    assert (
+        longest_silence_s([prompt(0, 12, 11, num_prompt=8, last_token_s=1.0)], NOW) == NOW - 1.0
+    )  # back, not yet heard
 
 
 def test_priority_goes_before_arrival() -> None:
