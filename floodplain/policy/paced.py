@@ -41,6 +41,9 @@ from floodplain.policy.swap import quick_tiers
 FASTEST, SLOWEST = 4.0, 0.5
 """Times ``--pace``: a client's goal for TPOT counts within these, since anybody can ask for anything."""
 
+STEPS_BESIDE = 3
+"""A turn holds its blocks for so many steps more than its slice has, until copies are there and gone."""
+
 MIN_VISITOR_SHARE = 0.1
 """Of the device, as soon as there are visitors: enough that turns go on at all."""
 
@@ -69,7 +72,8 @@ class PacedPolicy(SharingPolicy):
     def rank(self, view: View, now: float) -> Ranking:
         """Newcomers, the core by arrival, then visitors by lag; a crowd of newcomers last of all."""
         streams, fresh = _split(view)
-        current = slice_for(view, int(self.settings.visitor_share * view.num_blocks), self.settings)
+        num_blocks = int(self.settings.visitor_share * view.num_blocks)
+        current = slice_for(view, num_blocks, self.settings, STEPS_BESIDE)
         core, visitors = divide(view, streams, now, current.steps, self.settings)
         newcomers = _judge(view, now, fresh, visitors, self.settings)
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]

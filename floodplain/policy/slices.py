@@ -21,13 +21,20 @@ class Slice:
     reason: Reason | None = None
 
 
-def slice_for(view: View, num_blocks: int, settings: SharingSettings) -> Slice:
-    """The slice that was asked for, or as many steps as it takes to bring ``num_blocks`` in over the nearest link."""
+def slice_for(view: View, num_blocks: int, settings: SharingSettings, num_steps_beside: int = 0) -> Slice:
+    """The slice that was asked for, or as many steps as it takes to bring ``num_blocks`` in over the nearest link.
+
+    Args:
+        view: Has the prices of links and steps.
+        num_blocks: All that takes turns.
+        settings: Has the slice that was asked for.
+        num_steps_beside: Steps for which a block that takes turns is held beside each slice: the link has these, too.
+    """
     prices = view.prices
     if not view.tiers or not prices.step_s:
         return Slice(settings.slice_steps)
     needed_s = num_blocks * view.tiers[0].block_s / LINK_USE
-    num_steps = math.ceil(needed_s / prices.step_s)
+    num_steps = math.ceil(needed_s / prices.step_s) - num_steps_beside
     if num_steps <= settings.slice_steps:
         return Slice(settings.slice_steps)
     return Slice(num_steps, Reason.LINK_BUSY)

@@ -20,6 +20,7 @@ from floodplain.core.plan import Decision, Reason
 from floodplain.core.sequence import Status
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.gate import GatedPolicy
+from floodplain.policy.paced import STEPS_BESIDE
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import SharingPolicy
@@ -92,8 +93,8 @@ def doubled(number: int) -> Iterator[int]:
 def test_nobody_is_turned_out_before_its_slice_is_over(seed: int, policy: str) -> None:
     """A slice of ``cfs`` is everybody's and ends at multiples of its steps or early; others' begin with the stay."""
     for inner, view, _, decision in decided(make_story(seed, policy, max_requests=10)):
-        share = inner.settings.visitor_share if policy == "paced" else 1.0
-        num_steps = slice_for(view, int(share * view.num_blocks), inner.settings).steps
+        share, beside = (inner.settings.visitor_share, STEPS_BESIDE) if policy == "paced" else (1.0, 0)
+        num_steps = slice_for(view, int(share * view.num_blocks), inner.settings, beside).steps
         for row in turned_out(view, decision):
             assert view.step > row.entered_step
             if policy == "cfs":

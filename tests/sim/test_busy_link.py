@@ -1,6 +1,6 @@
 """Turns over a link that matters, in virtual time: slices grow until the copies of the next one hide behind them.
 
-A block is computed in 9.6 ms, and a copy takes at most a third of that: turns pay. But copies of all that takes turns
+A block is computed in 9.6 ms, and a copy takes less than half of that: turns pay. But copies of all that takes turns
 last longer than the slice that was asked for.
 """
 
@@ -15,6 +15,7 @@ import pytest
 
 from floodplain.core.plan import Reason
 from floodplain.policy import fair, paced
+from floodplain.policy.paced import STEPS_BESIDE
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.slices import LINK_USE, Slice
@@ -25,8 +26,11 @@ MACHINE = replace(QUICK, caches_prefixes=False, line=replace(LINE, prefill_token
 SETTINGS = SharingSettings(max_gap_s=2.0, visitor_share=0.5, slice_steps=5)
 
 VISITORS = int(SETTINGS.visitor_share * MACHINE.num_blocks)
-CASES = [("paced", 0.0032, VISITORS), ("fair", 0.0016, MACHINE.num_blocks)]
+CASES = [("paced", 0.004, VISITORS), ("fair", 0.0016, MACHINE.num_blocks)]
 """Policy, seconds of a block on the link, and how many blocks take turns: a part of the pool, or all of it."""
+
+BESIDE = {"paced": STEPS_BESIDE, "fair": 0}
+"""Steps for which a turn holds its blocks, beside its slice."""
 
 
 Stay = tuple[int, float]
@@ -59,8 +63,9 @@ def test_nobodys_slice_ends_before_the_copies_of_the_next_have_had_their_time(
     """It is two to three times as long as asked, as a rule."""
     run, seen = run_burst(name, block_s)
     assert len(seen) > 200
-    assert all(num_steps >= num_blocks * per_block for num_steps, per_block in seen)
-    assert 2 <= median(num_blocks * per_block for _, per_block in seen) / SETTINGS.slice_steps <= 3
+    beside = BESIDE[name]
+    assert all(num_steps + beside >= num_blocks * per_block for num_steps, per_block in seen)
+    assert 2 <= median(num_blocks * per_block - beside for _, per_block in seen) / SETTINGS.slice_steps <= 3
     assert run.counters.limited_steps[Reason.LINK_BUSY.value] > 100
 
 
@@ -71,9 +76,9 @@ def test_slices_as_asked_end_before(
 ) -> None:
     """The control."""
     for module in (fair, paced):
-        monkeypatch.setattr(module, "slice_for", lambda view, num_blocks, settings: Slice(settings.slice_steps))
+        monkeypatch.setattr(module, "slice_for", lambda view, num_blocks, settings, *_: Slice(settings.slice_steps))
     run, seen = run_burst.__wrapped__(name, block_s)
-    assert sum(num_steps < num_blocks * per_block for num_steps, per_block in seen) > 100
+    assert sum(num_steps + BESIDE[name] < num_blocks * per_block for num_steps, per_block in seen) > 100
     assert run.counters.limited_steps[Reason.LINK_BUSY.value] == 0
 
 
@@ -86,7 +91,7 @@ def test_over_a_quick_link_slices_are_as_long_as_asked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block_s", [QUICK.block_s, 0.0016, 0.0032])
+@pytest.mark.parametrize("block_s", [QUICK.block_s, 0.0016, 0.004])
 def test_the_device_does_not_wait_for_the_link(block_s: float) -> None:
     run, in_line = (run_burst(name, block_s)[0] for name in ("paced", "fcfs"))
     assert run.counters.preemptions["swap"] > 200
@@ -97,5 +102,5 @@ def test_the_device_does_not_wait_for_the_link(block_s: float) -> None:
 @pytest.mark.slow
 def test_in_aquas_switch_it_does() -> None:
     """The control."""
-    run, _ = run_burst("cfs", 0.0032, 80, is_synchronous=True)
+    run, _ = run_burst("cfs", 0.004, 80, is_synchronous=True)
     assert run.instance.stall_s > 0.1 * run.elapsed_s

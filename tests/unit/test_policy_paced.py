@@ -249,7 +249,7 @@ def test_prompts_and_those_in_their_slice_stay() -> None:
     assert rank(view, slice_steps=4).staying == {0, 2}
 
 
-@pytest.mark.parametrize(("share", "steps"), [(0.3, 36), (0.6, 71)])
+@pytest.mark.parametrize(("share", "steps"), [(0.3, 33), (0.6, 68)])
 def test_a_slice_is_as_long_as_the_copies_of_the_visitors_part(share: float, steps: int) -> None:
     view = make_view(tiers=(host(block_s=0.02),), prices=Prices(step_s=0.02))
     assert rank(view, visitor_share=share).slice_steps == steps

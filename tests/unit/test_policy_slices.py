@@ -33,17 +33,17 @@ def test_without_a_link_or_a_price_it_is_what_was_asked(view: object) -> None:
 
 
 @settings(max_examples=examples(50))
-@given(st.integers(0, 500), st.floats(1e-6, 1.0), st.floats(1e-4, 1.0), st.integers(1, 50))
+@given(st.integers(0, 500), st.floats(1e-6, 1.0), st.floats(1e-4, 1.0), st.integers(1, 50), st.integers(0, 3))
 def test_the_copies_always_fit_and_one_step_less_would_not_do(
-    num_blocks: int, block_s: float, step_s: float, asked: int
+    num_blocks: int, block_s: float, step_s: float, asked: int, beside: int
 ) -> None:
     view = make_view(tiers=(host(block_s=block_s),), prices=Prices(step_s))
-    turn = slice_for(view, num_blocks, SharingSettings(slice_steps=asked))
+    turn = slice_for(view, num_blocks, SharingSettings(slice_steps=asked), beside)
     copies_s = num_blocks * block_s / LINK_USE
     assert turn.steps >= asked
-    assert turn.steps * step_s >= copies_s * (1 - 1e-9)
+    assert (turn.steps + beside) * step_s >= copies_s * (1 - 1e-9)
     if turn.reason is Reason.LINK_BUSY:
-        assert (turn.steps - 1) * step_s <= copies_s * (1 + 1e-9)
+        assert (turn.steps + beside - 1) * step_s <= copies_s * (1 + 1e-9)
     else:
         assert turn.steps == asked
 
