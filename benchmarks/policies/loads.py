@@ -40,7 +40,7 @@ class Load:
     """``factor`` times capacity for ``burst_s`` seconds, after 25 requests at capacity and before ``tail_s`` at it.
 
     Below capacity there is neither: nobody shall have to wait. ``prompts`` and ``outputs`` are so many times as long as
-    in a chat; capacity is that of requests like these.
+    in a chat; capacity is that of requests like these. All rates are ``scale`` times what they would be.
     """
 
     name: str
@@ -49,15 +49,18 @@ class Load:
     tail_s: float = 0.0
     prompts: float = 1.0
     outputs: float = 1.0
+    scale: float = 1.0
 
     def phases(self, capacity: float) -> list[tuple[float, float]]:
         """(requests per second, how many) of each phase."""
+        capacity *= self.scale
         burst = (self.factor * capacity, self.factor * capacity * self.burst_s)
         return [(capacity, 25), burst, (capacity, capacity * self.tail_s)] if self.factor > 1 else [burst]
 
 
 LOADS = (
     Load("2x for 60 s", 2.0, 60.0, tail_s=240.0),
+    Load("2x for 60 s, all rates 8 % higher", 2.0, 60.0, tail_s=240.0, scale=1.08),
     Load("2.4x for 60 s", 2.4, 60.0, tail_s=360.0),
     Load("3x for 120 s", 3.0, 120.0),
     Load("half of capacity", 0.5, 240.0),

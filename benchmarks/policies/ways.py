@@ -59,6 +59,7 @@ WAYS = (
     Way("paced/pcie", "paced"),
     Way("paced/nvlink", "paced", NVLINK),
     Way("paced/pcie, copies cost nothing", "paced", copies_cost=False),
+    Way("paced/pcie, half as quick", "paced", PCIE / 2),
     *(
         Way(f"paced/pcie, swap space of {pools} pool{'s' * (pools > 1)}", "paced", num_slots=pools * pool_blocks())
         for pools in (1, 2, 4, 8)

@@ -45,4 +45,5 @@ class Line:
 
 
 def _dot(some: Sequence[float], others: Sequence[float]) -> float:
-    return sum(map(mul, some, others))
+    total: float = sum(map(mul, some, others))
+    return total

@@ -24,7 +24,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def run(way: str, ttft_s: float, *, process: str = "p", seed: int = 1, load: str = "burst", **more: Any) -> Any:
     """Ten requests with one TTFT; ten seconds, a hundred tokens."""
-    engine = {"preemptions": 0, "recomputed_tokens": 0, "swap": {"stall_s": 0.0}}
+    engine = {"preemptions": 0, "recomputed_tokens": 0, "swap": {"stall_s": 0.0}, "scheduler_s": 0.4}
     return {
         "process": process, "way": way, "load": load, "seed": seed, "capacity": 2.0, "duration_s": 10.0,
         "output_tokens": 100, "ttft_s": [ttft_s] * 10, "e2e_s": [2 * ttft_s] * 10, "longest_gap_s": [1.0] * 10,
@@ -83,6 +83,14 @@ def test_a_void_seed_does_not_hide_behind_the_others() -> None:
     runs = [run("fcfs", 10.0), run("paced/pcie", 1.0)]
     void = [run("fcfs", 1.0, process="q", seed=2), run("paced/pcie", 1.0, process="q", seed=2)]
     assert rows([*runs, *void]) == rows(runs)
+
+
+def test_what_turns_cost_is_a_part_of_the_run_and_not_shown_if_older_runs_do_not_know_it() -> None:
+    old = run("fcfs", 10.0, steps={"all_copies_s": 0.0})
+    new = [run("paced/pcie", 1.0, steps={"all_copies_s": seconds}) for seconds in (0.5, 1.0)]
+    assert rows([old, *new])["paced/pcie"][-3:] == ["0.00%", "4.00%", "7.50% |"]  # stall, scheduler, copies
+    del old["steps"]
+    assert rows([old, *new])["paced/pcie"][-2:] == ["0.00%", "4.00% |"]
 
 
 def test_a_quiet_load_is_compared_though_nobody_waits() -> None:
