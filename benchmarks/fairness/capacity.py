@@ -1,8 +1,8 @@
 """The highest Poisson rate at which FCFS with this pool keeps TTFT p99 under one second, to a few percent.
 
 Probes are long: above what it can sustain, the line grows slowly, and 100 requests end before it shows (a rate of 4.5
-requests/s passed so, of which FCFS serves 3.9). And two of three seeds decide: the speed of a shared machine wanders
-within minutes, and single probes found anything between 2.0 and 3.5 within a day.
+requests/s passed so, of which FCFS serves 3.9). Two of three seeds decide, and they take turns on the machine, as the
+ways that are compared do: an engine beside others is slower than one that has the machine to itself.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ STEP = 1.25
 SEEDS = (100, 101, 102)
 
 
-def ttft_p99_s(rate: float, seed: int) -> float:
-    """Of FCFS under 300 Poisson arrivals at ``rate``."""
-    command = [sys.executable, str(HERE / "measure.py"), "steady", str(rate), str(seed), "-", "fcfs"]
+def ttft_p99s(rate: float) -> list[float]:
+    """Of FCFS under 300 Poisson arrivals at ``rate``, for each of the seeds."""
+    seeds = ",".join(map(str, SEEDS))
+    command = [sys.executable, str(HERE / "measure.py"), "steady", str(rate), seeds, "-", *["fcfs"] * len(SEEDS)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(np.quantile(json.loads(done.stdout)["ttft_s"], 0.99))
+    return [float(np.quantile(json.loads(line)["ttft_s"], 0.99)) for line in done.stdout.splitlines()]
 
 
 def find_capacity(rate: float = 2.5, num_halvings: int = 2) -> tuple[float, list[dict[str, float]]]:
@@ -49,13 +50,10 @@ def find_capacity(rate: float = 2.5, num_halvings: int = 2) -> tuple[float, list
 
 
 def _holds(rate: float, probes: list[dict[str, float]]) -> bool:
-    """Whether two of the three seeds meet the goal; the third is asked only if the others differ."""
-    verdicts: list[bool] = []
-    for seed in SEEDS:
-        p99 = ttft_p99_s(rate, seed)
-        probes.append({"rate": rate, "seed": seed, "ttft_p99_s": p99})
-        print(f"capacity: {rate:.2f} req/s, seed {seed}: TTFT p99 {p99:.2f} s", file=sys.stderr, flush=True)
-        verdicts.append(p99 < TTFT_GOAL_S)
-        if verdicts.count(verdicts[-1]) == 2:
-            break
-    return verdicts[-1]
+    """Whether most seeds meet the goal."""
+    p99s = ttft_p99s(rate)
+    probes += [{"rate": rate, "seed": seed, "ttft_p99_s": p99} for seed, p99 in zip(SEEDS, p99s, strict=True)]
+    print(
+        f"capacity: {rate:.2f} req/s: TTFT p99 {', '.join(f'{p99:.2f}' for p99 in p99s)} s", file=sys.stderr, flush=True
+    )
+    return 2 * sum(p99 < TTFT_GOAL_S for p99 in p99s) > len(p99s)

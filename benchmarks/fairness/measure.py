@@ -2,7 +2,7 @@
 
 It prints one JSON object per way, on a line; a way that is named twice runs twice, each on its own. One process,
 because the factor by which emulated links are slowed is measured once in each; only runs of one process are compared.
-``-`` stands for no folder of traces.
+``-`` stands for no folder of traces. Seeds with commas between them are one for each way.
 """
 
 from __future__ import annotations
@@ -30,34 +30,39 @@ from ways import WAYS  # noqa: E402
 from workloads import make_requests, make_warm_up, pool_bytes  # noqa: E402
 
 
-def main(names: Sequence[str], load: str, capacity: float, seed: int, traces: Path | None) -> list[dict[str, Any]]:
-    """Run ``load`` in the ways of these names; ``capacity`` scales its rates."""
+def main(
+    names: Sequence[str], load: str, capacity: float, seeds: Sequence[int], traces: Path | None
+) -> list[dict[str, Any]]:
+    """Run ``load`` in the ways of these names, each with its seed; ``capacity`` scales the load's rates."""
     source = open_model("smollm2")
     tokenizer = source.load_tokenizer()
     kv_memory = pool_bytes(tokenizer, kv_bytes_per_token(source.config, "bfloat16"))
-    requests = make_requests(load, capacity, seed, tokenizer, traces)
+    requests = {seed: make_requests(load, capacity, seed, tokenizer, traces) for seed in seeds}
     ways = [WAYS[name] for name in names]
-    lanes = [Lane(build_engine(way.config(kv_memory, seed), way.make_policy())) for way in ways]
-    for lane in lanes:
+    lanes = [
+        Lane(build_engine(way.config(kv_memory, seed), way.make_policy()))
+        for way, seed in zip(ways, seeds, strict=True)
+    ]
+    for lane, seed in zip(lanes, seeds, strict=True):
         lane.load(make_warm_up(seed, tokenizer))  # threads, allocator, prices
         lane.run()
     gc.freeze()  # the more engines there are the longer it takes to look at them all, and every lane would pay for all
     logs = [StepLog(lane.engine) for lane in lanes]
     before = [lane.engine.stats() for lane in lanes]
-    begins_s = [lane.load(requests) for lane in lanes]
+    begins_s = [lane.load(requests[seed]) for lane, seed in zip(lanes, seeds, strict=True)]
     run_in_turns(lanes)
     about = {
         "process": datetime.now(UTC).isoformat(timespec="seconds"),
         "load": load,
-        "seed": seed,
         "capacity": capacity,
-        "num_requests": len(requests),
     }
     return [
         {
             "way": way.name,
             **about,
-            **_times(lane, begin_s, len(requests)),
+            "seed": seed,
+            "num_requests": len(requests[seed]),
+            **_times(lane, begin_s, len(requests[seed])),
             "slowness": round(log.slowness[0], 4),
             "num_plain_steps": log.slowness[1],
             "steps": log.costs(),
@@ -67,7 +72,7 @@ def main(names: Sequence[str], load: str, capacity: float, seed: int, traces: Pa
             "sharing": asdict(way.sharing),
             "hardware": asdict(hardware_report(lane.engine.config.device, lane.engine.links)),
         }
-        for way, lane, begin_s, log, stats in zip(ways, lanes, begins_s, logs, before, strict=True)
+        for way, seed, lane, begin_s, log, stats in zip(ways, seeds, lanes, begins_s, logs, before, strict=True)
     ]
 
 
@@ -95,5 +100,7 @@ def _round(seconds: float | None) -> float:
 
 if __name__ == "__main__":
     load, capacity, seed, traces, *names = sys.argv[1:]
-    for run in main(names, load, float(capacity), int(seed), None if traces == "-" else Path(traces)):
+    given = [int(one) for one in seed.split(",")]
+    seeds = given if len(given) > 1 else given * len(names)
+    for run in main(names, load, float(capacity), seeds, None if traces == "-" else Path(traces)):
         print(json.dumps(run))

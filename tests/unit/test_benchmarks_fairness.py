@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,23 +103,20 @@ def test_a_quiet_load_is_compared_though_nobody_waits() -> None:
 def test_the_search_ends_just_below_the_capacity(true_capacity: float, monkeypatch: pytest.MonkeyPatch) -> None:
     import capacity
 
-    monkeypatch.setattr(capacity, "ttft_p99_s", lambda rate, seed: 0.1 if rate <= true_capacity else 9.0)
+    monkeypatch.setattr(capacity, "ttft_p99s", lambda rate: [0.1 if rate <= true_capacity else 9.0] * 3)
     found, probes = capacity.find_capacity()
     assert found <= true_capacity < found * 1.06
     assert len(probes) < 30
 
 
-def odd(verdicts: dict[int, float]) -> Callable[[float, int], float]:
-    return lambda rate, seed: verdicts[seed] if rate > 2.0 else 0.1
-
-
-@pytest.mark.parametrize(("third_s", "holds"), [(0.5, True), (2.0, False)])
-def test_the_third_seed_decides_where_two_differ(third_s: float, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("p99s", "holds"), [([0.5, 2.0, 0.5], True), ([2.0, 0.5, 2.0], False)])
+def test_most_seeds_decide(p99s: list[float], holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import capacity
 
-    first, second, third = capacity.SEEDS
-    monkeypatch.setattr(capacity, "ttft_p99_s", odd({first: 0.5, second: 2.0, third: third_s}))
-    assert capacity._holds(3.0, []) is holds
+    probes: list[dict[str, float]] = []
+    monkeypatch.setattr(capacity, "ttft_p99s", lambda rate: p99s)
+    assert capacity._holds(3.0, probes) is holds
+    assert [probe["ttft_p99_s"] for probe in probes] == p99s
 
 
 def test_a_machine_that_serves_twice_as_many_meets_a_window_at_twice_the_speed(tmp_path: Path) -> None:
