@@ -1,4 +1,4 @@
-"""What the steps of a run cost: least squares over all of them, those with copies apart from those without."""
+"""What the steps of a run cost: least squares over all of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from floodplain.sim.executor import StepLine
 STEP = StepLine(base_s=0.0132, decode_s=0.00064, prefill_token_s=0.0005)
 """A step of this model on two cores, as in ``benchmarks/policies``: what ``slowness`` is relative to."""
 
-COSTS = ("base_s", "decode_s", "prefill_token_s", "copies_s", "transfer_s", "block_s")
-"""Of a step; for each decode and prompt token in it; of one beside which anything is copied; for each transfer and each
-block of it that begin with it."""
-NUM_OF_COMPUTING = 3
-"""The first so many are the model's, the others the copies'."""
+LINE = ("base_s", "decode_s", "prefill_token_s", "copies_s", "transfer_s", "block_s")
+"""Of any step; for each decode and prompt token in it; of one beside which anything is copied; for each transfer and
+each block of it that begin with it. The last three are what comes with copies, not what copying takes: the batch of
+such a step is new, too."""
 
 
 class StepLog:
@@ -48,15 +47,17 @@ class StepLog:
         return median(ratios), len(ratios)
 
     def costs(self) -> dict[str, float]:
-        """Seconds: each of ``COSTS``; all steps together, and what of that copies took; ``residual_s``, the standard
-        deviation of what the line leaves unexplained of a step."""
+        """Each part of ``LINE``; how many steps, decodes and prompt tokens there were; seconds of all steps; and
+        ``residual_s``, the standard deviation of what the line leaves unexplained of a step."""
         work, durations_s = np.array(self._work, dtype=float), np.array(self._durations_s)
         line = np.linalg.lstsq(work, durations_s, rcond=None)[0]
-        of_copies_s = work[:, NUM_OF_COMPUTING:] @ line[NUM_OF_COMPUTING:]
+        num_steps, num_decodes, num_prompt, *_ = work.sum(axis=0).tolist()
         return {
-            **dict(zip(COSTS, line.tolist(), strict=True)),
-            "all_steps_s": float(durations_s.sum()),
-            "all_copies_s": float(of_copies_s.sum()),
+            **dict(zip(LINE, line.tolist(), strict=True)),
+            "num_steps": num_steps,
+            "num_decodes": num_decodes,
+            "num_prompt_tokens": num_prompt,
+            "all_s": float(durations_s.sum()),
             "residual_s": float((durations_s - work @ line).std()),
         }
 

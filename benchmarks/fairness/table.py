@@ -30,19 +30,6 @@ COLUMNS: dict[str, Callable[[Runs], float]] = {
 }
 """The longest gap is the mean over runs: the baseline has more runs, and the greatest of more is greater."""
 
-COSTS: dict[str, Callable[[Runs], str]] = {
-    "preempted a run": lambda runs: f"{np.mean([run['engine']['preemptions'] for run in runs]):.0f}",
-    "recomputed tokens a run": lambda runs: f"{np.mean([run['engine']['recomputed_tokens'] for run in runs]):.0f}",
-    "stall": lambda runs: _part(runs, lambda run: run["engine"]["swap"]["stall_s"]),
-    "scheduler": lambda runs: _part(runs, lambda run: run["engine"]["scheduler_s"]),
-    "copies": lambda runs: _part(runs, lambda run: run["steps"]["all_copies_s"]),
-    "slowness": lambda runs: f"{np.mean([run['slowness'] for run in runs]):.2f}",
-}
-"""What turns cost: times as parts of the run. Servers do not tell, and older runs not all of it."""
-
-NEEDS = {"copies": "steps", "slowness": "slowness"}
-"""What runs must have for these columns; for the others, ``engine``."""
-
 
 def format_table(runs: Runs, baseline: str = BASELINE) -> str:
     """One block for each load: a row for each way, absolute for the baseline, ratios for the others, and the noise.
@@ -74,27 +61,31 @@ def void_reason(load: str, base: Runs) -> str | None:
 
 
 def _rows(runs: Runs, baseline: str) -> list[str]:
-    costs = {name: cost for name, cost in COSTS.items() if all(NEEDS.get(name, "engine") in run for run in runs)}
-    lines = ["| way | " + " | ".join([*COLUMNS, *costs]) + " |", "|---" * (len(COLUMNS) + len(costs) + 1) + "|"]
+    more = ["preempted a run", "recomputed tokens a run", "stall"] if "engine" in runs[0] else []
+    more += ["slowness"] if "slowness" in runs[0] else []
+    lines = ["| way | " + " | ".join([*COLUMNS, *more]) + " |", "|---" * (len(COLUMNS) + len(more) + 1) + "|"]
     base = [run for run in runs if run["way"] == baseline]
     for way in sorted({run["way"] for run in runs}, key=lambda way: (way != baseline, way)):
-        of_way = [run for run in runs if run["way"] == way]
-        cells = _ratios(of_way, base, way == baseline) + [cost(of_way) for cost in costs.values()]
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+        lines.append(_row(way, [run for run in runs if run["way"] == way], base, baseline))
         if way == baseline:
-            lines.append(_noise_row(base, baseline, len(costs)))
+            lines.append(_noise_row(base, baseline, len(more)))
     return lines
 
 
-def _ratios(runs: Runs, base: Runs, is_base: bool) -> list[str]:
+def _row(way: str, runs: Runs, base: Runs, baseline: str) -> str:
     """A process weighs as much on both sides of a ratio, however often the baseline ran in it."""
     same = [run for run in base if run["process"] in _processes(runs)]
-    alike = runs if is_base else [run for run in runs for other in same if other["process"] == run["process"]]
-    return [_cell(name, column(alike), column(same), is_base) for name, column in COLUMNS.items()]
-
-
-def _part(runs: Runs, seconds: Callable[[dict[str, Any]], float]) -> str:
-    return f"{sum(seconds(run) for run in runs) / sum(run['duration_s'] for run in runs):.2%}"
+    alike = [run for run in runs for other in same if other["process"] == run["process"]]
+    alike = list(runs) if way == baseline else alike
+    cells = [_cell(name, column(alike), column(same), way == baseline) for name, column in COLUMNS.items()]
+    if "engine" in runs[0]:
+        engines = [run["engine"] for run in runs]
+        cells += [f"{np.mean([one[key] for one in engines]):.0f}" for key in ("preemptions", "recomputed_tokens")]
+        stall_s = sum(one["swap"]["stall_s"] for one in engines)
+        cells.append(f"{stall_s / sum(run['duration_s'] for run in runs):.2%}")
+    if "slowness" in runs[0]:
+        cells.append(f"{np.mean([run['slowness'] for run in runs]):.2f}")
+    return f"| {way} | " + " | ".join(cells) + " |"
 
 
 def _noise_row(base: Runs, baseline: str, num_more: int) -> str:
