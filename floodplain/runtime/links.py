@@ -43,10 +43,10 @@ class Links:
 
     def __getitem__(self, tier: Tier) -> Link:
         """The link as of the last copy."""
-        link = self._now.get(tier)
-        if link is None:
-            link = self._now[tier] = self._price(tier)
-        return link
+        if tier in self._stale:
+            self._stale.remove(tier)
+            self._now[tier] = self._price(tier)
+        return self._now[tier]
 
     def as_of(self, step: int) -> Links:
         """Itself, once more as at the start if the last copy is ``FORGET_STEPS`` ago."""
@@ -67,17 +67,18 @@ class Links:
         expected_s = line.price(amounts) or copied.duration_s
         line.learn(amounts, min(copied.duration_s, _MOST * expected_s), scale=expected_s)
         line.weights = [max(0.0, weight) for weight in line.weights]
-        self._now.pop(copied.tier, None)
+        self._stale.add(copied.tier)
 
     def _price(self, tier: Tier) -> Link:
-        """The slower direction counts; as at the start if blocks cost nothing by now, which no bandwidth can say."""
+        """The slower direction counts; as it was if blocks cost nothing by now, which no bandwidth can say."""
         latencies, prices = zip(*(self._lines[tier, way].weights for way in (False, True)), strict=True)
         if max(prices) <= 0:
-            return self._first[tier]
-        return replace(self._first[tier], bandwidth=self._block_bytes / max(prices), latency_s=max(latencies))
+            return self._now[tier]
+        return replace(self._now[tier], bandwidth=self._block_bytes / max(prices), latency_s=max(latencies))
 
     def _forget(self) -> None:
-        self._now: dict[Tier, Link] = dict(self._first)
+        self._now = dict(self._first)
+        self._stale: set[Tier] = set()  # copies ran since their links were priced
         self._lines = {
             (tier, is_inbound): _line(link, self._block_bytes)
             for tier, link in self._first.items()

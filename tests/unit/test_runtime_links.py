@@ -40,6 +40,17 @@ def test_copies_as_quick_as_measured_change_nothing() -> None:
     assert links[Tier.HOST].latency_s == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_link_whose_blocks_seem_to_cost_nothing_stays_as_it_was() -> None:
+    """Large copies took less time than small ones: noise, and no bandwidth says that."""
+    links = Links([MEASURED], BLOCK_BYTES)
+    copy_often(links, 0.0, 3 * BLOCK_S)
+    known = links[Tier.HOST]
+    for number in range(800):
+        num_blocks, seconds = ((1, 0.01), (1000, 0.005))[number // 2 % 2]
+        links.learn(CopyTime(Tier.HOST, number % 2 == 0, 1, num_blocks, seconds))
+    assert links[Tier.HOST] == known != MEASURED
+
+
 @pytest.mark.parametrize("factor", [0.2, 5.0, 30.0])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_a_link_that_has_become_quicker_or_slower_is_followed(factor: float, noise: float) -> None:
