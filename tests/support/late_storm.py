@@ -109,7 +109,7 @@ def late_storm(
         engine.loop.state.links = Links(
             [Link(Tier.HOST, 1e12)], BLOCK_BYTES
         )  # as measured, no two runs would decide alike
-        engine._clock = executor._swap._clock = Ticks()
+        engine.clock = executor._swap._clock = Ticks()
         old = executor._swap._tiers[Tier.HOST]
         old.engine.close()
         copies = LateTransferEngine(old.engine._pool, old.slots, Random(seed), failing=failing)

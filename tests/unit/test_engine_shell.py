@@ -139,7 +139,7 @@ def test_a_policy_that_wants_to_be_asked_soon_is_and_still_nothing_spins(clock: 
 def test_without_copies_a_step_waits_for_the_time_that_the_policy_named_and_counts_no_stall() -> None:
     wake_s = time.monotonic() + 0.01
     engine, executor = make_engine(Clock(), 1)
-    engine._clock = time.monotonic
+    engine.clock = time.monotonic
     engine.loop.policy.script.append(idle_until(wake_s))  # type: ignore[attr-defined]
     assert engine.step() == []
     assert time.monotonic() >= wake_s
