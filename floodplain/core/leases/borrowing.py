@@ -1,0 +1,69 @@
+"""What consumers say changes: they ask for leases, and say what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from floodplain.core.leases.choice import choose_producers
+from floodplain.core.leases.messages import Report, Request
+from floodplain.core.leases.rows import Reply
+from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId, Outcome, Stamp, judge
+from floodplain.core.leases.table import LeaseTable
+
+SAID_BY_CONSUMERS = frozenset({LeaseEvent.HOLD, LeaseEvent.REFUSE, LeaseEvent.RELEASE})
+
+
+def request(table: LeaseTable, message: Request, free_bytes: Mapping[str, int]) -> Reply:
+    """Grant all of the shards, or none (DEFERRED: ask again).
+
+    A copy of a request that comes when its leases have ended is stale, so that nobody is granted what it no longer
+    knows of.
+
+    Args:
+        table: The rows.
+        message: What is asked for, by a consumer that lives.
+        free_bytes: What is put up and not leased, for each producer that the consumer may borrow from, best first.
+    """
+    known = table.members[message.name]
+    granted = table.of_request(message.name, message.number)
+    if granted:
+        return Reply(Outcome.APPLIED, known, tuple(granted))
+    if message.number <= known.last_request:
+        return Reply(Outcome.STALE, known, detail=f"request {message.number} of {message.name} is an old one")
+    producers = choose_producers(message.shards, free_bytes)
+    if producers is None:
+        return Reply(Outcome.DEFERRED, known, detail="no producer has as much to lend")
+    leases = tuple(_grant(message, index, producer) for index, producer in enumerate(producers))
+    for lease in leases:
+        table.put_lease(lease)
+    table.put_member(replace(known, last_request=message.number))
+    return Reply(Outcome.APPLIED, table.members[message.name], leases)
+
+
+def report(table: LeaseTable, message: Report) -> Reply:
+    """A consumer has allocated a lease, or could not, or has freed it."""
+    lease = table.leases.get(message.lease_id)
+    if lease is None:
+        return Reply(Outcome.STALE, detail=f"lease {message.lease_id} has ended, or never was")
+    outcome = _judge_report(message, lease)
+    if outcome is not Outcome.APPLIED:
+        return Reply(outcome, leases=(lease,), detail=f"lease {lease.lease_id} is {lease.state.value}")
+    is_new_allocation = not lease.held_bytes and message.event is not LeaseEvent.REFUSE
+    lease = lease.after(message.event, reason=message.reason)
+    table.put_lease(lease)
+    if is_new_allocation:  # a look from before does not show it; who releases what it never reported may have had it
+        table.revise(table.members[lease.producer])
+    return Reply(Outcome.APPLIED, table.members[lease.consumer], (lease,))
+
+
+def _grant(message: Request, index: int, producer: str) -> Lease:
+    lease_id = LeaseId(f"{message.name}.{message.generation}.{message.number}.{index}")
+    num_bytes = message.shards[index].num_bytes
+    return Lease(lease_id, message.number, producer, message.name, num_bytes, message.generation)
+
+
+def _judge_report(message: Report, lease: Lease) -> Outcome:
+    outcome = judge(message.stamp, Stamp(lease.generation, lease.revision))
+    may = message.name == lease.consumer and message.event in SAID_BY_CONSUMERS and lease.allows(message.event)
+    return Outcome.CONFLICT if outcome is Outcome.APPLIED and not may else outcome

@@ -1,0 +1,52 @@
+"""Which devices a request gets, and which leases a recall takes back: pure choices, the same in every coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from floodplain.core.leases.rows import Shard
+from floodplain.core.leases.states import Lease, LeaseState
+
+
+def choose_producers(shards: Sequence[Shard], free_bytes: Mapping[str, int]) -> list[str] | None:
+    """A device for every shard, or None if not all of them fit.
+
+    Args:
+        shards: What is asked for; those that name their device get that one or none.
+        free_bytes: What is put up and not leased, for each producer that the consumer may borrow from, in the order of
+            preference where they have equally much.
+    """
+    left = dict(free_bytes)
+    chosen: dict[int, str] = {}
+    by_freedom = sorted(range(len(shards)), key=lambda i: (shards[i].producer is None, -shards[i].num_bytes, i))
+    for index in by_freedom:
+        shard = shards[index]
+        wanted = shard.producer
+        producer = wanted if wanted is not None else max(left, key=lambda name: left[name], default=None)
+        if producer is None or left.get(producer, 0) < shard.num_bytes:
+            return None
+        left[producer] -= shard.num_bytes
+        chosen[index] = producer
+    return [chosen[index] for index in range(len(shards))]
+
+
+def choose_recalls(leases: Iterable[Lease], num_bytes: int) -> list[Lease]:
+    """Leases whose consumers still count on them, to make up ``num_bytes``; all of them if they are too few.
+
+    What nobody has allocated yet goes first, for that costs nothing; then the smallest lease that is enough, or the
+    largest ones.
+    """
+    left = [lease for lease in leases if lease.state in (LeaseState.GRANTED, LeaseState.HELD)]
+    chosen: list[Lease] = []
+    missing = num_bytes
+    while missing > 0 and left:
+        lease = min(left, key=lambda lease: _cost(lease, missing))
+        left.remove(lease)
+        chosen.append(lease)
+        missing -= lease.num_bytes
+    return chosen
+
+
+def _cost(lease: Lease, missing: int) -> tuple[bool, bool, int, str]:
+    is_enough = lease.num_bytes >= missing
+    return lease.held_bytes > 0, not is_enough, lease.num_bytes if is_enough else -lease.num_bytes, lease.lease_id

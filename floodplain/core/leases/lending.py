@@ -1,0 +1,66 @@
+"""What producers say changes: they put bytes up, want them back, and see them free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from floodplain.core.leases.choice import choose_recalls
+from floodplain.core.leases.messages import Observe, Offer, Recall
+from floodplain.core.leases.rows import Reply
+from floodplain.core.leases.states import Lease, LeaseEvent, LeaseState, Outcome
+from floodplain.core.leases.table import LeaseTable
+
+
+def offer(table: LeaseTable, message: Offer) -> Reply:
+    """Put up as much as the message says, or withdraw what is not leased. Nothing else raises what is put up."""
+    known, leased = table.members[message.name], table.leased_bytes(message.name)
+    if message.offered_bytes < leased:
+        return Reply(Outcome.CONFLICT, known, detail=f"{leased} bytes of {message.name} are leased: recall them first")
+    return Reply(Outcome.APPLIED, table.revise(replace(known, offered_bytes=message.offered_bytes)))
+
+
+def recall(table: LeaseTable, message: Recall) -> Reply:
+    """What nobody has leased is withdrawn at once, the rest recalled."""
+    known = table.members[message.name]
+    withdrawn = min(message.num_bytes, table.unleased_bytes(message.name))
+    chosen = choose_recalls(table.on_device(message.name), message.num_bytes - withdrawn)
+    recalled = tuple(lease.after(LeaseEvent.RECALL, deadline_s=message.deadline_s) for lease in chosen)
+    for lease in recalled:
+        table.put_lease(lease)
+    return Reply(Outcome.APPLIED, table.revise(replace(known, offered_bytes=known.offered_bytes - withdrawn)), recalled)
+
+
+def observe(table: LeaseTable, message: Observe) -> Reply:
+    """Settle what is owed beyond the bytes that others were seen to hold.
+
+    Let A be allocated leases that consumers still count on. Others hold at least A, so of what is owed at most
+    ``foreign_bytes - A`` is still there. Whatever shows that a lease was allocated, or may have been, raises the
+    member's revision, so that a look from before is stale.
+    """
+    known, leases = table.members[message.name], table.on_device(message.name)
+    allocated = sum(lease.held_bytes for lease in leases if not lease.is_owed)
+    owed = sorted((lease for lease in leases if lease.is_owed), key=_trust)
+    proven = sum(lease.num_bytes for lease in owed) - max(0, message.foreign_bytes - allocated)
+    settled: list[Lease] = []
+    for lease in owed:
+        if lease.num_bytes <= proven:
+            proven -= lease.num_bytes
+            settled.append(lease.after(LeaseEvent.SETTLE))
+            table.put_lease(settled[-1])
+    if settled:
+        returned = sum(lease.num_bytes for lease in settled)
+        known = table.revise(replace(known, offered_bytes=known.offered_bytes - returned))
+    return Reply(Outcome.APPLIED, known, tuple(settled))
+
+
+def lose(table: LeaseTable, name: str) -> Reply:
+    """The device will not come back: whatever was lent on it is lost. The row stays: generations go on from it."""
+    lost = tuple(lease.after(LeaseEvent.LOSE) for lease in table.on_device(name))
+    for lease in lost:
+        table.put_lease(lease)
+    return Reply(Outcome.APPLIED, table.revise(replace(table.members[name], offered_bytes=0)), lost)
+
+
+def _trust(lease: Lease) -> tuple[int, str]:
+    """Those whose consumers said that they freed them come first: they are the likeliest to be what was seen free."""
+    return (LeaseState.RELEASED, LeaseState.REFUSED, LeaseState.EXPIRED).index(lease.state), lease.lease_id

@@ -1,0 +1,108 @@
+"""Who lives: members join, say that they live, and end; what they lent and borrowed follows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from floodplain.core.leases.messages import Heartbeat, Join, Leave
+from floodplain.core.leases.rows import Member, Reply
+from floodplain.core.leases.states import LeaseEvent, Outcome, Stamp, judge
+from floodplain.core.leases.table import LeaseTable
+
+
+class Roster:
+    """See the module. A new one takes everybody for alive who had not ended when the rows were written.
+
+    Args:
+        table: The rows that it changes.
+        ttl_s: Seconds of silence after which a member is taken for dead.
+        now: The clock.
+    """
+
+    def __init__(self, table: LeaseTable, ttl_s: float, now: float) -> None:
+        self.table = table
+        self.ttl_s = ttl_s
+        self._seen_s = {name: now for name, member in table.members.items() if member.instance}
+
+    @property
+    def living(self) -> Collection[str]:
+        """Names of members that are taken for alive."""
+        return self._seen_s.keys()
+
+    def join(self, message: Join, now: float) -> Reply:
+        """Begin a life; joining twice with one life is joining once.
+
+        While an older process of that name may live, a new one is put off (DEFERRED): the old one may be about to
+        allocate what it was granted.
+        """
+        known = self.table.members.get(message.name)
+        if known is None:
+            self.table.put_member(Member(message.name, message.instance))
+        elif known.instance != message.instance and message.name in self._seen_s:
+            return Reply(
+                Outcome.DEFERRED,
+                known,
+                detail=f"another process was {message.name} until now: wait, or take another name",
+            )
+        elif known.instance != message.instance:
+            self.table.revise(
+                replace(known, instance=message.instance, generation=known.generation + 1, last_request=0)
+            )
+        return self._greet(message.name, now)
+
+    def heartbeat(self, message: Heartbeat, now: float) -> Reply:
+        """It lives. One that was taken for dead is STALE: it joins anew, and what it borrowed is lost to it."""
+        known = self.table.members.get(message.name)
+        if known is None or message.generation > known.generation:
+            return Reply(Outcome.DEFERRED, known, detail=f"{message.name} has not joined")
+        if not self.is_life(known, message.generation):
+            return Reply(Outcome.STALE, known, detail=f"{message.name} was taken for dead: join anew")
+        return self._greet(message.name, now)
+
+    def leave(self, message: Leave) -> Reply:
+        """It ends as it should."""
+        known = self.table.members.get(message.name)
+        if known is None or not self.is_life(known, message.generation):
+            return Reply(Outcome.STALE, known)
+        self.end(message.name)
+        return Reply(Outcome.APPLIED, self.table.members[message.name])
+
+    def end_silent(self, now: float) -> list[str]:
+        """Take for dead who was silent for a TTL; return their names."""
+        dead = [name for name, seen_s in self._seen_s.items() if now - seen_s > self.ttl_s]
+        for name in dead:
+            self.end(name)
+        return dead
+
+    def end(self, name: str) -> None:
+        """A life is over: what it borrowed is owed, what it put up and nobody has leased is withdrawn.
+
+        The rows of its producers change, so that nobody settles by a look from before: it may have allocated since.
+        """
+        self._seen_s.pop(name, None)
+        for lease in self.table.of_consumer(name):
+            if lease.allows(LeaseEvent.EXPIRE):
+                self.table.put_lease(lease.after(LeaseEvent.EXPIRE))
+                self.table.revise(self.table.members[lease.producer])
+        member = self.table.members[name]
+        self.table.revise(replace(member, instance="", offered_bytes=self.table.leased_bytes(name)))
+
+    def is_life(self, member: Member, generation: int) -> bool:
+        """Whether that incarnation of a member is the last one, and lives."""
+        return generation == member.generation and member.name in self._seen_s
+
+    def refusal(self, name: str, stamp: Stamp) -> Reply | None:
+        """Why a message about a member's own row changes nothing; None if it may."""
+        known = self.table.members.get(name)
+        if known is None:
+            return Reply(Outcome.DEFERRED, detail=f"{name} has not joined")
+        outcome = judge(stamp, known.stamp)
+        if outcome is Outcome.APPLIED and not self.is_life(known, stamp.generation):
+            outcome = Outcome.STALE
+        return None if outcome is Outcome.APPLIED else Reply(outcome, known)
+
+    def _greet(self, name: str, now: float) -> Reply:
+        self._seen_s[name] = now
+        leases = (*self.table.on_device(name), *self.table.of_consumer(name))
+        return Reply(Outcome.APPLIED, self.table.members[name], leases)

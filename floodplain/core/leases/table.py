@@ -1,0 +1,119 @@
+"""The rows of a lease book with their indexes: found by device, by consumer and by request, and counted in bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.leases.rows import Member
+from floodplain.core.leases.states import Lease, LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Rows that are new or differ from before: what a store writes."""
+
+    members: tuple[Member, ...] = ()
+    leases: tuple[Lease, ...] = ()
+
+
+class LeaseTable:
+    """Members and those leases that have not ended. Rows are replaced, never changed."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.leases: dict[LeaseId, Lease] = {}
+        self._on_device: defaultdict[str, dict[LeaseId, Lease]] = defaultdict(dict)
+        self._of_consumer: defaultdict[str, dict[LeaseId, Lease]] = defaultdict(dict)
+        self._of_request: defaultdict[tuple[str, int], list[LeaseId]] = defaultdict(list)
+        self._leased_bytes: defaultdict[str, int] = defaultdict(int)
+        self._changed_members: dict[str, Member] = {}
+        self._changed_leases: dict[LeaseId, Lease] = {}
+
+    def on_device(self, producer: str) -> Sequence[Lease]:
+        """Leases of a producer's bytes."""
+        return tuple(self._on_device[producer].values()) if producer in self._on_device else ()
+
+    def of_consumer(self, consumer: str) -> Sequence[Lease]:
+        """Leases that a consumer was granted."""
+        return tuple(self._of_consumer[consumer].values()) if consumer in self._of_consumer else ()
+
+    def of_request(self, consumer: str, request: int) -> Sequence[Lease]:
+        """Leases that answered a request, as far as they have not ended."""
+        return tuple(self.leases[lease_id] for lease_id in self._of_request.get((consumer, request), ()))
+
+    def leased_bytes(self, producer: str) -> int:
+        """Bytes of a producer that are leased or owed."""
+        return self._leased_bytes.get(producer, 0)
+
+    def unleased_bytes(self, producer: str) -> int:
+        """Bytes of a producer that are put up and nobody's."""
+        return self.members[producer].offered_bytes - self.leased_bytes(producer)
+
+    def put_member(self, member: Member) -> None:
+        """Add a member, or replace its row."""
+        self.members[member.name] = self._changed_members[member.name] = member
+
+    def revise(self, member: Member) -> Member:
+        """Replace a member's row by ``member``, one revision on; return it."""
+        member = replace(member, revision=member.revision + 1)
+        self.put_member(member)
+        return member
+
+    def put_lease(self, lease: Lease) -> None:
+        """Add a lease, or replace its row; one that has ended leaves."""
+        self._changed_leases[lease.lease_id] = lease
+        if lease.has_ended:
+            self._remove(lease)
+            return
+        if lease.lease_id not in self.leases:
+            self._of_request[lease.consumer, lease.request].append(lease.lease_id)
+            self._leased_bytes[lease.producer] += lease.num_bytes
+        self.leases[lease.lease_id] = lease
+        self._on_device[lease.producer][lease.lease_id] = lease
+        self._of_consumer[lease.consumer][lease.lease_id] = lease
+
+    def take_changes(self) -> Changes:
+        """What has changed since this was last asked."""
+        changes = Changes(tuple(self._changed_members.values()), tuple(self._changed_leases.values()))
+        self._changed_members, self._changed_leases = {}, {}
+        return changes
+
+    def load(self, members: Iterable[Member], leases: Iterable[Lease]) -> None:
+        """Take over rows of a store, which are no changes."""
+        for member in members:
+            self.put_member(member)
+            del self._changed_members[member.name]
+        for lease in leases:
+            self.put_lease(lease)
+            del self._changed_leases[lease.lease_id]
+
+    def check_integrity(self) -> None:
+        """Leased is at most offered, on every device; the indexes say what the rows say.
+
+        Raises:
+            InvariantError: They do not.
+        """
+        for name, member in self.members.items():
+            leased = sum(lease.num_bytes for lease in self.leases.values() if lease.producer == name)
+            if leased != self.leased_bytes(name):
+                raise InvariantError(f"{name}: {leased} bytes are leased, {self.leased_bytes(name)} counted")
+            if leased > member.offered_bytes:
+                raise InvariantError(f"{name}: {leased} bytes are leased of {member.offered_bytes} offered")
+        for index in (self._on_device, self._of_consumer):
+            indexed = {lease.lease_id: lease for rows in index.values() for lease in rows.values()}
+            if indexed != self.leases:
+                raise InvariantError("an index of leases differs from the leases")
+
+    def _remove(self, lease: Lease) -> None:
+        if self.leases.pop(lease.lease_id, None) is None:
+            return
+        del self._on_device[lease.producer][lease.lease_id]
+        del self._of_consumer[lease.consumer][lease.lease_id]
+        request = lease.consumer, lease.request
+        self._of_request[request].remove(lease.lease_id)
+        if not self._of_request[request]:
+            del self._of_request[request]
+        self._leased_bytes[lease.producer] -= lease.num_bytes
