@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     config, server_config = dataclass_from(args, EngineConfig), dataclass_from(args, ServerConfig)
 
     from floodplain.server.auth import KeyRing, check_exposure
-    from floodplain.server.run import bind, serve, url_of
+    from floodplain.server.run import serve
+    from floodplain.web.listen import bind, url_of
 
     if config.fair_by == "key" and server_config.api_key_file is None:
         raise UserError("--fair-by key needs --api-key-file: without keys all requests are one client's")

@@ -12,11 +12,12 @@ from prometheus_client.exposition import choose_encoder
 from floodplain import __version__
 from floodplain.observe.metrics import ServingMetrics
 from floodplain.server.auth import KeyRing
-from floodplain.server.errors import ApiError, install_error_handlers
-from floodplain.server.gate import DrainSwitch, Gate
+from floodplain.server.errors import REQUEST_FIELDS
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.responses import Health, Version
 from floodplain.server.routes import ERRORS, OpenAIRoutes
+from floodplain.web.errors import ApiError, install_error_handlers
+from floodplain.web.gate import DrainSwitch, Gate
 
 MAX_BODY_BYTES = 8 * 2**20
 """A million tokens as ids; more is a mistake, or worse."""
@@ -48,8 +49,8 @@ def create_app(
 
     # Without /docs and /redoc: their pages load scripts from another site.
     app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, drain=drain or DrainSwitch(), keys=keys, max_body_bytes=max_body_bytes)
-    install_error_handlers(app)
+    app.add_middleware(Gate, drain=drain or DrainSwitch(), authenticator=keys, max_body_bytes=max_body_bytes)
+    install_error_handlers(app, REQUEST_FIELDS)
     app.include_router(OpenAIRoutes(engine).router())
     _add_service_routes(app, engine)
     return app

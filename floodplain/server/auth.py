@@ -1,16 +1,15 @@
-"""API keys: read from a file that only its owner can read, compared in constant time."""
+"""API keys: whose they are, what they allow, and when a server needs them."""
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from floodplain.core.errors import UserError
+from floodplain.web.bearer import find_bearer, read_secret_lines
+from floodplain.web.listen import is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +56,7 @@ class KeyRing:
 
     def client_of(self, authorization: bytes) -> Client | None:
         """Whose key an ``Authorization`` header carries; None if nobody's. Takes as long for every wrong key."""
-        scheme, _, presented = authorization.partition(b" ")
-        found = None
-        for key, client in self._clients.items():
-            if hmac.compare_digest(key, presented.strip()):
-                found = client
-        return found if scheme.lower() == b"bearer" else None
+        return find_bearer(authorization, self._clients)
 
 
 def read_keys(path: Path) -> dict[str, Client]:
@@ -74,18 +68,8 @@ def read_keys(path: Path) -> dict[str, Client]:
     Raises:
         UserError: The file is unreadable, others may read it, or a line is malformed.
     """
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the API key file {path}: {error}") from error
-    if mode & 0o077:
-        raise UserError(f"others may use the API key file {path} (mode {mode:04o}): run chmod 600 {path}")
     clients: dict[str, Client] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
+    for number, words in read_secret_lines(path, "API key file"):
         key, client = _parse_line(words, number, path)
         if key in clients:
             raise UserError(f"{path}, line {number}: this KEY stands there twice")
@@ -110,11 +94,5 @@ def check_exposure(host: str, keys: KeyRing | None) -> None:
     Raises:
         UserError: ``host`` is not this machine alone, and there are no keys.
     """
-    if keys is not None or host == "localhost":
-        return
-    try:
-        is_local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = False
-    if not is_local:
+    if keys is None and not is_loopback(host):
         raise UserError(f"--host {host} lets other machines in: give --api-key-file FILE, or --host 127.0.0.1")

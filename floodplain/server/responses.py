@@ -12,21 +12,6 @@ from pydantic import BaseModel
 FinishReasonName = Literal["stop", "length"]
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong, and which field of the request is to change."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(BaseModel):
-    """The body of every answer that is not a success."""
-
-    error: ErrorDetail
-
-
 class PromptTokensDetails(BaseModel):
     """Where the prompt's KV came from."""
 

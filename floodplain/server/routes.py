@@ -16,13 +16,14 @@ from fastapi.routing import APIRoute
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.auth import Client
-from floodplain.server.errors import ERROR_STATUSES, ApiError, error_event
-from floodplain.server.gate import CLIENT_SCOPE_KEY
+from floodplain.server.errors import ERROR_STATUSES, error_event
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import DONE, ChatReply, CompletionReply, Reply
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest
-from floodplain.server.responses import ChatCompletion, Completion, ErrorBody, ModelCard, ModelList
+from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from floodplain.server.streams import EventStream, IndexedDeltas, Tally, gather, merge, unless_hung_up
+from floodplain.web.errors import ApiError, ErrorBody
+from floodplain.web.gate import CLIENT_SCOPE_KEY
 
 T = TypeVar("T")
 

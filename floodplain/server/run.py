@@ -1,4 +1,4 @@
-"""From an engine to a process that serves: the socket, the signals, the drain."""
+"""From an engine to a process that serves: the signals, the drain."""
 
 from __future__ import annotations
 
@@ -15,43 +15,15 @@ import uvicorn
 from floodplain.core.errors import UserError
 from floodplain.server.app import create_app
 from floodplain.server.auth import KeyRing
-from floodplain.server.gate import DrainSwitch
 from floodplain.server.protocol import ServingEngine
+from floodplain.web.gate import DrainSwitch
+from floodplain.web.listen import url_of
 
 CLOSING_GRACE_S = 5
 """How long connections may take to close once nothing is computed for them any more."""
 
 KEEP_ALIVE_S = 30
 """How long an idle connection is kept: longer than most clients', so that they close first."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not yet listening: clients are refused, not kept waiting, while a model loads.
-
-    The caller closes it.
-
-    Raises:
-        UserError: The port is taken, or the address is not this machine's.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind, proto)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-        except OSError:
-            sock.close()
-            raise
-    except OSError as error:
-        reason = f"cannot listen on {host}:{port} ({error.strerror})"
-        raise UserError(f"{reason}: choose another --port or --host") from error
-    return sock
-
-
-def url_of(sock: socket.socket) -> str:
-    """The address at which a bound socket serves."""
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):

@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
-from floodplain.server.errors import ApiError
 from floodplain.server.responses import PromptTokensDetails, Usage
+from floodplain.web.errors import ApiError
 
 T = TypeVar("T")
 Deltas = AsyncGenerator[OutputDelta, None]

@@ -14,7 +14,8 @@ from floodplain.core.plan import TokenLogprobs
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.server.auth import KeyRing
-from floodplain.server.run import Server, bind, url_of
+from floodplain.server.run import Server
+from floodplain.web.listen import bind, url_of
 
 FINISHED_LIFECYCLE_S = (10.0, (10.5, 10.6, 10.8))
 """Arrival and token times of every finished request, whatever the clock says."""

@@ -8,8 +8,9 @@ from pydantic import ValidationError
 
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
-from floodplain.server.errors import error_body
+from floodplain.server.errors import REQUEST_FIELDS
 from floodplain.server.requests import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest, Message
+from floodplain.web.errors import error_body
 
 OFF: dict[str, list[Any]] = {
     "n": [1],
@@ -68,7 +69,7 @@ def test_an_unsupported_field_is_accepted_where_it_is_off_and_refused_by_name_el
         with pytest.raises(ValidationError) as caught:
             parse(field, value)
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()]
-        status, body = error_body(RequestValidationError(problems))
+        status, body = error_body(RequestValidationError(problems), REQUEST_FIELDS)
         assert (status, body["error"]["param"]) == (400, field)
         assert body["error"]["message"].startswith(field)
 
@@ -84,7 +85,7 @@ def test_an_unsupported_field_is_accepted_where_it_is_off_and_refused_by_name_el
 )
 def test_a_refusal_names_the_field_that_is_to_change(error: UserError, param: str | None, code: str | None) -> None:
     """Clients shorten a prompt that is too long by themselves, and for nothing else."""
-    status, body = error_body(error)
+    status, body = error_body(error, REQUEST_FIELDS)
     assert (status, body["error"]["param"], body["error"]["code"]) == (400, param, code)
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.engine.outputs import OutputDelta
-from floodplain.server.errors import ApiError
 from floodplain.server.streams import EventStream, Tally, gather, merge, unless_hung_up
+from floodplain.web.errors import ApiError
 
 
 class Source:

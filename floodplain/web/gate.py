@@ -1,14 +1,23 @@
-"""Who comes in: draining, keys and body size are decided before a request is read."""
+"""Who comes in: draining, secrets and body size are decided before a request is read."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from floodplain.server.auth import KeyRing
-from floodplain.server.errors import ApiError, error_response
+from floodplain.web.errors import ApiError, error_response
 
 CLIENT_SCOPE_KEY = "floodplain.client"
-"""Where a request's scope holds whose API key it carries (``auth.Client``); absent when there are no keys."""
+"""Where a request's scope holds who sends it, as ``Authenticator.client_of`` says; absent when everybody is let in."""
+
+
+class Authenticator(Protocol):
+    """Knows clients by the secret that their requests carry."""
+
+    def client_of(self, authorization: bytes, /) -> object | None:
+        """Who sends a request with this ``Authorization`` header; None if it lets nobody in."""
+        ...
 
 
 class DrainSwitch:
@@ -24,14 +33,16 @@ class Gate:
     Args:
         app: What lies behind.
         drain: While it drains, ``/v1`` and ``/health`` answer 503.
-        keys: Who may use ``/v1``; None lets everybody in.
+        authenticator: Knows who may use ``/v1``; None lets everybody in.
         max_body_bytes: Larger bodies get 413, before they are read if the length is declared.
     """
 
-    def __init__(self, app: ASGIApp, drain: DrainSwitch, keys: KeyRing | None, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, drain: DrainSwitch, authenticator: Authenticator | None, max_body_bytes: int
+    ) -> None:
         self._app = app
         self._drain = drain
-        self._keys = keys
+        self._authenticator = authenticator
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,8 +63,8 @@ class Gate:
         is_api = path.startswith("/v1/")
         if self._drain.is_draining and (is_api or path == "/health"):
             raise ApiError(503, "the server is stopping: send requests elsewhere", code="draining")
-        if is_api and self._keys is not None:
-            client = self._keys.client_of(headers.get(b"authorization", b""))
+        if is_api and self._authenticator is not None:
+            client = self._authenticator.client_of(headers.get(b"authorization", b""))
             if client is None:
                 raise ApiError(401, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
             scope[CLIENT_SCOPE_KEY] = client

@@ -1,0 +1,49 @@
+"""Bearer secrets: read from a file that only its owner can read, compared in constant time."""
+
+from __future__ import annotations
+
+import hmac
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from floodplain.core.errors import UserError
+
+T = TypeVar("T")
+
+
+def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
+    """(line number, words) of every line of a file of secrets that is neither blank nor a ``#`` comment.
+
+    Args:
+        path: Mode 0600, or stricter.
+        kind: What the file is to its owner, such as ``API key file``: errors call it that.
+
+    Raises:
+        UserError: The file is unreadable, or others may use it.
+    """
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the {kind} {path}: {error}") from error
+    if mode & 0o077:
+        raise UserError(f"others may use the {kind} {path} (mode {mode:04o}): run chmod 600 {path}")
+    lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1)]
+    return [(number, words) for number, words in lines if words and not words[0].startswith("#")]
+
+
+def find_bearer(authorization: bytes, owners: Mapping[bytes, T]) -> T | None:
+    """Whose secret an ``Authorization`` header carries; None if nobody's. Takes as long for every wrong secret.
+
+    Args:
+        authorization: The header's value; empty if there is none.
+        owners: By secret.
+    """
+    scheme, _, presented = authorization.partition(b" ")
+    found = None
+    for secret, owner in owners.items():
+        if hmac.compare_digest(secret, presented.strip()):
+            found = owner
+    return found if scheme.lower() == b"bearer" else None

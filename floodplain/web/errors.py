@@ -1,0 +1,131 @@
+"""Every failure becomes one OpenAI-style error body.
+
+Source: https://platform.openai.com/docs/guides/error-codes
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
+
+RETRY_AFTER_S = 1
+"""What a refused client is told to wait: about the time in which a running request ends."""
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, and which field of the request is to change."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
+    """A failure that knows its HTTP status, the field of the request that is to change, and OpenAI's code for it."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(status, message)
+        self.param = param
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFields:
+    """What error bodies need to know of the fields that a service's requests have.
+
+    Attributes:
+        known: A ``UserError`` is about the field that its message begins with, if that is one of these.
+        unsupported: Known, but accepted only at the value that means "off": with any other, the answer is to leave
+            the field out.
+    """
+
+    known: frozenset[str] = frozenset()
+    unsupported: frozenset[str] = frozenset()
+
+
+NO_FIELDS = RequestFields()
+"""No field is known, and none is unsupported."""
+
+
+def error_body(error: Exception, fields: RequestFields = NO_FIELDS) -> tuple[int, dict[str, Any]]:
+    """The HTTP status and the JSON of ``error``."""
+    match error:
+        case ApiError():
+            return error.status_code, _detail(error.status_code, error.detail, error.param, error.code)
+        case QueueFull():
+            return 429, _detail(429, str(error), None, "rate_limit_exceeded")
+        case ShuttingDown():
+            return 503, _detail(503, str(error), None, "draining")
+        case RequestRefused(field=None):
+            return 400, _detail(400, str(error), None, "context_length_exceeded")
+        case RequestRefused():
+            return 400, _detail(400, str(error), error.field, None)
+        case UserError():
+            word = str(error).partition(" ")[0]
+            return 400, _detail(400, str(error), word if word in fields.known else None, None)
+        case RequestValidationError():
+            message, param = _first_problem(error.errors(), fields.unsupported)
+            return 400, _detail(400, message, param, None)
+        case StarletteHTTPException():
+            return error.status_code, _detail(error.status_code, str(error.detail), None, None)
+        case _:
+            return 500, _detail(500, "the server failed; its log says why", None, "internal_error")
+
+
+def error_response(
+    error: Exception, headers: Mapping[str, str] | None = None, fields: RequestFields = NO_FIELDS
+) -> Response:
+    """``error`` as an answer. ASCII only: a field's name may hold what UTF-8 cannot."""
+    status, body = error_body(error, fields)
+    retry = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
+    return Response(json.dumps(body), status, {**retry, **(headers or {})}, "application/json")
+
+
+def install_error_handlers(app: FastAPI, fields: RequestFields = NO_FIELDS) -> None:
+    """Answer every exception of ``app`` with an error body."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, ApiError) or not isinstance(error, StarletteHTTPException):
+            return error_response(error, fields=fields)
+        where = f"{error.detail}: {request.method} {request.url.path}"
+        return error_response(StarletteHTTPException(error.status_code, where), error.headers)
+
+    for kind in (StarletteHTTPException, UserError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, handle)
+
+
+def _detail(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
+
+
+def _first_problem(problems: Sequence[Any], unsupported: frozenset[str]) -> tuple[str, str | None]:
+    """(message, field) for the first field that is wrong; of a union, what each member wants."""
+    path = [str(part) for part in problems[0]["loc"][1:]]
+    if not path:
+        return "the body must be a JSON object, sent with Content-Type: application/json", None
+    param, kind = path[0], problems[0]["type"]
+    if kind == "missing":
+        return f"{'.'.join(path)} is required", param
+    if kind == "extra_forbidden":
+        return f"{'.'.join(path)} is not a supported field: leave it out", param
+    if param in unsupported:
+        return f"{param} is not supported: leave it out", param
+    wanted = [str(p["msg"]).removeprefix("Input should be ") for p in problems if str(p["loc"][1]) == param]
+    return f"{param} should be {', or '.join(dict.fromkeys(wanted))}", param

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.errors import UserError
+from floodplain.web.bearer import find_bearer, read_secret_lines
+
+SECRETS = st.binary(min_size=1, max_size=12).filter(lambda secret: secret == secret.strip())
+
+
+def secret_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "secrets"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_lines_keep_their_numbers_where_blank_ones_and_comments_are_skipped(tmp_path: Path) -> None:
+    path = secret_file(tmp_path, "# two of them\n\n  a  b \n#c\nd\n", 0o400)
+    assert read_secret_lines(path, "token file") == [(3, ["a", "b"]), (5, ["d"])]
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
+def test_a_file_that_others_may_open_is_refused_by_its_kind(mode: int, tmp_path: Path) -> None:
+    path = secret_file(tmp_path, "a", mode)
+    with pytest.raises(
+        UserError, match=f"others may use the token file {path} .mode {mode:04o}.: run chmod 600 {path}"
+    ):
+        read_secret_lines(path, "token file")
+
+
+def test_an_unreadable_file_is_refused_by_its_kind(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for path in (tmp_path / "none", tmp_path, tmp_path / "bytes"):
+        with pytest.raises(UserError, match=f"cannot read the token file {path}: "):
+            read_secret_lines(path, "token file")
+
+
+@given(st.dictionaries(SECRETS, st.integers()), SECRETS)
+def test_a_secret_finds_its_owner_and_no_other(owners: dict[bytes, int], secret: bytes) -> None:
+    for given_secret in [*owners, secret]:
+        assert find_bearer(b"Bearer " + given_secret, owners) == owners.get(given_secret)
+        assert find_bearer(b"bEARER  " + given_secret + b" ", owners) == owners.get(given_secret)
+        assert find_bearer(b"Basic " + given_secret, owners) is None
+        assert find_bearer(given_secret, owners) is None

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+
+from floodplain.core.errors import QueueFull, ShuttingDown, UserError
+from floodplain.web.errors import NO_FIELDS, RequestFields, error_body, error_response
+
+FIELDS = RequestFields(known=frozenset({"num_bytes"}), unsupported=frozenset({"echo"}))
+
+
+def problem(field: str) -> RequestValidationError:
+    return RequestValidationError([{"type": "bool_type", "loc": ("body", field), "msg": "Input should be false"}])
+
+
+@pytest.mark.parametrize(
+    ("error", "fields", "message", "param"),
+    [
+        (UserError("num_bytes is below 0"), FIELDS, "num_bytes is below 0", "num_bytes"),
+        (UserError("num_bytes is below 0"), NO_FIELDS, "num_bytes is below 0", None),
+        (UserError("echo is loud"), FIELDS, "echo is loud", None),
+        (problem("echo"), FIELDS, "echo is not supported: leave it out", "echo"),
+        (problem("echo"), NO_FIELDS, "echo should be false", "echo"),
+    ],
+)
+def test_fields_are_known_and_unsupported_as_the_service_says(
+    error: Exception, fields: RequestFields, message: str, param: str | None
+) -> None:
+    detail: dict[str, Any] = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+    assert error_body(error, fields) == (400, {"error": detail})
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [(QueueFull("full"), 429, "1"), (ShuttingDown("bye"), 503, "1"), (UserError("no"), 400, None)],
+)
+def test_only_who_may_succeed_later_is_told_when(error: Exception, status: int, retry_after: str | None) -> None:
+    response = error_response(error)
+    assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
+
+
+def test_a_failure_of_ours_says_nothing_of_itself() -> None:
+    status, body = error_body(RuntimeError("secret"))
+    assert status == 500 and "secret" not in str(body)

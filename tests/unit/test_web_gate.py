@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from floodplain.web.gate import CLIENT_SCOPE_KEY, Authenticator, DrainSwitch, Gate
+
+
+class Members:
+    """Knows clients by a number, which is who they are."""
+
+    def client_of(self, authorization: bytes, /) -> int | None:
+        return int(authorization) if authorization.isdigit() else None
+
+
+def ask(
+    path: str, authorization: bytes = b"", *, authenticator: Authenticator | None, is_draining: bool = False
+) -> tuple[int, Any]:
+    """The status that a request gets, and whom the application behind the gate took it to be from."""
+    clients: list[Any] = []
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        clients.append(scope.get(CLIENT_SCOPE_KEY, "anybody"))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    drain = DrainSwitch()
+    drain.is_draining = is_draining
+    scope: Scope = {"type": "http", "path": path, "headers": [(b"authorization", authorization)]}
+    asyncio.run(Gate(app, drain, authenticator, max_body_bytes=9)(scope, receive, send))
+    return sent[0]["status"], clients[0] if clients else None
+
+
+@pytest.mark.parametrize(
+    ("path", "authorization", "answer"),
+    [
+        ("/v1/leases", b"7", (200, 7)),
+        ("/v1/leases", b"0", (200, 0)),
+        ("/v1/leases", b"x", (401, None)),
+        ("/v1/leases", b"", (401, None)),
+        ("/health", b"x", (200, "anybody")),
+    ],
+)
+def test_whoever_knows_the_clients_says_who_comes_in_and_as_whom(
+    path: str, authorization: bytes, answer: tuple[int, Any]
+) -> None:
+    assert ask(path, authorization, authenticator=Members()) == answer
+
+
+def test_without_an_authenticator_everybody_comes_in() -> None:
+    assert ask("/v1/leases", b"x", authenticator=None) == (200, "anybody")
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/leases", 503), ("/health", 503), ("/version", 200)])
+def test_while_the_service_drains_it_is_unwell_and_takes_nothing(path: str, status: int) -> None:
+    assert ask(path, b"7", authenticator=Members(), is_draining=True)[0] == status

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.web.listen import bind, is_loopback, url_of
+
+
+def test_a_bound_socket_refuses_clients_until_it_listens() -> None:
+    with closing(bind("127.0.0.1", 0)) as sock:
+        address = sock.getsockname()
+        assert url_of(sock) == f"http://127.0.0.1:{address[1]}"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        sock.listen()
+        socket.create_connection(address).close()
+
+
+class BoundToIpv6(socket.socket):
+    """As one on a machine that has IPv6."""
+
+    def getsockname(self) -> tuple[str, int, int, int]:
+        return "::1", 8000, 0, 0
+
+
+def test_an_address_of_ipv6_stands_in_brackets() -> None:
+    with closing(BoundToIpv6()) as sock:
+        assert url_of(sock) == "http://[::1]:8000"
+
+
+def test_a_port_that_is_taken_is_refused_in_one_line() -> None:
+    with closing(bind("127.0.0.1", 0)) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"cannot listen on 127\.0\.0\.1:{port} \(.*\): choose another --port"):
+            bind("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
+def test_this_machine_alone_is_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
+def test_what_others_may_reach_is_not(host: str) -> None:
+    assert not is_loopback(host)
