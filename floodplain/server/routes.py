@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import pydantic_core
 from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
 
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import SamplingParams
@@ -22,8 +20,9 @@ from floodplain.server.replies import DONE, ChatReply, CompletionReply, Reply
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from floodplain.server.streams import EventStream, IndexedDeltas, Tally, gather, merge, unless_hung_up
-from floodplain.web.errors import ApiError, ErrorBody
+from floodplain.web.errors import ApiError, describe_errors
 from floodplain.web.gate import CLIENT_SCOPE_KEY
+from floodplain.web.strict_json import JsonRoute
 
 T = TypeVar("T")
 
@@ -35,35 +34,11 @@ MAX_INLINE_CHARS = 4096
 CLIENT_CLOSED_REQUEST = 499
 """The status, nginx's, of an answer that nobody waits for any more."""
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    **{status: {"model": ErrorBody, "description": text} for status, text in ERROR_STATUSES.items()},
-    "default": {"model": ErrorBody, "description": "Any other failure."},
-}
+ERRORS = describe_errors(ERROR_STATUSES)
 STREAMED: dict[int | str, dict[str, Any]] = {
     **ERRORS,
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The answer."},
 }
-
-
-class _JsonRequest(Request):
-    """Reads the body with pydantic's parser: strict about Unicode and numbers, and with errors that say where."""
-
-    async def json(self) -> Any:
-        body = await self.body()
-        try:
-            return pydantic_core.from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not valid JSON: {error}") from None
-
-
-class _JsonRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_json(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
-
-        return handle_json
 
 
 class OpenAIRoutes:
@@ -75,7 +50,7 @@ class OpenAIRoutes:
 
     def router(self) -> APIRouter:
         """The routes, for an app."""
-        router = APIRouter(prefix="/v1", route_class=_JsonRoute, responses=ERRORS)
+        router = APIRouter(prefix="/v1", route_class=JsonRoute, responses=ERRORS)
         router.add_api_route("/models", self.list_models, methods=["GET"])
         router.add_api_route("/models/{name:path}", self.show_model, methods=["GET"])
         for path, endpoint, model in (

@@ -110,6 +110,14 @@ def install_error_handlers(app: FastAPI, fields: RequestFields = NO_FIELDS) -> N
         app.add_exception_handler(kind, handle)
 
 
+def describe_errors(statuses: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
+    """The failures of a service as OpenAPI lists them, from what each status means there."""
+    listed: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody, "description": text} for status, text in statuses.items()
+    }
+    return {**listed, "default": {"model": ErrorBody, "description": "Any other failure."}}
+
+
 def _detail(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
