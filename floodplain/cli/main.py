@@ -19,6 +19,8 @@ VERBS = {
     "demo": "serve a burst in three ways and show who waits for what",
     "serve": "serve a model over the OpenAI API",
     "bench": "measure an engine (offline) or any OpenAI server (serve)",
+    "coordinator": "keep the leases of memory that engines lend each other",
+    "leases": "who lends what to whom",
     "doctor": "what is installed, measured, emulated and untested here",
 }
 """Every verb and what it does, in the order of ``--help``. ``floodplain/cli/NAME.py`` holds it: ``add_parser(verbs)``

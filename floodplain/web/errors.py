@@ -59,6 +59,9 @@ class RequestFields:
     unsupported: frozenset[str] = frozenset()
 
 
+_SHOULD = "Input should be "
+"""How pydantic begins most of its messages."""
+
 NO_FIELDS = RequestFields()
 """No field is known, and none is unsupported."""
 
@@ -135,5 +138,9 @@ def _first_problem(problems: Sequence[Any], unsupported: frozenset[str]) -> tupl
         return f"{'.'.join(path)} is not a supported field: leave it out", param
     if param in unsupported:
         return f"{param} is not supported: leave it out", param
-    wanted = [str(p["msg"]).removeprefix("Input should be ") for p in problems if str(p["loc"][1]) == param]
-    return f"{param} should be {', or '.join(dict.fromkeys(wanted))}", param
+    same = [problem for problem in problems if str(problem["loc"][1]) == param]
+    if not all(str(problem["msg"]).startswith(_SHOULD) for problem in same):
+        return f"{'.'.join(path)}: {problems[0]['msg']}", param
+    where = ".".join(path) if len(same) == 1 else param
+    wanted = [str(problem["msg"]).removeprefix(_SHOULD) for problem in same]
+    return f"{where} should be {', or '.join(dict.fromkeys(wanted))}", param

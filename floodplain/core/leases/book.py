@@ -71,10 +71,13 @@ class LeaseBook:
         self.roster.end(name)
         return lending.lose(self.rows, name)
 
+    def due_in_s(self, now: float) -> dict[LeaseId, float]:
+        """Seconds that the consumer of each recalled lease has left; below zero if it is overdue."""
+        return {lease_id: due_s - now for lease_id, due_s in self._due_s.items() if self._is_recalled(lease_id)}
+
     def overdue(self, now: float) -> list[Lease]:
         """Recalled leases whose deadline has passed, and whose consumer has neither released them nor died."""
-        late = (lease_id for lease_id, due_s in self._due_s.items() if due_s < now and self._is_recalled(lease_id))
-        return [self.rows.leases[lease_id] for lease_id in late]
+        return [self.rows.leases[lease_id] for lease_id, left_s in self.due_in_s(now).items() if left_s < 0]
 
     def take_changes(self) -> Changes:
         """Rows that have changed since this was last asked: what a store must write before anybody is told."""

@@ -1,0 +1,37 @@
+"""``floodplain coordinator``: keeps the leases of memory that engines lend each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from dataclasses import asdict
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.coordinator.settings import CoordinatorConfig
+
+logger = logging.getLogger(__name__)
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    parser = add_verb(verbs, "coordinator", "Keep leases of memory until SIGINT or SIGTERM.")
+    add_dataclass_flags(parser, CoordinatorConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Coordinate; returns when a signal has stopped it."""
+    config = dataclass_from(args, CoordinatorConfig)
+
+    from floodplain.coordinator.run import coordinate
+
+    logger.info("coordinator config %s", json.dumps(asdict(config), default=str))
+
+    def say_ready(url: str, store_url: str) -> None:
+        is_json = args.format == "json"
+        text = json.dumps({"url": url, "store": store_url})
+        print(text if is_json else f"leases in {store_url} are kept at {url}", flush=True)
+
+    coordinate(config, say_ready)
+    return 0

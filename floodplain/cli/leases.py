@@ -1,0 +1,137 @@
+"""``floodplain leases``: who lends what to whom, since when, and what is recalled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, read_token
+from floodplain.coordinator.settings import DEFAULT_URL
+from floodplain.core.errors import UserError
+from floodplain.core.sizes import format_size
+from floodplain.observe.table import format_table
+
+CLEAR = "\033[H\033[J"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasesConfig:
+    """The flags of the verb.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+
+    coordinator: str = field(
+        default=DEFAULT_URL, metadata={"help": "its address; of several, all with commas between", "metavar": "URL"}
+    )
+    coordinator_token_file: Path | None = field(
+        default=None, metadata={"help": "an admin's token, in a file of mode 0600"}
+    )
+    watch: bool = field(default=False, metadata={"help": "show it again and again until Ctrl-C"})
+    interval: float = field(default=1.0, metadata={"help": "seconds between two looks", "metavar": "S"})
+    forget: str | None = field(
+        default=None,
+        metadata={"help": "say that this device will not come back: what is lent on it is lost", "metavar": "DEVICE"},
+    )
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.interval <= 3600:
+            raise UserError(f"--interval must be between 0.1 and 3600 seconds, not {self.interval}")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    add_dataclass_flags(add_verb(verbs, "leases", "Say who lends what to whom."), LeasesConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look once, or until Ctrl-C; 1 if no coordinator answers."""
+    config = dataclass_from(args, LeasesConfig)
+    token = read_token(config.coordinator_token_file) if config.coordinator_token_file else None
+    with closing(CoordinatorClient(config.coordinator, token)) as client:
+        if config.forget is not None:
+            return _forget(client, config.forget)
+        while True:
+            is_answered = _show(client, args.format == "json", is_watched=config.watch)
+            if not config.watch:
+                return 0 if is_answered else 1
+            time.sleep(config.interval)
+
+
+def _show(client: CoordinatorClient, is_json: bool, *, is_watched: bool) -> bool:
+    try:
+        listing = client.list_leases()
+    except CoordinatorUnreachable as error:
+        print(f"floodplain: {error}", file=sys.stderr)
+        return False
+    text = json.dumps(listing) if is_json else describe(listing, time.time())
+    print(f"{CLEAR}{text}" if is_watched and not is_json and sys.stdout.isatty() else text, flush=True)
+    return True
+
+
+def _forget(client: CoordinatorClient, name: str) -> int:
+    try:
+        reply = client.forget(name)
+    except CoordinatorUnreachable as error:
+        print(f"floodplain: {error}", file=sys.stderr)
+        return 1
+    if reply.member is None:
+        raise UserError(f"--forget {name}: {reply.detail}")
+    print(f"{name} is forgotten: {len(reply.leases)} leases are lost")
+    return 0
+
+
+def describe(listing: Mapping[str, Any], unix_s: float) -> str:
+    """A table of members, and one of leases.
+
+    Args:
+        listing: See ``coordinator.answers.Listing``.
+        unix_s: Now.
+    """
+    members = [
+        [
+            row["name"],
+            "alive" if row["is_living"] else "ended",
+            format_size(row["offered_bytes"]),
+            format_size(row["leased_bytes"]),
+            format_size(sum(r["num_bytes"] for r in listing["leases"] if r["consumer"] == row["name"])),
+        ]
+        for row in listing["members"]
+    ]
+    leases = [
+        [
+            row["lease_id"],
+            row["producer"],
+            row["consumer"],
+            format_size(row["num_bytes"]),
+            _age(unix_s - row["granted_unix_s"]),
+            _state(row),
+        ]
+        for row in listing["leases"]
+    ]
+    tables = [format_table(["device", "member", "offered", "leased", "borrowed"], members)] if members else []
+    tables += [format_table(["lease", "from", "to", "size", "since", "state"], leases)] if leases else []
+    return "\n\n".join(tables) or "nobody has joined"
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    if row["due_in_s"] is None:
+        return str(row["state"])
+    left_s = row["due_in_s"]
+    return f"recalled, {left_s:.0f} s left" if left_s >= 0 else f"recalled, {-left_s:.0f} s late"
+
+
+def _age(seconds: float) -> str:
+    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size_s:
+            return f"{seconds / size_s:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,0 +1,87 @@
+"""What the coordinator answers, as it is documented. The rows are written by ``wire.py``, as they are."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from floodplain.core.leases.states import LeaseState, Outcome
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class MemberRow(_Answer):
+    """See ``core.leases.rows.Member``."""
+
+    name: str
+    instance: str
+    generation: int
+    revision: int
+    offered_bytes: int
+    last_request: int
+
+
+class LeaseRow(_Answer):
+    """See ``core.leases.states.Lease``."""
+
+    lease_id: str
+    request: int
+    producer: str
+    consumer: str
+    num_bytes: int
+    generation: int
+    state: LeaseState
+    revision: int
+    held_bytes: int
+    deadline_s: float | None
+    reason: str
+
+
+class ReplyBody(_Answer):
+    """What became of a message, and the rows that it was about."""
+
+    outcome: Outcome
+    member: MemberRow | None
+    leases: list[LeaseRow]
+    due_in_s: dict[str, float]
+    detail: str
+
+
+class ReplyBatch(_Answer):
+    """The answers in the order of the messages; and the silence, in seconds, after which a member is taken for dead."""
+
+    ttl_s: float
+    replies: list[ReplyBody]
+
+
+class ListedLease(LeaseRow):
+    """A lease, when it was granted (Unix time), and how long its consumer has left if it is recalled."""
+
+    granted_unix_s: float
+    due_in_s: float | None
+
+
+class ListedMember(MemberRow):
+    """A member, whether it is taken for alive, and how much of its device is leased or owed."""
+
+    is_living: bool
+    leased_bytes: int
+
+
+class Listing(_Answer):
+    """Everything that the coordinator knows."""
+
+    ttl_s: float
+    members: list[ListedMember]
+    leases: list[ListedLease]
+
+
+class Health(_Answer):
+    """Whether this coordinator answers itself; one that stands by takes over when the leader ends."""
+
+    status: Literal["ok"] = "ok"
+    role: Literal["leading", "standing by"]
+    leader_url: str

@@ -1,0 +1,148 @@
+"""The coordinator's REST API. ``/openapi.json`` describes it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Path, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from floodplain import __version__
+from floodplain.coordinator import jobs
+from floodplain.coordinator.answers import Health, Listing, ReplyBatch, ReplyBody
+from floodplain.coordinator.desk import Desk, NotLeading
+from floodplain.coordinator.metrics import CoordinatorMetrics
+from floodplain.coordinator.requests import MessageBatch, Name
+from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing, first_refused
+from floodplain.coordinator.wire import encode_reply
+from floodplain.core.leases.states import Outcome
+from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
+from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
+from floodplain.web.strict_json import JsonRoute
+
+MAX_BODY_BYTES = 2**20
+"""A thousand messages; a host's members say less."""
+
+ERRORS = describe_errors(
+    {
+        400: "The request is malformed; `param` names the field.",
+        401: "No token, or a wrong one.",
+        403: "The token's role does not allow it.",
+        404: "No such path.",
+        413: "The body is too large.",
+        429: "Too many messages wait.",
+        503: "This coordinator does not lead, is stopping, or has no store: ask again, or ask another one.",
+    }
+)
+AnyName = Annotated[Name, Path()]
+
+
+class LeaseRoutes:
+    """The endpoints under ``/v1``.
+
+    Args:
+        desk: Where they ask.
+
+    Attributes:
+        answered: How often each kind of message had each outcome.
+    """
+
+    def __init__(self, desk: Desk) -> None:
+        self.answered: Counter[tuple[str, Outcome]] = Counter()
+        self._desk = desk
+
+    def router(self) -> APIRouter:
+        """All of them."""
+        router = APIRouter(prefix="/v1", route_class=JsonRoute, responses=ERRORS)
+        router.post("/messages", response_model=ReplyBatch)(self.take_messages)
+        router.get("/leases", response_model=Listing)(self.list_leases)
+        router.delete("/members/{name}", response_model=ReplyBody)(self.forget_member)
+        return router
+
+    async def take_messages(self, batch: MessageBatch, request: Request) -> Response:
+        """Handle what members say, in its order; answer when it is committed."""
+        messages = [message.to_core() for message in batch.messages]
+        refused = first_refused(_caller_of(request), messages)
+        if refused is not None:
+            kind = type(refused).__name__.lower()
+            raise ApiError(403, f"this token may not say {kind} for {refused.name}", code="forbidden")
+        replies = await self._desk.ask(jobs.handle(messages, self.answered))
+        return _json({"ttl_s": self._desk.service.ttl_s, "replies": [encode_reply(reply) for reply in replies]})
+
+    async def list_leases(self, request: Request) -> Response:
+        """Who lends what to whom."""
+        _require_admin(request)
+        view = await self._desk.ask(jobs.look(self._desk.service))
+        return await run_in_threadpool(lambda: _json(jobs.encode_view(view, self._desk.service.ttl_s)))
+
+    async def forget_member(self, name: AnyName, request: Request) -> Response:
+        """A device will not come back: what was lent on it is lost."""
+        _require_admin(request)
+        return _json(encode_reply(await self._desk.ask(jobs.forget(name))))
+
+
+def create_app(desk: Desk, *, drain: DrainSwitch | None = None, tokens: TokenRing | None = None) -> FastAPI:
+    """The application; its lifespan opens and closes ``desk``.
+
+    Args:
+        desk: Not yet open.
+        drain: Turned on by whoever stops the server; None if nobody will.
+        tokens: Who may use ``/v1``; None lets everybody do everything.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        desk.open()
+        try:
+            yield
+        finally:
+            await desk.close()
+
+    app = FastAPI(title="Floodplain coordinator", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, drain=drain or DrainSwitch(), authenticator=tokens, max_body_bytes=MAX_BODY_BYTES)
+    install_error_handlers(app)
+    routes = LeaseRoutes(desk)
+    app.include_router(routes.router())
+    _add_service_routes(app, desk, routes.answered)
+    return app
+
+
+def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, Outcome]]) -> None:
+    @app.get("/health", responses=ERRORS)
+    async def health() -> Health:
+        """Whether the process is well, and whether it leads."""
+        if desk.failure is not None:
+            raise ApiError(503, f"the coordinator failed: {desk.failure}", code="failed")
+        service = desk.service
+        return Health(role="leading" if service.is_leading else "standing by", leader_url=service.leader_url)
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **ERRORS})
+    async def show_metrics(request: Request) -> Response:
+        """Prometheus metrics, in the format that the scraper prefers."""
+        view = None
+        with suppress(NotLeading):
+            view = await desk.ask(jobs.look(desk.service))
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(CoordinatorMetrics(view, desk.service.totals, dict(answered)))
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"Content-Type": content_type})
+
+
+def _caller_of(request: Request) -> Caller:
+    caller: Caller = request.scope.get(CLIENT_SCOPE_KEY, ANYBODY)
+    return caller
+
+
+def _require_admin(request: Request) -> None:
+    if not _caller_of(request).is_admin:
+        raise ApiError(403, "this takes an admin's token", code="forbidden")
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(json.dumps(body), media_type="application/json")

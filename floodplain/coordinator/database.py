@@ -1,0 +1,77 @@
+"""Connects to the two kinds of database that a store may lie in, with the settings that make its commits last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sql
+
+from floodplain.core.errors import UserError
+
+STATEMENT_TIMEOUT_S = 5
+"""Nobody waits longer for a lock, or for an answer."""
+STOPPED_TIMEOUT_S = 2
+"""A leader that is stopped in the middle of a transaction on PostgreSQL loses it, and its locks, after so long."""
+
+
+def open_database(url: str) -> sql.Engine:
+    """An engine for ``sqlite:///FILE`` or ``postgresql://…``, with one connection; nothing is opened yet.
+
+    Raises:
+        UserError: It is the address of something else, or what it takes is not there.
+    """
+    try:
+        parsed = sql.make_url(url)
+    except sql.exc.ArgumentError:
+        raise UserError(f"--store {url} is no address: give sqlite:///FILE or postgresql://USER@HOST/NAME") from None
+    if parsed.drivername == "sqlite":
+        return _open_sqlite(parsed)
+    if parsed.drivername == "postgresql":
+        return _open_postgresql(parsed)
+    shown = hide_password(url)
+    raise UserError(f"--store {shown} is of no known kind: give sqlite:///FILE or postgresql://USER@HOST/NAME")
+
+
+def hide_password(url: str) -> str:
+    """The address of a store as logs and messages may show it."""
+    return sql.make_url(url).render_as_string(hide_password=True)
+
+
+def _open_sqlite(url: sql.URL) -> sql.Engine:
+    if not url.database or url.database == ":memory:":
+        raise UserError("--store without a file would lose every lease with the process: give sqlite:///FILE")
+    folder = Path(url.database).parent
+    if not folder.is_dir():
+        raise UserError(f"--store: folder {folder} does not exist: create it")
+    engine = sql.create_engine(url, pool_size=1, max_overflow=0, connect_args={"timeout": STATEMENT_TIMEOUT_S})
+
+    @sql.event.listens_for(engine, "connect")
+    def set_up(connection: Any, _: Any) -> None:
+        # In WAL mode commits would not last through a power failure unless every one of them is synchronised
+        # (https://www.sqlite.org/pragma.html#pragma_synchronous).
+        connection.execute("PRAGMA journal_mode=WAL").close()
+        connection.execute("PRAGMA synchronous=FULL").close()
+
+    return engine
+
+
+def _open_postgresql(url: sql.URL) -> sql.Engine:
+    timeouts_ms = {
+        "statement_timeout": STATEMENT_TIMEOUT_S * 1000,
+        "idle_in_transaction_session_timeout": STOPPED_TIMEOUT_S * 1000,
+    }
+    options = " ".join(f"-c {name}={value}" for name, value in timeouts_ms.items())
+    try:
+        return sql.create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            pool_size=1,
+            max_overflow=0,
+            connect_args={
+                "options": options,
+                "connect_timeout": STATEMENT_TIMEOUT_S,
+                "tcp_user_timeout": STATEMENT_TIMEOUT_S * 1000,
+            },
+        )
+    except ModuleNotFoundError as error:
+        raise UserError(f"a store in PostgreSQL needs {error.name}: pip install 'floodplain[postgres]'") from None

@@ -1,0 +1,74 @@
+"""Between the requests of an event loop and the clerk's thread: each request waits for its own answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from floodplain.coordinator.clerk import Clerk
+from floodplain.coordinator.service import Job, LeaseService, Unavailable
+from floodplain.web.errors import ApiError
+
+LEADER_HEADER = "Floodplain-Leader"
+"""Where a coordinator that stands by says who leads."""
+
+
+class Desk:
+    """See the module. Everything is called on the event loop that ``open`` was called on.
+
+    Args:
+        service: Handed to the clerk.
+    """
+
+    def __init__(self, service: LeaseService) -> None:
+        self.service = service
+        self._clerk: Clerk[asyncio.Future[Any]] = Clerk(service, self._announce)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The bug that ended the clerk, if one did."""
+        return self._clerk.failure
+
+    def open(self) -> None:
+        """Begin to work."""
+        self._loop = asyncio.get_running_loop()
+        self._clerk.start()
+
+    async def close(self) -> None:
+        """Answer what waits, and let another coordinator lead."""
+        await asyncio.to_thread(self._clerk.close)
+
+    async def ask(self, job: Job) -> Any:
+        """The answer to a job, once what it changed is committed.
+
+        Raises:
+            ApiError: 503: this coordinator does not lead, or its store does not answer.
+            QueueFull: Too much waits.
+        """
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._clerk.submit(answered, job)
+        answer = await answered
+        if isinstance(answer, Unavailable):
+            raise NotLeading(answer)
+        return answer
+
+    def _announce(self, answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(_resolve, answers)
+
+
+class NotLeading(ApiError):
+    """503: ask another coordinator, or this one later."""
+
+    def __init__(self, answer: Unavailable) -> None:
+        where = f" ({answer.leader_url})" if answer.leader_url else ""
+        super().__init__(503, f"{answer.reason}{where}", code="unavailable")
+        self.headers = {LEADER_HEADER: answer.leader_url} if answer.leader_url else None
+
+
+def _resolve(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    for answered, answer in answers:
+        if not answered.done():  # whoever asked may have hung up
+            answered.set_result(answer)

@@ -1,0 +1,72 @@
+"""The Prometheus metrics of a coordinator. Names and meanings are those of ``docs/metrics.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from floodplain.coordinator.jobs import BookView, count_leases
+from floodplain.coordinator.service import ServiceTotals
+from floodplain.core.leases.states import Outcome
+
+PREFIX = "floodplain_coordinator_"
+
+
+class CoordinatorMetrics(Collector):
+    """One scrape.
+
+    Args:
+        view: The book; None where this coordinator does not lead, and knows nothing.
+        totals: Of the service.
+        answered: How often each kind of message had each outcome.
+    """
+
+    def __init__(
+        self, view: BookView | None, totals: ServiceTotals, answered: Mapping[tuple[str, Outcome], int]
+    ) -> None:
+        self._view, self._totals, self._answered = view, totals, answered
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics, now."""
+        totals = self._totals
+        yield _gauge("leading", "1 where this coordinator leads.", {(): float(self._view is not None)})
+        if self._view is not None:
+            yield from self._book(self._view)
+        messages: dict[tuple[str, ...], float] = {
+            (kind, outcome.value): count for (kind, outcome), count in self._answered.items()
+        }
+        yield _counter("messages", "Messages of members.", messages, "kind", "outcome")
+        yield _counter("members_lost", "Members taken for dead.", {(): totals.num_taken_for_dead})
+        yield _counter("overdue_recalls", "Recalls whose deadline passed.", {(): totals.num_overdue})
+        yield _counter("transactions", "Commits of changes.", {(): totals.num_transactions})
+        yield _counter("transaction_seconds", "Time that commits took.", {(): totals.commit_s})
+        yield _counter("store_failures", "Writes that the store did not answer.", {(): totals.num_failed_writes})
+        yield _counter("takeovers", "Times that this coordinator began to lead.", {(): totals.num_takeovers})
+
+    def _book(self, view: BookView) -> Iterator[Metric]:
+        living = sum(is_living for _, is_living, _ in view.members)
+        members: dict[tuple[str, ...], float] = {("living",): living, ("ended",): len(view.members) - living}
+        yield _gauge("members", "Members by whether they are taken for alive.", members, "state")
+        offered = sum(member.offered_bytes for member, _, _ in view.members)
+        yield _gauge("offered_bytes", "Bytes that are put up, leased ones included.", {(): offered})
+        counts = {(state.value,): count for state, count in count_leases(view).items()}
+        yield _gauge("leases", "Leases by state.", {key: num for key, (num, _) in counts.items()}, "state")
+        yield _gauge(
+            "leased_bytes", "Their bytes.", {key: num_bytes for key, (_, num_bytes) in counts.items()}, "state"
+        )
+
+
+def _gauge(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def _counter(name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family

@@ -1,0 +1,168 @@
+"""What the coordinator's API takes and gives, as it is checked and documented."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from floodplain.core.leases import messages as core
+from floodplain.core.leases.rows import Shard
+from floodplain.core.leases.states import LeaseEvent, LeaseId, Stamp
+
+MAX_MESSAGES = 1024
+MAX_SHARDS = 64
+MAX_DEADLINE_S = 86400.0
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Of a member: of its device.")]
+Identity = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+Number = Annotated[int, Field(ge=1, lt=2**62)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StampPart(_Part):
+    """As which life of the member a message speaks, and which revision of the row it has seen."""
+
+    generation: Count
+    revision: Count
+
+    def to_core(self) -> Stamp:
+        """The value."""
+        return Stamp(self.generation, self.revision)
+
+
+class ShardPart(_Part):
+    """Bytes that must be on one device: the one that is named, or any."""
+
+    num_bytes: Number
+    producer: Name | None = None
+
+
+class JoinMessage(_Part):
+    """A process begins, or begins anew because it was taken for dead."""
+
+    kind: Literal["join"]
+    name: Name
+    instance: Identity
+
+    def to_core(self) -> core.Join:
+        """The value."""
+        return core.Join(self.name, self.instance)
+
+
+class LeaveMessage(_Part):
+    """A process ends as it should."""
+
+    kind: Literal["leave"]
+    name: Name
+    generation: Count
+
+    def to_core(self) -> core.Leave:
+        """The value."""
+        return core.Leave(self.name, self.generation)
+
+
+class HeartbeatMessage(_Part):
+    """A member is alive; the answer lists all that it lends and borrows."""
+
+    kind: Literal["heartbeat"]
+    name: Name
+    generation: Count
+
+    def to_core(self) -> core.Heartbeat:
+        """The value."""
+        return core.Heartbeat(self.name, self.generation)
+
+
+class OfferMessage(_Part):
+    """A producer puts up so many bytes, leased ones included."""
+
+    kind: Literal["offer"]
+    name: Name
+    stamp: StampPart
+    offered_bytes: Count
+
+    def to_core(self) -> core.Offer:
+        """The value."""
+        return core.Offer(self.name, self.stamp.to_core(), self.offered_bytes)
+
+
+class RecallMessage(_Part):
+    """A producer wants bytes back: what is unleased at once, the rest from consumers within the deadline."""
+
+    kind: Literal["recall"]
+    name: Name
+    stamp: StampPart
+    num_bytes: Number
+    deadline_s: Annotated[float, Field(ge=0, le=MAX_DEADLINE_S, strict=False)]
+
+    def to_core(self) -> core.Recall:
+        """The value."""
+        return core.Recall(self.name, self.stamp.to_core(), self.num_bytes, self.deadline_s)
+
+
+class ObserveMessage(_Part):
+    """A producer has looked: others hold so many bytes of its device."""
+
+    kind: Literal["observe"]
+    name: Name
+    stamp: StampPart
+    foreign_bytes: Count
+
+    def to_core(self) -> core.Observe:
+        """The value."""
+        return core.Observe(self.name, self.stamp.to_core(), self.foreign_bytes)
+
+
+class RequestMessage(_Part):
+    """A consumer wants all of these shards, or none."""
+
+    kind: Literal["request"]
+    name: Name
+    generation: Count
+    number: Number
+    shards: Annotated[list[ShardPart], Field(min_length=1, max_length=MAX_SHARDS)]
+
+    def to_core(self) -> core.Request:
+        """The value."""
+        shards = tuple(Shard(shard.num_bytes, shard.producer) for shard in self.shards)
+        return core.Request(self.name, self.generation, self.number, shards)
+
+
+class ReportMessage(_Part):
+    """A consumer says what became of a lease."""
+
+    kind: Literal["report"]
+    name: Name
+    lease_id: Identity
+    stamp: StampPart
+    event: Literal["hold", "refuse", "release"]
+    reason: Annotated[str, Field(max_length=200, pattern=r"^[ -~]*$")] = ""
+
+    def to_core(self) -> core.Report:
+        """The value."""
+        stamp, event = self.stamp.to_core(), LeaseEvent(self.event)
+        return core.Report(self.name, LeaseId(self.lease_id), stamp, event, self.reason)
+
+
+AnyMessage = Annotated[
+    JoinMessage
+    | LeaveMessage
+    | HeartbeatMessage
+    | OfferMessage
+    | RecallMessage
+    | ObserveMessage
+    | RequestMessage
+    | ReportMessage,
+    Field(discriminator="kind"),
+]
+
+
+class MessageBatch(_Part):
+    """Messages, handled in their order and committed together."""
+
+    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -1,0 +1,69 @@
+"""From settings to a process that coordinates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import closing
+
+from floodplain.coordinator.app import create_app
+from floodplain.coordinator.clock import lease_clock
+from floodplain.coordinator.desk import Desk
+from floodplain.coordinator.service import LeaseService
+from floodplain.coordinator.settings import CoordinatorConfig, default_store
+from floodplain.coordinator.store import Store
+from floodplain.coordinator.tokens import TokenRing, check_exposure
+from floodplain.web.gate import DrainSwitch
+from floodplain.web.listen import bind, url_of
+from floodplain.web.serving import StoppableServer
+
+logger = logging.getLogger(__name__)
+
+CLOSING_S = 5
+"""How long requests may take to get their answers once the coordinator is stopped."""
+
+
+class CoordinatorServer(StoppableServer):
+    """uvicorn over a desk.
+
+    Args:
+        desk: Not yet open.
+        tokens: Who may use ``/v1``; None lets everybody in.
+        on_ready: Called once the server takes requests.
+    """
+
+    def __init__(self, desk: Desk, tokens: TokenRing | None, on_ready: Callable[[], None]) -> None:
+        self._desk = desk
+        self._drain = DrainSwitch()
+        app = create_app(desk, drain=self._drain, tokens=tokens)
+        super().__init__(app, closing_s=CLOSING_S, on_ready=on_ready)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The bug that ended the clerk, if one did."""
+        return self._desk.failure
+
+    def stop(self) -> None:
+        """Refuse what is new, answer what is here, and let another coordinator lead."""
+        self._drain.is_draining = True
+        super().stop()
+
+
+def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        config: The flags.
+        on_ready: Called with this coordinator's address and its store's, once it takes requests.
+
+    Raises:
+        UserError: An address, a file or the store is not as it must be.
+        BaseException: The bug that ended it.
+    """
+    tokens = TokenRing.from_file(config.token_file) if config.token_file else None
+    check_exposure(config.host, tokens)
+    store_url = config.store or default_store()
+    with closing(bind(config.host, config.port)) as sock, closing(Store.open(store_url)) as store:
+        url = config.url or url_of(sock)
+        service = LeaseService(store, url, config.ttl, lease_clock)
+        CoordinatorServer(Desk(service), tokens, lambda: on_ready(url, store.shown_url)).serve_on(sock)

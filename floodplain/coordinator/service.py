@@ -1,0 +1,222 @@
+"""One coordinator: its book, the store that the book lies in, and whether it leads. No threads, no network.
+
+Nobody is told of a change before it is committed. If a commit fails, or its answer does not come, the book in memory is
+thrown away and read again: whether the change was made is then what the store says, and everybody asks again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from floodplain.coordinator.leadership import Tenure, Watch
+from floodplain.coordinator.store import Store, StoredRows, StoreError
+from floodplain.core.leases.book import LeaseBook
+from floodplain.core.leases.states import LeaseId
+from floodplain.core.leases.table import Changes
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[LeaseBook, float], Any]
+"""Something to ask of the book, or to change in it, at a time; its value is the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """The answer of a coordinator that does not lead, or cannot write.
+
+    Attributes:
+        reason: One line.
+        leader_url: Who may answer, as far as it is known.
+    """
+
+    reason: str
+    leader_url: str = ""
+
+
+@dataclass(slots=True)
+class ServiceTotals:
+    """What happened since the start.
+
+    Attributes:
+        num_transactions: Commits of changes.
+        commit_s: Seconds that they took.
+        num_failed_writes: Times that the store did not answer a write.
+        num_takeovers: Times that this coordinator began to lead.
+        num_taken_for_dead: Lives that ended by silence.
+        num_overdue: Recalls whose deadline passed.
+    """
+
+    num_transactions: int = 0
+    commit_s: float = 0.0
+    num_failed_writes: int = 0
+    num_takeovers: int = 0
+    num_taken_for_dead: int = 0
+    num_overdue: int = 0
+
+
+class LeaseService:
+    """See the module. One thread at a time.
+
+    Args:
+        store: Where the rows are.
+        url: Where this coordinator serves, for those who ask another one.
+        ttl_s: Seconds of silence after which a member is taken for dead.
+        clock: Of lives and deadlines; see ``lease_clock``.
+        may_borrow_from: See ``LeaseBook``.
+
+    Attributes:
+        ttl_s: As given.
+        granted_unix_s: When each lease was granted, to be shown.
+        totals: What happened since the start.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        url: str,
+        ttl_s: float,
+        clock: Callable[[], float],
+        may_borrow_from: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self._store, self._url, self.ttl_s, self._clock = store, url, ttl_s, clock
+        self._may_borrow_from = may_borrow_from
+        self._instance = secrets.token_hex(8)
+        self._watch = Watch(self._instance)
+        self._tenure: Tenure | None = None
+        self._book: LeaseBook | None = None
+        self._unavailable = Unavailable("this coordinator has just started: ask again")
+        self._overdue: set[LeaseId] = set()
+        self.granted_unix_s: dict[LeaseId, float] = {}
+        self.totals = ServiceTotals()
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether it answers."""
+        return self._book is not None
+
+    @property
+    def leader_url(self) -> str:
+        """Who leads, as far as this coordinator knows; empty if nobody does."""
+        return self._url if self.is_leading else self._unavailable.leader_url
+
+    def serve(self, jobs: Sequence[Job]) -> list[Any]:
+        """Do all jobs in one transaction; their values in order, or ``Unavailable`` for each.
+
+        Raises:
+            InvariantError: A bug; the book must not be used any more.
+        """
+        if self._book is None:
+            return [self._unavailable] * len(jobs)
+        now = self._clock()
+        answers = [job(self._book, now) for job in jobs]
+        return answers if self._commit() else [self._unavailable] * len(jobs)
+
+    def tick(self) -> None:
+        """What time brings: silent members end; a leader says that it lives; one that waits looks whether it may lead.
+
+        To be called several times a second.
+        """
+        if self._book is None:
+            self._try_to_lead()
+            return
+        dead = self._book.tick(self._clock())
+        if self._commit():
+            self._note_dead(dead)
+            self._note_overdue()
+
+    def resign(self) -> None:
+        """Let somebody else lead at once, if this one does."""
+        tenure, self._tenure, self._book = self._tenure, None, None
+        self._unavailable = Unavailable("this coordinator is stopping: ask another one")
+        if tenure is not None:
+            try:
+                self._store.resign(tenure.epoch)
+            except StoreError as error:
+                logger.warning("the store does not answer, so the next coordinator waits for a while: %s", error.orig)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _commit(self) -> bool:
+        """Write what has changed; whether it is written, and this coordinator leads."""
+        assert self._book is not None and self._tenure is not None
+        changes, began_s = self._book.take_changes(), self._clock()
+        if changes.members or changes.leases or self._tenure.must_beat(began_s):
+            try:
+                leads = self._store.write(self._tenure.epoch, changes, time.time())
+            except StoreError as error:
+                self.totals.num_failed_writes += 1
+                self._step_down(f"the store does not answer: {error.orig}")
+                return False
+            if not leads:
+                self._step_down("another coordinator leads")
+                return False
+            self._note_write(changes, began_s)
+        if not self._tenure.is_valid(self._clock()):
+            self._step_down("this coordinator stood still for too long to know whether it still leads")
+            return False
+        return True
+
+    def _note_write(self, changes: Changes, began_s: float) -> None:
+        assert self._tenure is not None
+        self._tenure.note_write(began_s)
+        if changes.members or changes.leases:
+            self.totals.num_transactions += 1
+            self.totals.commit_s += self._clock() - began_s
+        for lease in changes.leases:
+            if lease.has_ended:
+                self.granted_unix_s.pop(lease.lease_id, None)
+            else:
+                self.granted_unix_s.setdefault(lease.lease_id, time.time())
+
+    def _note_dead(self, names: Sequence[str]) -> None:
+        self.totals.num_taken_for_dead += len(names)
+        for name in names:
+            logger.warning("%s was silent for %g s: it is taken for dead", name, self.ttl_s)
+
+    def _note_overdue(self) -> None:
+        assert self._book is not None
+        overdue = {lease.lease_id: lease for lease in self._book.overdue(self._clock())}
+        for lease_id in overdue.keys() - self._overdue:
+            self.totals.num_overdue += 1
+            lease = overdue[lease_id]
+            logger.warning("%s has not given back %s of %s in time", lease.consumer, lease_id, lease.producer)
+        self._overdue = set(overdue)
+
+    def _step_down(self, reason: str, leader_url: str = "") -> None:
+        logger.warning("%s: nothing is granted here for now", reason)
+        self._book = self._tenure = None
+        self._unavailable = Unavailable(reason, leader_url)
+
+    def _try_to_lead(self) -> None:
+        try:
+            seen = self._store.look()
+            now = self._clock()
+            if not self._watch.may_take_over(seen, now):
+                self._unavailable = Unavailable("another coordinator leads: ask that one", seen.leader_url)
+                return
+            rows = self._store.take_over(seen, self._instance, self._url, self.ttl_s)
+        except StoreError as error:
+            self._unavailable = Unavailable(f"the store does not answer: {error.orig}")
+            return
+        if rows is not None:
+            self._lead(Tenure(seen.epoch + 1, now), rows, seen.ttl_s)
+
+    def _lead(self, tenure: Tenure, rows: StoredRows, old_ttl_s: float) -> None:
+        """Begin with everybody taken for alive: for a TTL, or for what the last leader had told them, if that is more.
+
+        Args:
+            tenure: This coordinator's.
+            rows: What the last one left.
+            old_ttl_s: The last one's TTL.
+        """
+        self._tenure = tenure
+        heard_s = self._clock() + max(0.0, old_ttl_s - self.ttl_s)
+        self._book = LeaseBook(self.ttl_s, heard_s, rows.members, rows.leases, self._may_borrow_from)
+        self.granted_unix_s = dict(rows.granted_unix_s)
+        self.totals.num_takeovers += 1
+        logger.info("leading epoch %d with %d members, %d leases", tenure.epoch, len(rows.members), len(rows.leases))

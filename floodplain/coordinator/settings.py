@@ -1,0 +1,55 @@
+"""The flags of a coordinator; light to import, because the command line is built from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from floodplain.core.errors import UserError
+
+DEFAULT_URL = "http://127.0.0.1:8100"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """The coordinator's own flags.
+
+    Raises:
+        UserError: A value is out of its range; the message names the flag.
+    """
+
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=8100, metadata={"help": "port to listen on; 0 takes a free one"})
+    store: str | None = field(
+        default=None,
+        metadata={
+            "help": "sqlite:///FILE, or postgresql://USER@HOST/NAME for several coordinators "
+            "(default: a file of its own in $XDG_STATE_HOME/floodplain)",
+            "metavar": "URL",
+        },
+    )
+    token_file: Path | None = field(
+        default=None, metadata={"help": "tokens of /v1, a line TOKEN or ROLE NAME TOKEN each, mode 0600"}
+    )
+    url: str | None = field(
+        default=None,
+        metadata={"help": "where others reach this coordinator (default: where it listens)", "metavar": "URL"},
+    )
+    ttl: float = field(
+        default=10.0, metadata={"help": "seconds of silence after which a member is taken for dead", "metavar": "S"}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise UserError(f"--port must be between 0 and 65535, not {self.port}")
+        if not 1 <= self.ttl <= 3600:
+            raise UserError(f"--ttl must be between 1 and 3600 seconds, not {self.ttl}")
+
+
+def default_store() -> str:
+    """A file in this user's state folder (https://specifications.freedesktop.org/basedir-spec), which is made."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(base) / "floodplain"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return f"sqlite:///{folder / 'leases.db'}"

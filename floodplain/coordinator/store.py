@@ -1,0 +1,193 @@
+"""The store of a lease book: SQLite in a file, or PostgreSQL for several coordinators. One thread at a time.
+
+Several coordinators may have one store; one of them leads. Its epoch is its fence: every transaction begins by raising
+the ``beat`` of one row where the epoch is still its own, so whoever was replaced can write nothing any more, however
+late it wakes up. Who waits to replace it watches the beat, by a clock of its own (``leadership.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+import sqlalchemy as sql
+from sqlalchemy.dialects import postgresql, sqlite
+
+from floodplain.coordinator.database import hide_password, open_database
+from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA, SCHEMA
+from floodplain.core.errors import UserError
+from floodplain.core.leases.rows import Member
+from floodplain.core.leases.states import Lease, LeaseId, LeaseState
+from floodplain.core.leases.table import Changes
+
+StoreError = sql.exc.DBAPIError
+"""The store cannot be reached, or does not answer: what was being written is written, or is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """Who leads, as the store has it.
+
+    Attributes:
+        epoch: How often that has changed.
+        beat: How often a leader has written.
+        leader: What it drew at its start; empty if it resigned, or there never was one.
+        leader_url: Where it serves.
+        ttl_s: Seconds of silence after which it takes members for dead.
+    """
+
+    epoch: int
+    beat: int
+    leader: str
+    leader_url: str
+    ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Everything that a book is made of.
+
+    Attributes:
+        members: All.
+        leases: Those that have not ended.
+        granted_unix_s: When each was granted; to be shown, nothing rests on it.
+    """
+
+    members: Sequence[Member]
+    leases: Sequence[Lease]
+    granted_unix_s: Mapping[LeaseId, float]
+
+
+class Store:
+    """See the module.
+
+    Args:
+        engine: Of SQLAlchemy, with one connection.
+    """
+
+    def __init__(self, engine: sql.Engine) -> None:
+        self._engine = engine
+        insert: Any = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[engine.dialect.name]
+        self._put_member = _upsert(insert(MEMBERS), MEMBERS, "name")
+        self._put_lease = _upsert(insert(LEASES), LEASES, "lease_id", kept="granted_unix_s")
+        self._drop_lease = LEASES.delete().where(LEASES.c.lease_id == sql.bindparam("ended_id"))
+        self._put_book = insert(BOOK).on_conflict_do_nothing()
+
+    @classmethod
+    def open(cls, url: str) -> Self:
+        """Connect to the store at ``url``, and make its tables if there are none.
+
+        Raises:
+            UserError: The address is no store's, or nothing answers there; one line that says what to change.
+        """
+        store = cls(open_database(url))
+        try:
+            store._prepare()
+        except sql.exc.SQLAlchemyError as error:
+            store.close()
+            reason = str(getattr(error, "orig", error)).partition("\n")[0]
+            raise UserError(f"--store {hide_password(url)} cannot be opened: {reason}") from error
+        except UserError:
+            store.close()
+            raise
+        return store
+
+    @property
+    def shown_url(self) -> str:
+        """Its address, without a password."""
+        return self._engine.url.render_as_string(hide_password=True)
+
+    def look(self) -> Leadership:
+        """Who leads now.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        with self._engine.connect() as connection:
+            row = connection.execute(sql.select(BOOK)).one()
+        return Leadership(row.epoch, row.beat, row.leader, row.leader_url, row.ttl_s)
+
+    def take_over(self, seen: Leadership, leader: str, leader_url: str, ttl_s: float) -> StoredRows | None:
+        """Lead from the next epoch on, with what is stored; None if something happened since ``seen``.
+
+        Raises:
+            StoreError: The store does not answer; whether it was done is unknown.
+        """
+        change = (
+            BOOK.update()
+            .where(BOOK.c.epoch == seen.epoch, BOOK.c.beat == seen.beat)
+            .values(epoch=seen.epoch + 1, beat=seen.beat + 1, leader=leader, leader_url=leader_url, ttl_s=ttl_s)
+        )
+        with self._engine.begin() as connection:
+            if connection.execute(change).rowcount != 1:
+                return None
+            members = [Member(**row) for row in connection.execute(sql.select(MEMBERS)).mappings()]
+            leases = [dict(row) for row in connection.execute(sql.select(LEASES)).mappings()]
+        granted = {LeaseId(row["lease_id"]): row.pop("granted_unix_s") for row in leases}
+        return StoredRows(members, [Lease(**{**row, "state": LeaseState(row["state"])}) for row in leases], granted)
+
+    def write(self, epoch: int, changes: Changes, unix_s: float) -> bool:
+        """Write all of the changes and beat, in one transaction; whether the leader of ``epoch`` still leads.
+
+        Raises:
+            StoreError: The store does not answer; whether it was done is unknown.
+        """
+        ended = [{"ended_id": lease.lease_id} for lease in changes.leases if lease.has_ended]
+        leases = [_lease_row(lease, unix_s) for lease in changes.leases if not lease.has_ended]
+        beat = BOOK.update().where(BOOK.c.epoch == epoch).values(beat=BOOK.c.beat + 1)
+        with self._engine.begin() as connection:
+            if connection.execute(beat).rowcount != 1:
+                return False
+            if changes.members:
+                connection.execute(self._put_member, [_member_row(member) for member in changes.members])
+            if leases:
+                connection.execute(self._put_lease, leases)
+            if ended:
+                connection.execute(self._drop_lease, ended)
+        return True
+
+    def resign(self, epoch: int) -> None:
+        """Somebody else may lead at once.
+
+        Raises:
+            StoreError: The store does not answer.
+        """
+        change = BOOK.update().where(BOOK.c.epoch == epoch).values(leader="", leader_url="")
+        with self._engine.begin() as connection:
+            connection.execute(change)
+
+    def close(self) -> None:
+        """Give the connection back. Safe to call twice."""
+        self._engine.dispose()
+
+    def _prepare(self) -> None:
+        with self._engine.begin() as connection:
+            if self._engine.dialect.name == "postgresql":  # two that start together make the tables once
+                connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK_ID)))
+            METADATA.create_all(connection)
+            connection.execute(self._put_book, _FIRST_BOOK)
+            schema = connection.execute(sql.select(BOOK.c.schema)).scalar_one()
+        if schema != SCHEMA:
+            raise UserError(f"the store has schema {schema}, and this is for schema {SCHEMA}: give another --store")
+
+
+_LOCK_ID = 0x666C6F6F64
+_FIRST_BOOK = {"id": 1, "schema": SCHEMA, "epoch": 0, "beat": 0, "leader": "", "leader_url": "", "ttl_s": 0.0}
+_MEMBER_FIELDS = [field.name for field in fields(Member)]
+_LEASE_FIELDS = [field.name for field in fields(Lease)]
+
+
+def _member_row(member: Member) -> dict[str, Any]:
+    return {name: getattr(member, name) for name in _MEMBER_FIELDS}
+
+
+def _lease_row(lease: Lease, unix_s: float) -> dict[str, Any]:
+    row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
+    return {**row, "state": lease.state.value, "granted_unix_s": unix_s}
+
+
+def _upsert(insert: Any, table: sql.Table, key: str, kept: str | None = None) -> Any:
+    """Insert a row, or replace all but ``kept`` of the one that has its key."""
+    names = [column.name for column in table.columns if column.name not in (key, kept)]
+    return insert.on_conflict_do_update(index_elements=[key], set_={name: insert.excluded[name] for name in names})

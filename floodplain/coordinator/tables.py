@@ -1,0 +1,51 @@
+"""The tables of the store: members, leases that have not ended, and one row that says who leads."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, String, Table
+
+SCHEMA = 1
+"""Raised by whoever changes a table: a coordinator refuses a store of another schema."""
+
+METADATA = MetaData()
+
+BOOK = Table(
+    "floodplain_book",
+    METADATA,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("schema", Integer, nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("beat", BigInteger, nullable=False),
+    Column("leader", String, nullable=False),
+    Column("leader_url", String, nullable=False),
+    Column("ttl_s", Float, nullable=False),
+)
+"""One row. Every transaction of a leader begins by raising its beat, where its epoch is still the leader's own."""
+
+MEMBERS = Table(
+    "floodplain_members",
+    METADATA,
+    Column("name", String, primary_key=True),
+    Column("instance", String, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("revision", BigInteger, nullable=False),
+    Column("offered_bytes", BigInteger, nullable=False),
+    Column("last_request", BigInteger, nullable=False),
+)
+
+LEASES = Table(
+    "floodplain_leases",
+    METADATA,
+    Column("lease_id", String, primary_key=True),
+    Column("request", BigInteger, nullable=False),
+    Column("producer", String, nullable=False),
+    Column("consumer", String, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("state", String, nullable=False),
+    Column("revision", BigInteger, nullable=False),
+    Column("held_bytes", BigInteger, nullable=False),
+    Column("deadline_s", Float),
+    Column("reason", String, nullable=False),
+    Column("granted_unix_s", Float, nullable=False),
+)

@@ -1,0 +1,124 @@
+"""Who may say what: tokens with a role, each for the members whose names it covers."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Self
+
+from floodplain.core.errors import UserError
+from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
+from floodplain.web.bearer import read_secret_lines
+from floodplain.web.listen import is_loopback
+
+
+class Role(Enum):
+    """What the holder of a token does."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+    ADMIN = "admin"
+
+
+_LIVES: frozenset[type[Message]] = frozenset({Join, Leave, Heartbeat})
+MAY_SAY: Mapping[Role, frozenset[type[Message]]] = {
+    Role.PRODUCER: _LIVES | {Offer, Recall, Observe},
+    Role.CONSUMER: _LIVES | {Request, Report},
+    Role.ADMIN: _LIVES | {Offer, Recall, Observe, Request, Report},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request.
+
+    Attributes:
+        grants: (role, pattern) of each line that its token stands in: the pattern is the name of a member, or covers
+            many (``gpu-*``); an admin speaks for all, whatever its name.
+    """
+
+    grants: tuple[tuple[Role, str], ...]
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether it may see everything, and forget a device."""
+        return any(role is Role.ADMIN for role, _ in self.grants)
+
+    def may_say(self, message: Message) -> bool:
+        """Whether one of its roles says such messages, for the member that this one is from."""
+        return any(
+            type(message) in MAY_SAY[role] and (role is Role.ADMIN or fnmatch.fnmatchcase(message.name, pattern))
+            for role, pattern in self.grants
+        )
+
+
+ANYBODY = Caller(((Role.ADMIN, "*"),))
+"""Who sends a request where no tokens are asked for: on this machine alone."""
+
+
+class TokenRing:
+    """The tokens of a coordinator.
+
+    Args:
+        callers: By token.
+    """
+
+    def __init__(self, callers: Mapping[str, Caller]) -> None:
+        self._callers = {_digest(token.encode()): caller for token, caller in callers.items()}
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read a token file: lines ``TOKEN`` (an admin's) or ``ROLE NAME TOKEN``.
+
+        A token may stand in several lines: who lends and borrows has one for both.
+
+        Raises:
+            UserError: The file is unreadable, others may read it, or a line is malformed.
+        """
+        grants: dict[str, list[tuple[Role, str]]] = {}
+        for number, words in read_secret_lines(path, "token file"):
+            role, name, token = _parse_line(words, number, path)
+            grants.setdefault(token, []).append((role, name))
+        if not grants:
+            raise UserError(f"the token file {path} holds no token: write one a line, TOKEN or ROLE NAME TOKEN")
+        return cls({token: Caller(tuple(some)) for token, some in grants.items()})
+
+    def client_of(self, authorization: bytes, /) -> Caller | None:
+        """Whose token an ``Authorization`` header carries; None if nobody's.
+
+        Found by its digest: as quick with ten thousand tokens as with one, and time tells nothing about the token.
+        """
+        scheme, _, presented = authorization.partition(b" ")
+        return self._callers.get(_digest(presented.strip())) if scheme.lower() == b"bearer" else None
+
+
+def check_exposure(host: str, tokens: TokenRing | None) -> None:
+    """Refuse to serve other machines without tokens.
+
+    Raises:
+        UserError: ``host`` is not this machine alone, and there are no tokens.
+    """
+    if tokens is None and not is_loopback(host):
+        raise UserError(f"--host {host} lets other machines in: give --token-file FILE, or --host 127.0.0.1")
+
+
+def first_refused(caller: Caller, messages: Iterable[Message]) -> Message | None:
+    """The first message that the caller may not send; None if it may send all."""
+    return next((message for message in messages if not caller.may_say(message)), None)
+
+
+def _parse_line(words: list[str], number: int, path: Path) -> tuple[Role, str, str]:
+    if len(words) == 1:
+        return Role.ADMIN, "*", words[0]
+    roles = {role.value: role for role in Role}
+    if len(words) != 3 or words[0] not in roles:
+        raise UserError(f"{path}, line {number}: write TOKEN, or ROLE NAME TOKEN with a ROLE of {', '.join(roles)}")
+    return roles[words[0]], words[1], words[2]
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
