@@ -52,6 +52,10 @@ class Borrower:
         """Allocated leases that are no longer its own, and by when their bytes must be free: at once if they ended."""
         return {i: self._due_s(i) for i in self.allocated_ids if not self._is_mine(i)}
 
+    def is_untouched(self, lease: Lease) -> bool:
+        """Whether it was granted in this life, and neither allocated nor refused."""
+        return lease.state is LeaseState.GRANTED and self._is_of_this_life(lease) and lease.lease_id not in self._done
+
     @property
     def allocated_ids(self) -> list[LeaseId]:
         """Leases whose bytes it has."""

@@ -1,0 +1,114 @@
+"""The thread of an engine process that talks to the coordinator, so that nothing else ever waits for it.
+
+It beats, says what its process wants and has done, and learns. While no coordinator answers, everything stays as it is:
+nothing new is borrowed, what is held is held on to, and recalls wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+
+from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
+from floodplain.coordinator.membership import LentDevice, Membership
+from floodplain.core.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+"""Between two beats of a member that has leases: so soon it hears of a recall."""
+IDLE_BEAT_S = 5.0
+"""Between two beats of one that has none."""
+BEATS_PER_TTL = 4
+"""It beats at least so often in a TTL: a lost beat kills nobody."""
+MIN_GAP_S = 0.02
+"""Between two exchanges, however much there is to say."""
+
+
+class LeaseAgent:
+    """See the module. ``start`` it, and ``close`` it when its process has freed what it borrowed.
+
+    Args:
+        client: Of the coordinators; the agent's own from now on.
+        name: Of the member: of its device.
+        device: What it may lend; None lends nothing.
+
+    Attributes:
+        membership: What the process wants, has and may do.
+        problem: Why the coordinator did not answer last; empty if it did.
+    """
+
+    def __init__(self, client: CoordinatorClient, name: str, device: LentDevice | None = None) -> None:
+        self.membership = Membership(name, secrets.token_hex(16), device)
+        self.membership.on_change = self._wake
+        self.problem = ""
+        self._client = client
+        self._ttl_s = float("inf")
+        self._has_more = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease-agent", daemon=True)
+
+    def start(self) -> None:
+        """Join, and go on in the background. Without a coordinator it goes on trying.
+
+        Raises:
+            UserError: The coordinator refuses: the token is wrong, or the name.
+        """
+        self._exchange()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say goodbye, and stop. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        farewell = self.membership.farewell()
+        try:
+            if farewell:
+                self._client.send(farewell)
+        except (CoordinatorUnreachable, UserError) as error:
+            logger.warning("%s ends without a goodbye, so its leases go on for a TTL: %s", self.membership.name, error)
+        finally:
+            self._client.close()
+
+    def _wake(self) -> None:
+        self._has_more.set()
+
+    def _run(self) -> None:
+        while not self._closing.wait(MIN_GAP_S):
+            self._has_more.wait(self._pause_s())
+            self._has_more.clear()
+            try:
+                self._exchange()
+            except UserError as error:
+                self._note_problem(str(error))
+
+    def _pause_s(self) -> float:
+        wanted_s = BEAT_S if self.membership.has_leases else IDLE_BEAT_S
+        return min(wanted_s, self._ttl_s / BEATS_PER_TTL)
+
+    def _exchange(self) -> None:
+        messages, sent_s = self.membership.collect()
+        try:
+            answer = self._client.send(messages)
+        except CoordinatorUnreachable as error:
+            self._note_problem(str(error))
+            return
+        self._note_problem("")
+        self._ttl_s = answer.ttl_s
+        for reply in answer.replies:
+            if reply.detail:
+                logger.debug("%s: %s", self.membership.name, reply.detail)
+        if self.membership.learn(messages, answer.replies, answer.ttl_s, sent_s):
+            self._wake()
+
+    def _note_problem(self, problem: str) -> None:
+        if problem and not self.problem:
+            logger.warning("leases stay as they are for now: %s", problem)
+        elif self.problem and not problem:
+            logger.info("the coordinator answers again")
+        self.problem = problem

@@ -1,0 +1,255 @@
+"""What the threads of one process share with its agent: its member's side of the lease protocol, behind a lock.
+
+The engine's threads say what they want and what became of it; nothing here waits for the network. The agent collects
+what there is to say to the coordinator, and hands in the answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from floodplain.coordinator.clock import lease_clock
+from floodplain.core.leases.borrower import Borrower
+from floodplain.core.leases.lender import Lender
+from floodplain.core.leases.member import MemberSide
+from floodplain.core.leases.messages import Leave, Message
+from floodplain.core.leases.rows import Reply, Shard
+from floodplain.core.leases.states import Lease, LeaseId, LeaseState
+
+DEADLINE_S = 10.0
+"""What consumers are given at a recall."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LentDevice:
+    """A device whose memory a process may lend.
+
+    Attributes:
+        capacity_bytes: All of it.
+        foreign_bytes: What others hold of it now, as seen on the device; called on the agent's thread.
+        deadline_s: What consumers are given at a recall.
+    """
+
+    capacity_bytes: int
+    foreign_bytes: Callable[[], int]
+    deadline_s: float = DEADLINE_S
+
+
+@dataclass(slots=True)
+class RecallTimes:
+    """How long recalls took: from hearing of one until the bytes were free (a consumer), or seen free (a producer)."""
+
+    began_s: dict[LeaseId, float] = field(default_factory=dict)
+    ended: list[float] = field(default_factory=list)
+
+    def update(self, leases: Collection[Lease], now: float) -> None:
+        """Take note of leases that are recalled, and of those that were and are no longer there."""
+        there = {lease.lease_id for lease in leases}
+        for lease in leases:
+            if lease.state is LeaseState.RECALLED:
+                self.began_s.setdefault(lease.lease_id, now)
+        for lease_id in self.began_s.keys() - there:
+            self.ended.append(now - self.began_s.pop(lease_id))
+
+
+class Membership:
+    """See the module. Implements ``LeaseClient``; safe to call from several threads.
+
+    Args:
+        name: Of the member: of its device.
+        instance: Drawn at the start of the process.
+        device: What it may lend; None lends nothing.
+        clock: See ``lease_clock``.
+
+    Attributes:
+        version: Raised by every answer that brought something new: an engine looks at its leases when it has changed.
+        on_change: Called when there is something to say that should not wait for the next beat.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        instance: str,
+        device: LentDevice | None = None,
+        clock: Callable[[], float] = lease_clock,
+    ) -> None:
+        self.name = name
+        self.version = 0
+        self.on_change: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._side = MemberSide(name, instance, ttl_s=0.0)
+        self._borrower = Borrower(self._side)
+        self._device = device
+        self._lender = None if device is None else Lender(self._side, device.capacity_bytes, device.deadline_s)
+        self._own_bytes = 0
+        self._unanswered: set[LeaseId] = set()
+        self._cancelled: set[int] = set()
+        self._recalls = RecallTimes()
+
+    # -- a consumer's: see LeaseClient -------------------------------------------------------------------------------
+
+    def ask(self, shards: Sequence[Shard]) -> int:
+        """See ``LeaseClient.ask``."""
+        with self._lock:
+            number = self._borrower.ask(shards)
+        self.on_change()
+        return number
+
+    def cancel(self, number: int) -> None:
+        """See ``LeaseClient.cancel``."""
+        with self._lock:
+            self._borrower.cancel(number)
+            self._cancelled.add(number)
+
+    def pending(self) -> Collection[int]:
+        """See ``LeaseClient.pending``."""
+        with self._lock:
+            return {*self._side.open_requests, *(lease.request for lease in self._grants())} - self._cancelled
+
+    def to_allocate(self) -> Sequence[Lease]:
+        """See ``LeaseClient.to_allocate``."""
+        with self._lock:
+            leases = self._borrower.to_allocate(self._clock())
+            leases = [lease for lease in leases if lease.request not in self._cancelled]
+            self._unanswered |= {lease.lease_id for lease in leases}
+            return leases
+
+    def allocated(self, lease_id: LeaseId) -> None:
+        """See ``LeaseClient.allocated``."""
+        with self._lock:
+            self._unanswered.discard(lease_id)
+            self._borrower.allocated(lease_id)
+        self.on_change()
+
+    def refused(self, lease_id: LeaseId, reason: str) -> None:
+        """See ``LeaseClient.refused``."""
+        with self._lock:
+            self._unanswered.discard(lease_id)
+            self._borrower.refused(lease_id, reason)
+        self.on_change()
+
+    def to_free(self) -> Mapping[LeaseId, float]:
+        """See ``LeaseClient.to_free``."""
+        with self._lock:
+            now = self._clock()
+            return {lease_id: due_s - now for lease_id, due_s in self._borrower.to_free().items()}
+
+    def freed(self, lease_id: LeaseId) -> None:
+        """See ``LeaseClient.freed``."""
+        with self._lock:
+            self._borrower.freed(lease_id)
+        self.on_change()
+
+    # -- a producer's ------------------------------------------------------------------------------------------------
+
+    def claim(self, wanted_bytes: int, has_bytes: int) -> int:
+        """How much of the device its owner may take, of what it wants; that much is its own from now on.
+
+        To grow, it claims first. After it has shrunk it claims what it has left, and the rest may be put up. What it
+        has, it keeps: an engine that starts while no coordinator answers takes what is free, and lends nothing yet.
+
+        Args:
+            wanted_bytes: All that it would take, what it has included.
+            has_bytes: What it has taken.
+        """
+        with self._lock:
+            assert self._lender is not None and self._device is not None, "a member without a device owns nothing"
+            allowed_bytes = min(wanted_bytes, self._device.capacity_bytes - self._lender.promised_bytes)
+            self._own_bytes = max(allowed_bytes, has_bytes)
+            return self._own_bytes
+
+    def lend(self, num_bytes: int) -> None:
+        """Want to lend so much from now on: more is put up as the owner gives way, what is too much is recalled."""
+        with self._lock:
+            assert self._lender is not None, "a member without a device lends nothing"
+            is_new, self._lender.target_bytes = num_bytes != self._lender.target_bytes, num_bytes
+        if is_new:
+            self.on_change()
+
+    @property
+    def promised_bytes(self) -> int:
+        """What the owner of the device must leave to others."""
+        with self._lock:
+            return 0 if self._lender is None else self._lender.promised_bytes
+
+    # -- the agent's -------------------------------------------------------------------------------------------------
+
+    def collect(self) -> tuple[list[Message], float]:
+        """All that there is to say now, and the time: the answer must be counted from before it was sent."""
+        with self._lock:
+            messages: list[Message] = [self._side.greeting()]
+            if self._lender is not None and self._device is not None:
+                said = self._lender.say(self._own_bytes, self._device.foreign_bytes())
+                messages += [] if said is None else [said]
+            for lease in self._grants():
+                if lease.request in self._cancelled:
+                    self._borrower.refused(lease.lease_id, "not wanted any more")
+            if not self._unanswered:
+                messages += self._borrower.say()
+            return messages, self._clock()
+
+    def learn(self, messages: Sequence[Message], replies: Sequence[Reply], ttl_s: float, sent_s: float) -> bool:
+        """Take in the answers; whether there may be more to say at once.
+
+        Args:
+            messages: As collected.
+            replies: One for each.
+            ttl_s: The coordinator's.
+            sent_s: When the messages were collected.
+        """
+        with self._lock:
+            before = self._known_rows()
+            self._side.ttl_s = ttl_s
+            now = self._clock()
+            for message, reply in zip(messages, replies, strict=True):
+                self._side.learn(message, reply, sent_s, now)
+            leases = [known.lease for known in self._side.known.values()]
+            self._recalls.update(leases, now)
+            self._cancelled &= {*self._side.open_requests, *(lease.request for lease in leases)}
+            is_new = before != self._known_rows()
+            self.version += is_new
+            return is_new
+
+    def farewell(self) -> list[Message]:
+        """The last words of a process that has freed everything."""
+        with self._lock:
+            stamp = self._side.stamp
+            return [*self._borrower.say(), Leave(self.name, stamp.generation)] if self._side.has_joined else []
+
+    # -- what is seen ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether it lends, borrows, offers or asks: then it beats often."""
+        with self._lock:
+            row = self._side.row
+            return bool(self._side.known or self._side.open_requests or (row is not None and row.offered_bytes))
+
+    def lease_bytes(self) -> Mapping[tuple[str, str], int]:
+        """Bytes by (``producer`` or ``consumer``, the other end) of leases that have not ended."""
+        total: dict[tuple[str, str], int] = {}
+        with self._lock:
+            ends = [(("producer", lease.consumer), lease) for lease in self._side.lent()]
+            ends += [(("consumer", lease.producer), lease) for lease in self._side.borrowed()]
+        for end, lease in ends:
+            total[end] = total.get(end, 0) + lease.num_bytes
+        return total
+
+    def take_recall_times(self) -> list[float]:
+        """Seconds that recalls took which ended since the last call."""
+        with self._lock:
+            ended, self._recalls.ended = self._recalls.ended, []
+            return ended
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _grants(self) -> list[Lease]:
+        """Of this life, whether or not they may be allocated at this moment, and not answered."""
+        return [lease for lease in self._side.borrowed() if self._borrower.is_untouched(lease)]
+
+    def _known_rows(self) -> tuple[object, ...]:
+        side = self._side
+        return side.row, side.has_joined, tuple(known.lease for known in side.known.values())
