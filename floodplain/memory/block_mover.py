@@ -14,7 +14,7 @@ import numpy as np
 from floodplain.memory.digest import SEED, compute_digests, compute_weights
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.native.build import load_library
-from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_slots import Slots
 from floodplain.memory.transfer import Direction
 
 SOURCE = Path(__file__).parent / "native" / "copy.cpp"
@@ -42,10 +42,10 @@ class NativeMover:
         slots: Their slots.
     """
 
-    def __init__(self, library: ctypes.CDLL, pool: KVPool, slots: SwapSlots) -> None:
+    def __init__(self, library: ctypes.CDLL, pool: KVPool, slots: Slots) -> None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._move = library.move_blocks
-        self._move.argtypes = [*[pointer] * 5, *[count] * 3, ctypes.c_int, ctypes.c_uint64]
+        self._move.argtypes = [*[pointer] * 4, *[count] * 3, ctypes.c_int, ctypes.c_uint64]
         self._move.restype = None
         self._layers = np.array([words.data_ptr() for words in pool.words], dtype=np.uint64)
         self._sizes = (pool.layout.num_layers, pool.layout.layer_block_words)
@@ -53,11 +53,11 @@ class NativeMover:
 
     def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """See ``BlockMover``."""
-        blocks, slots = np.ascontiguousarray(blocks, dtype=np.int64), np.ascontiguousarray(slots, dtype=np.int64)
+        blocks, addresses = np.ascontiguousarray(blocks, dtype=np.int64), self._slots.addresses(slots)
         digests = np.empty(len(blocks), dtype=np.int64)
         self._move(
-            self._layers.ctypes.data, self._slots.words.data_ptr(), blocks.ctypes.data, slots.ctypes.data,
-            digests.ctypes.data, len(blocks), *self._sizes, direction is Direction.OUTBOUND, SEED,
+            self._layers.ctypes.data, addresses.ctypes.data, blocks.ctypes.data, digests.ctypes.data,
+            len(blocks), *self._sizes, direction is Direction.OUTBOUND, SEED,
         )  # fmt: skip
         return digests
 
@@ -65,10 +65,10 @@ class NativeMover:
 class NumpyMover:
     """The same where nothing can be compiled: gather into a small staging buffer, digest, copy. See ``NativeMover``."""
 
-    def __init__(self, pool: KVPool, slots: SwapSlots) -> None:
+    def __init__(self, pool: KVPool, slots: Slots) -> None:
         layout = pool.layout
         self._layers = [words.numpy() for words in pool.words]
-        self._slot_words = slots.words.numpy()
+        self._slots = slots
         num_rows = max(1, _STAGING_BYTES // layout.block_bytes)
         self._staging = np.empty((num_rows, layout.num_layers, layout.layer_block_words), dtype=np.int32)
         self._weights = compute_weights(layout.num_layers * layout.layer_block_words)
@@ -86,18 +86,20 @@ class NumpyMover:
         staging = self._staging[: len(blocks)]
         for layer, words in enumerate(self._layers):
             staging[:, layer] = words[blocks]
-        self._slot_words[slots] = staging
+        for row, slot in enumerate(slots.tolist()):
+            self._slots.part(slot, 1).numpy()[0] = staging[row]
         return compute_digests(staging.reshape(len(staging), -1), self._weights)
 
     def _move_in(self, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         staging = self._staging[: len(blocks)]
-        staging[:] = self._slot_words[slots]
+        for row, slot in enumerate(slots.tolist()):
+            staging[row] = self._slots.part(slot, 1).numpy()[0]
         for layer, words in enumerate(self._layers):
             words[blocks] = staging[:, layer]
         return compute_digests(staging.reshape(len(staging), -1), self._weights)
 
 
-def open_mover(pool: KVPool, slots: SwapSlots) -> BlockMover:
+def open_mover(pool: KVPool, slots: Slots) -> BlockMover:
     """The faster one of those that this machine can run."""
     library = load_library(SOURCE, "numpy")
     return NumpyMover(pool, slots) if library is None else NativeMover(library, pool, slots)

@@ -138,12 +138,12 @@ class CudaTransferEngine:
         """
         from floodplain.memory.triton_copy import gather, scatter
 
-        staging, words = self._staging[direction], self._slots.words
+        staging = self._staging[direction]
         blocks = torch.from_numpy(batch.blocks).pin_memory().to(self._device, non_blocking=True)
         if direction is Direction.OUTBOUND:
             gather(self._bases, blocks, staging, digests)
         for row, slot, count in batch.runs:
-            near, far = staging[row : row + count], words[slot : slot + count]
+            near, far = staging[row : row + count], self._slots.part(slot, count)
             target, source = (far, near) if direction is Direction.OUTBOUND else (near, far)
             target.copy_(source, non_blocking=True)
         if direction is Direction.INBOUND:

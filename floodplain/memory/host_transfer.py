@@ -22,7 +22,7 @@ from floodplain.memory.host_device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.runs import find_runs
-from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
+from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
 from floodplain.memory.transfer import (
     BlockCopy,
     CopyResult,
@@ -73,7 +73,7 @@ class HostTransferEngine:
         link: Paces the copies; None lets them run as fast as this machine does.
     """
 
-    def __init__(self, pool: KVPool, slots: SwapSlots, link: EmulatedLink | None = None) -> None:
+    def __init__(self, pool: KVPool, slots: Slots, link: EmulatedLink | None = None) -> None:
         self._pool = pool
         self._slots = slots
         self._link = link
@@ -193,7 +193,7 @@ class HostTransferEngine:
 class HostCopier:
     """Copies in the calling thread. See ``HostTransferEngine``."""
 
-    def __init__(self, pool: KVPool, slots: SwapSlots) -> None:
+    def __init__(self, pool: KVPool, slots: Slots) -> None:
         self._slots = slots
         self._mover = open_mover(pool, slots)
         self._block_bytes = pool.layout.block_bytes

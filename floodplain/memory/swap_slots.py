@@ -1,20 +1,51 @@
-"""Where blocks go that leave the pool: a bounded buffer of block-sized slots in host memory.
+"""Where blocks go that leave the pool: block-sized slots, here a bounded buffer of them in host memory.
 
 Which slot is whose is the business of ``core.tiers.SlotLedger``; here are the bytes, and the digest of each slot.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.kv_layout import KVLayout
 
 EMPTY_DIGEST = 0
 """Of a slot that holds nothing whole. Should a block have this digest by chance, its restore is refused: a miss."""
+
+
+class Slots(Protocol):
+    """Slots of one tier, each with room for one block of all layers.
+
+    Attributes:
+        layout: Shape of the cache.
+        num_slots: Slots that can ever be; they are numbered from 0.
+        digests: The digest of each slot, taken where its block was gathered: int64 [num_slots].
+    """
+
+    layout: KVLayout
+    num_slots: int
+    digests: np.ndarray
+
+    def part(self, first: int, count: int) -> torch.Tensor:
+        """Adjacent slots as 32-bit words: [count, num_layers, layer_block_words]."""
+
+    def addresses(self, slots: np.ndarray) -> np.ndarray:
+        """Where each of these slots (int64 [n]) begins in this process: uint64 [n]."""
+
+    def expect_backed(self, slots: Iterable[int]) -> None:
+        """Guard every copy: touching memory that is not there would end the process.
+
+        Raises:
+            InvariantError: A slot does not exist.
+        """
+
+    def close(self) -> None:
+        """Give the memory back, once no copy uses it any more. Safe to call twice."""
 
 
 class SwapSlots:
@@ -36,10 +67,24 @@ class SwapSlots:
         self.words = torch.empty(shape, dtype=torch.int32)
         """The bytes as 32-bit words: [num_slots, num_layers, layer_block_words]."""
         self.digests = np.full(num_slots, EMPTY_DIGEST, dtype=np.int64)
-        """The digest of each slot, taken where its block was gathered."""
+        """See ``Slots``."""
         self._is_locked = False
         if is_pinned:
             self._lock()
+
+    def part(self, first: int, count: int) -> torch.Tensor:
+        """See ``Slots.part``."""
+        return self.words[first : first + count]
+
+    def addresses(self, slots: np.ndarray) -> np.ndarray:
+        """See ``Slots.addresses``."""
+        return self.words.data_ptr() + slots.astype(np.uint64) * np.uint64(self.layout.block_bytes)
+
+    def expect_backed(self, slots: Iterable[int]) -> None:
+        """See ``Slots.expect_backed``."""
+        absent = [slot for slot in slots if not 0 <= slot < self.num_slots]
+        if absent:
+            raise InvariantError(f"slots {absent[:8]} of {self.num_slots}")
 
     def close(self) -> None:
         """Unlock the pages, once no copy uses them any more. Safe to call twice."""

@@ -14,7 +14,7 @@ from enum import Enum
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.tiers import CopyTime, Tier
-from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
+from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
 from floodplain.memory.transfer import BlockCopy, CopyResult, Direction, TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class SwapTier:
         engine: Copies between them and the KV pool; started.
     """
 
-    slots: SwapSlots
+    slots: Slots
     engine: TransferEngine
 
 

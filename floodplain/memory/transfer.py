@@ -16,7 +16,7 @@ import numpy as np
 from floodplain.core.errors import InvariantError
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.runs import find_runs
-from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
+from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
 
 
 class Direction(Enum):
@@ -133,7 +133,7 @@ def split_into_batches(copy: BlockCopy, staging_blocks: int) -> Iterator[Batch]:
         yield Batch(order, blocks[order], slots[order], tuple(runs))
 
 
-def check_copy(copy: BlockCopy, pool: KVPool, slots: SwapSlots) -> None:
+def check_copy(copy: BlockCopy, pool: KVPool, slots: Slots) -> None:
     """Refuse a copy that would touch what is not there.
 
     Raises:
@@ -144,8 +144,7 @@ def check_copy(copy: BlockCopy, pool: KVPool, slots: SwapSlots) -> None:
         raise InvariantError(f"a copy of {len(copy.blocks)} blocks and {len(copy.slots)} slots")
     if len({*copy.blocks}) < len(copy.blocks) or len({*copy.slots}) < len(copy.slots):
         raise InvariantError("a block or a slot occurs twice in a copy")
-    if min(copy.slots) < 0 or max(copy.slots) >= slots.num_slots:
-        raise InvariantError(f"slots {min(copy.slots)} to {max(copy.slots)} of {slots.num_slots}")
+    slots.expect_backed(copy.slots)
 
 
 def judge_inbound(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:

@@ -24,15 +24,16 @@ uint64_t copy_part(const int32_t* __restrict from, int32_t* __restrict to, int64
 
 }  // namespace
 
-// layers[l] is where layer l begins, [blocks, layer_words]; slot_words is [slots, num_layers, layer_words].
+// layers[l] is where layer l begins, [blocks, layer_words]; slots[i] is where blocks[i] lies or goes, [num_layers,
+// layer_words].
 extern "C" __attribute__((visibility("default"))) void move_blocks(
-    int32_t* const* layers, int32_t* slot_words, const int64_t* blocks, const int64_t* slots, uint64_t* digests,
-    int64_t num_blocks, int64_t num_layers, int64_t layer_words, int is_outbound, uint64_t seed) {
+    int32_t* const* layers, int32_t* const* slots, const int64_t* blocks, uint64_t* digests, int64_t num_blocks,
+    int64_t num_layers, int64_t layer_words, int is_outbound, uint64_t seed) {
     for (int64_t row = 0; row < num_blocks; ++row) {
         uint64_t digest = seed;
         for (int64_t layer = 0; layer < num_layers; ++layer) {
             int32_t* near = layers[layer] + blocks[row] * layer_words;
-            int32_t* far = slot_words + (slots[row] * num_layers + layer) * layer_words;
+            int32_t* far = slots[row] + layer * layer_words;
             const uint32_t first = static_cast<uint32_t>(layer * layer_words);
             digest += is_outbound ? copy_part(near, far, layer_words, first) : copy_part(far, near, layer_words, first);
         }
