@@ -7,7 +7,7 @@ after that, a whole one stays for later requests with the same prefix until its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey
@@ -25,15 +25,16 @@ class Backup:
         is_lost: Whether it turned out to be unusable; nobody finds it any more.
         num_keepers: Sequences that keep it.
         num_readers: Inbound copies that read it.
+        is_moving: Whether it is being copied to a slot of another tier. It can be read meanwhile.
     """
 
-    __slots__ = ("is_lost", "is_private", "is_whole", "key", "location", "num_keepers", "num_readers")
+    __slots__ = ("is_lost", "is_moving", "is_private", "is_whole", "key", "location", "num_keepers", "num_readers")
 
     def __init__(self, key: BlockKey, location: Location) -> None:
         self.key = key
         self.location = location
         self.is_private = False
-        self.is_whole = self.is_lost = False
+        self.is_whole = self.is_lost = self.is_moving = False
         self.num_keepers = self.num_readers = 0
 
 
@@ -53,7 +54,8 @@ class BackupTable:
         self._by_key: dict[BlockKey, Backup] = {}
         self._idle: dict[Tier, dict[Backup, None]] = {tier: {} for tier in self.slots}  # least recently used first
         self._writing: set[Backup] = set()
-        self._unfound: set[Backup] = set()  # lost, with a reader or writer that still touches the slot
+        self._unfound: set[Backup] = set()  # lost, with a copy that still touches the slot
+        self._moving_to: dict[Backup, Location] = {}
 
     def num_available(self, tier: Tier) -> int:
         """Slots that ``begin_write`` can still give: the free ones and, by forgetting, those of idle backups."""
@@ -82,11 +84,9 @@ class BackupTable:
 
         Idle backups make room, the least recently used first.
         """
-        if tier not in self.slots or len(keys) > self.num_available(tier):
+        locations = self._take_slots(tier, len(keys))
+        if locations is None:
             return None
-        while self.slots[tier].num_free < len(keys):
-            self._forget(next(iter(self._idle[tier])))
-        locations = self.slots[tier].allocate(len(keys)) or []
         backups = [Backup(key, location) for key, location in zip(keys, locations, strict=True)]
         for backup in backups:
             if backup.key in self._by_key:
@@ -145,6 +145,60 @@ class BackupTable:
             self._unfound.add(backup)
         self._collect(backup)
 
+    # -- slots that come and go --------------------------------------------------------------------------------------
+
+    def add_slots(self, tier: Tier, slots: Iterable[int]) -> None:
+        """A tier has more slots."""
+        self.slots[tier].add(slots)
+
+    def retire_slots(self, tier: Tier, slots: Collection[int]) -> None:
+        """These slots go, when what lies in them has ended or moved; idle backups there are forgotten."""
+        self.slots[tier].retire(slots)
+        for backup in [backup for backup in self._idle[tier] if backup.location.slot in slots]:
+            self._forget(backup)
+
+    def in_slots(self, tier: Tier, slots: Container[int]) -> list[Backup]:
+        """Backups that lie in some slots of a tier, or are being written there; lost ones are not among them."""
+        return [
+            backup for backup in self._by_key.values() if backup.location.tier is tier and backup.location.slot in slots
+        ]
+
+    def begin_move(self, backups: Sequence[Backup], tier: Tier) -> list[Location] | None:
+        """Copy whole backups to another tier: slots for them there, in order; None if there are too few.
+
+        Raises:
+            InvariantError: One is not whole, or is moving already.
+        """
+        if any(backup.is_moving or not backup.is_whole for backup in backups):
+            raise InvariantError("a backup is moved that is not whole, or moves already")
+        for backup in backups:
+            self._wake(backup)
+        locations = self._take_slots(tier, len(backups))
+        if locations is None:
+            for backup in backups:
+                self._collect(backup)
+            return None
+        for backup, location in zip(backups, locations, strict=True):
+            backup.is_moving, self._moving_to[backup] = True, location
+        return locations
+
+    def finish_move(self, backup: Backup, ok: bool) -> bool:
+        """The copy ended: it lies in its new slot now; in the old one still if somebody reads that (False): ask again.
+
+        A backup whose copy is not whole is lost: nothing says that what was read is.
+        """
+        target = self._moving_to.pop(backup)
+        backup.is_moving = False
+        has_moved = ok and not backup.is_lost and not backup.num_readers
+        if has_moved:
+            target, backup.location = backup.location, target
+        self.slots[target.tier].free(target)
+        if ok:
+            self._collect(backup)
+        else:
+            self.lose(backup)
+        return has_moved
+
     def check_integrity(self) -> None:
         """Every slot belongs to exactly one backup; counters are sane.
 
@@ -155,14 +209,27 @@ class BackupTable:
         for tier, ledger in self.slots.items():
             ledger.check_integrity()
             slots = {b.location.slot for b in held if b.location.tier is tier}
-            if len(slots) != ledger.num_slots - ledger.num_free:
-                raise InvariantError(f"{tier}: {ledger.num_slots - ledger.num_free} slots taken, {len(slots)} backups")
+            slots |= {location.slot for location in self._moving_to.values() if location.tier is tier}
+            if len(slots) != ledger.num_taken:
+                raise InvariantError(f"{tier}: {ledger.num_taken} slots taken, {len(slots)} backups")
         if any(b.num_keepers < 0 or b.num_readers < 0 for b in held):
             raise InvariantError("a backup is released more often than kept")
         for backup in held:
-            is_idle = not (backup.num_keepers or backup.num_readers or backup in self._writing or backup.is_lost)
+            is_idle = not (backup.num_keepers or self._is_touched(backup) or backup.is_lost)
             if is_idle != (backup in self._idle[backup.location.tier]) or (is_idle and not backup.is_whole):
                 raise InvariantError("a backup that nobody keeps is not idle, or one that somebody keeps is")
+
+    def _take_slots(self, tier: Tier, num_slots: int) -> list[Location] | None:
+        """Slots that are free, or that idle backups give up, the least recently used first."""
+        if tier not in self.slots or num_slots > self.num_available(tier):
+            return None
+        while self.slots[tier].num_free < num_slots:
+            self._forget(next(iter(self._idle[tier])))
+        return self.slots[tier].allocate(num_slots)
+
+    def _is_touched(self, backup: Backup) -> bool:
+        """Whether a copy reads or writes its slot."""
+        return backup.num_readers > 0 or backup.is_moving or backup in self._writing
 
     def _wake(self, backup: Backup) -> None:
         self._idle[backup.location.tier].pop(backup, None)
@@ -170,16 +237,20 @@ class BackupTable:
     def _collect(self, backup: Backup) -> None:
         """Nobody may need the backup any more: retain it for later, or free its slot when no copy touches it."""
         is_needed = backup.num_keepers > 0 and not backup.is_lost
-        if is_needed or backup.num_readers or backup in self._writing:
+        if is_needed or self._is_touched(backup):
             return
         if backup.is_lost:
             if backup in self._unfound:
                 self._unfound.remove(backup)
                 self.slots[backup.location.tier].free(backup.location)
-        elif self._retains and backup.is_whole and not backup.is_private:
+        elif self._is_worth_retaining(backup):
             self._idle[backup.location.tier][backup] = None
         else:
             self._forget(backup)
+
+    def _is_worth_retaining(self, backup: Backup) -> bool:
+        is_leaving = self.slots[backup.location.tier].is_leaving(backup.location)
+        return self._retains and backup.is_whole and not backup.is_private and not is_leaving
 
     def _forget(self, backup: Backup) -> None:
         """From now on it is a miss, and its slot is free. No copy touches it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,18 +62,57 @@ class CopyTime:
 
 
 class SlotLedger:
-    """Which slots of one tier are taken. Scarcity is None, never an exception."""
+    """Which slots of one tier are taken. Scarcity is None, never an exception.
+
+    Args:
+        tier: Which one.
+        num_slots: Slots that are there from the start, numbered from 0.
+    """
 
     def __init__(self, tier: Tier, num_slots: int) -> None:
         self.tier = tier
-        self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        self._there = set(self._free)
         self._taken: set[int] = set()
+        self._leaving: set[int] = set()  # taken, and gone when they are freed
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are there to stay."""
+        return len(self._there)
 
     @property
     def num_free(self) -> int:
         """Slots that ``allocate`` can still give."""
         return len(self._free)
+
+    @property
+    def num_taken(self) -> int:
+        """Slots that were given and not freed."""
+        return len(self._taken)
+
+    def add(self, slots: Iterable[int]) -> None:
+        """There are more slots.
+
+        Raises:
+            InvariantError: One of them is there already.
+        """
+        new = sorted(slots, reverse=True)
+        if not (self._there | self._taken).isdisjoint(new):
+            raise InvariantError(f"{self.tier} has some of the slots {new[-1]} to {new[0]} already")
+        self._free += new
+        self._there.update(new)
+
+    def retire(self, slots: Iterable[int]) -> None:
+        """These slots go: the free ones at once, the taken ones when they are freed; none is given any more."""
+        gone = set(slots)
+        self._free = [slot for slot in self._free if slot not in gone]
+        self._leaving |= self._taken & gone
+        self._there -= gone
+
+    def is_leaving(self, location: Location) -> bool:
+        """Whether a slot is taken, and gone when it is freed."""
+        return location.slot in self._leaving
 
     def allocate(self, num_slots: int) -> list[Location] | None:
         """Take ``num_slots`` slots, or none at all (None) if there are too few."""
@@ -91,7 +131,10 @@ class SlotLedger:
         if location.tier is not self.tier or location.slot not in self._taken:
             raise InvariantError(f"{location} is freed but not taken")
         self._taken.remove(location.slot)
-        self._free.append(location.slot)
+        if location.slot in self._leaving:
+            self._leaving.remove(location.slot)
+        else:
+            self._free.append(location.slot)
 
     def check_integrity(self) -> None:
         """Every slot is exactly one of free and taken.
@@ -99,5 +142,5 @@ class SlotLedger:
         Raises:
             InvariantError: It is not.
         """
-        if sorted([*self._free, *self._taken]) != list(range(self.num_slots)):
+        if sorted([*self._free, *(self._taken - self._leaving)]) != sorted(self._there):
             raise InvariantError(f"{self.tier} lost or doubled a slot")

@@ -203,12 +203,15 @@ class HostCopier:
         begin_s = time.perf_counter()
         blocks = np.array([block for job in jobs for block in job.copy.blocks], dtype=np.int64)
         slots = np.array([slot for job in jobs for slot in job.copy.slots], dtype=np.int64)
-        expected = self._slots.digests[slots]
-        if direction is Direction.OUTBOUND:
-            self._slots.digests[slots] = EMPTY_DIGEST
-        found = self._mover.move(direction, blocks, slots)
-        if direction is Direction.OUTBOUND:
-            self._slots.digests[slots] = expected = found
+        with self._slots.use(slots) as is_there:
+            expected = self._slots.digests[slots]
+            if direction is Direction.OUTBOUND:
+                self._slots.digests[slots] = EMPTY_DIGEST
+            found = np.full(len(blocks), EMPTY_DIGEST, dtype=np.int64)  # of a slot that has no memory any more
+            if is_there.any():
+                found[is_there] = self._mover.move(direction, blocks[is_there], slots[is_there])
+            if direction is Direction.OUTBOUND:
+                self._slots.digests[slots] = expected = found
         results, end = [], 0
         for job in jobs:
             part = slice(end, end := end + len(job.copy.blocks))
@@ -220,7 +223,9 @@ class HostCopier:
         num_bytes = len(found) * self._block_bytes
         if job.copy.direction is Direction.INBOUND:
             return judge_inbound(job.transfer_id, num_bytes, expected, found)
-        return CopyResult(job.transfer_id, True, num_bytes, tuple(found.tolist()))
+        is_whole = bool((found != EMPTY_DIGEST).all())
+        problem = None if is_whole else "a slot went away"
+        return CopyResult(job.transfer_id, is_whole, num_bytes, tuple(found.tolist()), problem)
 
 
 def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:

@@ -6,6 +6,7 @@ Which slot is whose is the business of ``core.tiers.SlotLedger``; here are the b
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,11 +38,17 @@ class Slots(Protocol):
     def addresses(self, slots: np.ndarray) -> np.ndarray:
         """Where each of these slots (int64 [n]) begins in this process: uint64 [n]."""
 
-    def expect_backed(self, slots: Iterable[int]) -> None:
-        """Guard every copy: touching memory that is not there would end the process.
+    def use(self, slots: np.ndarray) -> AbstractContextManager[np.ndarray]:
+        """Keep memory where it is for a while: which of these slots (int64 [n]) have any, bool [n].
+
+        Whoever copies does it in here: touching memory that is not there would end the process.
+        """
+
+    def check(self, slots: Iterable[int]) -> None:
+        """Refuse numbers of slots that can never be.
 
         Raises:
-            InvariantError: A slot does not exist.
+            InvariantError: There is one.
         """
 
     def close(self) -> None:
@@ -80,11 +87,13 @@ class SwapSlots:
         """See ``Slots.addresses``."""
         return self.words.data_ptr() + slots.astype(np.uint64) * np.uint64(self.layout.block_bytes)
 
-    def expect_backed(self, slots: Iterable[int]) -> None:
-        """See ``Slots.expect_backed``."""
-        absent = [slot for slot in slots if not 0 <= slot < self.num_slots]
-        if absent:
-            raise InvariantError(f"slots {absent[:8]} of {self.num_slots}")
+    def use(self, slots: np.ndarray) -> AbstractContextManager[np.ndarray]:
+        """See ``Slots.use``: all of them."""
+        return nullcontext(np.ones(len(slots), dtype=np.bool_))
+
+    def check(self, slots: Iterable[int]) -> None:
+        """See ``Slots.check``."""
+        check_slots(slots, self.num_slots)
 
     def close(self) -> None:
         """Unlock the pages, once no copy uses them any more. Safe to call twice."""
@@ -98,6 +107,17 @@ class SwapSlots:
         if int(_cuda_runtime().cudaHostRegister(self.words.data_ptr(), num_bytes, 0)):
             raise UserError(f"the system locks no {num_bytes} bytes of memory: lower --swap-memory")
         self._is_locked = True
+
+
+def check_slots(slots: Iterable[int], num_slots: int) -> None:
+    """Refuse numbers that no slot has.
+
+    Raises:
+        InvariantError: There is one.
+    """
+    absent = [slot for slot in slots if not 0 <= slot < num_slots]
+    if absent:
+        raise InvariantError(f"slots {absent[:8]} of {num_slots}")
 
 
 def _cuda_runtime() -> Any:

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey
-from floodplain.core.tiers import SlotLedger, Tier
+from floodplain.core.tiers import Location, SlotLedger, Tier
 from tests.support.backup_faults import commits_what_failed, frees_slots_that_a_copy_reads
 from tests.support.examples import examples
 
@@ -36,13 +36,18 @@ class BackupMachine(RuleBasedStateMachine):
         self.idle: list[Backup] = []  # least recently used first
         self.writes: list[list[Backup]] = []
         self.reads: list[list[Backup]] = []
+        self.moves: list[list[tuple[Backup, Location]]] = []
+        self.there = {tier: set(range(size)) for tier, size in self.sizes.items()}
         self.kept: Counter[Backup] = Counter()
         self.known: list[Backup] = []  # all that ever were
         self.written: set[Backup] = set()
         self.lost: set[Backup] = set()
 
     def is_touched(self, backup: Backup) -> bool:
-        return any(backup in copy for copy in self.writes + self.reads)
+        return self.is_moving(backup) or any(backup in copy for copy in self.writes + self.reads)
+
+    def is_moving(self, backup: Backup) -> bool:
+        return any(backup is other for move in self.moves for other, _ in move)
 
     def is_alive(self, backup: Backup) -> bool:
         """Whether the backup can be found."""
@@ -52,18 +57,23 @@ class BackupMachine(RuleBasedStateMachine):
         """What nobody keeps and no copy touches is idle from now on if it is whole, else gone for good."""
         for backup in touched:
             if backup not in self.lost and not (self.kept[backup] or self.is_touched(backup)):
-                if self.retains and backup in self.written and not backup.is_private:
+                stays = backup.location.slot in self.there[backup.location.tier]
+                if self.retains and backup in self.written and not backup.is_private and stays:
                     self.idle.append(backup)
                 else:
                     self.lost.add(backup)
+
+    def tenants(self) -> list[Location]:
+        """Whose slot it is, or will be."""
+        targets = [location for move in self.moves for _, location in move]
+        return [b.location for b in self.known if self.is_alive(b) or self.is_touched(b)] + targets
 
     def wake(self, backups: Iterable[Backup]) -> None:
         self.idle = [backup for backup in self.idle if backup not in set(backups)]
 
     def make_room(self, tier: Tier, num_slots: int) -> bool:
         idle = [backup for backup in self.idle if backup.location.tier is tier]
-        num_held = sum(b.location.tier is tier and (self.is_alive(b) or self.is_touched(b)) for b in self.known)
-        missing = num_slots - (self.sizes[tier] - num_held)
+        missing = num_slots - len(self.there[tier] - {tenant.slot for tenant in self.tenants() if tenant.tier is tier})
         if missing > len(idle):
             return False
         self.wake(idle[: max(0, missing)])
@@ -142,6 +152,47 @@ class BackupMachine(RuleBasedStateMachine):
             self.wake([backup])
             self.lost.add(backup)
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True), tier=st.sampled_from([Tier.HOST, Tier.PEER]))
+    def begin_move(self, keys: list[BlockKey], tier: Tier) -> None:
+        whole = [b for b in map(self.table.find_whole, keys) if b is not None]
+        whole = [b for b in whole if b.location.tier is not tier and not self.is_moving(b)]
+        locations = self.table.begin_move(whole, tier)
+        self.wake(whole)
+        assert (locations is not None) == self.make_room(tier, len(whole))
+        if locations is None:
+            self.settle(whole)
+        else:
+            self.moves.append(list(zip(whole, locations, strict=True)))
+
+    @precondition(lambda self: self.moves)
+    @rule(index=INDEX, ok=st.sampled_from([True, True, False]))
+    def end_move(self, index: int, ok: bool) -> None:
+        for backup, target in self.moves.pop(index % len(self.moves)):
+            before, is_read = backup.location, any(backup in copy for copy in self.reads)
+            has_moved = self.table.finish_move(backup, ok)
+            assert has_moved == (ok and backup not in self.lost and not is_read)
+            assert backup.location == (target if has_moved else before)
+            if not ok:
+                self.lost.add(backup)
+            self.settle([backup])
+
+    @rule(tier=st.sampled_from([Tier.HOST, Tier.PEER]), num_slots=st.integers(1, 2))
+    def add_slots(self, tier: Tier, num_slots: int) -> None:
+        known = [tenant.slot for tenant in self.tenants() if tenant.tier is tier]
+        first = 1 + max([-1, *self.there[tier], *known])
+        new = range(first, first + num_slots)
+        self.table.add_slots(tier, new)
+        self.there[tier].update(new)
+
+    @rule(tier=st.sampled_from([Tier.HOST, Tier.PEER]), slots=st.sets(st.integers(0, 7), max_size=3))
+    def retire_slots(self, tier: Tier, slots: set[int]) -> None:
+        gone = slots & self.there[tier]
+        self.table.retire_slots(tier, gone)
+        self.there[tier] -= gone
+        idle = [b for b in self.idle if b.location.tier is tier and b.location.slot in gone]
+        self.wake(idle)
+        self.lost.update(idle)
+
     @invariant()
     def only_whole_backups_are_found(self) -> None:
         if not hasattr(self, "table"):
@@ -157,11 +208,13 @@ class BackupMachine(RuleBasedStateMachine):
     def every_slot_has_one_tenant(self) -> None:
         if not hasattr(self, "table"):
             return
-        tenants = [b.location for b in self.known if self.is_alive(b) or self.is_touched(b)]
+        tenants = self.tenants()
         assert len(tenants) == len(set(tenants))
-        for tier, size in self.sizes.items():
-            assert all(0 <= t.slot < size for t in tenants if t.tier is tier)
-            assert size - self.table.slots[tier].num_free == sum(t.tier is tier for t in tenants)
+        for tier, there in self.there.items():
+            taken = {tenant.slot for tenant in tenants if tenant.tier is tier}
+            assert self.table.slots[tier].num_free == len(there - taken)
+            assert self.table.slots[tier].num_slots == len(there)
+            assert self.table.slots[tier].num_taken == len(taken)
             num_idle = sum(b.location.tier is tier for b in self.idle)
             assert self.table.num_idle(tier) == num_idle
             assert self.table.num_available(tier) == self.table.slots[tier].num_free + num_idle
@@ -204,6 +257,70 @@ def tour(machine: BackupMachine) -> None:
     do("finish_read", 0)
     do("begin_write", Tier.HOST, KEYS[4:], False)  # nobody keeps it, and it takes the slots of the oldest
     do("end_write", 0, True)
+
+
+def move_tour(machine: BackupMachine) -> None:
+    """Every corner of moving between tiers."""
+
+    def do(name: str, *args: object) -> None:
+        getattr(machine, name)(*args)
+        machine.only_whole_backups_are_found()
+        machine.every_slot_has_one_tenant()
+
+    machine.begin(4, 0, True)
+    do("begin_write", Tier.HOST, KEYS[:3])
+    do("end_write", 0, True)
+    do("begin_move", KEYS[:2], Tier.PEER)  # no room
+    do("add_slots", Tier.PEER, 2)
+    do("begin_move", KEYS[:2], Tier.PEER)
+    do("begin_read", KEYS[:1])
+    do("end_move", 0, True)  # one is read, and stays
+    do("finish_read", 0)
+    do("begin_move", KEYS[:1], Tier.PEER)
+    do("release", 0)  # nobody keeps it while it moves
+    do("end_move", 0, True)
+    do("retire_slots", Tier.PEER, {0, 1})  # the idle one is forgotten, the kept one stays
+    do("begin_move", KEYS[1:2], Tier.HOST)
+    do("end_move", 0, True)
+    do("add_slots", Tier.PEER, 1)
+    do("begin_move", KEYS[1:2], Tier.PEER)
+    do("lose", KEYS[1])  # while it moves
+    do("end_move", 0, True)
+    do("begin_move", KEYS[2:3], Tier.PEER)
+    do("end_move", 0, False)
+
+
+def test_a_tour_of_every_move() -> None:
+    move_tour(BackupMachine())
+
+
+def moves_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish_move(table: BackupTable, backup: Backup, ok: bool) -> bool:
+        readers, backup.num_readers = backup.num_readers, 0
+        has_moved = original(table, backup, ok)
+        backup.num_readers = readers
+        return has_moved
+
+    original = BackupTable.finish_move
+    monkeypatch.setattr(BackupTable, "finish_move", finish_move)
+
+
+def keeps_what_lies_in_slots_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BackupTable, "retire_slots", lambda table, tier, slots: table.slots[tier].retire(slots))
+
+
+def trusts_a_move_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BackupTable.finish_move
+    monkeypatch.setattr(BackupTable, "finish_move", lambda table, backup, ok: original(table, backup, True))
+
+
+@pytest.mark.parametrize("mutate", [moves_what_is_read, keeps_what_lies_in_slots_that_go, trusts_a_move_that_failed])
+def test_the_machine_notices_moves_that_are_wrong(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, InvariantError, KeyError)):
+        move_tour(BackupMachine())
 
 
 def test_a_tour_of_every_corner() -> None:

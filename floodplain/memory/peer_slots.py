@@ -1,0 +1,110 @@
+"""Slots on neighbours' devices: they come and go by the *chunk*, which is what one lease has room for.
+
+A chunk that must be given back now, whatever its process is doing, is taken away by ``remove`` on another thread: the
+copy that is under way there ends first, and those that come later find nothing, which is a miss and no wrong byte.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from floodplain.core.errors import InvariantError
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.peer import Extent
+from floodplain.memory.swap_slots import EMPTY_DIGEST, check_slots
+
+
+class PeerSlots:
+    """See ``Slots``. Chunk ``i`` holds the slots from ``i * chunk_slots`` on.
+
+    Args:
+        layout: Shape of the cache.
+        chunk_slots: Slots of a chunk.
+        max_chunks: Most chunks at a time.
+    """
+
+    def __init__(self, layout: KVLayout, chunk_slots: int, max_chunks: int) -> None:
+        self.layout = layout
+        self.chunk_slots = chunk_slots
+        self.num_slots = chunk_slots * max_chunks
+        self.digests = np.full(self.num_slots, EMPTY_DIGEST, dtype=np.int64)
+        self._changed = threading.Condition()
+        self._num_users = np.zeros(max_chunks, dtype=np.int64)
+        self._extents: dict[int, Extent] = {}
+        self._words: dict[int, torch.Tensor] = {}
+        self._bases = np.zeros(max_chunks, dtype=np.uint64)  # 0: no memory
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What a chunk takes of a lease."""
+        return self.chunk_slots * self.layout.block_bytes
+
+    def slots_of(self, chunk: int) -> range:
+        """The numbers of a chunk's slots."""
+        return range(chunk * self.chunk_slots, (chunk + 1) * self.chunk_slots)
+
+    def add(self, extent: Extent) -> int:
+        """Make a chunk of an extent, which belongs to the slots from now on; return its number.
+
+        Raises:
+            InvariantError: There are ``max_chunks`` already.
+        """
+        with self._changed:
+            free = [chunk for chunk in range(len(self._bases)) if chunk not in self._extents]
+            if not free:
+                raise InvariantError("there are as many chunks of slots as there can be")
+            chunk = free[0]
+            shape = (self.chunk_slots, self.layout.num_layers, self.layout.layer_block_words)
+            words = extent.tensor(torch.int32, shape)
+            self._extents[chunk], self._words[chunk], self._bases[chunk] = extent, words, words.data_ptr()
+            return chunk
+
+    def remove(self, chunk: int) -> None:
+        """Give a chunk's memory back once no copy uses it; what lay there is lost. A second call does nothing."""
+        with self._changed:
+            self._bases[chunk] = 0  # whoever begins from now on does not find it
+            self._changed.wait_for(lambda: not self._num_users[chunk])
+            extent = self._extents.pop(chunk, None)
+            if extent is not None:
+                self.digests[chunk * self.chunk_slots : (chunk + 1) * self.chunk_slots] = EMPTY_DIGEST
+                del self._words[chunk]
+                extent.close()
+
+    def part(self, first: int, count: int) -> torch.Tensor:
+        """See ``Slots.part``; within one chunk."""
+        chunk, place = divmod(first, self.chunk_slots)
+        return self._words[chunk][place : place + count]
+
+    def addresses(self, slots: np.ndarray) -> np.ndarray:
+        """See ``Slots.addresses``."""
+        chunks, places = np.divmod(slots, self.chunk_slots)
+        return self._bases[chunks] + places.astype(np.uint64) * np.uint64(self.layout.block_bytes)
+
+    @contextmanager
+    def use(self, slots: np.ndarray) -> Generator[np.ndarray]:
+        """See ``Slots.use``: none of the chunks is removed meanwhile."""
+        chunks = slots // self.chunk_slots
+        with self._changed:
+            is_there = self._bases[chunks] != 0
+            used = np.unique(chunks[is_there])
+            self._num_users[used] += 1
+        try:
+            yield is_there
+        finally:
+            with self._changed:
+                self._num_users[used] -= 1
+                self._changed.notify_all()
+
+    def check(self, slots: Iterable[int]) -> None:
+        """See ``Slots.check``."""
+        check_slots(slots, self.num_slots)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for chunk in list(self._extents):
+            self.remove(chunk)
