@@ -182,6 +182,21 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Relocation:
+    """Copy slots to slots of another tier; answered by ``loop.relocations.settle``.
+
+    Attributes:
+        relocation_id: Names the copy.
+        sources: Slots that are read, all of one tier, and
+        targets: those that are written, pair by pair, all of another one.
+    """
+
+    relocation_id: int
+    sources: tuple[Location, ...]
+    targets: tuple[Location, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, for an executor: first apply ``released`` and ``tables``, start ``transfers``, then run the batch.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -109,6 +109,10 @@ class SlotLedger:
         self._free = [slot for slot in self._free if slot not in gone]
         self._leaving |= self._taken & gone
         self._there -= gone
+
+    def count_taken(self, slots: Collection[int]) -> int:
+        """How many of these slots were given and not freed."""
+        return sum(slot in slots for slot in self._taken)
 
     def is_leaving(self, location: Location) -> bool:
         """Whether a slot is taken, and gone when it is freed."""

@@ -32,7 +32,8 @@ def prefix_backup(view: View, step: Decision, num_spare_blocks: int) -> PrefixBa
     """
     if not view.tiers or view.num_empty_blocks == view.num_available_blocks:
         return None
-    tier, num_at_risk = view.tiers[0], blocks_for(view, view.max_batched_tokens)
+    tier = next((tier for tier in view.tiers if tier.num_free_slots), view.tiers[0])
+    num_at_risk = blocks_for(view, view.max_batched_tokens)
     if tier.num_outbound_blocks or view.num_empty_blocks >= num_at_risk:
         return None
     num_at_risk = min(num_at_risk, tier.num_free_slots)  # more would push out what was saved just before

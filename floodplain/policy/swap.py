@@ -51,11 +51,14 @@ class SwapBudget:
 
         They count as free while nobody holds them. That others may hold some of them already is not seen here.
         """
-        return self._free[self._view.tiers[0].tier] >= row.num_backed_blocks
+        return sum(self._free.values()) >= row.num_backed_blocks
 
     def hold_prefix(self, row: SequenceView) -> None:
         """A request fetches its prefix: the slots where that lies do not give way to others any more."""
-        self._free[self._view.tiers[0].tier] -= row.num_backed_blocks
+        missing = row.num_backed_blocks
+        for tier, num_free in self._free.items():  # where it lies is not seen here: the nearest first
+            self._free[tier] -= min(num_free, missing)
+            missing -= min(num_free, missing)
 
     def preempt(self, row: SequenceView, reason: Reason) -> tuple[Preemption, int]:
         """How a victim leaves, and how many blocks are free only when they are copied."""
@@ -89,11 +92,10 @@ class SwapBudget:
 
         Not of those that would compute again all the same: a copy holds blocks up until it ends.
         """
-        if not self._view.tiers:
+        tier = next((tier for tier in self._view.tiers if self._num_spare(tier) >= 1), None)
+        if tier is None:
             return ()
-        tier = self._view.tiers[0]
-        num_spare = self._free[tier.tier] - int(SLOTS_FOR_TURNS * tier.num_slots)
-        budget, orders = min(num_spare, self._link_budget(tier)), []
+        budget, orders = min(self._num_spare(tier), self._link_budget(tier)), []
         for row in victims:
             if budget < 1:
                 break
@@ -103,6 +105,10 @@ class SwapBudget:
                 orders.append(BackupOrder(row.seq_id, num_blocks, tier.tier))
                 budget -= num_blocks
         return tuple(orders)
+
+    def _num_spare(self, tier: TierView) -> int:
+        """Free slots of a tier that need not be left to those that really leave."""
+        return self._free[tier.tier] - int(SLOTS_FOR_TURNS * tier.num_slots)
 
     def _link_budget(self, tier: TierView) -> int:
         """Blocks that go over the link while a step runs, less those that are still on it or about to leave."""

@@ -136,17 +136,29 @@ class Departures:
         self, seq: Sequence, missing: list[tuple[int, BlockKey]], tier: Tier, kind: TransferKind, reason: Reason | None
     ) -> Transfer:
         state = self._state
-        backups = state.backups.begin_write(tier, [key for _, key in missing])
-        if backups is None:
-            raise InvariantError(f"{len(missing)} blocks shall go to {tier}, which has fewer slots")
+        backups = self._reserve([key for _, key in missing], tier)
         for backup in backups:
             state.keep_backup(seq, backup)
+            state.num_outbound_blocks[backup.location.tier] += 1
         blocks = tuple(seq.blocks[index] for index, _ in missing)
         state.ledger.pin(blocks)
         state.stale_sharing.add(seq.seq_id)
         seq.num_leaving += len(blocks)
-        state.num_outbound_blocks[tier] += len(blocks)
         return self._start(kind, _Departure(seq.seq_id, blocks, tuple(backups)), reason)
+
+    def _reserve(self, keys: list[BlockKey], tier: Tier) -> list[Backup]:
+        """Slots in ``tier``, and in others for what finds no room there.
+
+        The policy counted a slot in ``tier`` for each block without a kept backup. Some turned out to have one that
+        nobody kept, which took a slot of the tier where it lies: over all tiers there is room, if not in this one.
+        """
+        backups: list[Backup] = []
+        for one in (tier, *(other for other in self._state.backups.slots if other is not tier)):
+            num_blocks = min(len(keys) - len(backups), self._state.backups.num_available(one))
+            backups += self._state.backups.begin_write(one, keys[len(backups) :][:num_blocks]) or []
+        if len(backups) < len(keys):
+            raise InvariantError(f"{len(keys)} blocks shall go to {tier}, which has fewer slots, with all others too")
+        return backups
 
     def _start(self, kind: TransferKind, move: _Departure, reason: Reason | None) -> Transfer:
         transfer_id = self._next_id()

@@ -24,6 +24,7 @@ from floodplain.core.sequence import Sequence, Status
 from floodplain.policy.base import Policy
 from floodplain.runtime.apply import PlanBuilder
 from floodplain.runtime.moves import Moves
+from floodplain.runtime.relocations import Relocations
 from floodplain.runtime.state import Counters, LoopState
 from floodplain.runtime.view import ViewBuilder
 
@@ -37,12 +38,13 @@ class _Outstanding:
 
 
 class Loop:
-    """Owner of all sequences between submission and their last token."""
+    """Owner of all sequences between submission and their last token, and of ``relocations`` between tiers."""
 
     def __init__(self, state: LoopState, policy: Policy, seed: int = 0) -> None:
         self.state = state
         self.policy = policy
         self._rng = Random(seed)
+        self.relocations = Relocations(state)
         self._moves = Moves(state)
         self._views = ViewBuilder(state)
         self._plans = PlanBuilder(state, self._moves)

@@ -216,4 +216,5 @@ class ViewBuilder:
                 state.num_inbound_blocks[tier],
             )
             for tier, slots in state.backups.slots.items()
+            if slots.num_slots
         )
