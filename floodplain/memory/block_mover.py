@@ -12,10 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from floodplain.memory.digest import SEED, compute_digests, compute_weights
-from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.native.build import load_library
 from floodplain.memory.swap_slots import Slots
-from floodplain.memory.transfer import Direction
+from floodplain.memory.transfer import BlockStore, Direction
 
 SOURCE = Path(__file__).parent / "native" / "copy.cpp"
 _STAGING_BYTES = 4 * 2**20
@@ -42,13 +41,13 @@ class NativeMover:
         slots: Their slots.
     """
 
-    def __init__(self, library: ctypes.CDLL, pool: KVPool, slots: Slots) -> None:
+    def __init__(self, library: ctypes.CDLL, pool: BlockStore, slots: Slots) -> None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._move = library.move_blocks
         self._move.argtypes = [*[pointer] * 4, *[count] * 3, ctypes.c_int, ctypes.c_uint64]
         self._move.restype = None
         self._layers = np.array([words.data_ptr() for words in pool.words], dtype=np.uint64)
-        self._sizes = (pool.layout.num_layers, pool.layout.layer_block_words)
+        self._sizes = (len(pool.words), pool.words[0].shape[1])
         self._slots = slots
 
     def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
@@ -65,13 +64,13 @@ class NativeMover:
 class NumpyMover:
     """The same where nothing can be compiled: gather into a small staging buffer, digest, copy. See ``NativeMover``."""
 
-    def __init__(self, pool: KVPool, slots: Slots) -> None:
-        layout = pool.layout
+    def __init__(self, pool: BlockStore, slots: Slots) -> None:
         self._layers = [words.numpy() for words in pool.words]
+        num_layers, layer_words = len(self._layers), self._layers[0].shape[1]
         self._slots = slots
-        num_rows = max(1, _STAGING_BYTES // layout.block_bytes)
-        self._staging = np.empty((num_rows, layout.num_layers, layout.layer_block_words), dtype=np.int32)
-        self._weights = compute_weights(layout.num_layers * layout.layer_block_words)
+        num_rows = max(1, _STAGING_BYTES // pool.layout.block_bytes)
+        self._staging = np.empty((num_rows, num_layers, layer_words), dtype=np.int32)
+        self._weights = compute_weights(num_layers * layer_words)
 
     def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """See ``BlockMover``."""
@@ -87,19 +86,19 @@ class NumpyMover:
         for layer, words in enumerate(self._layers):
             staging[:, layer] = words[blocks]
         for row, slot in enumerate(slots.tolist()):
-            self._slots.part(slot, 1).numpy()[0] = staging[row]
+            self._slots.part(slot, 1).numpy().reshape(staging[row].shape)[:] = staging[row]
         return compute_digests(staging.reshape(len(staging), -1), self._weights)
 
     def _move_in(self, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         staging = self._staging[: len(blocks)]
         for row, slot in enumerate(slots.tolist()):
-            staging[row] = self._slots.part(slot, 1).numpy()[0]
+            staging[row] = self._slots.part(slot, 1).numpy().reshape(staging[row].shape)
         for layer, words in enumerate(self._layers):
             words[blocks] = staging[:, layer]
         return compute_digests(staging.reshape(len(staging), -1), self._weights)
 
 
-def open_mover(pool: KVPool, slots: Slots) -> BlockMover:
+def open_mover(pool: BlockStore, slots: Slots) -> BlockMover:
     """The faster one of those that this machine can run."""
     library = load_library(SOURCE, "numpy")
     return NumpyMover(pool, slots) if library is None else NativeMover(library, pool, slots)

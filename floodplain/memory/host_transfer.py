@@ -17,7 +17,6 @@ import numpy as np
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.block_mover import open_mover
-from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
@@ -25,9 +24,11 @@ from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
 from floodplain.memory.transfer import (
     BlockCopy,
+    BlockStore,
     CopyResult,
     Direction,
     LinkUse,
+    Pacer,
     check_copy,
     judge_inbound,
 )
@@ -73,7 +74,7 @@ class HostTransferEngine:
         link: Paces the copies; None lets them run as fast as this machine does.
     """
 
-    def __init__(self, pool: KVPool, slots: Slots, link: EmulatedLink | None = None) -> None:
+    def __init__(self, pool: BlockStore, slots: Slots, link: Pacer | None = None) -> None:
         self._pool = pool
         self._slots = slots
         self._link = link
@@ -193,7 +194,7 @@ class HostTransferEngine:
 class HostCopier:
     """Copies in the calling thread. See ``HostTransferEngine``."""
 
-    def __init__(self, pool: KVPool, slots: Slots) -> None:
+    def __init__(self, pool: BlockStore, slots: Slots) -> None:
         self._slots = slots
         self._mover = open_mover(pool, slots)
         self._block_bytes = pool.layout.block_bytes

@@ -25,12 +25,12 @@ class PeerSlots:
     Args:
         layout: Shape of the cache.
         chunk_slots: Slots of a chunk.
-        max_chunks: Most chunks at a time.
+        max_chunks: Chunks that can ever be; they are numbered from 0.
     """
 
     def __init__(self, layout: KVLayout, chunk_slots: int, max_chunks: int) -> None:
         self.layout = layout
-        self.chunk_slots = chunk_slots
+        self.chunk_slots, self.max_chunks = chunk_slots, max_chunks
         self.num_slots = chunk_slots * max_chunks
         self.digests = np.full(self.num_slots, EMPTY_DIGEST, dtype=np.int64)
         self._changed = threading.Condition()
@@ -48,21 +48,18 @@ class PeerSlots:
         """The numbers of a chunk's slots."""
         return range(chunk * self.chunk_slots, (chunk + 1) * self.chunk_slots)
 
-    def add(self, extent: Extent) -> int:
-        """Make a chunk of an extent, which belongs to the slots from now on; return its number.
+    def add(self, chunk: int, extent: Extent) -> None:
+        """Make an extent the memory of a chunk; it belongs to the slots from now on.
 
         Raises:
-            InvariantError: There are ``max_chunks`` already.
+            InvariantError: The chunk has memory already.
         """
         with self._changed:
-            free = [chunk for chunk in range(len(self._bases)) if chunk not in self._extents]
-            if not free:
-                raise InvariantError("there are as many chunks of slots as there can be")
-            chunk = free[0]
+            if chunk in self._extents:
+                raise InvariantError(f"chunk {chunk} of the slots has memory already")
             shape = (self.chunk_slots, self.layout.num_layers, self.layout.layer_block_words)
             words = extent.tensor(torch.int32, shape)
             self._extents[chunk], self._words[chunk], self._bases[chunk] = extent, words, words.data_ptr()
-            return chunk
 
     def remove(self, chunk: int) -> None:
         """Give a chunk's memory back once no copy uses it; what lay there is lost. A second call does nothing."""

@@ -6,15 +6,16 @@ digest, any subset of a sequence can return alone, and blocks bound for adjacent
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
 
@@ -24,6 +25,25 @@ class Direction(Enum):
 
     OUTBOUND = "outbound"
     INBOUND = "inbound"
+
+
+class BlockStore(Protocol):
+    """Where blocks are that are copied to slots: the KV pool, or slots of another tier.
+
+    Attributes:
+        layout: Shape of the cache.
+        words: A tensor for each layer, int32 [blocks, words of a layer's part of a block].
+    """
+
+    layout: KVLayout
+    words: tuple[torch.Tensor, ...]
+
+    def expect_backed(self, blocks: Iterable[int]) -> None:
+        """Guard every copy: touching memory that is not there would end the process.
+
+        Raises:
+            InvariantError: A block has no memory.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +89,17 @@ class LinkUse:
     num_copies: int
     num_blocks: int
     duration_s: float
+
+
+class Pacer(Protocol):
+    """A modelled link that copies wait for."""
+
+    def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
+        """Send copies of these sizes one after another, behind all that is booked already.
+
+        Returns:
+            When the last byte arrives, on the monotonic clock, and the seconds since the first one left.
+        """
 
 
 class TransferEngine(Protocol):
@@ -133,7 +164,7 @@ def split_into_batches(copy: BlockCopy, staging_blocks: int) -> Iterator[Batch]:
         yield Batch(order, blocks[order], slots[order], tuple(runs))
 
 
-def check_copy(copy: BlockCopy, pool: KVPool, slots: Slots) -> None:
+def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
     """Refuse a copy that would touch what is not there.
 
     Raises:

@@ -1,0 +1,232 @@
+"""The PEER tier of an engine: leases become slots, and what is recalled is emptied and given back in time.
+
+Everything happens at iteration boundaries but the last resort: when a deadline comes and the step loop has not been
+there, a thread of its own gives the memory back. What lay in it is a miss then, and is computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from floodplain.core.errors import UserError
+from floodplain.core.leases.client import LeaseClient
+from floodplain.core.leases.rows import Shard
+from floodplain.core.leases.states import Lease, LeaseId
+from floodplain.core.tiers import Tier
+from floodplain.memory.peer import PeerMemory
+from floodplain.memory.peer_slots import PeerSlots
+from floodplain.memory.slot_mover import HostSlotMover
+from floodplain.runtime.relocations import Relocations
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.02
+"""Between two looks at the leases: they change once a second."""
+MOST_IN_FLIGHT = 2
+BLOCKS_PER_RELOCATION = 16
+"""A relocation shares the links with everything else: a small one holds nothing up for long."""
+MARGIN_S = 0.25
+"""Before a deadline the memory goes, ready or not: a copy that is under way there must still end."""
+MOST_PENDING = 4
+"""Chunks that are asked for at a time."""
+
+
+@dataclass(slots=True)
+class PeerTotals:
+    """What happened since the start.
+
+    Attributes:
+        num_granted: Leases that became slots.
+        num_refused: Leases that could not be allocated.
+        num_returned: Leases that were emptied and given back.
+        num_forced: Leases whose memory went before it was empty.
+    """
+
+    num_granted: int = 0
+    num_refused: int = 0
+    num_returned: int = 0
+    num_forced: int = 0
+
+
+class PeerTier:
+    """See the module. ``at_boundary`` and ``close`` are the step loop's; ``hurry`` is any thread's.
+
+    Args:
+        client: Of the coordinator.
+        memory: Of the neighbours.
+        slots: Without memory at first.
+        mover: Between these slots and the host's; started.
+        relocations: Of the loop.
+        clock: Monotonic seconds.
+
+    Attributes:
+        totals: What happened since the start.
+    """
+
+    def __init__(
+        self,
+        client: LeaseClient,
+        memory: PeerMemory,
+        slots: PeerSlots,
+        mover: HostSlotMover,
+        relocations: Relocations,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.totals = PeerTotals()
+        self._client, self._memory, self._slots, self._mover = client, memory, slots, mover
+        self._relocations, self._clock = relocations, clock
+        self._next_look_s = float("-inf")
+        self._pending: set[int] = set()
+        self._lock = threading.Lock()  # over the two below, which the last resort changes too
+        self._held: dict[LeaseId, int] = {}
+        self._forced: list[int] = []
+        self._leaving: set[LeaseId] = set()
+
+    def at_boundary(self) -> None:
+        """Follow the coordinator: use what is granted, empty what is recalled. No step is outstanding."""
+        now = self._clock()
+        if now < self._next_look_s:
+            return
+        self._next_look_s = now + LOOK_S
+        for relocation_id, arrived in self._mover.poll():
+            self._relocations.settle(relocation_id, arrived)
+        self._bury_forced()
+        self._leave()
+        self._use_grants()
+        self._ask()
+        self._come_nearer()
+
+    def hurry(self) -> float | None:
+        """Give back what is due, ready or not; seconds until the next deadline, None if nothing is recalled."""
+        left_s = {lease_id: s for lease_id, s in self._client.to_free().items() if lease_id in self._held}
+        for lease_id in [lease_id for lease_id, s in left_s.items() if s <= MARGIN_S]:
+            del left_s[lease_id]
+            self._force(lease_id)
+        return min(left_s.values()) - MARGIN_S if left_s else None
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._mover.close()
+        for number in self._pending:
+            self._client.cancel(number)
+        with self._lock:
+            held, self._held = self._held, {}
+        for lease_id, chunk in held.items():
+            self._slots.remove(chunk)
+            self._client.freed(lease_id)
+
+    # -- recalls -----------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Empty what is recalled, the most urgent first; give back what is empty."""
+        left_s = self._client.to_free()
+        with self._lock:
+            leaving = sorted(self._held.keys() & left_s.keys(), key=lambda i: (left_s[i], i))
+            chunks = {lease_id: self._held[lease_id] for lease_id in leaving}
+        for lease_id, chunk in chunks.items():
+            slots = self._slots.slots_of(chunk)
+            if lease_id not in self._leaving:
+                self._leaving.add(lease_id)
+                self._relocations.retire_slots(Tier.PEER, slots)
+            if left_s[lease_id] <= MARGIN_S:
+                self._force(lease_id)
+                self._bury_forced()
+            elif self._evacuate(slots):
+                self._give_back(lease_id)
+
+    def _evacuate(self, slots: range) -> bool:
+        """Begin to copy some more away; whether nothing is left."""
+        while self._relocations.num_in_flight < MOST_IN_FLIGHT:
+            relocation = self._relocations.evacuate(Tier.PEER, slots, Tier.HOST, BLOCKS_PER_RELOCATION)
+            if relocation is None:
+                break
+            self._mover.submit(relocation)
+        return not self._relocations.count_taken(Tier.PEER, slots)
+
+    def _give_back(self, lease_id: LeaseId) -> None:
+        with self._lock:
+            chunk = self._held.pop(lease_id, None)
+        if chunk is not None:
+            self._slots.remove(chunk)
+            self._client.freed(lease_id)
+            self.totals.num_returned += 1
+        self._leaving.discard(lease_id)
+
+    def _force(self, lease_id: LeaseId) -> None:
+        """On any thread: the memory goes now. What the loop believes to lie there is buried at its next boundary."""
+        with self._lock:
+            chunk = self._held.pop(lease_id, None)
+            if chunk is None:
+                return
+            self._forced.append(chunk)
+        self._slots.remove(chunk)
+        self._client.freed(lease_id)
+        self.totals.num_forced += 1
+        logger.warning("lease %s was due before it was empty: what lay there is computed again", lease_id)
+
+    def _bury_forced(self) -> None:
+        with self._lock:
+            forced, self._forced = self._forced, []
+        for chunk in forced:
+            slots = self._slots.slots_of(chunk)
+            self._relocations.retire_slots(Tier.PEER, slots)
+            self._relocations.abandon(Tier.PEER, slots)
+        self._leaving &= self._held.keys()
+
+    # -- grants ------------------------------------------------------------------------------------------------------
+
+    def _use_grants(self) -> None:
+        for lease in self._client.to_allocate():
+            if lease.request in self._pending:
+                self._pending.remove(lease.request)
+                self._use(lease)
+
+    def _use(self, lease: Lease) -> None:
+        chunk = self._free_chunk()
+        try:
+            extent = None if chunk is None else self._memory.allocate(lease.producer, lease.num_bytes)
+            reason = f"{lease.producer} has no room for {lease.num_bytes} bytes"
+        except UserError as error:
+            extent, reason = None, str(error)
+        if chunk is None or extent is None:
+            self.totals.num_refused += 1
+            logger.warning("lease %s is of no use: %s", lease.lease_id, reason)
+            self._client.refused(lease.lease_id, reason)
+            return
+        self._client.allocated(lease.lease_id)
+        self._slots.add(chunk, extent)
+        with self._lock:
+            self._held[lease.lease_id] = chunk
+        self._relocations.add_slots(Tier.PEER, self._slots.slots_of(chunk))
+        self.totals.num_granted += 1
+
+    def _free_chunk(self) -> int | None:
+        """A chunk without memory, of which the loop believes nothing any more."""
+        used = {*self._held.values(), *self._forced}
+        chunks = (chunk for chunk in range(self._slots.max_chunks) if chunk not in used)
+        is_free = (
+            chunk for chunk in chunks if not self._relocations.count_taken(Tier.PEER, self._slots.slots_of(chunk))
+        )
+        return next(is_free, None)
+
+    def _ask(self) -> None:
+        """Want as many chunks as there can be, a few at a time; none while somebody wants some back."""
+        self._pending &= set(self._client.pending())
+        if self._leaving:
+            return
+        page_bytes = self._memory.page_bytes
+        shard = Shard(-(-self._slots.chunk_bytes // page_bytes) * page_bytes)
+        num_missing = self._slots.max_chunks - len(self._held) - len(self._forced) - len(self._pending)
+        for _ in range(min(num_missing, MOST_PENDING - len(self._pending))):
+            self._pending.add(self._client.ask([shard]))
+
+    def _come_nearer(self) -> None:
+        """In the background, what went to the host while the neighbours had no room comes back."""
+        if not self._leaving and not self._relocations.num_in_flight:
+            relocation = self._relocations.bring_nearer(Tier.HOST, Tier.PEER, BLOCKS_PER_RELOCATION)
+            if relocation is not None:
+                self._mover.submit(relocation)

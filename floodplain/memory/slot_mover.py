@@ -1,0 +1,114 @@
+"""Copies slots of a tier to slots of another one and back, beside everything else, each block proven by its digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+
+from floodplain.core.plan import Relocation
+from floodplain.core.tiers import Tier
+from floodplain.memory.emulated_link import EmulatedLink
+from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
+from floodplain.memory.transfer import BlockCopy, Direction
+
+
+class LinkPair:
+    """The way between two tiers when each has a link to the device: over both of them, one after the other.
+
+    Args:
+        near: Of the tier that is copied from when a copy is OUTBOUND.
+        far: Of the other one.
+    """
+
+    def __init__(self, near: EmulatedLink, far: EmulatedLink) -> None:
+        self._near, self._far = near, far
+
+    def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
+        """See ``EmulatedLink.book``; pieces follow each other, so the slower link counts."""
+        opposite = Direction.INBOUND if direction is Direction.OUTBOUND else Direction.OUTBOUND
+        legs = [self._near.book(opposite, sizes_bytes), self._far.book(direction, sizes_bytes)]
+        return max(ready_s for ready_s, _ in legs), max(busy_s for _, busy_s in legs)
+
+
+class _SlotPool:
+    """Slots of one buffer as a ``BlockStore``: blocks of a single layer."""
+
+    def __init__(self, slots: SwapSlots) -> None:
+        self.layout = slots.layout
+        self.words: tuple[torch.Tensor, ...] = (slots.words.view(slots.num_slots, -1),)
+        self._slots = slots
+
+    def expect_backed(self, blocks: Iterable[int]) -> None:
+        """See ``BlockStore.expect_backed``."""
+        self._slots.check(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    relocation: Relocation
+    expected: np.ndarray
+
+
+class HostSlotMover:
+    """See the module: between a buffer in this host's memory and slots elsewhere. One thread submits and polls.
+
+    Args:
+        host: The buffer.
+        peer: The slots elsewhere.
+        link: Paces the copies; None lets them run as fast as this machine does.
+    """
+
+    def __init__(self, host: SwapSlots, peer: Slots, link: LinkPair | None = None) -> None:
+        self._host, self._peer = host, peer
+        self._engine = HostTransferEngine(_SlotPool(host), peer, link)
+        self._open: dict[int, _Open] = {}
+        self.moved_bytes = {Tier.HOST: 0, Tier.PEER: 0}
+        """Copied so far, by the tier that they went to."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the blocks."""
+        return self._host.layout
+
+    def start(self) -> Self:
+        """Start the copy threads; returns the mover."""
+        self._engine.start()
+        return self
+
+    def submit(self, relocation: Relocation) -> None:
+        """Begin to copy, and return at once."""
+        to_peer = relocation.targets[0].tier is Tier.PEER
+        far, near = (relocation.targets, relocation.sources) if to_peer else (relocation.sources, relocation.targets)
+        direction = Direction.OUTBOUND if to_peer else Direction.INBOUND
+        copy = BlockCopy(direction, tuple(one.slot for one in near), tuple(one.slot for one in far))
+        expected = self._host.digests[list(copy.blocks)] if to_peer else self._peer.digests[list(copy.slots)]
+        self._open[relocation.relocation_id] = _Open(relocation, expected)
+        self._engine.submit(relocation.relocation_id, copy)
+
+    def poll(self) -> list[tuple[int, tuple[bool, ...]]]:
+        """Relocations that ended since the last call: (id, whether each block arrived whole)."""
+        return [self._settle(result.transfer_id, result.digests) for result in self._engine.poll()]
+
+    def close(self) -> None:
+        """Let the copies in flight end, then stop."""
+        self._engine.close()
+
+    def _settle(self, relocation_id: int, digests: Sequence[int]) -> tuple[int, tuple[bool, ...]]:
+        """A block arrived if what was copied has the digest that was stored when it left the device."""
+        one = self._open.pop(relocation_id)
+        found = np.asarray(digests, dtype=np.int64)
+        is_whole = (found == one.expected) & (found != EMPTY_DIGEST)
+        target = one.relocation.targets[0].tier
+        slots = np.array([location.slot for location in one.relocation.targets], dtype=np.int64)
+        if target is Tier.HOST:
+            self._host.digests[slots] = np.where(is_whole, found, EMPTY_DIGEST)
+        else:  # those that arrived were noted where they were copied
+            self._peer.digests[slots[~is_whole]] = EMPTY_DIGEST
+        self.moved_bytes[target] += len(slots) * self.layout.block_bytes
+        return relocation_id, tuple(is_whole.tolist())
