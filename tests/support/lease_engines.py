@@ -1,0 +1,184 @@
+"""Engines of the lease world: they lend and borrow by what they were told, and their bytes are really taken.
+
+What is physically allocated is kept here: an allocation, or a growth of a pool, that finds no room fails the run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from floodplain.core.leases.borrower import Borrower
+from floodplain.core.leases.lender import Lender
+from floodplain.core.leases.member import MemberSide
+from floodplain.core.leases.messages import Message, Observe
+from floodplain.core.leases.rows import Shard
+from floodplain.core.leases.states import Lease, LeaseId
+
+BEAT_S = 1.0
+DEADLINE_S = 4.0
+CAPACITY = 16
+
+
+class Timeline:
+    """What is to happen, and when; ``now`` is the time of what happens."""
+
+    def __init__(self) -> None:
+        self.now, self._num_events = 0.0, 0
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
+
+    def after(self, delay_s: float, happen: Callable[[], object]) -> None:
+        """Let it happen so many seconds from now."""
+        self._num_events += 1
+        heapq.heappush(self._events, (self.now + delay_s, self._num_events, happen))
+
+    def run(self, seconds: float) -> Iterator[None]:
+        """Everything that happens until ``seconds`` from now; one step for each."""
+        end_s = self.now + seconds
+        while self._events and self._events[0][0] <= end_s:
+            self.now, _, happen = heapq.heappop(self._events)
+            happen()
+            yield
+        self.now = end_s
+
+
+@dataclass(eq=False)
+class Process:
+    """An engine with a device, which lends, or borrows.
+
+    Attributes:
+        side: What it knows.
+        is_producer: Whether it has a device to lend.
+        own_bytes: Of its device, taken by its own pool.
+        goal_bytes: Producer: how much it wants to lend; consumer: how much it wants to have borrowed.
+        taken: What it has allocated on others' devices.
+        leaving: What it says that it has freed, and the driver has not taken back yet.
+        stopped_until_s: It does nothing before.
+        lives: False after SIGKILL.
+    """
+
+    side: MemberSide
+    is_producer: bool
+    own_bytes: int = 0
+    goal_bytes: int = 0
+    taken: dict[LeaseId, Lease] = field(default_factory=dict)
+    leaving: dict[LeaseId, Lease] = field(default_factory=dict)
+    stopped_until_s: float = 0.0
+    lives: bool = True
+
+    def __post_init__(self) -> None:
+        self.lender = Lender(self.side, CAPACITY, DEADLINE_S)
+        self.borrower = Borrower(self.side)
+
+    def die(self) -> None:
+        """What it had allocated goes with it."""
+        self.lives = False
+        self.taken.clear()
+        self.leaving.clear()
+        self.own_bytes = 0
+
+
+class Engines:
+    """All processes, and what they do at a beat.
+
+    Args:
+        random: Decides what they want.
+        time: When they do it.
+
+    Attributes:
+        processes: The last one that was started under each name.
+        zombies: Those before it that may still live.
+        wants_change: Whether they come to want more or less.
+    """
+
+    def __init__(self, random: Random, time: Timeline) -> None:
+        self.random, self.time = random, time
+        self.processes: dict[str, Process] = {}
+        self.zombies: list[Process] = []
+        self.wants_change = True
+
+    @property
+    def living(self) -> list[Process]:
+        """Processes that have their bytes, whether they are stopped or not."""
+        return [process for process in (*self.processes.values(), *self.zombies) if process.lives]
+
+    def foreign_bytes(self, producer: str) -> int:
+        """What others really hold of a device."""
+        taken = (lease for process in self.living for lease in (*process.taken.values(), *process.leaving.values()))
+        return sum(lease.num_bytes for lease in taken if lease.producer == producer)
+
+    def allocatable_bytes(self, producer: str) -> int:
+        """What consumers believe that they may allocate now."""
+        leases = (lease for process in self.living for lease in process.borrower.to_allocate(self.time.now))
+        return sum(lease.num_bytes for lease in leases if lease.producer == producer)
+
+    def act(self, process: Process) -> Iterator[Message]:
+        """One beat of a process: what it does with its bytes, and what it says."""
+        if self.wants_change and self.random.random() < 0.1:
+            process.goal_bytes = self.random.randint(0, CAPACITY)
+        yield process.side.greeting()
+        yield from self._lend(process) if process.is_producer else self._borrow(process)
+
+    def _lend(self, process: Process) -> Iterator[Message]:
+        """Its pool gives way to what it wants to lend, and takes what is not promised: there must be room."""
+        lender, foreign = process.lender, self.foreign_bytes(process.side.name)
+        lender.target_bytes = process.goal_bytes
+        process.own_bytes = min(process.own_bytes, CAPACITY - process.goal_bytes)
+        allowed = min(CAPACITY - lender.promised_bytes, CAPACITY - process.goal_bytes)
+        if allowed > process.own_bytes:
+            assert allowed + foreign <= CAPACITY, "a consumer holds what the producer never promised, or has got back"
+            process.own_bytes = allowed
+        message = lender.say(process.own_bytes, foreign)
+        if message is not None:
+            yield message
+        if any(lease.is_owed for lease in process.side.lent()):  # it looks whenever it can, though it sees nothing
+            yield Observe(process.side.name, process.side.stamp, foreign)
+
+    def _borrow(self, process: Process) -> Iterator[Message]:
+        self._free(process)
+        self._allocate(process)
+        wanted = process.goal_bytes - sum(lease.num_bytes for lease in process.taken.values())
+        if wanted > 0 and not process.side.open_requests:
+            process.borrower.ask(self._shards(wanted))
+        elif self.random.random() < 0.1:
+            for number in list(process.side.open_requests):
+                process.borrower.cancel(number)
+        yield from process.borrower.say()
+
+    def _shards(self, wanted: int) -> list[Shard]:
+        producers = [name for name, process in self.processes.items() if process.is_producer]
+        names = [None, *self.random.sample(producers, 1)]
+        first = self.random.randint(1, wanted)
+        sizes = [first] if self.random.random() < 0.5 or first == wanted else [first, wanted - first]
+        return [Shard(min(size, CAPACITY), self.random.choice(names)) for size in sizes]
+
+    def _allocate(self, process: Process) -> None:
+        for lease in process.borrower.to_allocate(self.time.now):
+            dice = self.random.random()
+            if dice < 0.1:
+                process.borrower.refused(lease.lease_id, "no range is free")
+            elif dice < 0.8:
+                room = CAPACITY - self.processes[lease.producer].own_bytes - self.foreign_bytes(lease.producer)
+                assert room >= lease.num_bytes, "granted bytes are not there"
+                assert lease.lease_id not in process.taken, "a lease was allocated twice"
+                process.taken[lease.lease_id] = lease
+                process.borrower.allocated(lease.lease_id)
+
+    def _free(self, process: Process) -> None:
+        """What is recalled, by its deadline at the latest; what is too much, sooner or later."""
+        assert set(process.borrower.allocated_ids) == set(process.taken)
+        for lease_id, due_s in process.borrower.to_free().items():
+            if self.random.random() < 0.3 or due_s <= self.time.now + BEAT_S:
+                self._give_back(process, lease_id)
+        too_much = sum(lease.num_bytes for lease in process.taken.values()) - process.goal_bytes
+        for lease_id, lease in list(process.taken.items()):
+            if lease.num_bytes <= too_much:
+                too_much -= lease.num_bytes
+                self._give_back(process, lease_id)
+
+    def _give_back(self, process: Process, lease_id: LeaseId) -> None:
+        process.leaving[lease_id] = process.taken.pop(lease_id)
+        process.borrower.freed(lease_id)
+        self.time.after(self.random.random() * BEAT_S, lambda: process.leaving.pop(lease_id, None))
