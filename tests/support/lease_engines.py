@@ -6,6 +6,7 @@ What is physically allocated is kept here: an allocation, or a growth of a pool,
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -104,15 +105,21 @@ class Engines:
         """Processes that have their bytes, whether they are stopped or not."""
         return [process for process in (*self.processes.values(), *self.zombies) if process.lives]
 
-    def foreign_bytes(self, producer: str) -> int:
-        """What others really hold of a device."""
-        taken = (lease for process in self.living for lease in (*process.taken.values(), *process.leaving.values()))
-        return sum(lease.num_bytes for lease in taken if lease.producer == producer)
+    def foreign_bytes(self) -> Counter[str]:
+        """What others really hold of each device."""
+        held: Counter[str] = Counter()
+        for process in self.living:
+            for lease in (*process.taken.values(), *process.leaving.values()):
+                held[lease.producer] += lease.num_bytes
+        return held
 
-    def allocatable_bytes(self, producer: str) -> int:
-        """What consumers believe that they may allocate now."""
-        leases = (lease for process in self.living for lease in process.borrower.to_allocate(self.time.now))
-        return sum(lease.num_bytes for lease in leases if lease.producer == producer)
+    def allocatable_bytes(self) -> Counter[str]:
+        """What consumers believe that they may allocate now, on each device."""
+        allocatable: Counter[str] = Counter()
+        for process in self.living:
+            for lease in process.borrower.to_allocate(self.time.now):
+                allocatable[lease.producer] += lease.num_bytes
+        return allocatable
 
     def act(self, process: Process) -> Iterator[Message]:
         """One beat of a process: what it does with its bytes, and what it says."""
@@ -123,7 +130,7 @@ class Engines:
 
     def _lend(self, process: Process) -> Iterator[Message]:
         """Its pool gives way to what it wants to lend, and takes what is not promised: there must be room."""
-        lender, foreign = process.lender, self.foreign_bytes(process.side.name)
+        lender, foreign = process.lender, self.foreign_bytes()[process.side.name]
         lender.target_bytes = process.goal_bytes
         process.own_bytes = min(process.own_bytes, CAPACITY - process.goal_bytes)
         allowed = min(CAPACITY - lender.promised_bytes, CAPACITY - process.goal_bytes)
@@ -160,7 +167,7 @@ class Engines:
             if dice < 0.1:
                 process.borrower.refused(lease.lease_id, "no range is free")
             elif dice < 0.8:
-                room = CAPACITY - self.processes[lease.producer].own_bytes - self.foreign_bytes(lease.producer)
+                room = CAPACITY - self.processes[lease.producer].own_bytes - self.foreign_bytes()[lease.producer]
                 assert room >= lease.num_bytes, "granted bytes are not there"
                 assert lease.lease_id not in process.taken, "a lease was allocated twice"
                 process.taken[lease.lease_id] = lease

@@ -76,23 +76,22 @@ class LeaseWorld:
             process.goal_bytes = 0
         self.run(6 * TTL_S)
         assert not self.stored_leases, f"still lent: {self.stored_leases}"
+        assert not self.engines.foreign_bytes().total(), "bytes stay taken"
         for name, process in self.engines.processes.items():
             offered = self.stored_members[name].offered_bytes
-            assert not self.engines.foreign_bytes(name), "bytes stay taken"
             assert not offered, f"{name} still puts up {offered} bytes"
             assert not process.is_producer or process.own_bytes == CAPACITY, "a producer did not get its bytes back"
 
     def check(self) -> None:
-        """The laws: leased is at most offered; what others hold, or may allocate now, is leased."""
-        if self.book is not None:
-            self.book.rows.check_integrity()
+        """The laws: what others hold, or may allocate now, is leased; a producer has room for its pool."""
+        leased: Counter[str] = Counter()
+        for lease in self.stored_leases.values():
+            leased[lease.producer] += lease.num_bytes
+        foreign, allocatable = self.engines.foreign_bytes(), self.engines.allocatable_bytes()
         for name, process in self.engines.processes.items():
-            leased = sum(lease.num_bytes for lease in self.stored_leases.values() if lease.producer == name)
-            foreign = self.engines.foreign_bytes(name)
-            held = foreign + self.engines.allocatable_bytes(name)
-            assert held <= leased, f"others hold, or may take, {held} bytes of {name}, and {leased} are leased"
-            if process.is_producer:
-                assert process.own_bytes + foreign <= CAPACITY
+            held = foreign[name] + allocatable[name]
+            assert held <= leased[name], f"others hold, or may take, {held} bytes of {name}: {leased[name]} are leased"
+            assert process.own_bytes + foreign[name] <= CAPACITY
 
     # -- what processes do, and what goes wrong with them ------------------------------------------------------------
 
@@ -191,7 +190,9 @@ class LeaseWorld:
         self.book = LeaseBook(TTL_S, self.time.now, self.stored_members.values(), self.stored_leases.values())
 
     def _commit(self, message: Message | None, before: dict[str, Member]) -> None:
+        """Leased is at most offered; only what is stored is told."""
         assert self.book is not None
+        self.book.rows.check_integrity()
         changes = self.book.take_changes()
         for member in changes.members:
             old = before.get(member.name)
