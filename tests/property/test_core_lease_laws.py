@@ -17,7 +17,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.leases import borrowing, lending, roster, states
 from floodplain.core.leases.lender import Lender
 from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Join, Message, Observe, Report, Request
+from floodplain.core.leases.messages import Heartbeat, Join, Message, Observe, Report, Request
 from floodplain.core.leases.roster import Roster
 from floodplain.core.leases.rows import Reply
 from floodplain.core.leases.states import TRANSITIONS, Lease, LeaseEvent, LeaseState, Outcome
@@ -32,12 +32,22 @@ FAULTS = st.builds(
     doubled=PARTS,
     max_delay_s=st.sampled_from([0.1, 5.0, 40.0]),
     stops_per_s=RATES,
+    cuts_per_s=RATES,
     kills_per_s=RATES,
     crashes_per_s=RATES,
 )
-ALL = Faults(lost=0.1, doubled=0.1, max_delay_s=15.0, stops_per_s=0.01, kills_per_s=0.01, crashes_per_s=0.01)
+ALL = Faults(
+    lost=0.1,
+    doubled=0.1,
+    max_delay_s=15.0,
+    stops_per_s=0.01,
+    cuts_per_s=0.01,
+    kills_per_s=0.01,
+    crashes_per_s=0.01,
+)
 LATE = Faults(lost=0.1, doubled=0.3, max_delay_s=40.0, stops_per_s=0.03)
-CRASHES = Faults(lost=0.3, max_delay_s=20.0, stops_per_s=0.02, crashes_per_s=0.1)
+CUTS = Faults(doubled=0.5, max_delay_s=15.0, cuts_per_s=0.05)
+CRASHES = Faults(lost=0.1, max_delay_s=5.0, cuts_per_s=0.03, crashes_per_s=0.1)
 
 
 def run(seed: int, faults: Faults) -> Counter[str]:
@@ -73,8 +83,8 @@ def test_everything_happens_in_that_world() -> None:
     }
     answers |= {"Join applied", "Join deferred", "Request deferred"}
     assert answers <= set(seen), f"never seen: {answers - set(seen)}"
-    faults = {"killed", "stopped", "replaced", "crashed", "crashed before a commit", "taken for dead", "overdue"}
-    assert faults <= set(seen)
+    faults = {"killed", "stopped", "cut off", "replaced", "crashed", "crashed before a commit", "taken for dead"}
+    assert faults | {"overdue"} <= set(seen)
 
 
 def _settle_without_a_look(patch: pytest.MonkeyPatch) -> None:
@@ -132,6 +142,16 @@ def _consumers_allocate_whatever_the_time(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemberSide, "may_allocate", may_allocate)
 
 
+def _consumers_count_from_when_an_answer_came(patch: pytest.MonkeyPatch) -> None:
+    def learn(side: MemberSide, message: Message, reply: Reply, sent_s: float, now: float) -> None:
+        original(side, message, reply, sent_s, now)
+        if isinstance(message, Join | Heartbeat) and reply.outcome is Outcome.APPLIED:
+            side._alive_until_s = max(side._alive_until_s, now + side.ttl_s)
+
+    original = MemberSide.learn
+    patch.setattr(MemberSide, "learn", learn)
+
+
 def _old_answers_are_news(patch: pytest.MonkeyPatch) -> None:
     def learn_life(side: MemberSide, message: Message, reply: Reply, sent_s: float) -> bool:
         original(side, message, reply, sent_s)
@@ -176,10 +196,11 @@ def _freed_bytes_are_settled_at_once(patch: pytest.MonkeyPatch) -> None:
 BROKEN_RULES = [
     (_settle_without_a_look, ALL),
     (_settled_bytes_stay_put_up, ALL),
-    (_an_allocation_leaves_the_producers_row, LATE),
+    (_an_allocation_leaves_the_producers_row, CUTS),
     (_a_new_process_replaces_one_that_may_live, ALL),
     (_requests_are_granted_whenever_they_come, LATE),
     (_consumers_allocate_whatever_the_time, ALL),
+    (_consumers_count_from_when_an_answer_came, CUTS),
     (_old_answers_are_news, LATE),
     (_a_restart_takes_all_for_dead, CRASHES),
     (_offers_under_way_are_not_promised, ALL),

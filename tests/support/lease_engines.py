@@ -18,6 +18,7 @@ from floodplain.core.leases.messages import Message, Observe
 from floodplain.core.leases.rows import Shard
 from floodplain.core.leases.states import Lease, LeaseId
 
+TTL_S = 10.0
 BEAT_S = 1.0
 DEADLINE_S = 4.0
 CAPACITY = 16
@@ -52,21 +53,27 @@ class Process:
     Attributes:
         side: What it knows.
         is_producer: Whether it has a device to lend.
+        haste: How likely it is to allocate at a beat what it was granted.
         own_bytes: Of its device, taken by its own pool.
         goal_bytes: Producer: how much it wants to lend; consumer: how much it wants to have borrowed.
         taken: What it has allocated on others' devices.
         leaving: What it says that it has freed, and the driver has not taken back yet.
         stopped_until_s: It does nothing before.
+        cut_since_s: When the coordinator could be reached for the last time before ``cut_until_s``.
+        cut_until_s: Nothing that it says, and no answer to it, is carried before.
         lives: False after SIGKILL.
     """
 
     side: MemberSide
     is_producer: bool
+    haste: float = 0.8
     own_bytes: int = 0
     goal_bytes: int = 0
     taken: dict[LeaseId, Lease] = field(default_factory=dict)
     leaving: dict[LeaseId, Lease] = field(default_factory=dict)
     stopped_until_s: float = 0.0
+    cut_since_s: float = 0.0
+    cut_until_s: float = 0.0
     lives: bool = True
 
     def __post_init__(self) -> None:
@@ -164,14 +171,20 @@ class Engines:
     def _allocate(self, process: Process) -> None:
         for lease in process.borrower.to_allocate(self.time.now):
             dice = self.random.random()
-            if dice < 0.1:
+            if dice < 0.1 * process.haste:
                 process.borrower.refused(lease.lease_id, "no range is free")
-            elif dice < 0.8:
+            elif dice < process.haste:
                 room = CAPACITY - self.processes[lease.producer].own_bytes - self.foreign_bytes()[lease.producer]
                 assert room >= lease.num_bytes, "granted bytes are not there"
                 assert lease.lease_id not in process.taken, "a lease was allocated twice"
+                self._check_is_heard_of(process)
                 process.taken[lease.lease_id] = lease
                 process.borrower.allocated(lease.lease_id)
+
+    def _check_is_heard_of(self, process: Process) -> None:
+        """Who is cut off allocates nothing new after a TTL, even if nobody else wants the bytes."""
+        now = self.time.now
+        assert now >= process.cut_until_s or now <= process.cut_since_s + TTL_S, "it is cut off, and allocates"
 
     def _free(self, process: Process) -> None:
         """What is recalled, by its deadline at the latest; what is too much, sooner or later."""

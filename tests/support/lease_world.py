@@ -1,8 +1,8 @@
 """A world for the lease protocol, by seed: devices whose bytes are really taken, processes that die, a network.
 
-Messages are late, lost and doubled; processes are stopped, killed and replaced; the coordinator dies, also between a
-change and its commit, and starts again from its store. Everybody acts on what it was told. What is physically allocated
-is kept beside it, and the laws are about that.
+Messages are late, lost and doubled; processes are stopped, killed, replaced, and cut off from the coordinator; the
+coordinator dies, also between a change and its commit, and starts again from its store. Everybody acts on what it was
+told. What is physically allocated is kept beside it, and the laws are about that.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from floodplain.core.leases.member import MemberSide
 from floodplain.core.leases.messages import Leave, Message
 from floodplain.core.leases.rows import Member, Reply
 from floodplain.core.leases.states import TRANSITIONS, Lease, LeaseId
-from tests.support.lease_engines import BEAT_S, CAPACITY, Engines, Process, Timeline
-
-TTL_S = 10.0
+from tests.support.lease_engines import BEAT_S, CAPACITY, TTL_S, Engines, Process, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,7 @@ class Faults:
         doubled: Part of all messages, either way.
         max_delay_s: Of a message, either way; so they overtake each other.
         stops_per_s: Of every process, for up to three TTLs; of some consumers another process takes the name meanwhile.
+        cuts_per_s: Of every process from the coordinator, likewise; it goes on, and what was under way arrives.
         kills_per_s: Of every process; another of its name is started soon.
         crashes_per_s: Of the coordinator.
     """
@@ -39,6 +38,7 @@ class Faults:
     doubled: float = 0.0
     max_delay_s: float = 0.1
     stops_per_s: float = 0.0
+    cuts_per_s: float = 0.0
     kills_per_s: float = 0.0
     crashes_per_s: float = 0.0
 
@@ -101,7 +101,8 @@ class LeaseWorld:
 
     def _start(self, name: str, is_producer: bool) -> None:
         instance = f"{name}-{self.random.getrandbits(64):016x}"
-        process = Process(MemberSide(name, instance, TTL_S), is_producer)
+        haste = self.random.choice((0.8, 0.1))
+        process = Process(MemberSide(name, instance, TTL_S), is_producer, haste)
         self.engines.processes[name] = process
         self.time.after(self.random.random() * BEAT_S, lambda: self._beat(process))
 
@@ -113,6 +114,8 @@ class LeaseWorld:
             return
         if self._is_hit(self.faults.stops_per_s):
             self._stop(process)
+        if self._is_hit(self.faults.cuts_per_s):
+            self._cut_off(process)
         if process.stopped_until_s > self.time.now:
             self.time.after(process.stopped_until_s - self.time.now, lambda: self._beat(process))
             return
@@ -132,6 +135,21 @@ class LeaseWorld:
     def _stop(self, process: Process) -> None:
         self.seen["stopped"] += 1
         process.stopped_until_s = self.time.now + self.random.random() * 3 * TTL_S
+        self._take_name(process)
+
+    def _cut_off(self, process: Process) -> None:
+        if self._is_cut_off(process):
+            return
+        self.seen["cut off"] += 1
+        process.cut_since_s = self.time.now
+        process.cut_until_s = self.time.now + self.random.random() * 3 * TTL_S
+        self._take_name(process)
+
+    def _is_cut_off(self, process: Process) -> bool:
+        return self.time.now < process.cut_until_s
+
+    def _take_name(self, process: Process) -> None:
+        """Of some consumers that nobody hears of another process takes the name."""
         name = process.side.name
         if not process.is_producer and self.engines.processes[name] is process and self.random.random() < 0.3:
             self.seen["replaced"] += 1
@@ -142,9 +160,12 @@ class LeaseWorld:
 
     def _send(self, process: Process, message: Message) -> None:
         sent_s = self.time.now
-        self._carry(lambda: self._receive(process, message, sent_s))
+        self._carry(process, lambda: self._receive(process, message, sent_s))
 
-    def _carry(self, deliver: Callable[[], object]) -> None:
+    def _carry(self, process: Process, deliver: Callable[[], object]) -> None:
+        """To the coordinator from a process, or back."""
+        if self._is_cut_off(process):
+            return
         for _ in range(2 if self.random.random() < self.faults.doubled else 1):
             if self.random.random() >= self.faults.lost:
                 self.time.after(self.random.random() ** 4 * self.faults.max_delay_s, deliver)  # most are quick
@@ -169,7 +190,7 @@ class LeaseWorld:
             self._crash()
             return
         self._commit(message, before)
-        self._carry(lambda: self._answer(process, message, reply, sent_s))
+        self._carry(process, lambda: self._answer(process, message, reply, sent_s))
 
     def _tick(self) -> None:
         if self.book is not None:
@@ -184,7 +205,7 @@ class LeaseWorld:
     def _crash(self) -> None:
         self.seen["crashed"] += 1
         self.book = None
-        self.time.after(self.random.random() * TTL_S, self._restart)
+        self.time.after(self.random.random() ** 3 * TTL_S, self._restart)
 
     def _restart(self) -> None:
         self.book = LeaseBook(TTL_S, self.time.now, self.stored_members.values(), self.stored_leases.values())
