@@ -153,8 +153,8 @@ def _consumers_count_from_when_an_answer_came(patch: pytest.MonkeyPatch) -> None
 
 
 def _old_answers_are_news(patch: pytest.MonkeyPatch) -> None:
-    def learn_life(side: MemberSide, message: Message, reply: Reply, sent_s: float) -> bool:
-        original(side, message, reply, sent_s)
+    def learn_life(side: MemberSide, message: Message, reply: Reply, sent_s: float, now: float) -> bool:
+        original(side, message, reply, sent_s, now)
         return True
 
     original = MemberSide._learn_life

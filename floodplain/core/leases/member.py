@@ -81,10 +81,11 @@ class MemberSide:
         """An answer came, at ``now``, to a message that was sent at ``sent_s``; perhaps late, perhaps once more.
 
         A lease that has ended and is forgotten must not come back with a late answer, or it would be allocated twice.
-        So leases that are new here are believed only in answers that nothing newer has overtaken.
+        So leases that are new here are believed only in lists that were asked for after the last such list came: of two
+        that were under way together nobody here knows which one the coordinator wrote first.
         """
         self._learn_row(reply.member)
-        is_news = self._learn_life(message, reply, sent_s) or (
+        is_news = self._learn_life(message, reply, sent_s, now) or (
             isinstance(message, Request) and message.number in self.open_requests
         )
         for lease in reply.leases:
@@ -97,8 +98,8 @@ class MemberSide:
         if self.row is None or row.revision > self.row.revision:
             self.row = row
 
-    def _learn_life(self, message: Message, reply: Reply, sent_s: float) -> bool:
-        """Whether this is the newest list of everything that concerns it."""
+    def _learn_life(self, message: Message, reply: Reply, sent_s: float, now: float) -> bool:
+        """Whether this is surely the newest list of everything that concerns it."""
         if not isinstance(message, Join | Heartbeat):
             return False
         if reply.outcome is not Outcome.APPLIED:
@@ -109,7 +110,7 @@ class MemberSide:
         self._alive_until_s = max(self._alive_until_s, sent_s + self.ttl_s)
         if sent_s <= self._told_s:
             return False
-        self._told_s = sent_s
+        self._told_s = now
         told = {lease.lease_id for lease in reply.leases}
         self.known = {i: known for i, known in self.known.items() if i in told or known.learned_s >= sent_s}
         return True

@@ -1,0 +1,61 @@
+"""One member beside a book, its messages carried by hand: what it believes when answers are late or it is."""
+
+from __future__ import annotations
+
+from floodplain.core.leases.book import LeaseBook
+from floodplain.core.leases.borrower import Borrower
+from floodplain.core.leases.member import MemberSide
+from floodplain.core.leases.messages import Heartbeat, Join, Message, Observe, Offer
+from floodplain.core.leases.rows import Shard
+from floodplain.core.leases.states import LeaseId
+
+TTL_S = 10.0
+
+
+class Desk:
+    """A book with a producer that has put up ten bytes, and a consumer with a lease of six of them, at second 0."""
+
+    def __init__(self) -> None:
+        self.book = LeaseBook(TTL_S, now=0.0)
+        for message in (Join("p", "p-1"), Join("c", "c-1")):
+            self.book.handle(message, 0.0)
+        self.book.handle(Offer("p", self.book.rows.members["p"].stamp, 10), 0.0)
+        self.side = MemberSide("c", "c-1", TTL_S)
+        self.borrower = Borrower(self.side)
+        self.say(self.side.greeting(), 0.0)
+        self.borrower.ask([Shard(6)])
+        self.say_all(0.0)
+
+    def say(self, message: Message, now: float) -> None:
+        """It arrives at once, and so does the answer."""
+        self.side.learn(message, self.book.handle(message, now), now, now)
+
+    def say_all(self, now: float) -> None:
+        for message in self.borrower.say():
+            self.say(message, now)
+
+    def settle(self, now: float) -> None:
+        """The producer sees all bytes free."""
+        self.book.handle(Observe("p", self.book.rows.members["p"].stamp, 0), now)
+
+    def granted(self, now: float) -> list[LeaseId]:
+        return [lease.lease_id for lease in self.borrower.to_allocate(now)]
+
+
+def test_of_two_lists_that_were_under_way_together_the_second_to_come_is_no_news() -> None:
+    """The heartbeat that was sent first was overtaken: its list is the newer one, and has no lease that has ended."""
+    desk = Desk()
+    [lease_id] = desk.granted(1.0)
+    late, quick = Heartbeat("c", 1), Heartbeat("c", 1)
+    list_with_it = desk.book.handle(quick, 3.0)
+    desk.borrower.refused(lease_id, "no range is free")
+    desk.say_all(4.0)
+    desk.settle(4.0)
+    list_without_it = desk.book.handle(late, 5.0)
+    desk.side.learn(late, list_without_it, 2.0, 5.0)
+    desk.say_all(5.0)
+    desk.side.learn(quick, list_with_it, 3.0, 6.0)
+    assert desk.granted(6.0) == []
+    desk.borrower.ask([Shard(4)])
+    desk.say_all(7.0)
+    assert len(desk.granted(7.0)) == 1
