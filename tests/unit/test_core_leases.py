@@ -273,12 +273,35 @@ def test_after_a_restart_everybody_has_a_ttl_and_a_recall_its_deadline_again() -
 def test_what_is_lost_with_a_device_is_lost_and_its_name_can_be_used_again() -> None:
     desk = Desk()
     [lease] = desk.grant(1, 6)
+    desk.report(lease, LeaseEvent.HOLD)
     assert desk.book.forget("nobody").outcome is Outcome.CONFLICT
     assert [lost.state for lost in desk.book.forget("p").leases] == [LeaseState.LOST]
     assert desk.say(Join("p", "p-2")).outcome is Outcome.APPLIED
     assert desk.row("p").offered_bytes == 0
-    late = Report("c", lease.lease_id, Stamp(lease.generation, lease.revision), LeaseEvent.HOLD)
+    late = Report("c", lease.lease_id, Stamp(lease.generation, lease.revision), LeaseEvent.RELEASE)
     assert desk.say(late).outcome is Outcome.STALE
+
+
+def test_what_may_still_be_allocated_is_kept_of_the_next_device_of_that_name() -> None:
+    desk = Desk()
+    [lease] = desk.grant(1, 6)
+    assert [kept.state for kept in desk.book.forget("p").leases] == [LeaseState.RECALLED]
+    assert desk.say(Join("p", "p-2")).outcome is Outcome.APPLIED
+    assert desk.row("p").offered_bytes == 6
+    assert desk.say(Heartbeat("c", 1)).due_in_s == {lease.lease_id: 0.0}
+    assert desk.observe(0).leases == ()  # it may have been allocated since
+    desk.report(lease, LeaseEvent.RELEASE)
+    assert [settled.state for settled in desk.observe(0).leases] == [LeaseState.SETTLED]
+    assert desk.row("p").offered_bytes == 0
+
+
+def test_a_device_that_is_not_followed_is_forgotten_for_good_when_its_consumers_have_heard() -> None:
+    desk = Desk()
+    [lease] = desk.grant(1, 6)
+    desk.book.forget("p")
+    desk.report(lease, LeaseEvent.RELEASE)
+    assert [lost.state for lost in desk.book.forget("p").leases] == [LeaseState.LOST]
+    assert desk.book.rows.leases == {}
 
 
 def test_offers_below_what_is_leased_are_refused_with_what_to_do() -> None:

@@ -65,7 +65,11 @@ class LeaseBook:
         return dead
 
     def forget(self, name: str) -> Reply:
-        """An operator says that a device will not come back: whatever was lent on it is lost, its member is no more."""
+        """An operator says that a device will not come back: what was on it is lost, its member is no more.
+
+        What nobody has allocated yet is recalled, and owed once its consumer has heard of that. If no other device of
+        that name comes and sees it free, saying so again loses it, too.
+        """
         if name not in self.rows.members:
             return Reply(Outcome.CONFLICT, detail=f"{name} is no member")
         self.roster.end(name)

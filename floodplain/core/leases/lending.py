@@ -54,11 +54,18 @@ def observe(table: LeaseTable, message: Observe) -> Reply:
 
 
 def lose(table: LeaseTable, name: str) -> Reply:
-    """The device will not come back: whatever was lent on it is lost. The row stays: generations go on from it."""
-    lost = tuple(lease.after(LeaseEvent.LOSE) for lease in table.on_device(name))
-    for lease in lost:
+    """The device will not come back: what was allocated on it is lost. The row stays: generations go on from it.
+
+    What a consumer may still allocate is recalled instead, and stays leased until the consumer has heard of that, or is
+    dead: by then there may be another device under that name, and it would allocate there.
+    """
+    leases = table.on_device(name)
+    lost = [lease.after(LeaseEvent.LOSE) for lease in leases if lease.held_bytes or lease.is_owed]
+    recalled = [lease.after(LeaseEvent.RECALL, deadline_s=0.0) for lease in leases if lease.state is LeaseState.GRANTED]
+    for lease in (*lost, *recalled):
         table.put_lease(lease)
-    return Reply(Outcome.APPLIED, table.revise(replace(table.members[name], offered_bytes=0)), lost)
+    row = replace(table.members[name], offered_bytes=table.leased_bytes(name))
+    return Reply(Outcome.APPLIED, table.revise(row), (*lost, *recalled))
 
 
 def _trust(lease: Lease) -> tuple[int, str]:

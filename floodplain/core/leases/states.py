@@ -49,7 +49,7 @@ class LeaseEvent(Enum):
     REFUSE = "refuse"
     """The consumer: the allocation failed."""
     RECALL = "recall"
-    """The producer: give it back."""
+    """The producer: give it back. An operator: the device that it was granted on will not come back."""
     RELEASE = "release"
     """The consumer: I have freed it."""
     EXPIRE = "expire"
@@ -57,7 +57,7 @@ class LeaseEvent(Enum):
     SETTLE = "settle"
     """The producer: the bytes are free, I have looked."""
     LOSE = "lose"
-    """An operator: the device will not come back."""
+    """An operator: the device will not come back, and what was on it is gone."""
 
 
 _S, _E = LeaseState, LeaseEvent
@@ -65,7 +65,7 @@ _S, _E = LeaseState, LeaseEvent
 TRANSITIONS: Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]] = {
     _S.GRANTED: {
         _E.HOLD: _S.HELD, _E.REFUSE: _S.REFUSED, _E.RECALL: _S.RECALLED, _E.RELEASE: _S.RELEASED,
-        _E.EXPIRE: _S.EXPIRED, _E.LOSE: _S.LOST,
+        _E.EXPIRE: _S.EXPIRED,
     },
     _S.HELD: {_E.RECALL: _S.RECALLED, _E.RELEASE: _S.RELEASED, _E.EXPIRE: _S.EXPIRED, _E.LOSE: _S.LOST},
     _S.RECALLED: {_E.RELEASE: _S.RELEASED, _E.EXPIRE: _S.EXPIRED, _E.LOSE: _S.LOST},
