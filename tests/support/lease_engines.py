@@ -80,6 +80,10 @@ class Process:
         self.lender = Lender(self.side, CAPACITY, DEADLINE_S)
         self.borrower = Borrower(self.side)
 
+    def is_cut_off(self, now: float) -> bool:
+        """Whether nothing is carried between it and the coordinator."""
+        return now < self.cut_until_s
+
     def die(self) -> None:
         """What it had allocated goes with it."""
         self.lives = False
@@ -98,6 +102,8 @@ class Engines:
     Attributes:
         processes: The last one that was started under each name.
         zombies: Those before it that may still live.
+        gone: Names of devices that are broken, until there are others under those names.
+        void: Leases that were allocated on a device when it broke: nothing is there any more.
         wants_change: Whether they come to want more or less.
     """
 
@@ -105,6 +111,8 @@ class Engines:
         self.random, self.time = random, time
         self.processes: dict[str, Process] = {}
         self.zombies: list[Process] = []
+        self.gone: set[str] = set()
+        self.void: set[LeaseId] = set()
         self.wants_change = True
 
     @property
@@ -117,7 +125,7 @@ class Engines:
         held: Counter[str] = Counter()
         for process in self.living:
             for lease in (*process.taken.values(), *process.leaving.values()):
-                held[lease.producer] += lease.num_bytes
+                held[lease.producer] += 0 if lease.lease_id in self.void else lease.num_bytes
         return held
 
     def allocatable_bytes(self) -> Counter[str]:
@@ -125,8 +133,15 @@ class Engines:
         allocatable: Counter[str] = Counter()
         for process in self.living:
             for lease in process.borrower.to_allocate(self.time.now):
-                allocatable[lease.producer] += lease.num_bytes
+                allocatable[lease.producer] += 0 if lease.producer in self.gone else lease.num_bytes
         return allocatable
+
+    def break_device(self, process: Process) -> None:
+        """A device is gone with all that is on it, and its process."""
+        process.die()
+        self.gone.add(process.side.name)
+        taken = (lease for process in self.living for lease in (*process.taken.values(), *process.leaving.values()))
+        self.void.update(lease.lease_id for lease in taken if lease.producer == process.side.name)
 
     def act(self, process: Process) -> Iterator[Message]:
         """One beat of a process: what it does with its bytes, and what it says."""
@@ -171,7 +186,9 @@ class Engines:
     def _allocate(self, process: Process) -> None:
         for lease in process.borrower.to_allocate(self.time.now):
             dice = self.random.random()
-            if dice < 0.1 * process.haste:
+            if lease.producer in self.gone:
+                process.borrower.refused(lease.lease_id, "the device does not answer")
+            elif dice < 0.1 * process.haste:
                 process.borrower.refused(lease.lease_id, "no range is free")
             elif dice < process.haste:
                 room = CAPACITY - self.processes[lease.producer].own_bytes - self.foreign_bytes()[lease.producer]
@@ -184,7 +201,7 @@ class Engines:
     def _check_is_heard_of(self, process: Process) -> None:
         """Who is cut off allocates nothing new after a TTL, even if nobody else wants the bytes."""
         now = self.time.now
-        assert now >= process.cut_until_s or now <= process.cut_since_s + TTL_S, "it is cut off, and allocates"
+        assert not process.is_cut_off(now) or now <= process.cut_since_s + TTL_S, "it is cut off, and allocates"
 
     def _free(self, process: Process) -> None:
         """What is recalled, by its deadline at the latest; what is too much, sooner or later."""

@@ -1,8 +1,8 @@
 """A world for the lease protocol, by seed: devices whose bytes are really taken, processes that die, a network.
 
-Messages are late, lost and doubled; processes are stopped, killed, replaced, and cut off from the coordinator; the
-coordinator dies, also between a change and its commit, and starts again from its store. Everybody acts on what it was
-told. What is physically allocated is kept beside it, and the laws are about that.
+Messages are late, lost and doubled; processes are stopped, killed, replaced, and cut off from the coordinator; devices
+break, and others come in their place; the coordinator dies, also between a change and its commit, and starts again from
+its store. Everybody acts on what it was told. What is physically allocated is kept beside it: the laws are about that.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Faults:
         stops_per_s: Of every process, for up to three TTLs; of some consumers another process takes the name meanwhile.
         cuts_per_s: Of every process from the coordinator, likewise; it goes on, and what was under way arrives.
         kills_per_s: Of every process; another of its name is started soon.
+        losses_per_s: Of every device, with its process; an operator says so, and then there is another of its name.
         crashes_per_s: Of the coordinator.
     """
 
@@ -40,6 +41,7 @@ class Faults:
     stops_per_s: float = 0.0
     cuts_per_s: float = 0.0
     kills_per_s: float = 0.0
+    losses_per_s: float = 0.0
     crashes_per_s: float = 0.0
 
 
@@ -70,6 +72,8 @@ class LeaseWorld:
         self.faults = Faults()
         self.run(4 * TTL_S)  # the stopped go on, the dead are replaced
         self.engines.wants_change = False
+        counted_on = {lease_id for process in self.engines.living for lease_id in process.taken}
+        assert not counted_on & self.engines.void, "what was on a broken device is still counted on"
         for zombie in self.engines.zombies:
             zombie.die()
         for process in self.engines.processes.values():
@@ -104,6 +108,7 @@ class LeaseWorld:
         haste = self.random.choice((0.8, 0.1))
         process = Process(MemberSide(name, instance, TTL_S), is_producer, haste)
         self.engines.processes[name] = process
+        self.engines.gone.discard(name)
         self.time.after(self.random.random() * BEAT_S, lambda: self._beat(process))
 
     def _beat(self, process: Process) -> None:
@@ -111,6 +116,9 @@ class LeaseWorld:
             return
         if self._is_hit(self.faults.kills_per_s):
             self._kill(process)
+            return
+        if process.is_producer and self._is_hit(self.faults.losses_per_s):
+            self._lose(process)
             return
         if self._is_hit(self.faults.stops_per_s):
             self._stop(process)
@@ -132,21 +140,22 @@ class LeaseWorld:
         if self.engines.processes[name] is process:
             self.time.after(self.random.random() * 2 * TTL_S, lambda: self._start(name, process.is_producer))
 
+    def _lose(self, process: Process) -> None:
+        self.seen["lost"] += 1
+        self.engines.break_device(process)
+        self.time.after(self.random.random() ** 3 * 2 * TTL_S, lambda: self._forget(process.side.name))
+
     def _stop(self, process: Process) -> None:
         self.seen["stopped"] += 1
         process.stopped_until_s = self.time.now + self.random.random() * 3 * TTL_S
         self._take_name(process)
 
     def _cut_off(self, process: Process) -> None:
-        if self._is_cut_off(process):
-            return
-        self.seen["cut off"] += 1
-        process.cut_since_s = self.time.now
-        process.cut_until_s = self.time.now + self.random.random() * 3 * TTL_S
-        self._take_name(process)
-
-    def _is_cut_off(self, process: Process) -> bool:
-        return self.time.now < process.cut_until_s
+        if not process.is_cut_off(self.time.now):
+            self.seen["cut off"] += 1
+            process.cut_since_s = self.time.now
+            process.cut_until_s = self.time.now + self.random.random() * 3 * TTL_S
+            self._take_name(process)
 
     def _take_name(self, process: Process) -> None:
         """Of some consumers that nobody hears of another process takes the name."""
@@ -164,7 +173,7 @@ class LeaseWorld:
 
     def _carry(self, process: Process, deliver: Callable[[], object]) -> None:
         """To the coordinator from a process, or back."""
-        if self._is_cut_off(process):
+        if process.is_cut_off(self.time.now):
             return
         for _ in range(2 if self.random.random() < self.faults.doubled else 1):
             if self.random.random() >= self.faults.lost:
@@ -185,12 +194,27 @@ class LeaseWorld:
         before = dict(self.book.rows.members)
         reply = self.book.handle(message, self.time.now)
         self.seen[f"{type(message).__name__} {reply.outcome.value}"] += 1
-        if self._is_hit(self.faults.crashes_per_s / 20):
+        if not self._crashes_before_commit():
+            self._commit(message, before)
+            self._carry(process, lambda: self._answer(process, message, reply, sent_s))
+
+    def _forget(self, name: str) -> None:
+        """An operator says that a device is gone until that is stored; then there is an empty one under its name."""
+        if self.book is not None:
+            before = dict(self.book.rows.members)
+            self.book.forget(name)
+            if not self._crashes_before_commit():
+                self._commit(None, before)
+                self.time.after(self.random.random() ** 3 * TTL_S, lambda: self._start(name, is_producer=True))
+                return
+        self.time.after(BEAT_S, lambda: self._forget(name))
+
+    def _crashes_before_commit(self) -> bool:
+        is_hit = self._is_hit(self.faults.crashes_per_s / 20)
+        if is_hit:
             self.seen["crashed before a commit"] += 1
             self._crash()
-            return
-        self._commit(message, before)
-        self._carry(process, lambda: self._answer(process, message, reply, sent_s))
+        return is_hit
 
     def _tick(self) -> None:
         if self.book is not None:
