@@ -7,7 +7,7 @@ from floodplain.core.leases.borrower import Borrower
 from floodplain.core.leases.member import MemberSide
 from floodplain.core.leases.messages import Heartbeat, Join, Message, Observe, Offer
 from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import LeaseId
+from floodplain.core.leases.states import LeaseId, LeaseState
 
 TTL_S = 10.0
 
@@ -59,3 +59,41 @@ def test_of_two_lists_that_were_under_way_together_the_second_to_come_is_no_news
     desk.borrower.ask([Shard(4)])
     desk.say_all(7.0)
     assert len(desk.granted(7.0)) == 1
+
+
+def test_who_was_stopped_before_it_allocated_frees_at_once_although_it_hears_from_nobody() -> None:
+    desk = Desk()
+    [lease_id] = desk.granted(TTL_S)  # it looks, and is stopped
+    assert not desk.borrower.allocated(lease_id, TTL_S + 0.1)
+    assert desk.borrower.to_free() == {lease_id: float("-inf")}
+    desk.borrower.freed(lease_id)
+    assert desk.borrower.to_free() == {}
+
+
+def test_who_was_stopped_right_after_it_allocated_frees_when_it_hears_that_the_lease_expired() -> None:
+    desk = Desk()
+    [lease_id] = desk.granted(TTL_S)
+    assert desk.borrower.allocated(lease_id, TTL_S)
+    desk.book.handle(Heartbeat("p", 1), TTL_S)
+    assert desk.book.tick(TTL_S + 0.1) == ["c"]
+    assert desk.borrower.to_free() == {}
+    desk.say(desk.side.greeting(), TTL_S + 1.0)
+    assert desk.borrower.to_free() == {lease_id: float("-inf")}
+    desk.borrower.freed(lease_id)
+    desk.say(desk.side.greeting(), TTL_S + 1.0)
+    desk.say_all(TTL_S + 1.0)
+    assert desk.side.known[lease_id].lease.state is LeaseState.RELEASED
+
+
+def test_who_allocated_what_was_settled_meanwhile_frees_when_it_hears_nothing_of_the_lease() -> None:
+    """Its first look at the clock was right, the second one as well, and its clock was slow."""
+    desk = Desk()
+    [lease_id] = desk.granted(TTL_S)
+    desk.book.handle(Heartbeat("p", 1), TTL_S)
+    desk.book.tick(TTL_S + 0.1)
+    desk.settle(TTL_S + 0.1)
+    assert desk.borrower.allocated(lease_id, TTL_S)
+    for _ in ("taken for dead", "joined anew"):
+        desk.say(desk.side.greeting(), TTL_S + 1.0)
+    assert lease_id not in desk.side.known
+    assert desk.borrower.to_free() == {lease_id: float("-inf")}

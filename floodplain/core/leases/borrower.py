@@ -32,6 +32,7 @@ class Borrower:
         self.member = member
         self._last_number = 0
         self._done: dict[LeaseId, tuple[LeaseEvent, str]] = {}
+        self._too_late: set[LeaseId] = set()
 
     def ask(self, shards: Sequence[Shard]) -> int:
         """Want all of these until they are granted or ``cancel`` is called; return the request's number."""
@@ -61,9 +62,15 @@ class Borrower:
         """Leases whose bytes it has."""
         return [lease_id for lease_id, (event, _) in self._done.items() if event is LeaseEvent.HOLD]
 
-    def allocated(self, lease_id: LeaseId) -> None:
-        """The bytes are allocated."""
+    def allocated(self, lease_id: LeaseId, now: float) -> bool:
+        """The bytes are allocated, and then it was ``now``. Whether it may keep them: if not, ``to_free`` has them.
+
+        A process can be stopped between its look at the clock and its allocation, and the lease expire meanwhile.
+        """
         self._done[lease_id] = (LeaseEvent.HOLD, "")
+        if not self.member.is_surely_alive(now):
+            self._too_late.add(lease_id)
+        return self._is_mine(lease_id)
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:
         """The bytes could not be allocated, or are not wanted any more."""
@@ -72,6 +79,7 @@ class Borrower:
     def freed(self, lease_id: LeaseId) -> None:
         """The bytes are free again, and will not be allocated any more."""
         self._done[lease_id] = (LeaseEvent.RELEASE, "")
+        self._too_late.discard(lease_id)
 
     def say(self) -> list[Request | Report]:
         """Everything that the coordinator has not confirmed."""
@@ -99,12 +107,13 @@ class Borrower:
         known = self.member.known.get(lease_id)
         if known is None or not self.member.has_joined or not self._is_of_this_life(known.lease):
             return False
-        return known.lease.state in (LeaseState.GRANTED, LeaseState.HELD)
+        return known.lease.state in (LeaseState.GRANTED, LeaseState.HELD) and lease_id not in self._too_late
 
     def _is_of_this_life(self, lease: Lease) -> bool:
         return lease.generation == self.member.stamp.generation
 
     def _due_s(self, lease_id: LeaseId) -> float:
         known = self.member.known.get(lease_id)
-        is_recalled = known is not None and known.lease.state is LeaseState.RECALLED
-        return known.due_s if known is not None and is_recalled else float("-inf")
+        if known is None or known.lease.state is not LeaseState.RECALLED or lease_id in self._too_late:
+            return float("-inf")
+        return known.due_s

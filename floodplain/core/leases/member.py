@@ -65,13 +65,17 @@ class MemberSide:
         """Leases of bytes of its device."""
         return [known.lease for known in self.known.values() if known.lease.producer == self.name]
 
-    def may_allocate(self, lease: Lease, now: float) -> bool:
+    def is_surely_alive(self, now: float) -> bool:
         """Whether the coordinator must still take it for alive: then what it granted is kept for it.
 
         It counts from when it sent the last heartbeat that was answered, which the coordinator got later.
         """
+        return self.has_joined and now <= self._alive_until_s
+
+    def may_allocate(self, lease: Lease, now: float) -> bool:
+        """Whether a lease is granted to it, and kept for it."""
         is_mine = lease.consumer == self.name and lease.generation == self.stamp.generation
-        return is_mine and lease.state is LeaseState.GRANTED and self.has_joined and now <= self._alive_until_s
+        return is_mine and lease.state is LeaseState.GRANTED and self.is_surely_alive(now)
 
     def greeting(self) -> Join | Heartbeat:
         """What it says of itself at every beat."""
