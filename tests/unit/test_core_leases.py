@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.leases.book import LeaseBook
+from floodplain.core.leases.borrower import Borrower
 from floodplain.core.leases.choice import choose_producers, choose_recalls
+from floodplain.core.leases.member import MemberSide
 from floodplain.core.leases.messages import Heartbeat, Join, Leave, Observe, Offer, Recall, Report, Request
 from floodplain.core.leases.rows import Member, Reply, Shard
 from floodplain.core.leases.states import (
@@ -196,6 +199,24 @@ def test_a_request_is_granted_once_and_not_again_after_its_leases_ended() -> Non
     desk.observe(0)
     assert desk.say(request).outcome is Outcome.STALE
     assert desk.book.rows.leases == {}
+
+
+def test_a_request_that_a_later_one_overtook_is_open_no_more() -> None:
+    """Numbers that are granted only rise, so it can never be granted: who still wants it asks again."""
+    desk, side = Desk(), MemberSide("b", "b-1", TTL_S)
+    borrower = Borrower(side)
+    side.learn(Join("b", "b-1"), desk.say(Join("b", "b-1")), 0.0, 0.0)
+    for num_bytes in (11, 3):  # more than there is, then less
+        borrower.ask([Shard(num_bytes)])
+    for now in (1.0, 2.0):
+        assert 1 in side.open_requests
+        for message in borrower.say():
+            side.learn(message, desk.say(message), now, now)
+    assert not side.open_requests
+    assert [lease.request for lease in borrower.to_allocate(2.0)] == [2]
+    late = Request("b", side.stamp.generation - 1, borrower.ask([Shard(11)]), (Shard(11),))
+    side.learn(late, Reply(Outcome.STALE, replace(desk.row("b"), last_request=3)), 2.0, 2.0)
+    assert 3 in side.open_requests  # an answer to an earlier life says nothing of this one
 
 
 def test_a_look_from_before_an_allocation_settles_nothing() -> None:

@@ -35,7 +35,11 @@ class Borrower:
         self._too_late: set[LeaseId] = set()
 
     def ask(self, shards: Sequence[Shard]) -> int:
-        """Want all of these until they are granted or ``cancel`` is called; return the request's number."""
+        """Want all of these until they are granted or ``cancel`` is called; return the request's number.
+
+        A request that waits for more room may be overtaken by a later one. Then it ends (it is not in the member's
+        ``open_requests`` any more), and whoever still wants it asks again: numbers that are granted only rise.
+        """
         self._last_number += 1
         self.member.open_requests[self._last_number] = tuple(shards)
         return self._last_number

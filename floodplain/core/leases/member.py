@@ -39,7 +39,7 @@ class MemberSide:
     Attributes:
         row: Its row as it knows it; None before it has joined for the first time.
         known: Leases that it lends or borrows, as far as it has heard of them and not of their end.
-        open_requests: What it has asked for and not been granted yet, by number.
+        open_requests: What it has asked for and may still be granted, by number.
         has_joined: Whether it lives, as far as it knows.
     """
 
@@ -92,9 +92,18 @@ class MemberSide:
         is_news = self._learn_life(message, reply, sent_s, now) or (
             isinstance(message, Request) and message.number in self.open_requests
         )
+        if isinstance(message, Request) and self._is_overtaken(message, reply):
+            self.open_requests.pop(message.number, None)
         for lease in reply.leases:
             if is_news or lease.lease_id in self.known:
                 self._learn_lease(lease, reply.due_in_s.get(lease.lease_id), sent_s, now)
+
+    def _is_overtaken(self, request: Request, reply: Reply) -> bool:
+        """Whether a request can never be granted: a later one of this life was, or it was itself and has ended."""
+        row = reply.member
+        if reply.outcome is not Outcome.STALE or row is None or request.number > row.last_request:
+            return False
+        return request.generation == row.generation == self.stamp.generation
 
     def _learn_row(self, row: Member | None) -> None:
         if row is None or row.name != self.name or row.instance != self.instance:
