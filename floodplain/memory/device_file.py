@@ -51,12 +51,31 @@ def attach_or_create(path: Path, num_pages: int) -> int:
     while True:
         try:
             fd = _try_create(path, num_pages)
-            return _attach(path, num_pages) if fd is None else fd
+            return _attach_to_size(path, num_pages) if fd is None else fd
         except FileNotFoundError:  # removed between the two calls, or no folder at all
             if not path.parent.is_dir():
                 raise UserError(f"device folder {path.parent} does not exist: create it") from None
         except OSError as error:
             raise UserError(f"cannot open device {path}: {error.strerror}") from None
+
+
+def attach(path: Path) -> tuple[int, int]:
+    """Open the device file at ``path``, which must be there; returns its descriptor and its number of pages.
+
+    Raises:
+        UserError: There is none, or what is there is another user's or no device.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise UserError(f"there is no device {path}: start the process that lends it, on this machine") from None
+    except OSError as error:
+        raise UserError(f"cannot open device {path}: {error.strerror}") from None
+    try:
+        return fd, _check_file(fd, path)
+    except UserError:
+        os.close(fd)
+        raise
 
 
 def _try_create(path: Path, num_pages: int) -> int | None:
@@ -78,26 +97,29 @@ def _try_create(path: Path, num_pages: int) -> int | None:
     return fd
 
 
-def _attach(path: Path, num_pages: int) -> int:
+def _attach_to_size(path: Path, num_pages: int) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        _check_file(fd, path, num_pages)
+        if (found := _check_file(fd, path)) != num_pages:
+            raise UserError(
+                f"device {path} has {found * PAGE_BYTES} bytes, not {num_pages * PAGE_BYTES}:"
+                " ask for its size, remove it or use another name"
+            )
     except UserError:
         os.close(fd)
         raise
     return fd
 
 
-def _check_file(fd: int, path: Path, num_pages: int) -> None:
+def _check_file(fd: int, path: Path) -> int:
+    """The pages of a device that this user owns, as its header has them."""
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o600:
         raise UserError(f"{path} must be this user's own file with mode 0600: remove it or use another name")
     header = os.pread(fd, _HEADER.size, 0)
     magic, page_bytes, capacity_bytes = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
-    if (magic, page_bytes, info.st_size) != (_MAGIC, PAGE_BYTES, PAGE_BYTES + capacity_bytes):
+    num_pages, rest = divmod(int(capacity_bytes), PAGE_BYTES)
+    is_device = (magic, page_bytes, info.st_size) == (_MAGIC, PAGE_BYTES, PAGE_BYTES + capacity_bytes)
+    if not is_device or rest or not num_pages:
         raise UserError(f"{path} is no floodplain device of this version: remove it or use another name")
-    if capacity_bytes != num_pages * PAGE_BYTES:
-        raise UserError(
-            f"device {path} has {capacity_bytes} bytes, not {num_pages * PAGE_BYTES}:"
-            " ask for its size, remove it or use another name"
-        )
+    return num_pages

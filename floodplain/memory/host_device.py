@@ -33,7 +33,7 @@ _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of 64-bit Linux: type, whence
 
 
 class HostDevice:
-    """See the module. Made by ``open_device`` and ``open_private_device``; safe to use from several threads.
+    """See the module. Made by ``open_device``, ``attach_device``, ``open_private_device``; safe to use from any thread.
 
     Args:
         fd: The device's file, open for reading and writing; the device owns it. All users of one ``HostDevice`` share
@@ -196,6 +196,19 @@ def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -
     """
     num_pages = device_file.count_pages(capacity_bytes)
     return HostDevice(device_file.attach_or_create(device_file.find_path(name, directory), num_pages), num_pages)
+
+
+def attach_device(name: str, directory: Path | None = None) -> HostDevice:
+    """Attach to the machine's device ``name``, which another process has made, whatever its size.
+
+    Args:
+        name: As in ``open_device``.
+        directory: As in ``open_device``.
+
+    Raises:
+        UserError: There is none, the name is bad, or what is there is another user's or no device.
+    """
+    return HostDevice(*device_file.attach(device_file.find_path(name, directory)))
 
 
 def remove_device(name: str, directory: Path | None = None) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device, open_private_device, remove_device
+from floodplain.memory.host_device import HostDevice, attach_device, open_device, open_private_device, remove_device
 
 
 @pytest.fixture
@@ -141,6 +141,46 @@ def test_attaching_refuses_what_does_not_match(tmp_path: Path) -> None:
     (tmp_path / "floodplain-c").symlink_to(tmp_path / "floodplain-a")
     with pytest.raises(UserError, match="cannot open device"):
         open_device("c", PAGE_BYTES, tmp_path)
+
+
+def test_who_attaches_learns_the_size_and_shares_the_pages(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
+    one, _ = pair
+    one.allocate(10)
+    with attach_device("gpu0", tmp_path) as visitor:
+        assert (visitor.capacity_pages, visitor.num_free_pages()) == (16, 6)
+        assert visitor.allocate(7) is None
+        assert visitor.allocate(6) == [10, 11, 12, 13, 14, 15]
+        assert one.num_free_pages() == 0
+    assert one.num_free_pages() == 6
+
+
+def test_attaching_makes_nothing_and_refuses_what_is_no_device(tmp_path: Path) -> None:
+    before = _descriptors()
+    with pytest.raises(UserError, match="there is no device"):
+        attach_device("absent", tmp_path)
+    with pytest.raises(UserError, match="there is no device"):
+        attach_device("absent", tmp_path / "absent")
+    assert list(tmp_path.iterdir()) == []
+    open_device("a", PAGE_BYTES, tmp_path).close()
+    (tmp_path / "floodplain-link").symlink_to(tmp_path / "floodplain-a")
+    with pytest.raises(UserError, match="cannot open device"):
+        attach_device("link", tmp_path)
+    file = tmp_path / "floodplain-a"
+    header = file.read_bytes()[:PAGE_BYTES]
+    lies = [_with_capacity(header, num_bytes) for num_bytes in (0, PAGE_BYTES + 1)]
+    for content in (b"", b"x" * 2 * PAGE_BYTES, header, header + bytes(PAGE_BYTES + 1), *lies):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match="no floodplain device"):
+            attach_device("a", tmp_path)
+    file.chmod(0o644)
+    with pytest.raises(UserError, match="mode 0600"):
+        attach_device("a", tmp_path)
+    assert _descriptors() == before
+
+
+def _with_capacity(header: bytes, capacity_bytes: int) -> bytes:
+    """A file of one page of header that says so, and as many bytes."""
+    return header[:12] + capacity_bytes.to_bytes(8, "little") + header[20:] + bytes(capacity_bytes)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "x" * 65, "nul\0"])

@@ -1,0 +1,197 @@
+"""Elastic tensors for any PyTorch program: in memory that neighbours lend, else in the host's (AQUA, section 6).
+
+Three verbs: ``to_elastic`` makes a tensor elastic, its ``torch()`` is the tensor where its bytes are now, and
+``respond``, called where the program uses none of them, gives back what is recalled and takes what is granted.
+
+::
+
+    with ElasticPool(client, HostPeerMemory()) as pool:
+        state = pool.to_elastic(torch.zeros(1_000_000))
+        for batch in batches:
+            step(batch, state.torch())
+            pool.respond()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from floodplain.core.errors import UserError
+from floodplain.core.leases.client import LeaseClient
+from floodplain.core.leases.rows import Shard
+from floodplain.core.leases.states import Lease, LeaseId
+from floodplain.core.tiers import Tier
+from floodplain.memory.elastic_tensor import ElasticTensor
+from floodplain.memory.peer import Extent, PeerMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What one ``respond`` did.
+
+    Attributes:
+        to_peer_bytes: Moved from the host to neighbours.
+        to_host_bytes: Moved back.
+        lost_bytes: On devices that are gone: their tensors raise ``TensorLost`` from now on.
+        recalled_bytes: Recalled while it was at work, and not moved yet: call it again soon.
+        refusals: Why leases could not be used, one line each.
+    """
+
+    to_peer_bytes: int = 0
+    to_host_bytes: int = 0
+    lost_bytes: int = 0
+    recalled_bytes: int = 0
+    refusals: tuple[str, ...] = ()
+
+
+class ElasticPool:
+    """All elastic tensors of a program, one lease for each. One thread at a time.
+
+    A lease takes whole pages (64 KiB on the host), so group small tensors: as views of one flat elastic tensor.
+
+    Args:
+        client: Who asks for leases; stays its owner's, and must outlive the pool.
+        memory: Where neighbours' bytes come from.
+    """
+
+    def __init__(self, client: LeaseClient, memory: PeerMemory) -> None:
+        self._client = client
+        self._memory = memory
+        self._is_open = True
+        # Every open tensor is in one of the two, unless it was lost.
+        self._waiting: dict[int, ElasticTensor] = {}  # on the host, by the request for its lease
+        self._lent: dict[LeaseId, ElasticTensor] = {}  # on a neighbour
+
+    def to_elastic(self, tensor: torch.Tensor) -> ElasticTensor:
+        """Copy a tensor's values to host memory, at once, and want a lease for them. ``tensor`` itself is left alone.
+
+        A lease that never comes leaves them there: a program must be right, if slower, without neighbours.
+
+        Raises:
+            UserError: The tensor is not dense, or is empty; or the pool is closed.
+        """
+        self._check_open()
+        elastic = ElasticTensor(tensor, self._forget)
+        self._ask_for(elastic)
+        return elastic
+
+    def respond(self) -> Moves:
+        """Follow the coordinator: bring back what is recalled, the most urgent first, then use what is granted.
+
+        To be called at a boundary, where nothing reads or writes an elastic tensor: what ``torch()`` returned before is
+        no longer valid. Call it more often than recalls have time. One that comes too late still saves the bytes, for
+        nobody else can; the coordinator counts the lease as overdue meanwhile, and the producer waits.
+
+        Raises:
+            UserError: The pool is closed.
+            RuntimeError: The host has no memory for what is recalled: it stays where it is.
+        """
+        self._check_open()
+        to_host_bytes, lost_bytes = self._bring_back()
+        to_peer_bytes, refusals = self._use_grants()
+        self._ask_again()
+        recalled = self._client.to_free().keys() & self._lent.keys()
+        recalled_bytes = sum(self._lent[lease_id].num_bytes for lease_id in recalled)
+        return Moves(to_peer_bytes, to_host_bytes, lost_bytes, recalled_bytes, tuple(refusals))
+
+    def close(self) -> None:
+        """Close all tensors, and give everything back. A second call does nothing."""
+        for elastic in [*self._waiting.values(), *self._lent.values()]:
+            elastic.close()
+        self._is_open = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _bring_back(self) -> tuple[int, int]:
+        """What is no longer ours goes to the host, or is lost; bytes of either."""
+        moved_bytes = {True: 0, False: 0}
+        due_s = self._client.to_free()
+        for lease_id in sorted(due_s.keys() & self._lent.keys(), key=lambda i: (due_s[i], i)):
+            elastic = self._lent[lease_id]
+            is_away = elastic.location is Tier.PEER  # not so if it was interrupted before they got there
+            moved_bytes[self._give_back(lease_id)] += elastic.num_bytes if is_away else 0
+        return moved_bytes[True], moved_bytes[False]
+
+    def _use_grants(self) -> tuple[int, list[str]]:
+        """Allocate, then copy; bytes copied, and why not. Grants are all answered before the first, slow, copy."""
+        refusals: list[str] = []
+        for lease in self._client.to_allocate():
+            if lease.request in self._waiting:  # others of this process may use the client too
+                elastic = self._waiting.pop(lease.request)
+                found = self._allocate(lease)
+                if isinstance(found, str):
+                    refusals.append(found)
+                    self._ask_for(elastic)
+                else:
+                    elastic.prepare(found)
+                    self._lent[lease.lease_id] = elastic
+        prepared = [lease_id for lease_id, elastic in self._lent.items() if elastic.location is Tier.HOST]
+        return sum(self._move_to_peer(lease_id, refusals) for lease_id in prepared), refusals
+
+    def _allocate(self, lease: Lease) -> Extent | str:
+        """The bytes of a grant, or why there are none; the client is told."""
+        try:
+            extent = self._memory.allocate(lease.producer, lease.num_bytes)
+            reason = f"{lease.producer} has no room for {lease.num_bytes} bytes"
+        except UserError as error:
+            extent, reason = None, str(error)
+        if extent is None:
+            self._client.refused(lease.lease_id, reason)
+            return reason
+        self._client.allocated(lease.lease_id)
+        return extent
+
+    def _move_to_peer(self, lease_id: LeaseId, refusals: list[str]) -> int:
+        """Bytes moved: none if the device went away meanwhile."""
+        elastic = self._lent[lease_id]
+        try:
+            elastic.move_to_peer()
+        except torch.AcceleratorError as error:
+            refusals.append(str(error))
+            self._give_back(lease_id)
+            return 0
+        return elastic.num_bytes
+
+    def _give_back(self, lease_id: LeaseId) -> bool:
+        """Free a lease and want another; False if the tensor was lost with its device."""
+        elastic = self._lent[lease_id]
+        is_whole = elastic.move_to_host()
+        del self._lent[lease_id]
+        self._client.freed(lease_id)
+        if is_whole:
+            self._ask_for(elastic)
+        return is_whole
+
+    def _ask_again(self) -> None:
+        """Requests that were granted too late to be used have ended."""
+        for number in sorted(self._waiting.keys() - set(self._client.pending())):
+            self._ask_for(self._waiting.pop(number))
+
+    def _ask_for(self, elastic: ElasticTensor) -> None:
+        num_pages = -(-elastic.num_bytes // self._memory.page_bytes)
+        number = self._client.ask([Shard(num_pages * self._memory.page_bytes)])
+        self._waiting[number] = elastic
+
+    def _forget(self, closed: ElasticTensor) -> None:
+        for number in [number for number, elastic in self._waiting.items() if elastic is closed]:
+            del self._waiting[number]
+            self._client.cancel(number)
+        for lease_id in [lease_id for lease_id, elastic in self._lent.items() if elastic is closed]:
+            del self._lent[lease_id]
+            self._client.freed(lease_id)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise UserError("this pool of elastic tensors is closed: make another")

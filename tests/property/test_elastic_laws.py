@@ -1,0 +1,287 @@
+"""Laws of elastic tensors: real bytes on two real host devices, whose owners lend, recall and grow, as it comes.
+
+A shadow of every tensor is kept aside; who owns which pages is asked of the devices. That the machine can see a broken
+rule is shown by breaking them, one at a time.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from floodplain.core.leases.states import LeaseId, LeaseState
+from floodplain.core.tiers import Tier
+from floodplain.memory.arena import Page
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.elastic import ElasticPool, Moves
+from floodplain.memory.elastic_tensor import ElasticTensor
+from floodplain.memory.host_device import attach_device
+from floodplain.memory.peer import HostExtent, HostPeerMemory
+from tests.support.examples import examples
+from tests.support.lease_client import DEADLINE_S, TTL_S, Clock, Coordinator, InProcessClient, Producer
+
+NUM_PAGES = 8
+WHICH = st.integers(0, 1)
+SEEDS = st.integers(0, 2**32)
+DTYPES = st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.bool])
+
+
+class ElasticMachine(RuleBasedStateMachine):
+    """One consumer with a pool, two producers, and a stranger who takes pages of their devices without a lease."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = ExitStack()
+        directory = Path(self.opened.enter_context(tempfile.TemporaryDirectory()))
+        self.coordinator = Coordinator(Clock())
+        self.producers = [Producer(self.coordinator, name, NUM_PAGES, directory) for name in ("p0", "p1")]
+        self.strangers = [attach_device(producer.side.name, directory) for producer in self.producers]
+        for device in (*self.strangers, *(producer.device for producer in self.producers)):
+            self.opened.enter_context(device)
+        for producer in self.producers:
+            producer.lend(NUM_PAGES // 2)
+        self.stolen: list[list[Page]] = [[], []]
+        self.client = InProcessClient(self.coordinator)
+        self.pool = ElasticPool(self.client, HostPeerMemory(directory))
+        self.shadows: dict[ElasticTensor, torch.Tensor] = {}
+
+    # -- what the program does -------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.shadows) < 6)
+    @rule(num_bytes=st.integers(8, 3 * PAGE_BYTES), dtype=DTYPES, seed=SEEDS)
+    def to_elastic(self, num_bytes: int, dtype: torch.dtype, seed: int) -> None:
+        tensor = _random((num_bytes // dtype.itemsize,), dtype, seed)
+        elastic = self.pool.to_elastic(tensor)
+        assert elastic.location is Tier.HOST
+        self.shadows[elastic] = tensor.clone()
+        tensor.zero_()  # the elastic tensor has bytes of its own
+
+    @precondition(lambda self: self.shadows)
+    @rule(data=st.data(), seed=SEEDS)
+    def write(self, data: st.DataObject, seed: int) -> None:
+        elastic = data.draw(st.sampled_from(list(self.shadows)))
+        shadow = self.shadows[elastic]
+        part = slice(data.draw(st.integers(0, shadow.numel() - 1)), None)
+        values = _random(shadow[part].shape, shadow.dtype, seed)
+        elastic.torch()[part] = values
+        shadow[part] = values
+
+    @rule(beats=st.booleans())
+    def respond(self, beats: bool) -> None:
+        if beats:
+            self.client.beat()
+        due = self.client.to_free()
+        before = {elastic: elastic.location for elastic in self.shadows}
+        moves = self.pool.respond()
+        self._note(moves, due)
+        assert not moves.recalled_bytes and not self.client.to_free(), "a recall was not heeded"
+        assert not moves.lost_bytes
+        assert moves.to_peer_bytes == self._num_moved(before, Tier.HOST, Tier.PEER)
+        assert moves.to_host_bytes == self._num_moved(before, Tier.PEER, Tier.HOST)
+        self.client.beat()
+        leases = self.coordinator.book.rows.leases
+        assert all(leases[i].state is not LeaseState.RECALLED for i in due if i in leases), "a recall was not heeded"
+
+    @precondition(lambda self: self.shadows)
+    @rule(data=st.data())
+    def close_one(self, data: st.DataObject) -> None:
+        elastic = data.draw(st.sampled_from(list(self.shadows)))
+        del self.shadows[elastic]
+        elastic.close()
+
+    # -- what the others do ----------------------------------------------------------------------------------------
+
+    @rule(which=WHICH, num_pages=st.sampled_from([0, 1, 3, NUM_PAGES]))
+    def lend(self, which: int, num_pages: int) -> None:
+        """Put more up, or recall, perhaps what was just granted; then grow by what is seen free."""
+        self.client.beat()
+        producer = self.producers[which]
+        producer.lend(num_pages)
+        producer.beat()
+        assert self.stolen[which] or not producer.was_refused, "a producer did not find the bytes that are its own"
+
+    @precondition(lambda self: self.client.pending())
+    @rule(num_left=st.integers(0, 2))
+    def steal(self, num_left: int) -> None:
+        """In the moment between a grant and its allocation."""
+        self._beat_all()
+        for stranger, stolen in zip(self.strangers, self.stolen, strict=True):
+            stolen += stranger.allocate(max(0, stranger.num_free_pages() - num_left)) or []
+
+    @rule()
+    def return_what_was_stolen(self) -> None:
+        for stranger, stolen in zip(self.strangers, self.stolen, strict=True):
+            stranger.release(stolen)
+            stolen.clear()
+
+    @rule(hears_of_grants=st.booleans(), seconds=st.sampled_from([DEADLINE_S + 1, TTL_S / 2, TTL_S + 1]))
+    def consumer_is_cut_off(self, hears_of_grants: bool, seconds: float) -> None:
+        """For longer than a TTL its leases expire, and the producers look on; it may hear of it before it responds."""
+        if hears_of_grants:
+            self._beat_all()
+        self.coordinator.pass_time(seconds / 2)
+        self._producers_beat()
+        self.seen["ended"] += "consumer" in self.coordinator.pass_time(seconds / 2)
+        self._producers_beat()
+
+    @rule()
+    def calm(self) -> None:
+        """Everybody lends all, and talks: nothing waits for which there is room."""
+        self.return_what_was_stolen()
+        for _ in range(6):
+            for which in range(2):
+                self.lend(which, NUM_PAGES)
+            self.respond(beats=True)
+        room = max(self.coordinator.book.rows.unleased_bytes(producer.side.name) for producer in self.producers)
+        for elastic in self.shadows:
+            assert elastic.location is Tier.PEER or elastic.num_bytes > room, "a tensor waits in vain"
+
+    # -- the laws --------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def no_byte_is_wrong(self) -> None:
+        for elastic, shadow in self.shadows.items():
+            assert torch.equal(elastic.torch(), shadow), "a byte is wrong"
+
+    @invariant()
+    def what_is_taken_is_leased(self) -> None:
+        for which, producer in enumerate(self.producers):
+            rows = self.coordinator.book.rows
+            leased = rows.leased_bytes(producer.side.name)
+            assert self._num_taken(which) * PAGE_BYTES <= leased, "more is taken than leased"
+
+    def teardown(self) -> None:
+        with self.opened:
+            self._expect_everything_back()
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _expect_everything_back(self) -> None:
+        self.pool.close()
+        assert not any(self._num_taken(which) for which in range(2)), "pages stay taken"
+        self.return_what_was_stolen()
+        for producer in self.producers:
+            producer.lend(0)
+        for _ in range(6):
+            self._beat_all()
+        assert not self.coordinator.book.rows.leases
+        assert all(len(p.pages) == NUM_PAGES for p in self.producers), "a producer did not get its bytes back"
+
+    def _note(self, moves: Moves, due: Mapping[LeaseId, float]) -> None:
+        self.seen["to peer"] += moves.to_peer_bytes > 0
+        self.seen["to host"] += moves.to_host_bytes > 0
+        self.seen["refused"] += len(moves.refusals)
+        recalls = [due_s for due_s in due.values() if due_s > 0]
+        self.seen["recalled"] += len(recalls)
+        self.seen["late"] += any(due_s < self.coordinator.clock.now for due_s in recalls)
+
+    def _num_taken(self, which: int) -> int:
+        """Pages that neither the producer nor the stranger has, and that are not free: the consumer's, as observed."""
+        return self.producers[which].num_foreign_pages - len(self.stolen[which])
+
+    def _num_moved(self, before: dict[ElasticTensor, Tier], source: Tier, target: Tier) -> int:
+        moved = (e for e in self.shadows if before[e] is source and e.location is target)
+        return sum(elastic.num_bytes for elastic in moved)
+
+    def _producers_beat(self) -> None:
+        for producer in self.producers:
+            producer.beat()
+
+    def _beat_all(self) -> None:
+        self._producers_beat()
+        self.client.beat()
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Values without NaN, which no comparison would find equal."""
+    values = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(seed))
+    return (values % 2 == 0) if dtype is torch.bool else values.to(dtype)
+
+
+ElasticMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+TestElasticMachine = pytest.mark.slow(ElasticMachine.TestCase)
+
+FEW = settings(max_examples=200, stateful_step_count=40, deadline=None, phases=[Phase.generate], database=None)
+
+
+@pytest.mark.slow
+def test_everything_happens_to_that_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Counter[str] = Counter()
+    monkeypatch.setattr(ElasticMachine, "seen", seen)
+    run_state_machine_as_test(ElasticMachine, settings=settings(FEW, max_examples=60))
+    assert {"to peer", "to host", "refused", "recalled", "late", "ended"} <= {*+seen}, seen
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+def _bytes_are_freed_before_they_are_copied(patch: pytest.MonkeyPatch) -> None:
+    def move_to_host(elastic: ElasticTensor) -> bool:
+        if isinstance(extent := elastic._extent, HostExtent):
+            arena = extent._arena
+            arena._release([Page(page) for page in arena._table.tolist()])
+            arena._table[:] = -1  # mapped still, so that reading is no fault
+        return original(elastic)
+
+    original = ElasticTensor.move_to_host
+    patch.setattr(ElasticTensor, "move_to_host", move_to_host)
+
+
+def _bytes_are_not_copied_to_the_neighbour(patch: pytest.MonkeyPatch) -> None:
+    def move_to_peer(elastic: ElasticTensor) -> None:
+        assert elastic._extent is not None
+        elastic._bytes, elastic._is_away = elastic._extent.tensor(elastic._dtype, elastic._shape), True
+
+    patch.setattr(ElasticTensor, "move_to_peer", move_to_peer)
+
+
+def _recalls_are_not_heeded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ElasticPool, "_bring_back", lambda pool: (0, 0))
+
+
+def _more_is_taken_than_was_leased(patch: pytest.MonkeyPatch) -> None:
+    def allocate(memory: HostPeerMemory, producer: str, num_bytes: int) -> HostExtent | None:
+        return original(memory, producer, num_bytes + PAGE_BYTES)
+
+    original = HostPeerMemory.allocate
+    patch.setattr(HostPeerMemory, "allocate", allocate)
+
+
+def _extents_are_not_given_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostExtent, "close", lambda extent: None)
+
+
+def _nobody_asks_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ElasticPool, "_ask_again", lambda pool: None)
+
+
+BROKEN_RULES = [
+    (_bytes_are_freed_before_they_are_copied, "a byte is wrong"),
+    (_bytes_are_not_copied_to_the_neighbour, "a byte is wrong"),
+    (_recalls_are_not_heeded, "a recall was not heeded"),
+    (_more_is_taken_than_was_leased, "more is taken than leased"),
+    (_extents_are_not_given_back, "pages stay taken|more is taken than leased|did not find the bytes"),
+    (_nobody_asks_again, "a tensor waits in vain"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("breaking", "law"), BROKEN_RULES, ids=[rule.__name__.strip("_") for rule, _ in BROKEN_RULES])
+def test_a_broken_rule_is_seen(
+    breaking: Callable[[pytest.MonkeyPatch], None], law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaking(monkeypatch)
+    with pytest.raises(AssertionError, match=law):
+        run_state_machine_as_test(ElasticMachine, settings=FEW)

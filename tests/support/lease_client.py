@@ -1,0 +1,157 @@
+"""A lease client and a producer in one process with their coordinator, and no network: beats are the test's.
+
+The client is a ``Borrower`` that talks to a ``LeaseBook`` when ``beat`` is called. The producer owns pages of a real
+host device, gives way to what it lends and grows by what it gets back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from floodplain.core.leases.book import LeaseBook
+from floodplain.core.leases.borrower import Borrower
+from floodplain.core.leases.lender import Lender
+from floodplain.core.leases.member import MemberSide
+from floodplain.core.leases.messages import Message
+from floodplain.core.leases.rows import Shard
+from floodplain.core.leases.states import Lease, LeaseId, LeaseState
+from floodplain.memory.arena import Page
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_device import open_device
+
+TTL_S = 10.0
+DEADLINE_S = 2.0
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+class Coordinator:
+    """A book that answers at once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.book = LeaseBook(TTL_S, clock.now)
+
+    def tell(self, side: MemberSide, message: Message) -> None:
+        """A message and its answer; no two messages leave at one time."""
+        self.clock.now += 1e-3
+        reply = self.book.handle(message, self.clock.now)
+        self.book.rows.check_integrity()
+        side.learn(message, reply, self.clock.now, self.clock.now)
+
+    def pass_time(self, seconds: float) -> list[str]:
+        """Whoever was silent for a TTL is taken for dead: their names."""
+        self.clock.now += seconds
+        return self.book.tick(self.clock.now)
+
+
+class InProcessClient:
+    """See ``LeaseClient``."""
+
+    def __init__(self, coordinator: Coordinator, name: str = "consumer") -> None:
+        self.coordinator = coordinator
+        self.side = MemberSide(name, f"{name}-1", TTL_S)
+        self.borrower = Borrower(self.side)
+        self.refusals: list[str] = []
+        self._unanswered: set[LeaseId] = set()
+        self._cancelled: set[int] = set()
+
+    def beat(self) -> None:
+        """Talk to the coordinator, as an agent's thread does every second."""
+        self.coordinator.tell(self.side, self.side.greeting())
+        for lease in self._grants():
+            if lease.request in self._cancelled:
+                self.borrower.refused(lease.lease_id, "not wanted any more")
+        if not self._unanswered:
+            for message in self.borrower.say():
+                self.coordinator.tell(self.side, message)
+
+    def ask(self, shards: Sequence[Shard]) -> int:
+        return self.borrower.ask(shards)
+
+    def cancel(self, number: int) -> None:
+        self.borrower.cancel(number)
+        self._cancelled.add(number)
+
+    def pending(self) -> Collection[int]:
+        return {*self.side.open_requests, *(lease.request for lease in self._grants())} - self._cancelled
+
+    def to_allocate(self) -> Sequence[Lease]:
+        leases = self.borrower.to_allocate(self.coordinator.clock.now)
+        leases = [lease for lease in leases if lease.request not in self._cancelled]
+        self._unanswered |= {lease.lease_id for lease in leases}
+        return leases
+
+    def allocated(self, lease_id: LeaseId) -> None:
+        self._unanswered.remove(lease_id)
+        self.borrower.allocated(lease_id)
+
+    def refused(self, lease_id: LeaseId, reason: str) -> None:
+        self._unanswered.remove(lease_id)
+        self.refusals.append(reason)
+        self.borrower.refused(lease_id, reason)
+
+    def to_free(self) -> Mapping[LeaseId, float]:
+        return self.borrower.to_free()
+
+    def freed(self, lease_id: LeaseId) -> None:
+        self.borrower.freed(lease_id)
+
+    def _grants(self) -> list[Lease]:
+        """Of this life, whether or not they may be allocated at this moment, and not answered."""
+        return [
+            lease
+            for lease in self.side.borrowed()
+            if lease.state is LeaseState.GRANTED
+            and lease.generation == self.side.stamp.generation
+            and lease.lease_id not in self.borrower._done
+        ]
+
+
+class Producer:
+    """An engine whose pool takes all of its device but what it lends."""
+
+    def __init__(self, coordinator: Coordinator, name: str, num_pages: int, directory: Path) -> None:
+        self.coordinator = coordinator
+        self.side = MemberSide(name, f"{name}-1", TTL_S)
+        self.lender = Lender(self.side, num_pages * PAGE_BYTES, DEADLINE_S)
+        self.num_pages = num_pages
+        self.device = open_device(name, num_pages * PAGE_BYTES, directory)
+        self.pages: list[Page] = []
+        self.was_refused = False
+
+    @property
+    def num_foreign_pages(self) -> int:
+        """What others hold of the device, as it sees it."""
+        return self.num_pages - self.device.num_free_pages() - len(self.pages)
+
+    def lend(self, num_pages: int) -> None:
+        """Want to lend so much from now on."""
+        self.lender.target_bytes = num_pages * PAGE_BYTES
+
+    def beat(self) -> None:
+        """Resize the pool, talk to the coordinator, and follow what it said."""
+        self.was_refused = False
+        self._resize()
+        self.coordinator.tell(self.side, self.side.greeting())
+        for _ in range(3):  # recall, observe, offer
+            message = self.lender.say(len(self.pages) * PAGE_BYTES, self.num_foreign_pages * PAGE_BYTES)
+            if message is not None:
+                self.coordinator.tell(self.side, message)
+        self._resize()
+
+    def _resize(self) -> None:
+        lent = self.lender.target_bytes // PAGE_BYTES
+        room = self.num_pages - max(lent, self.lender.promised_bytes // PAGE_BYTES)
+        self.device.release(self.pages[self.num_pages - lent :])
+        del self.pages[self.num_pages - lent :]
+        if room > len(self.pages):
+            fresh = self.device.allocate(room - len(self.pages))
+            self.was_refused |= fresh is None
+            self.pages += fresh or []
