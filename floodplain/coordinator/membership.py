@@ -121,7 +121,7 @@ class Membership:
         """See ``LeaseClient.allocated``."""
         with self._lock:
             self._unanswered.discard(lease_id)
-            self._borrower.allocated(lease_id)
+            self._borrower.allocated(lease_id, self._clock())
         self.on_change()
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:

@@ -117,8 +117,8 @@ class ElasticPool:
     def _bring_back(self) -> tuple[int, int]:
         """What is no longer ours goes to the host, or is lost; bytes of either."""
         moved_bytes = {True: 0, False: 0}
-        due_s = self._client.to_free()
-        for lease_id in sorted(due_s.keys() & self._lent.keys(), key=lambda i: (due_s[i], i)):
+        left_s = self._client.to_free()
+        for lease_id in sorted(left_s.keys() & self._lent.keys(), key=lambda i: (left_s[i], i)):
             elastic = self._lent[lease_id]
             is_away = elastic.location is Tier.PEER  # not so if it was interrupted before they got there
             moved_bytes[self._give_back(lease_id)] += elastic.num_bytes if is_away else 0

@@ -5,6 +5,7 @@ Nobody holds a pointer into another process: the pages are this process's own, a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -58,7 +59,9 @@ class PeerMemory(Protocol):
 
 
 class HostPeerMemory:
-    """Neighbours that are host devices of this machine, each under its producer's name. One thread at a time.
+    """Neighbours that are host devices of this machine, each under its producer's name.
+
+    Safe to call from several threads, closing extents included: one may give back what another one had no time for.
 
     A device is attached to while there are extents on it, so that one that was removed and made anew is found.
 
@@ -70,6 +73,7 @@ class HostPeerMemory:
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
+        self._mutex = threading.RLock()
         self._devices: dict[str, HostDevice] = {}
 
     @property
@@ -86,19 +90,21 @@ class HostPeerMemory:
         num_pages = num_bytes // PAGE_BYTES
         if not num_pages:
             return None
-        device = self._devices.get(producer) or attach_device(producer, self._directory)
-        self._devices[producer] = device
-        try:
-            arena = _fill_arena(device, num_pages)
-        finally:
-            self._leave_if_empty(producer)
+        with self._mutex:
+            device = self._devices.get(producer) or attach_device(producer, self._directory)
+            self._devices[producer] = device
+            try:
+                arena = _fill_arena(device, num_pages)
+            finally:
+                self._leave_if_empty(producer)
         if arena is None:
             return None
         return HostExtent(arena, num_pages * PAGE_BYTES, lambda: self._leave_if_empty(producer))
 
     def _leave_if_empty(self, producer: str) -> None:
-        if not self._devices[producer].num_owned_pages:
-            self._devices.pop(producer).close()
+        with self._mutex:
+            if producer in self._devices and not self._devices[producer].num_owned_pages:
+                self._devices.pop(producer).close()
 
 
 class HostExtent:

@@ -90,7 +90,7 @@ class InProcessClient:
 
     def allocated(self, lease_id: LeaseId) -> None:
         self._unanswered.remove(lease_id)
-        self.borrower.allocated(lease_id)
+        self.borrower.allocated(lease_id, self.coordinator.clock.now)
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:
         self._unanswered.remove(lease_id)
@@ -98,7 +98,7 @@ class InProcessClient:
         self.borrower.refused(lease_id, reason)
 
     def to_free(self) -> Mapping[LeaseId, float]:
-        return self.borrower.to_free()
+        return {lease_id: due_s - self.coordinator.clock.now for lease_id, due_s in self.borrower.to_free().items()}
 
     def freed(self, lease_id: LeaseId) -> None:
         self.borrower.freed(lease_id)

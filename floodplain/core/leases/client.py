@@ -48,9 +48,10 @@ class LeaseClient(Protocol):
         """Its bytes could not be allocated, and why; they will not be."""
 
     def to_free(self) -> Mapping[LeaseId, float]:
-        """Allocated leases whose bytes are no longer ours, by when they must be free (``time.monotonic``).
+        """Allocated leases whose bytes are no longer ours, and the seconds left until they must be free.
 
-        Those that ended without us (we were taken for dead, or the device is gone) should be free already: -inf.
+        Below zero if they are late. Those that ended without us (we were taken for dead, or the device is gone) should
+        be free already: -inf.
         """
 
     def freed(self, lease_id: LeaseId) -> None:

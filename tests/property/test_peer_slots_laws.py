@@ -1,0 +1,186 @@
+"""Slots on a neighbour's device: blocks come back as they left or are known to be lost, whoever takes chunks away.
+
+The neighbour is a host device of the machine; a thread of its own removes chunks while copies are under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import InvariantError
+from floodplain.core.plan import Relocation
+from floodplain.core.tiers import Location, Tier
+from floodplain.memory.host_device import HostDevice, open_device, open_private_device
+from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.peer import HostPeerMemory
+from floodplain.memory.peer_slots import PeerSlots
+from floodplain.memory.slot_mover import HostSlotMover
+from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
+from floodplain.memory.transfer import BlockCopy, CopyResult, Direction
+
+LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
+NUM_BLOCKS, CHUNK_SLOTS, NUM_CHUNKS = 16, 4, 3
+NUM_SLOTS = CHUNK_SLOTS * NUM_CHUNKS
+
+
+class Neighbours:
+    """A pool, slots on a neighbour and in host memory, and what copies between them."""
+
+    def __init__(self, folder: Path, own: HostDevice, neighbour: HostDevice) -> None:
+        self.neighbour = neighbour
+        self.pool = KVPool(own, LAYOUT, NUM_BLOCKS)
+        self.pool.grow(BlockLedger(0, 4, quantum_blocks=self.pool.quantum_blocks), NUM_BLOCKS)
+        self.memory = HostPeerMemory(folder)
+        self.peer, self.host = PeerSlots(LAYOUT, CHUNK_SLOTS, NUM_CHUNKS), SwapSlots(LAYOUT, NUM_SLOTS)
+        self.engine = HostTransferEngine(self.pool, self.peer).start()
+        self.mover = HostSlotMover(self.host, self.peer).start()
+        self._num_copies = 0
+
+    def add(self, chunk: int) -> None:
+        extent = self.memory.allocate("gpu1", self.peer.chunk_bytes + self.memory.page_bytes - 1)
+        assert extent is not None
+        with ExitStack() as on_failure:
+            on_failure.callback(extent.close)
+            self.peer.add(chunk, extent)
+            on_failure.pop_all()
+
+    def fill(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for words in self.pool.words:
+            words[:NUM_BLOCKS] = torch.randint(-(2**31), 2**31, (NUM_BLOCKS, words.shape[1]), generator=generator).int()
+
+    def read(self, blocks: list[int]) -> torch.Tensor:
+        return torch.stack([words[blocks] for words in self.pool.words], dim=1)
+
+    def copy(self, direction: Direction, blocks: list[int], slots: list[int]) -> CopyResult:
+        self._num_copies += 1
+        self.engine.submit(self._num_copies, BlockCopy(direction, tuple(blocks), tuple(slots)))
+        (result,) = self.engine.wait()
+        return result
+
+    def relocate(self, sources: list[int], targets: list[int], target: Tier) -> tuple[bool, ...]:
+        self._num_copies += 1
+        source = Tier.HOST if target is Tier.PEER else Tier.PEER
+        pairs = [Location(source, slot) for slot in sources], [Location(target, slot) for slot in targets]
+        self.mover.submit(Relocation(self._num_copies, tuple(pairs[0]), tuple(pairs[1])))
+        while not (ended := self.mover.poll()):
+            pass
+        assert [relocation_id for relocation_id, _ in ended] == [self._num_copies]
+        return ended[0][1]
+
+    def close(self) -> None:
+        self.engine.close()
+        self.mover.close()
+        self.peer.close()
+        self.pool.close()
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Iterator[Neighbours]:
+    with open_private_device(2**22) as own, open_device("gpu1", 2**22, tmp_path) as neighbour:
+        there = Neighbours(tmp_path, own, neighbour)
+        yield there
+        there.close()
+        assert neighbour.num_free_pages() == neighbour.capacity_pages
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_go_by_way_of_both_tiers_and_come_back_as_they_left(there: Neighbours, seed: int) -> None:
+    random = Random(seed)
+    for chunk in range(NUM_CHUNKS):
+        there.add(chunk)
+    there.fill(seed)
+    blocks, peer, host, again = (random.sample(range(n), 8) for n in (NUM_BLOCKS, NUM_SLOTS, NUM_SLOTS, NUM_SLOTS))
+    left = there.read(blocks)
+    assert there.copy(Direction.OUTBOUND, blocks, peer).is_whole
+    assert all(there.relocate(peer, host, Tier.HOST))
+    assert all(there.relocate(host, again, Tier.PEER))
+    there.fill(seed + 100)
+    assert there.copy(Direction.INBOUND, blocks[::-1], again[::-1]).is_whole
+    assert torch.equal(there.read(blocks), left)
+
+
+def test_a_block_that_was_changed_in_its_slot_is_not_relocated(there: Neighbours) -> None:
+    there.add(0)
+    there.fill(0)
+    assert there.copy(Direction.OUTBOUND, [0, 1], [0, 1]).is_whole
+    there.peer.part(1, 1)[0, 0, 0] ^= 1
+    assert there.relocate([0, 1], [0, 1], Tier.HOST) == (True, False)
+    assert (there.host.digests[:2] != EMPTY_DIGEST).tolist() == [True, False]
+
+
+def test_what_lay_in_a_chunk_that_is_gone_is_a_miss(there: Neighbours) -> None:
+    there.add(0)
+    there.add(1)
+    there.fill(0)
+    slots = [3, 4]  # one in each chunk
+    assert there.copy(Direction.OUTBOUND, [0, 1], slots).is_whole
+    there.peer.remove(1)
+    there.peer.remove(1)
+    assert there.copy(Direction.INBOUND, [5], [3]).is_whole
+    assert there.copy(Direction.INBOUND, [5, 6], slots).problem == "a slot holds no whole block"
+    assert there.copy(Direction.OUTBOUND, [2, 7], slots).problem == "a slot went away"
+    assert there.relocate([3, 4], [0, 1], Tier.HOST) == (True, False)
+    there.add(1)  # the memory that comes under its number knows nothing
+    assert not there.copy(Direction.INBOUND, [6], [4]).is_whole
+    with pytest.raises(InvariantError, match="has memory already"):
+        there.add(1)
+
+
+def test_a_chunk_may_go_at_any_moment_of_a_copy(there: Neighbours) -> None:
+    """Blocks are whole, or known not to be; and no copy touches memory that is gone, which would end the process."""
+    outcomes = set()
+    is_over = threading.Event()
+    random = Random(1)
+    chunks_lock = threading.Lock()
+    present: set[int] = set()
+
+    def take_away() -> None:
+        while not is_over.is_set():
+            with chunks_lock:
+                gone = random.choice(sorted(present)) if present else None
+                present.discard(gone if gone is not None else -1)
+            if gone is not None:
+                there.peer.remove(gone)
+
+    thread = threading.Thread(target=take_away)
+    thread.start()
+    try:
+        for seed in range(300):
+            with chunks_lock:
+                absent = [chunk for chunk in range(NUM_CHUNKS) if not there.peer._bases[chunk] and chunk not in present]
+                for chunk in [chunk for chunk in absent if chunk not in there.peer._extents]:
+                    there.add(chunk)
+                    present.add(chunk)
+            blocks, slots = list(range(8)), list(range(2, 10))
+            there.fill(seed)
+            left = there.read(blocks)
+            is_out = there.copy(Direction.OUTBOUND, blocks, slots).is_whole
+            there.fill(seed + 1000)
+            is_back = there.copy(Direction.INBOUND, blocks, slots).is_whole
+            outcomes.add((is_out, is_back))
+            assert not is_back or torch.equal(there.read(blocks), left)
+    finally:
+        is_over.set()
+        thread.join()
+    assert {(True, True), (True, False)} <= outcomes or {(True, True), (False, False)} <= outcomes
+
+
+def test_addresses_are_those_of_the_parts(there: Neighbours) -> None:
+    there.add(2)
+    there.add(0)
+    for slot in (0, 3, 8, 11):
+        assert there.peer.addresses(np.array([slot]))[0] == there.peer.part(slot, 1).data_ptr()
+    with pytest.raises(InvariantError, match="slots \\[12\\] of 12"):
+        there.peer.check([0, 12])
