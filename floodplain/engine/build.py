@@ -95,14 +95,14 @@ def _assemble(
         logger.warning("%s changes nothing under --policy %s", flag, config.policy)
     if swap is None and config.policy != "fcfs":
         logger.warning("--policy %s takes turns in swap space: with --swap none it serves by arrival", config.policy)
-    backups = BackupTable([swap.ledger] if swap else [], retains=ledger.caches_prefixes)
-    state = LoopState(loop_config, ledger, policy, backups, [swap.link] if swap else [])
+    backups = BackupTable(swap.ledgers if swap else (), retains=ledger.caches_prefixes)
+    state = LoopState(loop_config, ledger, policy, backups, swap.links if swap else ())
     resolved = replace(
         config,
         slice=config.sharing_settings().slice_steps,
         kv_memory=pool.num_blocks * memory.layout.block_bytes,
         max_model_len=max_model_len,
-        swap_memory=swap.ledger.num_slots * memory.layout.block_bytes if swap else None,
+        swap_memory=swap.host_slots * memory.layout.block_bytes if swap else None,
     )
     logger.info("engine config %s", json.dumps(asdict(resolved)))
     return Engine(
@@ -114,7 +114,7 @@ def _assemble(
         block_bytes=memory.layout.block_bytes,
         vocab_size=source.config.shape.vocab_size,
         swap_stats=swap.space.stats if swap else SwapStats,
-        links=(swap.facts,) if swap else (),
+        links=swap.facts if swap else (),
     )
 
 

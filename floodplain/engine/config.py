@@ -21,11 +21,12 @@ def _flag(
 
 MAX_BLOCK_TOKENS = 1024
 DTYPES = ("float32", "bfloat16")
-SWAPS = ("none", "host")
+SWAPS = ("none", "host", "peer")
 HARDWARE_PREFIX = "emulated-"
 HARDWARE = tuple(f"{HARDWARE_PREFIX}{name}" for name in LINKS)
 _COUNTS = (
     "block_tokens", "max_batched_tokens", "max_num_seqs", "max_waiting", "kv_memory", "max_model_len", "swap_memory",
+    "peer_memory",
 )  # fmt: skip
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "policy": POLICIES, "dtype": DTYPES, "swap": SWAPS, "hardware": (None, *HARDWARE),
@@ -82,6 +83,12 @@ class EngineConfig:
     swap_memory: int | None = field(
         default=None,
         metadata={"help": "memory of the swap space (default: 8 KV pools, at most a quarter of what is free; CPU 2GiB)",
+                  "size": True},
+    )  # fmt: skip
+    peer_memory: int | None = field(
+        default=None,
+        metadata={"help": "with --swap peer, most memory that is borrowed (default: as much as the swap space in host "
+                          "memory, which takes what finds no room)",
                   "size": True},
     )  # fmt: skip
     hardware: str | None = field(
@@ -146,6 +153,12 @@ class EngineConfig:
             for name, value in (("--swap-memory", self.swap_memory), ("--hardware", self.hardware)):
                 if value is not None:
                     raise UserError(f"{name} says how to swap, and --swap none does not: leave one of them out")
+        if self.peer_memory is not None and self.swap != "peer":
+            raise UserError(
+                f"--peer-memory says how much to borrow, and --swap {self.swap} does not: leave one of them out"
+            )
+        if self.swap == "peer" and self.device != "cpu":
+            raise UserError("--swap peer borrows between engines on a CPU so far: use --swap host with --device cuda")
         if self.hardware is not None and self.device != "cpu":
             raise UserError(f"--hardware {self.hardware} emulates a link on a CPU: leave it out with --device cuda")
 

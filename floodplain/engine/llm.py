@@ -43,7 +43,7 @@ class LLM:
         if unknown:
             near = get_close_matches(unknown[0], known, 1)
             raise UserError(f"unknown engine flag {unknown[0]}" + (f": did you mean {near[0]}?" if near else ""))
-        for name in ("kv_memory", "swap_memory"):
+        for name in ("kv_memory", "swap_memory", "peer_memory"):
             if isinstance(flags.get(name), str):
                 flags[name] = parse_size(flags[name])
         self._engine = Engine.from_config(EngineConfig(model=model, **flags))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,8 @@ from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.peer_slots import PeerSlots
+from floodplain.memory.slot_mover import HostSlotMover, LinkPair
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
@@ -30,24 +33,48 @@ DEFAULT_AVAILABLE_SHARE = 0.25
 """Of the memory that is available: no more than this by default."""
 MOST_DEFAULT_CPU_BYTES = 2**31
 """By default where the pool lies in the same memory: all of it is touched at the start."""
+CHUNK_BYTES = 32 * 2**20
+"""Of a lease, about: a recall takes back no more than it must, and a chunk is quick to empty."""
+PEER_LINK = "nvlink4"
+"""What is emulated between neighbours, where links are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerParts:
+    """What the PEER tier is made of, beside the leases.
+
+    Attributes:
+        slots: Without memory.
+        mover: Between them and the host's; started.
+    """
+
+    slots: PeerSlots
+    mover: HostSlotMover
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSwap:
-    """Swap space and what the loop must know of it.
+    """Swap space and what the loop must know of it, nearest tier first.
 
     Attributes:
         space: Moves the bytes.
-        ledger: Books the slots.
-        link: What a copy costs.
-        facts: The link for the result of a benchmark: ``name``, ``bandwidth`` (bytes per second of a large copy, the
-            slower direction), and if it is emulated its model.
+        ledgers: Book the slots of each tier.
+        links: What a copy costs.
+        facts: The links for the result of a benchmark: ``tier``, ``name``, ``bandwidth`` (bytes per second of a large
+            copy, the slower direction), and if it is emulated its model.
+        peer: With ``--swap peer``; whoever follows the leases closes it, before ``space``.
     """
 
     space: SwapSpace
-    ledger: SlotLedger
-    link: Link
-    facts: Mapping[str, Any]
+    ledgers: tuple[SlotLedger, ...]
+    links: tuple[Link, ...]
+    facts: tuple[Mapping[str, Any], ...]
+    peer: PeerParts | None = None
+
+    @property
+    def host_slots(self) -> int:
+        """Slots in host memory."""
+        return self.ledgers[-1].num_slots
 
 
 def open_swap(config: EngineConfig, pool: KVPool) -> OpenedSwap | None:
@@ -60,14 +87,48 @@ def open_swap(config: EngineConfig, pool: KVPool) -> OpenedSwap | None:
         return None
     num_slots = _count_slots(config.swap_memory, pool)
     emulated = _emulated_link(config.hardware, pool.layout)
-    tier = _open_host_tier(pool, num_slots, emulated)
-    try:
-        link, facts = _describe_link(emulated, pool, tier)
-    except BaseException:
-        tier.engine.close()
-        tier.slots.close()
-        raise
-    return OpenedSwap(SwapSpace({Tier.HOST: tier}), SlotLedger(Tier.HOST, num_slots), link, facts)
+    with ExitStack() as on_failure:
+        slots, host = _open_host_tier(pool, num_slots, emulated)
+        on_failure.callback(_close_tier, host)
+        link, facts = _describe_link(emulated, pool, host)
+        opened = OpenedSwap(SwapSpace({Tier.HOST: host}), (SlotLedger(Tier.HOST, num_slots),), (link,), (facts,))
+        if config.swap == "peer":
+            opened = _add_peer_tier(opened, config, pool, slots, host, emulated)
+        on_failure.pop_all()
+    return opened
+
+
+def _close_tier(tier: SwapTier) -> None:
+    tier.engine.close()
+    tier.slots.close()
+
+
+def _add_peer_tier(
+    opened: OpenedSwap,
+    config: EngineConfig,
+    pool: KVPool,
+    host_slots: SwapSlots,
+    host: SwapTier,
+    emulated: EmulatedLink | None,
+) -> OpenedSwap:
+    """The same with a tier of slots on neighbours in front, as far as leases give it memory."""
+    block_bytes = pool.layout.block_bytes
+    chunk_slots = max(1, CHUNK_BYTES // block_bytes)
+    peer_bytes = config.peer_memory or opened.host_slots * block_bytes
+    slots = PeerSlots(pool.layout, chunk_slots, max(1, peer_bytes // (chunk_slots * block_bytes)))
+    near = None if emulated is None else EmulatedLink(LINKS[PEER_LINK], emulated.scale)
+    tier = SwapTier(slots, HostTransferEngine(pool, slots, near).start())
+    pair = None if near is None or emulated is None else LinkPair(emulated, near)
+    mover = HostSlotMover(host_slots, slots, pair).start()
+    bandwidth = opened.links[0].bandwidth  # of the same memory
+    link, facts = (Link(Tier.PEER, bandwidth), {**opened.facts[0]}) if near is None else _describe_emulated(near)
+    return OpenedSwap(
+        SwapSpace({Tier.PEER: tier, Tier.HOST: host}),
+        (SlotLedger(Tier.PEER, 0), *opened.ledgers),
+        (replace(link, tier=Tier.PEER), *opened.links),
+        ({**facts, "tier": Tier.PEER.value}, *opened.facts),
+        PeerParts(slots, mover),
+    )
 
 
 def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> float:
@@ -117,28 +178,32 @@ def _emulation_scale(layout: KVLayout) -> float:
     return common_scale(LINKS.values(), measure_copy_bandwidth(layout))
 
 
-def _open_host_tier(pool: KVPool, num_slots: int, emulated: EmulatedLink | None) -> SwapTier:
+def _open_host_tier(pool: KVPool, num_slots: int, emulated: EmulatedLink | None) -> tuple[SwapSlots, SwapTier]:
     is_cuda = pool.device.torch_device.type == "cuda"
     slots = SwapSlots(pool.layout, num_slots, is_pinned=is_cuda)
     if is_cuda:
         from floodplain.memory.cuda_transfer import CudaTransferEngine
 
         staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
-        return SwapTier(slots, CudaTransferEngine(pool, slots, staging_blocks).start())
+        return slots, SwapTier(slots, CudaTransferEngine(pool, slots, staging_blocks).start())
     slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
-    return SwapTier(slots, HostTransferEngine(pool, slots, emulated).start())
+    return slots, SwapTier(slots, HostTransferEngine(pool, slots, emulated).start())
 
 
 def _describe_link(emulated: EmulatedLink | None, pool: KVPool, tier: SwapTier) -> tuple[Link, dict[str, Any]]:
-    facts: dict[str, Any] = {"tier": Tier.HOST.value}
-    if emulated is None:
-        most = max(1, LINK_STAGING_BYTES // pool.layout.block_bytes)
-        bandwidth = measure_bandwidth(tier, min(pool.num_blocks, tier.slots.num_slots, most))
-        facts |= {"name": "measured", "emulated": False, "bandwidth": bandwidth}
-        return Link(Tier.HOST, bandwidth), facts
+    if emulated is not None:
+        return _describe_emulated(emulated)
+    most = max(1, LINK_STAGING_BYTES // pool.layout.block_bytes)
+    bandwidth = measure_bandwidth(tier, min(pool.num_blocks, tier.slots.num_slots, most))
+    facts = {"tier": Tier.HOST.value, "name": "measured", "emulated": False, "bandwidth": bandwidth}
+    return Link(Tier.HOST, bandwidth), facts
+
+
+def _describe_emulated(emulated: EmulatedLink) -> tuple[Link, dict[str, Any]]:
     modelled = large_copy_bandwidth(emulated.profile)
     link = Link(Tier.HOST, modelled * emulated.scale, _latency_s(emulated.profile) / emulated.scale)
-    facts |= {
+    facts = {
+        "tier": Tier.HOST.value,
         "name": f"{HARDWARE_PREFIX}{emulated.profile.name}",
         "emulated": True,
         "bandwidth": link.bandwidth,

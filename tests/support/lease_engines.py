@@ -196,7 +196,7 @@ class Engines:
                 assert lease.lease_id not in process.taken, "a lease was allocated twice"
                 self._check_is_heard_of(process)
                 process.taken[lease.lease_id] = lease
-                assert process.borrower.allocated(lease.lease_id, self.time.now)
+                process.borrower.allocated(lease.lease_id, self.time.now)
 
     def _check_is_heard_of(self, process: Process) -> None:
         """Who is cut off allocates nothing new after a TTL, even if nobody else wants the bytes."""

@@ -18,7 +18,7 @@ NO_SWAP = {"swap": "none"}
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"swap": "disk"}, "^--swap must be one of none, host, not 'disk'$"),
+        ({"swap": "disk"}, "^--swap must be one of none, host, peer, not 'disk'$"),
         (NO_SWAP | {"swap_memory": 2**20}, "^--swap-memory says how to swap, and --swap none does not"),
         (NO_SWAP | {"hardware": "emulated-c2c"}, "^--hardware says how to swap, and --swap none does not"),
         ({"policy": "lifo"}, "^--policy must be one of fcfs, cfs, fair, paced, not 'lifo'$"),
