@@ -5,23 +5,30 @@ The names below are imported on first use, so that ``import floodplain`` and eve
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from floodplain.core.sampling import SamplingParams
     from floodplain.engine.llm import LLM
+    from floodplain.memory.elastic import ElasticPool
+    from floodplain.memory.elastic_tensor import ElasticTensor, TensorLost
+    from floodplain.memory.peer import HostPeerMemory
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "ElasticPool", "ElasticTensor", "HostPeerMemory", "SamplingParams", "TensorLost", "__version__"]
+
+_HOMES = {
+    "LLM": "floodplain.engine.llm",
+    "SamplingParams": "floodplain.core.sampling",
+    "ElasticPool": "floodplain.memory.elastic",
+    "ElasticTensor": "floodplain.memory.elastic_tensor",
+    "TensorLost": "floodplain.memory.elastic_tensor",
+    "HostPeerMemory": "floodplain.memory.peer",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from floodplain.engine.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from floodplain.core.sampling import SamplingParams
-
-        return SamplingParams
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'floodplain' has no attribute {name!r}")

@@ -17,7 +17,14 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from floodplain.core.leases.states import LeaseId, LeaseState
 from floodplain.core.tiers import Tier
@@ -50,14 +57,18 @@ class ElasticMachine(RuleBasedStateMachine):
         self.strangers = [attach_device(producer.side.name, directory) for producer in self.producers]
         for device in (*self.strangers, *(producer.device for producer in self.producers)):
             self.opened.enter_context(device)
-        for producer in self.producers:
-            producer.lend(NUM_PAGES // 2)
         self.stolen: list[list[Page]] = [[], []]
         self.client = InProcessClient(self.coordinator)
         self.pool = ElasticPool(self.client, HostPeerMemory(directory))
         self.shadows: dict[ElasticTensor, torch.Tensor] = {}
 
     # -- what the program does -------------------------------------------------------------------------------------
+
+    @initialize(num_tensors=st.integers(1, 4))
+    def begin_among_neighbours(self, num_tensors: int) -> None:
+        for seed in range(num_tensors):
+            self.to_elastic((1 + seed % 3) * PAGE_BYTES, torch.uint8, seed)
+        self.calm()
 
     @precondition(lambda self: len(self.shadows) < 6)
     @rule(num_bytes=st.integers(8, 3 * PAGE_BYTES), dtype=DTYPES, seed=SEEDS)
@@ -103,14 +114,16 @@ class ElasticMachine(RuleBasedStateMachine):
 
     # -- what the others do ----------------------------------------------------------------------------------------
 
-    @rule(which=WHICH, num_pages=st.sampled_from([0, 1, 3, NUM_PAGES]))
-    def lend(self, which: int, num_pages: int) -> None:
-        """Put more up, or recall, perhaps what was just granted; then grow by what is seen free."""
+    @rule(which=WHICH, num_pages=st.sampled_from([0, 1, 3, NUM_PAGES]), seconds=st.sampled_from([0.0, DEADLINE_S + 1]))
+    def lend(self, which: int, num_pages: int, seconds: float) -> None:
+        """Put more up, or recall, perhaps what was just granted; grow by what is seen free; let a deadline pass."""
         self.client.beat()
         producer = self.producers[which]
         producer.lend(num_pages)
         producer.beat()
         assert self.stolen[which] or not producer.was_refused, "a producer did not find the bytes that are its own"
+        self.client.beat()
+        self.coordinator.pass_time(seconds)
 
     @precondition(lambda self: self.client.pending())
     @rule(num_left=st.integers(0, 2))
@@ -119,6 +132,7 @@ class ElasticMachine(RuleBasedStateMachine):
         self._beat_all()
         for stranger, stolen in zip(self.strangers, self.stolen, strict=True):
             stolen += stranger.allocate(max(0, stranger.num_free_pages() - num_left)) or []
+        self.respond(beats=False)
 
     @rule()
     def return_what_was_stolen(self) -> None:
@@ -142,7 +156,7 @@ class ElasticMachine(RuleBasedStateMachine):
         self.return_what_was_stolen()
         for _ in range(6):
             for which in range(2):
-                self.lend(which, NUM_PAGES)
+                self.lend(which, NUM_PAGES, 0.0)
             self.respond(beats=True)
         room = max(self.coordinator.book.rows.unleased_bytes(producer.side.name) for producer in self.producers)
         for elastic in self.shadows:
@@ -210,7 +224,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
     return (values % 2 == 0) if dtype is torch.bool else values.to(dtype)
 
 
-ElasticMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+ElasticMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 TestElasticMachine = pytest.mark.slow(ElasticMachine.TestCase)
 
 FEW = settings(max_examples=200, stateful_step_count=40, deadline=None, phases=[Phase.generate], database=None)

@@ -214,3 +214,9 @@ def test_the_bare_image_lacks_what_it_should() -> None:
 def test_the_package_itself_is_light() -> None:
     assert {n for n in run(IMPORT_ALL, "floodplain") if n.startswith("floodplain")} == {"floodplain"}
     assert {n.partition(".")[0] for n in run(IMPORT_ALL, "floodplain")} & BANNED == set()
+
+
+def test_every_public_name_is_found_on_first_use() -> None:
+    assert all(getattr(floodplain, name) is not None for name in floodplain.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        floodplain.LMM  # noqa: B018

@@ -1,0 +1,56 @@
+"""Momentum that lies in a neighbour's idle memory while it is lent, and in the host's while it is not.
+
+A small regression is trained by gradient descent with momentum. The momentum of all parameters is one elastic tensor;
+the loss does not depend on where its bytes are. Run: ``python examples/elastic_tensors.py``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from floodplain import ElasticPool, HostPeerMemory
+from floodplain.core.leases.client import LeaseClient, NobodyLends
+from floodplain.memory.elastic import Moves
+from floodplain.memory.peer import PeerMemory
+
+LEARNING_RATE, DECAY = 0.01, 0.9
+
+
+def train(client: LeaseClient, memory: PeerMemory, num_steps: int, report: Callable[[Moves], object]) -> float:
+    """Train, with a boundary after every step; return the last loss."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.Tanh(), torch.nn.Linear(512, 1))
+    inputs = torch.randn(256, 32)
+    targets = inputs.sin().sum(dim=1, keepdim=True)
+    num_values = sum(parameter.numel() for parameter in model.parameters())
+    with ElasticPool(client, memory) as pool:
+        momentum = pool.to_elastic(torch.zeros(num_values))
+        for _ in range(num_steps):
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            loss.backward()
+            descend(model, momentum.torch())  # wherever its bytes are now
+            report(pool.respond())  # nothing uses it here: give back what is recalled, take what is granted
+    return loss.item()
+
+
+@torch.no_grad()
+def descend(model: torch.nn.Module, momentum: torch.Tensor) -> None:
+    """One step of gradient descent; ``momentum`` has the values of all parameters, one after the other."""
+    first = 0
+    for parameter in model.parameters():
+        part = momentum[first : first + parameter.numel()].view_as(parameter)
+        part.mul_(DECAY).add_(parameter.grad)
+        parameter.sub_(part, alpha=LEARNING_RATE)
+        parameter.grad = None
+        first += parameter.numel()
+
+
+def connect() -> LeaseClient:
+    """Whoever talks to the coordinator for this process. Without a coordinator nobody lends."""
+    return NobodyLends()
+
+
+if __name__ == "__main__":
+    print(f"loss {train(connect(), HostPeerMemory(), 200, report=lambda moves: None):.4f}")

@@ -1,0 +1,48 @@
+"""The examples run, and do what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from floodplain.core.leases.client import NobodyLends
+from floodplain.memory.elastic import Moves
+from floodplain.memory.peer import HostPeerMemory
+from tests.support.lease_client import Clock, Coordinator, InProcessClient, Producer
+
+FOLDER = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("elastic_tensors", FOLDER / "elastic_tensors.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+
+
+def test_momentum_may_come_and_go_and_the_loss_is_the_same(example: ModuleType, tmp_path: Path) -> None:
+    alone = example.train(NobodyLends(), HostPeerMemory(tmp_path), 60, report=lambda moves: None)
+    coordinator = Coordinator(Clock())
+    producer = Producer(coordinator, "p", 4, tmp_path)
+    client = InProcessClient(coordinator)
+    moved: list[Moves] = []
+
+    def neighbours_live(moves: Moves) -> None:
+        """The neighbour lends, recalls, and lends again, every ten steps."""
+        moved.append(moves)
+        producer.lend(4 if len(moved) // 10 % 2 else 0)
+        producer.beat()
+        client.beat()
+
+    assert example.train(client, HostPeerMemory(tmp_path), 60, neighbours_live) == alone
+    num_bytes = 4 * (32 * 512 + 512 + 512 + 1)
+    assert sum(moves.to_peer_bytes for moves in moved) == 3 * num_bytes
+    assert sum(moves.to_host_bytes for moves in moved) == 2 * num_bytes
+    assert producer.num_foreign_pages == 0
+    producer.device.close()
