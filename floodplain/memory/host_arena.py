@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -84,7 +85,11 @@ class HostArena:
         self._release = release
         self._table = np.full(num_pages, _HOLE, dtype=np.int64)  # place -> page
         budget.add(1)
-        self._address: int | None = libc.reserve_range(num_pages * page_bytes)
+        num_bytes = num_pages * page_bytes
+        self._address: int | None = libc.reserve_range(num_bytes)
+        # Views keep this alive, and it keeps the addresses: what a forgotten view shows is a fault, never other bytes.
+        self._memory: ctypes.Array[ctypes.c_uint8] | None = (ctypes.c_uint8 * num_bytes).from_address(self._address)
+        weakref.finalize(self._memory, libc.free_range, self._address, num_bytes).atexit = False
 
     @property
     def is_open(self) -> bool:
@@ -123,15 +128,16 @@ class HostArena:
         num_elements = math.prod(shape)
         if num_elements * dtype.itemsize > self.num_pages * self.page_bytes:
             raise InvariantError(f"a {dtype} tensor of shape {shape} is larger than its arena")
-        memory = (ctypes.c_uint8 * (self.num_pages * self.page_bytes)).from_address(self._address_of(0))
-        return torch.frombuffer(memory, dtype=dtype, count=num_elements).view(shape)
+        if self._memory is None:
+            raise InvariantError("the arena is closed")
+        return torch.frombuffer(self._memory, dtype=dtype, count=num_elements).view(shape)
 
     def close(self) -> None:
-        """See ``Arena.close``. A second call does nothing."""
+        """See ``Arena.close``. A second call does nothing. The range stays reserved while there are views of it."""
         if self._address is None:
             return
-        libc.free_range(self._address, self.num_pages * self.page_bytes)
-        self._address = None
+        libc.unmap_to_reserved(self._address, self.num_pages * self.page_bytes)
+        self._address = self._memory = None
         self._budget.add(-1 - self._count_borders(self._table))
         self._release([Page(page) for page in self._table[self._table != _HOLE].tolist()])
 

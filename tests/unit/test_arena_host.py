@@ -57,6 +57,33 @@ def test_mistakes_are_refused_and_change_nothing(device: HostDevice) -> None:
         arena.tensor(torch.uint8, (1,))
 
 
+def test_a_view_that_outlives_its_arena_is_a_fault_and_never_shows_other_bytes(device: HostDevice) -> None:
+    arena = device.reserve(4)
+    pages = device.allocate(4)
+    assert pages is not None
+    arena.map(0, pages)
+    forgotten = _words(arena)[2]
+    address = forgotten.data_ptr()
+    assert _rights(address) == "rw-s"
+    arena.close()
+    assert _rights(address) == "---p"
+    others = [device.reserve(4) for _ in range(8)]
+    firsts = [_words(other).data_ptr() for other in others]
+    assert not any(first <= address < first + 4 * PAGE_BYTES for first in firsts)
+    del forgotten
+    assert _rights(address) != "---p"  # the range is given back with the last view
+
+
+def _rights(address: int) -> str | None:
+    """How the process may use an address, as the kernel has it; None if nothing is there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        extent, rights, *_ = line.split()
+        first, end = (int(part, 16) for part in extent.split("-"))
+        if first <= address < end:
+            return rights
+    return None
+
+
 def test_closing_releases_what_is_still_mapped(device: HostDevice) -> None:
     arena = device.reserve(8)
     pages = device.allocate(5)
