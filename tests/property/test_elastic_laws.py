@@ -6,6 +6,7 @@ rule is shown by breaking them, one at a time.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -197,9 +198,9 @@ class ElasticMachine(RuleBasedStateMachine):
         self.seen["to peer"] += moves.to_peer_bytes > 0
         self.seen["to host"] += moves.to_host_bytes > 0
         self.seen["refused"] += len(moves.refusals)
-        recalls = [due_s for due_s in due.values() if due_s > 0]
+        recalls = [left_s for left_s in due.values() if left_s > -math.inf]
         self.seen["recalled"] += len(recalls)
-        self.seen["late"] += any(due_s < self.coordinator.clock.now for due_s in recalls)
+        self.seen["late"] += any(left_s < 0 for left_s in recalls)
 
     def _num_taken(self, which: int) -> int:
         """Pages that neither the producer nor the stranger has, and that are not free: the consumer's, as observed."""
