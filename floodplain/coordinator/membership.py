@@ -66,6 +66,7 @@ class Membership:
     Attributes:
         version: Raised by every answer that brought something new: an engine looks at its leases when it has changed.
         on_change: Called when there is something to say that should not wait for the next beat.
+        on_news: Called on the agent's thread when an answer brought something new.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Membership:
         self.name = name
         self.version = 0
         self.on_change: Callable[[], None] = lambda: None
+        self.on_news: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._clock = clock
         self._side = MemberSide(name, instance, ttl_s=0.0)
@@ -211,7 +213,9 @@ class Membership:
             self._cancelled &= {*self._side.open_requests, *(lease.request for lease in leases)}
             is_new = before != self._known_rows()
             self.version += is_new
-            return is_new
+        if is_new:
+            self.on_news()
+        return is_new
 
     def farewell(self) -> list[Message]:
         """The last words of a process that has freed everything."""
