@@ -1,16 +1,22 @@
 """Momentum that lies in a neighbour's idle memory while it is lent, and in the host's while it is not.
 
 A small regression is trained by gradient descent with momentum. The momentum of all parameters is one elastic tensor;
-the loss does not depend on where its bytes are. Run: ``python examples/elastic_tensors.py``
+the loss does not depend on where its bytes are. Run: ``python examples/elastic_tensors.py [http://127.0.0.1:8100]``,
+the address of a ``floodplain coordinator``.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
 from floodplain import ElasticPool, HostPeerMemory
+from floodplain.coordinator.agent import LeaseAgent
+from floodplain.coordinator.client import CoordinatorClient
 from floodplain.core.leases.client import LeaseClient, NobodyLends
 from floodplain.memory.elastic import Moves
 from floodplain.memory.peer import PeerMemory
@@ -47,10 +53,17 @@ def descend(model: torch.nn.Module, momentum: torch.Tensor) -> None:
         first += parameter.numel()
 
 
-def connect() -> LeaseClient:
-    """Whoever talks to the coordinator for this process. Without a coordinator nobody lends."""
-    return NobodyLends()
+def main(coordinator: str | None) -> None:
+    """Train with what neighbours lend; without a coordinator nobody lends, and the loss is the same."""
+    with ExitStack() as stack:
+        client: LeaseClient = NobodyLends()
+        if coordinator is not None:
+            client = stack.enter_context(
+                LeaseAgent(CoordinatorClient(coordinator), f"trainer-{os.getpid()}")
+            ).membership
+        loss = train(client, HostPeerMemory(), 200, report=lambda moves: None)
+    print(f"loss {loss:.4f}")
 
 
 if __name__ == "__main__":
-    print(f"loss {train(connect(), HostPeerMemory(), 200, report=lambda moves: None):.4f}")
+    main(sys.argv[1] if len(sys.argv) > 1 else None)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from types import TracebackType
+from typing import Self
 
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
 from floodplain.coordinator.membership import LentDevice, Membership
@@ -57,6 +59,16 @@ class LeaseAgent:
         """
         self._exchange()
         self._thread.start()
+
+    def __enter__(self) -> Self:
+        """Start it."""
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """Say goodbye, and stop. Safe to call twice."""
