@@ -1,0 +1,229 @@
+"""How much of its KV pool an engine lends: what its recent load does not need, and nothing as soon as it rises.
+
+Two moves only. *Offer*: after a calm time, all that the peak of the recent past leaves, judged by the pool that is left
+then. *Recall*: everything at once, when requests wait, the pool fills, or more requests come than when it offered
+(AQUA, section 6). Offers lie at least a calm time apart and a recall needs an offer before it, so no load makes it flap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from math import ceil, sqrt
+
+from floodplain.core.errors import InvariantError
+
+
+class LendingReason(Enum):
+    """Why it lends what it lends."""
+
+    STEADY = "steady"
+    """Nothing changes."""
+    CALM = "calm"
+    """More can be spared: it offers."""
+    WAITING = "waiting"
+    """Requests wait: it recalls everything, as for the two that follow."""
+    POOL_FULL = "pool_full"
+    """What is in use passes the high watermark."""
+    RATE_RISEN = "rate_risen"
+    """More requests come than when it offered, or than the profile says."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """What an engine reports of its load, at one moment.
+
+    Attributes:
+        now: Seconds of any monotonic clock.
+        num_waiting: Live requests that are not on the device, although they could run.
+        num_used_blocks: Blocks that live requests hold; prefixes that nobody uses do not count.
+        num_blocks: Blocks that the pool has.
+        full_blocks: Blocks that it would have if nothing were lent; always the same.
+        num_arrived: Requests since the start.
+        can_offer: Whether anybody would hear of an offer.
+    """
+
+    now: float
+    num_waiting: int
+    num_used_blocks: int
+    num_blocks: int
+    full_blocks: int
+    num_arrived: int
+    can_offer: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LendingSettings:
+    """When it offers, and when it recalls.
+
+    Attributes:
+        low: Part of the pool that the recent peak may take after an offer. With ``high`` it makes the hysteresis: load
+            must grow by a third before an offer is taken back.
+        high: Part of the pool in use from which on it recalls: above it, requests are about to wait.
+        calm_s: Seconds of calm before an offer, and between two of them: copying back and forth costs a consumer more
+            than it gains in a shorter time.
+        busy_s: Seconds of trouble before a recall. One look that sees a request wait for the next step is none.
+        window_s: Seconds whose peak counts, and whose rate is that of the offer: long enough for a whole request.
+        rate_window_s: Seconds over which arrivals are counted to see whether they have become more.
+        rise: They have if they are so many times as many as at the offer,
+        rise_sigmas: and by so many standard deviations of a Poisson count: then it is hardly chance.
+        least_part: Part of the pool below which a change is not worth the messages.
+        profiled_rate: Requests per second of the steady state, from a profile; None takes that of the offer.
+    """
+
+    low: float = 0.6
+    high: float = 0.8
+    calm_s: float = 10.0
+    busy_s: float = 0.25
+    window_s: float = 30.0
+    rate_window_s: float = 10.0
+    rise: float = 1.5
+    rise_sigmas: float = 3.0
+    least_part: float = 0.05
+    profiled_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high <= 1:
+            raise InvariantError(f"watermarks must be 0 < low < high <= 1, not {self.low} and {self.high}")
+        if not 0 <= self.busy_s < self.calm_s:
+            raise InvariantError(f"a recall must come sooner than an offer: {self.busy_s} s, {self.calm_s} s")
+
+
+@dataclass(frozen=True, slots=True)
+class LendingDecision:
+    """How much to lend from now on.
+
+    Attributes:
+        target_blocks: Of the full pool; 0 recalls everything.
+        reason: Why.
+    """
+
+    target_blocks: int
+    reason: LendingReason = LendingReason.STEADY
+
+
+class LendingPolicy:
+    """See the module. Equal loads in equal order give equal decisions.
+
+    Args:
+        settings: Watermarks and times.
+        least_blocks: Blocks that the pool always keeps: what the longest request needs.
+        most_blocks: Blocks that it lends at most; None leaves it to the load.
+    """
+
+    def __init__(self, settings: LendingSettings, least_blocks: int, most_blocks: int | None = None) -> None:
+        self.settings = settings
+        self._least_blocks = least_blocks
+        self._most_blocks = most_blocks
+        self._target = 0
+        self._offered_rate: float | None = settings.profiled_rate
+        self._calm_since_s: float | None = None
+        self._busy_since_s: float | None = None
+        self._troubled_s = float("-inf")
+        self._offered_s = float("-inf")
+        self._peaks: deque[tuple[float, int]] = deque()  # (when, used blocks), falling: the first is the window's peak
+        self._arrivals: deque[tuple[float, int]] = deque()  # (when, arrived so far); the first is as old as the window
+
+    def decide(self, load: PoolLoad) -> LendingDecision:
+        """What to lend, from a look at the load; looks may come at any times, but in order."""
+        self._note(load)
+        trouble = self._find_trouble(load)
+        if trouble is not None:
+            return self._bear(trouble, load.now)
+        self._forget_trouble(load.now)
+        if not self._is_calm(load):
+            self._calm_since_s = None
+            return LendingDecision(self._target)
+        if self._calm_since_s is None:
+            self._calm_since_s = load.now
+        spare = self._spare_blocks(load)
+        is_due = load.now - max(self._calm_since_s, self._offered_s) >= self.settings.calm_s
+        if not (is_due and load.can_offer and spare - self._target >= max(1.0, self._least_change(load))):
+            return LendingDecision(self._target)
+        return self._offer(spare, load.now)
+
+    # -- what there is to see --------------------------------------------------------------------------------------
+
+    def _note(self, load: PoolLoad) -> None:
+        while self._peaks and self._peaks[-1][1] <= load.num_used_blocks:
+            self._peaks.pop()
+        self._peaks.append((load.now, load.num_used_blocks))
+        begin_s = load.now - self.settings.window_s
+        while self._peaks[0][0] < begin_s:
+            self._peaks.popleft()
+        if not self._arrivals or self._arrivals[-1] != (load.now, load.num_arrived):
+            self._arrivals.append((load.now, load.num_arrived))
+        while len(self._arrivals) > 1 and self._arrivals[1][0] <= begin_s:
+            self._arrivals.popleft()
+
+    def _find_trouble(self, load: PoolLoad) -> LendingReason | None:
+        if load.num_waiting:
+            return LendingReason.WAITING
+        if load.num_used_blocks > self.settings.high * self._room(load):
+            return LendingReason.POOL_FULL
+        return LendingReason.RATE_RISEN if self._has_rate_risen(load.now) else None
+
+    def _has_rate_risen(self, now: float) -> bool:
+        rate, settings = self._offered_rate, self.settings
+        if rate is None:
+            return False
+        count, elapsed_s = self._count_arrivals(now, settings.rate_window_s)
+        expected = rate * elapsed_s
+        chance = settings.rise_sigmas * sqrt(expected + 1)
+        return count - expected > max((settings.rise - 1) * expected, chance)
+
+    def _count_arrivals(self, now: float, window_s: float) -> tuple[int, float]:
+        """Requests of the last ``window_s``, or a little more, and the seconds that they really are."""
+        then_s, before = self._arrivals[0]
+        for when_s, arrived in reversed(self._arrivals):
+            then_s, before = when_s, arrived
+            if when_s <= now - window_s:
+                break
+        return self._arrivals[-1][1] - before, now - then_s
+
+    def _rate_over(self, now: float, window_s: float) -> float:
+        count, elapsed_s = self._count_arrivals(now, window_s)
+        return count / elapsed_s if elapsed_s > 0 else 0.0
+
+    def _is_calm(self, load: PoolLoad) -> bool:
+        """Whether the pool has more than enough. Between the watermarks nothing changes."""
+        return load.num_used_blocks <= self.settings.low * self._room(load)
+
+    def _room(self, load: PoolLoad) -> int:
+        """Blocks that the load may count on: what is lent will go, and what was lent may not be back yet."""
+        return min(load.num_blocks, load.full_blocks - self._target)
+
+    # -- what follows ----------------------------------------------------------------------------------------------
+
+    def _bear(self, trouble: LendingReason, now: float) -> LendingDecision:
+        self._calm_since_s = None
+        if self._busy_since_s is None:
+            self._busy_since_s = now
+        self._troubled_s = now
+        if not self._target or now - self._busy_since_s < self.settings.busy_s:
+            return LendingDecision(self._target)
+        self._target, self._offered_rate = 0, self.settings.profiled_rate
+        return LendingDecision(0, trouble)
+
+    def _forget_trouble(self, now: float) -> None:
+        """Trouble that comes and goes between two looks is one trouble."""
+        if now - self._troubled_s >= self.settings.busy_s:
+            self._busy_since_s = None
+
+    def _offer(self, spare: int, now: float) -> LendingDecision:
+        settings = self.settings
+        self._target, self._offered_s = spare, now
+        if settings.profiled_rate is None:
+            rates = (self._rate_over(now, settings.window_s), self._rate_over(now, settings.rate_window_s))
+            self._offered_rate = max(rates)
+        return LendingDecision(spare, LendingReason.CALM)
+
+    def _spare_blocks(self, load: PoolLoad) -> int:
+        """What may go so that the recent peak takes ``low`` of the rest."""
+        kept = max(self._least_blocks, ceil(self._peaks[0][1] / self.settings.low))
+        spare = max(0, load.full_blocks - kept)
+        return spare if self._most_blocks is None else min(spare, self._most_blocks)
+
+    def _least_change(self, load: PoolLoad) -> float:
+        return self.settings.least_part * load.full_blocks
