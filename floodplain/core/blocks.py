@@ -128,6 +128,20 @@ class BlockLedger:
         """How many of these blocks are cached: sharing them makes them unavailable to others."""
         return sum(map(self._cached.__contains__, blocks))
 
+    def survey(self, first: int, num_blocks: int) -> tuple[int, int, bool]:
+        """Of a run of blocks: how many have memory, how many of those are in use, whether a copy touches one.
+
+        It runs over the whole pool at every shrink: hence no Python per block.
+        """
+        states = self._states[first : first + num_blocks]
+        num_idle = states.count(BlockState.FREE)
+        if num_idle == len(states):
+            return num_idle, 0, False
+        num_present = len(states) - states.count(BlockState.ABSENT)
+        num_used = num_present - num_idle - states.count(BlockState.CACHED)
+        is_held = any(self._pins[first : first + num_blocks])
+        return num_present, num_used, is_held or states.count(BlockState.OWNED) < num_used
+
     def is_pinned(self, block: BlockId) -> bool:
         """Whether an outbound copy reads a block."""
         return self._pins[block] > 0

@@ -9,12 +9,15 @@ that a copy reads or writes cannot move; their quanta stay, and the plan says wh
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from floodplain.core.blocks import BlockLedger, BlockState
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
+
+_IDLE = frozenset({BlockState.FREE, BlockState.CACHED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,11 @@ class ShrinkPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Quantum:
+    """A quantum with memory: how many of its blocks have some, are in use, and whether a copy touches one."""
+
     index: int
-    blocks: tuple[BlockId, ...]
-    used: tuple[BlockId, ...]
+    num_blocks: int
+    num_used: int
     is_fixed: bool
 
 
@@ -50,18 +55,17 @@ def plan_shrink(ledger: BlockLedger, target_blocks: int) -> ShrinkPlan:
         target_blocks: Wanted size; never undercut.
     """
     quanta = _survey(ledger)
-    kept = _choose_kept(quanta, max(target_blocks, sum(len(q.used) for q in quanta)))
+    kept = _choose_kept(quanta, max(target_blocks, sum(q.num_used for q in quanta)))
     gone = [q for q in quanta if q.index not in kept]
-    sources = [block for q in gone for block in q.used]
+    idle, sources = _split(ledger, gone)
     destinations = _choose_destinations(ledger, [q for q in quanta if q.index in kept], len(sources))
     for block in destinations:
         ledger.reserve(block)
-    retired = tuple(block for q in gone for block in q.blocks if block not in set(q.used))
-    for block in retired:
+    for block in idle:
         ledger.retire(block)
-    num_left = sum(len(q.blocks) for q in quanta if q.index in kept)
+    num_left = sum(q.num_blocks for q in quanta if q.index in kept)
     moves = tuple(zip(sources, destinations, strict=True))
-    return ShrinkPlan(tuple(q.index for q in gone), moves, retired, num_left)
+    return ShrinkPlan(tuple(q.index for q in gone), moves, tuple(idle), num_left)
 
 
 def commit_shrink(ledger: BlockLedger, plan: ShrinkPlan) -> dict[BlockId, BlockId]:
@@ -83,39 +87,51 @@ def abort_shrink(ledger: BlockLedger, plan: ShrinkPlan) -> None:
 
 
 def _survey(ledger: BlockLedger) -> list[_Quantum]:
-    blocks: dict[int, list[BlockId]] = defaultdict(list)
-    for index in range(ledger.num_indexed_blocks):
-        if ledger.state(BlockId(index)) is not BlockState.ABSENT:
-            blocks[index // ledger.quantum_blocks].append(BlockId(index))
-    return [_survey_quantum(ledger, index, tuple(members)) for index, members in sorted(blocks.items())]
+    size = ledger.quantum_blocks
+    found = (ledger.survey(first, size) for first in range(0, ledger.num_indexed_blocks, size))
+    return [_Quantum(index, *counts) for index, counts in enumerate(found) if counts[0]]
 
 
-def _survey_quantum(ledger: BlockLedger, index: int, blocks: tuple[BlockId, ...]) -> _Quantum:
-    states = {block: ledger.state(block) for block in blocks}
-    used = tuple(b for b, s in states.items() if s not in (BlockState.FREE, BlockState.CACHED))
-    is_fixed = any(states[b] is not BlockState.OWNED or ledger.is_pinned(b) for b in used)
-    return _Quantum(index, blocks, used, is_fixed)
+def _split(ledger: BlockLedger, quanta: Iterable[_Quantum]) -> tuple[list[BlockId], list[BlockId]]:
+    """The blocks of these quanta that nobody uses, and those in use."""
+    idle: list[BlockId] = []
+    used: list[BlockId] = []
+    for block in _blocks_of(ledger, quanta):
+        (idle if ledger.state(block) in _IDLE else used).append(block)
+    return idle, used
+
+
+def _blocks_of(ledger: BlockLedger, quanta: Iterable[_Quantum]) -> Iterator[BlockId]:
+    size, num_indexed = ledger.quantum_blocks, ledger.num_indexed_blocks
+    for quantum in quanta:
+        for index in range(quantum.index * size, min((quantum.index + 1) * size, num_indexed)):
+            if ledger.state(BlockId(index)) is not BlockState.ABSENT:
+                yield BlockId(index)
 
 
 def _choose_kept(quanta: list[_Quantum], num_wanted: int) -> set[int]:
     """Quanta that a copy touches must stay; then whole ones before partial ones, fullest first."""
-    ranked = sorted(quanta, key=lambda q: (not q.is_fixed, -len(q.blocks), -len(q.used), q.index))
+    ranked = sorted(quanta, key=lambda q: (not q.is_fixed, -q.num_blocks, -q.num_used, q.index))
     kept: set[int] = set()
     room = 0
     for quantum in ranked:
         if room >= num_wanted and not quantum.is_fixed:
             break
         kept.add(quantum.index)
-        room += len(quantum.blocks)
+        room += quantum.num_blocks
     return kept
 
 
 def _choose_destinations(ledger: BlockLedger, kept: list[_Quantum], num_wanted: int) -> list[BlockId]:
     """Free blocks of the kept quanta, fullest quantum first; then cached ones, least recently used first."""
-    by_fullness = sorted(kept, key=lambda q: (-len(q.used), q.index))
-    free = [b for q in by_fullness for b in q.blocks if ledger.state(b) is BlockState.FREE]
-    members = {b for q in kept for b in q.blocks}
-    chosen = (free + [b for b in ledger.cached_blocks() if b in members])[:num_wanted]
+    if not num_wanted:
+        return []
+    by_fullness = sorted(kept, key=lambda q: (-q.num_used, q.index))
+    free = (block for block in _blocks_of(ledger, by_fullness) if ledger.state(block) is BlockState.FREE)
+    chosen = list(islice(free, num_wanted))
+    members = {q.index for q in kept}
+    cached = (block for block in ledger.cached_blocks() if block // ledger.quantum_blocks in members)
+    chosen += islice(cached, num_wanted - len(chosen))
     if len(chosen) < num_wanted:
         raise InvariantError(f"{num_wanted} blocks to move, room for {len(chosen)}")
     return chosen
