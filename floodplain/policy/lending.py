@@ -2,7 +2,7 @@
 
 Two moves only. *Offer*: after a calm time, all that the peak of the recent past leaves, judged by the pool that is left
 then. *Recall*: everything at once, when requests wait, the pool fills, or more requests come than when it offered
-(AQUA, section 6). Offers lie at least a calm time apart and a recall needs an offer before it, so no load makes it flap.
+(AQUA, section 6). Offers lie at least a calm time apart, and a recall needs an offer before it, so nothing flaps.
 """
 
 from __future__ import annotations
