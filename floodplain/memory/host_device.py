@@ -10,9 +10,7 @@ A child made by fork without exec shares the description, and keeps the pages al
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,13 +21,11 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.memory import device_file, libc
+from floodplain.memory import device_file, file_locks, libc
 from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_arena import HostArena, MappingBudget
 from floodplain.memory.runs import find_runs
-
-_FLOCK = struct.Struct("@hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, len, pid
 
 
 class HostDevice:
@@ -131,10 +127,10 @@ class HostDevice:
         unknown = [(0, self.capacity_pages)]
         while unknown:
             first, end = unknown.pop()
-            query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, *self._extent(first, end - first), 0)
-            kind, _, start, length, _ = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, query))
-            if kind == fcntl.F_UNLCK:
+            found = file_locks.find_lock(self._fd, *self._extent(first, end - first))
+            if found is None:
                 continue
+            start, length = found
             lock_first = max(start // PAGE_BYTES - 1, first)
             lock_end = min((start + length) // PAGE_BYTES - 1, end) if length else end
             is_free[lock_first:lock_end] = False
@@ -163,18 +159,14 @@ class HostDevice:
         return True
 
     def _try_lock(self, first: int, count: int) -> bool:
-        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, *self._extent(first, count), 0)
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
-        except BlockingIOError:
+        if not file_locks.try_lock(self._fd, *self._extent(first, count)):
             return False
         self._is_owned[first : first + count] = True
         return True
 
     def _unlock(self, first: int, count: int) -> None:
         self._is_owned[first : first + count] = False
-        request = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, *self._extent(first, count), 0)
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
+        file_locks.unlock(self._fd, *self._extent(first, count))
 
 
 def open_private_device(capacity_bytes: int) -> HostDevice:
