@@ -56,6 +56,10 @@ class Device(Protocol):
     def torch_device(self) -> torch.device:
         """Where tensors over this device's arenas live."""
 
+    @property
+    def num_owned_pages(self) -> int:
+        """Pages allocated through this object."""
+
     def allocate(self, num_pages: int) -> list[Page] | None:
         """Take pages, zeroed or with unspecified bytes; None if there are not as many (then none is taken)."""
 
@@ -64,6 +68,9 @@ class Device(Protocol):
 
     def num_free_pages(self) -> int:
         """Pages that nobody owns now, as observed on the device and not as booked."""
+
+    def num_foreign_pages(self) -> int:
+        """Pages' worth of memory that others own now, as observed; safe to ask from any thread."""
 
     def reserve(self, num_pages: int) -> Arena:
         """Reserve an empty arena."""

@@ -78,6 +78,7 @@ class CudaDevice:
         self._properties.location = self._location
         minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         self.page_bytes = int(driver.call(api.cuMemGetAllocationGranularity, self._properties, minimum))
+        self._base_bytes = self._other_bytes()
 
     @property
     def torch_device(self) -> torch.device:
@@ -94,6 +95,24 @@ class CudaDevice:
         free_bytes, _ = torch.cuda.mem_get_info(self._driver.index)
         num_pages = int(free_bytes) // self.page_bytes
         return num_pages if self._max_pages is None else min(num_pages, self._max_pages - len(self._owned))
+
+    def num_foreign_pages(self) -> int:
+        """Pages' worth of memory in use beyond this object's pages, torch's own and what was in use at the start.
+
+        The driver says how much of a device is free, not whose the rest is (cuMemGetInfo). What was in use when the
+        device was opened, contexts for the most part, is taken for nobody's: a neighbour that held memory then is not
+        seen, and one that makes a context later seems to hold it. Not yet run on a GPU.
+        """
+        return max(0, self._other_bytes() - self._base_bytes) // self.page_bytes
+
+    def _other_bytes(self) -> int:
+        """What another thread allocates or releases meanwhile may count as others', and never the other way round."""
+        own_bytes = self._own_bytes()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._driver.index)
+        return int(total_bytes) - int(free_bytes) - min(own_bytes, self._own_bytes())
+
+    def _own_bytes(self) -> int:
+        return len(self._owned) * self.page_bytes + int(torch.cuda.memory_reserved(self._driver.index))
 
     def allocate(self, num_pages: int) -> list[Page] | None:
         """See ``Device.allocate``. The bytes of a fresh page are unspecified."""

@@ -42,8 +42,13 @@ def create_anonymous(num_pages: int) -> int:
     return fd
 
 
-def attach_or_create(path: Path, num_pages: int) -> int:
+def attach_or_create(path: Path, num_pages: int, *, expects_size: bool = True) -> int:
     """Open the device file at ``path``, creating it if there is none; returns its descriptor.
+
+    Args:
+        path: Where.
+        num_pages: Its size if it is created, and, if ``expects_size``, what it must be otherwise.
+        expects_size: See above.
 
     Raises:
         UserError: What is there is another user's, of another size or no device, or the folder is missing.
@@ -51,7 +56,7 @@ def attach_or_create(path: Path, num_pages: int) -> int:
     while True:
         try:
             fd = _try_create(path, num_pages)
-            return _attach_to_size(path, num_pages) if fd is None else fd
+            return _attach(path, num_pages if expects_size else None) if fd is None else fd
         except FileNotFoundError:  # removed between the two calls, or no folder at all
             if not path.parent.is_dir():
                 raise UserError(f"device folder {path.parent} does not exist: create it") from None
@@ -97,10 +102,17 @@ def _try_create(path: Path, num_pages: int) -> int | None:
     return fd
 
 
-def _attach_to_size(path: Path, num_pages: int) -> int:
+def capacity_of(fd: int) -> int:
+    """Bytes of a device file that was attached to, without its header."""
+    _, _, capacity_bytes = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
+    return int(capacity_bytes)
+
+
+def _attach(path: Path, num_pages: int | None) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if (found := _check_file(fd, path)) != num_pages:
+        found = _check_file(fd, path)
+        if num_pages is not None and found != num_pages:
             raise UserError(
                 f"device {path} has {found * PAGE_BYTES} bytes, not {num_pages * PAGE_BYTES}:"
                 " ask for its size, remove it or use another name"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.memory import device_file, file_locks, libc
+from floodplain.memory import device_file, device_home, file_locks, libc
 from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_arena import HostArena, MappingBudget
@@ -29,19 +29,23 @@ from floodplain.memory.runs import find_runs
 
 
 class HostDevice:
-    """See the module. Made by ``open_device``, ``attach_device``, ``open_private_device``; safe to use from any thread.
+    """See the module. Made by one of the functions below; safe to use from several threads.
 
     Args:
         fd: The device's file, open for reading and writing; the device owns it. All users of one ``HostDevice`` share
             its locks, so pages owned here are also kept in a set.
         capacity_pages: Pages of the file behind its header.
+        path: Where it lies; None if it has no name.
+        is_home: Whether whoever opened it computes on it, and ``fd`` has the lock that says so.
     """
 
     page_bytes = PAGE_BYTES
 
-    def __init__(self, fd: int, capacity_pages: int) -> None:
+    def __init__(self, fd: int, capacity_pages: int, path: Path | None = None, *, is_home: bool = False) -> None:
         self.capacity_pages = capacity_pages
         self._fd = fd
+        self._path = path
+        self._is_home = is_home
         self._is_open = True
         self._is_owned = np.zeros(capacity_pages, dtype=np.bool_)
         self._mutex = threading.RLock()
@@ -63,11 +67,19 @@ class HostDevice:
         with self._mutex:
             return int(np.count_nonzero(self._find_free()))
 
+    def num_foreign_pages(self) -> int:
+        """Pages that others own now, seen in one look; of a closed device all, since nothing of it is seen."""
+        with self._mutex:
+            if not self._is_open:
+                return self.capacity_pages
+            return self.capacity_pages - self.num_owned_pages - int(np.count_nonzero(self._find_free()))
+
     def allocate(self, num_pages: int) -> list[Page] | None:
         """Take zeroed pages that really have memory, in runs as long as can be; None if there are too few.
 
         Their memory is reserved at once, so that writing to a page never fails later (a full /dev/shm would end the
-        process with SIGBUS). What a dead owner left behind is erased.
+        process with SIGBUS). What a dead owner left behind is erased. A visitor gets nothing of a device that was
+        removed: its home is gone, and nobody would see the pages.
         """
         taken: list[Page] = []
         with self._mutex:
@@ -76,6 +88,9 @@ class HostDevice:
                 if runs is None or not self._acquire_all(runs, taken):
                     self.release(taken)
                     return None
+            if self._is_removed():
+                self.release(taken)
+                return None
         return taken
 
     def release(self, pages: Sequence[Page]) -> None:
@@ -98,14 +113,20 @@ class HostDevice:
         return arena
 
     def close(self) -> None:
-        """Close all arenas and give up every page. A second call does nothing."""
-        if not self._is_open:
-            return
-        for arena in self._arenas:
-            arena.close()
-        self.release([Page(page) for page in np.flatnonzero(self._is_owned).tolist()])
-        self._is_open = False
-        os.close(self._fd)
+        """Close all arenas and give up every page; at home, remove the device if nobody else owns any.
+
+        A second call does nothing.
+        """
+        with self._mutex:
+            if not self._is_open:
+                return
+            for arena in self._arenas:
+                arena.close()
+            self.release([Page(page) for page in np.flatnonzero(self._is_owned).tolist()])
+            self._is_open = False
+            if self._is_home and self._path is not None:
+                device_home.remove_if_idle(self._fd, self._path)
+            os.close(self._fd)
 
     def __enter__(self) -> Self:
         return self
@@ -114,6 +135,10 @@ class HostDevice:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _is_removed(self) -> bool:
+        """Asked when the pages are locked: whoever removes the file locks all of it first."""
+        return not (self._is_home or self._path is None or device_home.is_named(self._fd, self._path))
 
     def _extent(self, first: int, count: int) -> tuple[int, int]:
         return PAGE_BYTES * (1 + first), PAGE_BYTES * count
@@ -176,7 +201,7 @@ def open_private_device(capacity_bytes: int) -> HostDevice:
 
 
 def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
-    """Attach to the machine's device ``name``, or create it; it stays until ``remove_device``.
+    """Attach to the machine's device ``name`` as a visitor, or create it; it stays until ``remove_device``.
 
     Args:
         name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
@@ -186,8 +211,20 @@ def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -
     Raises:
         UserError: The name is bad, or what is there is another user's, of another size or no device.
     """
-    num_pages = device_file.count_pages(capacity_bytes)
-    return HostDevice(device_file.attach_or_create(device_file.find_path(name, directory), num_pages), num_pages)
+    num_pages, path = device_file.count_pages(capacity_bytes), device_file.find_path(name, directory)
+    return HostDevice(device_file.attach_or_create(path, num_pages), num_pages, path)
+
+
+def open_home_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
+    """Open the machine's device ``name`` as the one engine that computes on it; see ``device_home``.
+
+    Pages that others own, of a life of this engine before, stay theirs. The arguments are those of ``open_device``.
+
+    Raises:
+        UserError: As there; or another engine is at home, or its pages are owned and it has another size.
+    """
+    num_pages, path = device_file.count_pages(capacity_bytes), device_file.find_path(name, directory)
+    return HostDevice(device_home.claim_home(path, num_pages), num_pages, path, is_home=True)
 
 
 def attach_device(name: str, directory: Path | None = None) -> HostDevice:
@@ -200,11 +237,12 @@ def attach_device(name: str, directory: Path | None = None) -> HostDevice:
     Raises:
         UserError: There is none, the name is bad, or what is there is another user's or no device.
     """
-    return HostDevice(*device_file.attach(device_file.find_path(name, directory)))
+    path = device_file.find_path(name, directory)
+    return HostDevice(*device_file.attach(path), path)
 
 
 def remove_device(name: str, directory: Path | None = None) -> None:
-    """Remove the device's name; who is attached keeps its memory. No error if there is none."""
+    """Remove the device's name; visitors keep their memory and get no more. No error if there is none."""
     device_file.find_path(name, directory).unlink(missing_ok=True)
 
 

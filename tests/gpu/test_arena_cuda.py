@@ -94,3 +94,12 @@ def test_nothing_leaks_in_ten_thousand_cycles(device: CudaDevice) -> None:
     after, _ = torch.cuda.mem_get_info()
     assert before - after <= 2 * device.page_bytes
     assert device.num_owned_pages == 0
+
+
+def test_what_others_hold_is_seen_and_its_own_is_not(device: CudaDevice) -> None:
+    assert device.allocate(2) is not None
+    assert device.num_foreign_pages() == 0
+    with open_cuda_device(0, max_bytes=2**28) as neighbour:  # another owner, in the same context
+        assert neighbour.allocate(3) is not None
+        assert device.num_foreign_pages() == 3
+    assert device.num_foreign_pages() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,40 @@ def test_free_bytes_are_seen_by_the_other_user(pair: tuple[HostDevice, HostDevic
     assert other.num_free_pages() == 9
     one.close()
     assert other.num_free_pages() == 16
+
+
+def test_foreign_pages_are_those_of_others(pair: tuple[HostDevice, HostDevice]) -> None:
+    one, other = pair
+    one.allocate(3)
+    pages = other.allocate(5)
+    assert pages is not None
+    assert (one.num_foreign_pages(), other.num_foreign_pages()) == (5, 3)
+    other.release(pages[1:4])
+    assert (one.num_foreign_pages(), one.num_free_pages()) == (2, 11)
+    other.close()
+    assert one.num_foreign_pages() == 0
+    assert other.num_foreign_pages() == 16, "who sees nothing must not say that it is free"
+
+
+def test_foreign_pages_are_counted_in_one_look(pair: tuple[HostDevice, HostDevice]) -> None:
+    """While its own pages come and go on another thread, none of them is ever taken for somebody else's."""
+    one, other = pair
+    other.allocate(2)
+    is_over = threading.Event()
+
+    def churn() -> None:
+        while not is_over.is_set():
+            pages = one.allocate(7)
+            assert pages is not None
+            one.release(pages)
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        assert {one.num_foreign_pages() for _ in range(200)} == {2}
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def test_a_visitor_who_leaves_takes_no_locks_along(pair: tuple[HostDevice, HostDevice], tmp_path: Path) -> None:
