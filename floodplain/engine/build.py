@@ -17,6 +17,7 @@ from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.decoder import Decoder
 from floodplain.engine.models.linear import can_pack
 from floodplain.engine.models.load import load_decoder
+from floodplain.engine.pool_limits import find_max_model_len
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.sampler import Sampler
 from floodplain.engine.shell import Engine
@@ -69,19 +70,11 @@ def _assemble(
 ) -> Engine:
     model = _load(config, source, memory, device, dtype)
     pool, ledger = memory.open_pool()
-    max_model_len = _max_model_len(config, source.config, pool.num_blocks)
+    max_model_len = find_max_model_len(config, source.config, pool.num_blocks)
     swap = open_swap(config, pool)
     if swap is not None:
         on_failure.callback(swap.space.close)
-    loop_config = LoopConfig(
-        max_model_len=max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_waiting=config.max_waiting,
-        eos_token_ids=tokenizer.eos_token_ids,
-        fingerprint=f"{source.name}:{config.dtype}:{config.block_tokens}",
-        block_bytes=memory.layout.block_bytes,
-    )
+    loop_config = _loop_config(config, source, tokenizer, max_model_len, memory.layout.block_bytes)
     runner = ModelRunner(
         model,
         pool.layers,
@@ -91,10 +84,7 @@ def _assemble(
         on_close=memory.close,
         swap=swap.space if swap else None,
     )
-    for flag in config.unused_flags():
-        logger.warning("%s changes nothing under --policy %s", flag, config.policy)
-    if swap is None and config.policy != "fcfs":
-        logger.warning("--policy %s takes turns in swap space: with --swap none it serves by arrival", config.policy)
+    _warn_of_flags(config, has_swap=swap is not None)
     backups = BackupTable(swap.ledgers if swap else (), retains=ledger.caches_prefixes)
     state = LoopState(loop_config, ledger, policy, backups, swap.links if swap else ())
     resolved = replace(
@@ -118,6 +108,27 @@ def _assemble(
     )
 
 
+def _loop_config(
+    config: EngineConfig, source: ModelSource, tokenizer: Tokenizer, max_model_len: int, block_bytes: int
+) -> LoopConfig:
+    return LoopConfig(
+        max_model_len=max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        eos_token_ids=tokenizer.eos_token_ids,
+        fingerprint=f"{source.name}:{config.dtype}:{config.block_tokens}",
+        block_bytes=block_bytes,
+    )
+
+
+def _warn_of_flags(config: EngineConfig, *, has_swap: bool) -> None:
+    for flag in config.unused_flags():
+        logger.warning("%s changes nothing under --policy %s", flag, config.policy)
+    if not has_swap and config.policy != "fcfs":
+        logger.warning("--policy %s takes turns in swap space: with --swap none it serves by arrival", config.policy)
+
+
 def _load(
     config: EngineConfig, source: ModelSource, memory: DeviceMemory, device: torch.device, dtype: torch.dtype
 ) -> Decoder:
@@ -131,31 +142,6 @@ def _load(
         allocate=None if is_packed else memory.allocate_parameters,
         is_packed=is_packed,
     )
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
-    """What was asked, or what model and pool allow.
-
-    Raises:
-        UserError: What was asked does not fit.
-    """
-    num_tokens, longest = num_blocks * config.block_tokens, model.shape.max_position
-    if config.max_model_len is None:
-        if num_tokens < 2:
-            raise UserError(f"the KV pool holds {num_tokens} tokens, too few for a request: raise --kv-memory")
-        if num_tokens < longest:
-            logger.warning(
-                "max_model_len is lowered from %d to %d tokens: the KV pool holds no more", longest, num_tokens
-            )
-        return min(num_tokens, longest)
-    if config.max_model_len > longest:
-        raise UserError(f"--max-model-len {config.max_model_len} is more than the model's own {longest}")
-    if config.max_model_len > num_tokens:
-        raise UserError(
-            f"--max-model-len {config.max_model_len} does not fit: the KV pool holds {num_tokens} tokens; raise "
-            f"--kv-memory, or lower --max-model-len"
-        )
-    return config.max_model_len
 
 
 def _torch_dtype(name: str) -> torch.dtype:
