@@ -226,6 +226,12 @@ class Membership:
     # -- what is seen ------------------------------------------------------------------------------------------------
 
     @property
+    def has_joined(self) -> bool:
+        """Whether the coordinator knows this process, as far as it has heard."""
+        with self._lock:
+            return self._side.has_joined
+
+    @property
     def has_leases(self) -> bool:
         """Whether it lends, borrows, offers or asks: then it beats often."""
         with self._lock:
