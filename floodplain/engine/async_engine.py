@@ -185,7 +185,8 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._take_inbox(block_s=0.0 if self._engine.has_unfinished else _IDLE_POLL_S)
+                is_busy = self._engine.has_unfinished or self._engine.is_moving_memory
+                self._take_inbox(block_s=0.0 if is_busy else _IDLE_POLL_S)
                 deltas = self._engine.step()
                 ended = [life for _, life, reason in self._engine.take_finished() if reason is not FinishReason.ABORT]
                 if deltas or ended:

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
+from floodplain.coordinator.client import CoordinatorClient
 from floodplain.core.backups import BackupTable
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
+from floodplain.engine.lent_pool import LentPool
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.decoder import Decoder
 from floodplain.engine.models.linear import can_pack
 from floodplain.engine.models.load import load_decoder
-from floodplain.engine.pool_limits import find_max_model_len
+from floodplain.engine.neighbours import Neighbours, default_device_name, meet_neighbours, open_client
+from floodplain.engine.pool_limits import PoolLimits, find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.sampler import Sampler
 from floodplain.engine.shell import Engine
 from floodplain.engine.swap import open_swap
 from floodplain.engine.tokenizer import Tokenizer
 from floodplain.engine.weights.open_model import ModelSource, open_model
+from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_space import SwapStats
 from floodplain.policy.base import Policy
+from floodplain.policy.lending import LendingPolicy, LendingSettings
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
@@ -38,74 +45,118 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     return config.shape.kv_bytes_per_token(_torch_dtype(dtype).itemsize)
 
 
-def build_engine(config: EngineConfig, policy: Policy | None = None) -> Engine:
-    """Load the model, map the KV pool, open the swap space, and put the parts together.
+Meet = Callable[[KVPool, Loop, PoolLimits], Neighbours | None]
 
-    ``policy`` decides in the place of the one that the flags name.
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What an engine is put together from; ``on_failure`` gives back what was opened if that does not succeed."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    source: ModelSource
+    tokenizer: Tokenizer
+    memory: DeviceMemory
+    on_failure: ExitStack
+
+
+def build_engine(config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None) -> Engine:
+    """Load the model, map the KV pool, open the swap space, put the parts together, and meet the neighbours.
+
+    Args:
+        config: The flags.
+        policy: Decides in the place of the one that the flags name.
+        lending: When it lends, other than by default.
 
     Raises:
-        UserError: The model cannot be read, the device is not there, or memory is too small for one request.
+        UserError: The model cannot be read, the device is not there, memory is too small for one request, or the
+            coordinator refuses.
     """
     device, dtype = _torch_device(config.device), _torch_dtype(config.dtype)
+    client, name = open_client(config), config.device_name or default_device_name()
+    is_shared = config.lends or config.device_name is not None
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()
+    if is_shared or client is not None:
+        config = replace(config, device_name=name)
+    meet = partial(_meet, config, client, name, lending or LendingSettings())
     with ExitStack() as on_failure:
-        memory = DeviceMemory(config, source.config, device, dtype)
+        memory = DeviceMemory(config, source.config, device, dtype, name if is_shared else None)
         on_failure.callback(memory.close)
-        policy = policy or make_policy(config.policy, config.sharing_settings())
-        engine = _assemble(config, policy, source, tokenizer, memory, device, dtype, on_failure)
+        opened = _Opened(config, device, dtype, source, tokenizer, memory, on_failure)
+        engine = _assemble(opened, policy or make_policy(config.policy, config.sharing_settings()), meet)
         on_failure.pop_all()
     return engine
 
 
-def _assemble(
-    config: EngineConfig,
-    policy: Policy,
-    source: ModelSource,
-    tokenizer: Tokenizer,
-    memory: DeviceMemory,
-    device: torch.device,
-    dtype: torch.dtype,
-    on_failure: ExitStack,
-) -> Engine:
-    model = _load(config, source, memory, device, dtype)
-    pool, ledger = memory.open_pool()
-    max_model_len = find_max_model_len(config, source.config, pool.num_blocks)
+def _assemble(opened: _Opened, policy: Policy, meet: Meet) -> Engine:
+    config, source, tokenizer, memory = opened.config, opened.source, opened.tokenizer, opened.memory
+    block_bytes = memory.layout.block_bytes
+    model = _load(config, source, memory, opened.device, opened.dtype)
+    limits = find_limits(config, source.config, memory.count_pool_blocks(), block_bytes)
+    pool, ledger = memory.open_pool(limits.num_blocks, limits.least_blocks)
     swap = open_swap(config, pool)
     if swap is not None:
-        on_failure.callback(swap.space.close)
-    loop_config = _loop_config(config, source, tokenizer, max_model_len, memory.layout.block_bytes)
+        opened.on_failure.callback(swap.space.close)
+    loop_config = _loop_config(config, source, tokenizer, limits.max_model_len, block_bytes)
     runner = ModelRunner(
         model,
         pool.layers,
         Sampler(tokenizer.eos_token_ids, config.seed),
         block_tokens=config.block_tokens,
-        max_model_len=max_model_len,
+        max_model_len=limits.max_model_len,
         on_close=memory.close,
         swap=swap.space if swap else None,
     )
     _warn_of_flags(config, has_swap=swap is not None)
     backups = BackupTable(swap.ledgers if swap else (), retains=ledger.caches_prefixes)
-    state = LoopState(loop_config, ledger, policy, backups, swap.links if swap else ())
+    links = swap.links if swap else ()
+    loop = Loop(LoopState(loop_config, ledger, policy, backups, links), policy, config.seed)
     resolved = replace(
         config,
         slice=config.sharing_settings().slice_steps,
-        kv_memory=pool.num_blocks * memory.layout.block_bytes,
-        max_model_len=max_model_len,
-        swap_memory=swap.host_slots * memory.layout.block_bytes if swap else None,
+        kv_memory=limits.num_blocks * block_bytes,
+        max_model_len=limits.max_model_len,
+        swap_memory=swap.host_slots * block_bytes if swap else None,
     )
     logger.info("engine config %s", json.dumps(asdict(resolved)))
     return Engine(
-        Loop(state, policy, config.seed),
+        loop,
         runner,
         tokenizer,
         model_name=config.model,
         config=resolved,
-        block_bytes=memory.layout.block_bytes,
+        block_bytes=block_bytes,
         vocab_size=source.config.shape.vocab_size,
         swap_stats=swap.space.stats if swap else SwapStats,
         links=swap.facts if swap else (),
+        neighbours=meet(pool, loop, limits),
     )
+
+
+def _meet(
+    config: EngineConfig,
+    client: CoordinatorClient | None,
+    name: str,
+    settings: LendingSettings,
+    pool: KVPool,
+    loop: Loop,
+    limits: PoolLimits,
+) -> Neighbours | None:
+    if client is None:
+        return None
+    lent_pool = policy = None
+    if config.lends:
+        lent_pool = LentPool(pool, loop, limits.num_blocks, limits.least_blocks)
+        policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
+    neighbours = meet_neighbours(client, name, lent_pool, policy)
+    try:
+        neighbours.start()
+    except BaseException:
+        neighbours.close()
+        raise
+    return neighbours
 
 
 def _loop_config(

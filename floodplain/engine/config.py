@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_type_hints
 
 from floodplain.core.errors import UserError
+from floodplain.core.sizes import parse_size
 from floodplain.cost.link import LINKS
+from floodplain.memory.device_file import NAME
 from floodplain.policy.registry import POLICIES
 from floodplain.policy.settings import FAIR_BY, SLICE_ENDS, SLICE_STEPS, SharingSettings, settings_for
 
@@ -97,6 +99,19 @@ class EngineConfig:
                           "links (default: as fast as this machine copies)",
                   "choices": HARDWARE},
     )  # fmt: skip
+    coordinator: str | None = _flag(  # type: ignore[assignment]
+        None, "address of the coordinator of leases; of several, all with commas between", metavar="URL"
+    )
+    coordinator_token_file: str | None = _flag(  # type: ignore[assignment]
+        None, "this engine's token for the coordinator, in a file of mode 0600", metavar="FILE"
+    )
+    device_name: str | None = _flag(  # type: ignore[assignment]
+        None, "what the device is called among neighbours (default: host name and process id)", metavar="NAME"
+    )
+    lend: str = _flag(  # type: ignore[assignment]
+        "off", "how much of the KV pool neighbours may borrow while it is idle: off, auto, or at most a size",
+        metavar="SIZE",
+    )  # fmt: skip
     seed: int = _flag(0, "seed of everything random")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -122,6 +137,7 @@ class EngineConfig:
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")
         self._check_swap()
+        self._check_neighbours()
         self.sharing_settings()
 
     def sharing_settings(self) -> SharingSettings:
@@ -140,6 +156,25 @@ class EngineConfig:
             **asked,
         )
 
+    @property
+    def lends(self) -> bool:
+        """Whether neighbours may borrow."""
+        return self.lend != "off"
+
+    @property
+    def most_lent_bytes(self) -> int | None:
+        """At most so much is lent; None: as much as can be spared.
+
+        Raises:
+            UserError: ``--lend`` says something else.
+        """
+        if self.lend in ("off", "auto"):
+            return None if self.lends else 0
+        try:
+            return parse_size(self.lend)
+        except UserError as error:
+            raise UserError(f"--lend must be off, auto, or a size: {error}") from None
+
     def unused_flags(self) -> list[str]:
         """Flags that were set to something, and that the policy has no use for."""
         return [
@@ -147,6 +182,16 @@ class EngineConfig:
             for item in fields(self)
             if self.policy not in _USED_BY.get(item.name, (self.policy,)) and getattr(self, item.name) != item.default
         ]
+
+    def _check_neighbours(self) -> None:
+        lent_bytes = self.most_lent_bytes
+        if self.coordinator is None:
+            if lent_bytes != 0:
+                raise UserError(f"--lend {self.lend} needs --coordinator: nobody else can say that memory is to be had")
+            if self.coordinator_token_file is not None:
+                raise UserError("--coordinator-token-file needs --coordinator: there is nobody to show the token to")
+        if self.device_name is not None and not NAME.fullmatch(self.device_name):
+            raise UserError(f"--device-name {self.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
 
     def _check_swap(self) -> None:
         if self.swap == "none":

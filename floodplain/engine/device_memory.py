@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 
 import torch
 
@@ -15,6 +16,8 @@ from floodplain.engine.models.config import ModelConfig
 from floodplain.memory.arena import Device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_HOST_KV_BYTES = 2**30
 DEFAULT_CUDA_KV_SHARE = 0.9
@@ -33,12 +36,20 @@ class DeviceMemory:
         model: What will be loaded.
         device: Where.
         dtype: Of parameters and KV.
+        shared_name: Under which neighbours find the device; None on a CPU makes one that nobody else knows.
 
     Raises:
-        UserError: The machine has less memory than was asked for.
+        UserError: The machine has less memory than was asked for, or another engine has that name.
     """
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        shared_name: str | None = None,
+    ) -> None:
         shape = model.shape
         self.layout = KVLayout(
             num_layers=shape.num_layers,
@@ -50,7 +61,7 @@ class DeviceMemory:
         self._config = config
         self._kv_bytes = config.kv_memory or DEFAULT_HOST_KV_BYTES
         param_bytes = round(shape.param_bytes(dtype.itemsize) * _ALIGN_SLACK)
-        self.device = _open_device(device, self._kv_bytes, param_bytes, self.layout)
+        self.device = _open_device(device, self._kv_bytes, param_bytes, self.layout, shared_name)
 
     def allocate_parameters(self, num_bytes: int) -> torch.Tensor:
         """A uint8 tensor over an arena of its own: the parameters of one layer, which can move or go alone.
@@ -68,13 +79,22 @@ class DeviceMemory:
         arena.map(0, pages)
         return arena.tensor(torch.uint8, (num_bytes,))
 
-    def open_pool(self) -> tuple[KVPool, BlockLedger]:
-        """The KV pool with its memory mapped, and its ledger. Call it when the parameters are loaded.
+    def count_pool_blocks(self) -> int:
+        """Blocks that the KV pool is to have. Ask when the parameters are loaded."""
+        return -(-self._pool_bytes() // self.layout.block_bytes)
+
+    def open_pool(self, num_blocks: int, least_blocks: int) -> tuple[KVPool, BlockLedger]:
+        """The KV pool with its memory mapped, and its ledger.
+
+        Neighbours may still hold memory that was lent before this process began: then it starts with what is free.
+
+        Args:
+            num_blocks: Most that it will ever have.
+            least_blocks: With fewer it cannot serve.
 
         Raises:
             UserError: The device has no room for it.
         """
-        num_blocks = -(-self._pool_bytes() // self.layout.block_bytes)
         pool = KVPool(self.device, self.layout, num_blocks)
         ledger = BlockLedger(
             0,
@@ -83,12 +103,18 @@ class DeviceMemory:
             caches_prefixes=self._config.enable_prefix_caching,
         )
         if pool.grow(ledger, num_blocks) is None:
-            free = self.device.num_free_pages() * self.device.page_bytes
-            raise UserError(
-                f"a KV pool of {num_blocks * self.layout.block_bytes} bytes does not fit: {free} bytes are free on the "
-                f"device; lower --kv-memory"
-            )
+            self._take_what_is_free(pool, ledger, num_blocks, least_blocks)
         return pool, ledger
+
+    def _take_what_is_free(self, pool: KVPool, ledger: BlockLedger, num_blocks: int, least_blocks: int) -> None:
+        free_bytes = self.device.num_free_pages() * self.device.page_bytes
+        num_free = free_bytes // pool.quantum_bytes * pool.quantum_blocks
+        if not self.device.num_foreign_pages() or num_free < least_blocks or pool.grow(ledger, num_free) is None:
+            raise UserError(
+                f"a KV pool of {num_blocks * self.layout.block_bytes} bytes does not fit: {free_bytes} bytes are free "
+                f"on the device; lower --kv-memory"
+            )
+        logger.warning("the KV pool begins with %d of %d blocks: neighbours hold the rest", num_free, num_blocks)
 
     def close(self) -> None:
         """Give everything back. Tensors over it must not be used any more. Safe to call twice."""
@@ -115,14 +141,16 @@ def keep_activation_pages() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def _open_device(device: torch.device, kv_bytes: int, param_bytes: int, layout: KVLayout) -> Device:
+def _open_device(
+    device: torch.device, kv_bytes: int, param_bytes: int, layout: KVLayout, shared_name: str | None
+) -> Device:
     if device.type == "cuda":
         from floodplain.memory.cuda_device import open_cuda_device
 
         return open_cuda_device(device.index or 0)
     keep_activation_pages()
     from floodplain.memory.device_file import PAGE_BYTES
-    from floodplain.memory.host_device import open_private_device
+    from floodplain.memory.host_device import open_home_device, open_private_device
 
     available = available_bytes()
     if kv_bytes > available:
@@ -130,4 +158,7 @@ def _open_device(device: torch.device, kv_bytes: int, param_bytes: int, layout: 
             f"--kv-memory {kv_bytes} is more than the {available} bytes that this machine has free: lower it"
         )
     quantum_bytes = layout.count_quantum_blocks(PAGE_BYTES) * layout.block_bytes
-    return open_private_device(kv_bytes + quantum_bytes + param_bytes + layout.num_layers * PAGE_BYTES)
+    capacity_bytes = kv_bytes + quantum_bytes + param_bytes + layout.num_layers * PAGE_BYTES
+    if shared_name is None:
+        return open_private_device(capacity_bytes)
+    return open_home_device(shared_name, capacity_bytes)

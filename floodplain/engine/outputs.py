@@ -61,7 +61,9 @@ class EngineStats:
     the slots with prefixes that nobody uses now. ``swap_bytes`` counts what went over links by
     (``out`` or ``in``, tier); of it, ``backup_bytes`` went out ahead of need. ``swap_stall_s`` is the time in which
     requests were alive and nothing could run before a copy ended; ``failed_transfers`` counts copies by problem;
-    ``limited_steps`` counts steps whose decision was limited, by reason (``core.plan.LIMITS``).
+    ``limited_steps`` counts steps whose decision was limited, by reason (``core.plan.LIMITS``). ``lease_bytes`` is what
+    is lent (``producer``) or borrowed (``consumer``) by (role, the other end); of ``num_recalls`` recalls that ended,
+    ``recall_times_s`` has the seconds of the last; ``num_failed_growths`` counts failures to take back what was free.
     """
 
     num_running: int = 0
@@ -86,3 +88,7 @@ class EngineStats:
     swap_stall_s: float = 0.0
     failed_transfers: dict[str, int] = field(default_factory=dict)
     limited_steps: dict[str, int] = field(default_factory=dict)
+    lease_bytes: dict[tuple[str, str], int] = field(default_factory=dict)
+    num_recalls: int = 0
+    recall_times_s: tuple[float, ...] = ()
+    num_failed_growths: int = 0

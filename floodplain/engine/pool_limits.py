@@ -1,8 +1,9 @@
-"""What the size of the KV pool allows: how long a request may be."""
+"""What the size of the KV pool allows: how long a request may be, and how much of the pool can be lent beside it."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
@@ -10,27 +11,76 @@ from floodplain.engine.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+_AUTO_SHARE = 2
+"""With ``--lend auto``, and if nobody says otherwise, a request may need one part in so many of the pool."""
 
-def find_max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """Of one engine, for its life.
+
+    Attributes:
+        num_blocks: Of the pool while nothing is lent.
+        least_blocks: The pool never has fewer: what the longest request needs.
+        most_lent_blocks: Never more are lent; 0 lends nothing.
+        max_model_len: Most tokens of a request, prompt and output.
+    """
+
+    num_blocks: int
+    least_blocks: int
+    most_lent_blocks: int
+    max_model_len: int
+
+
+def find_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, block_bytes: int) -> PoolLimits:
     """What was asked, or what model and pool allow.
 
     Raises:
         UserError: What was asked does not fit.
     """
-    num_tokens, longest = num_blocks * config.block_tokens, model.shape.max_position
-    if config.max_model_len is None:
-        if num_tokens < 2:
-            raise UserError(f"the KV pool holds {num_tokens} tokens, too few for a request: raise --kv-memory")
-        if num_tokens < longest:
-            logger.warning(
-                "max_model_len is lowered from %d to %d tokens: the KV pool holds no more", longest, num_tokens
-            )
-        return min(num_tokens, longest)
+    asked_lent = _lent_blocks(config, block_bytes)
+    smallest = num_blocks // _AUTO_SHARE if asked_lent is None else num_blocks - asked_lent
+    if config.max_model_len is not None:
+        max_model_len = _check_length(config, model, num_blocks if asked_lent is None else smallest)
+    else:
+        max_model_len = _choose_length(config, model, smallest)
+    least = -(-max_model_len // config.block_tokens)
+    most_lent = num_blocks - least if asked_lent is None else asked_lent
+    return PoolLimits(num_blocks, least, most_lent, max_model_len)
+
+
+def _lent_blocks(config: EngineConfig, block_bytes: int) -> int | None:
+    """Whole blocks that the flags allow to lend; None: what can be spared."""
+    num_bytes = config.most_lent_bytes
+    if config.lends and num_bytes is not None and num_bytes < block_bytes:
+        raise UserError(f"--lend {config.lend} is less than one KV block of {block_bytes} bytes: raise it")
+    return None if num_bytes is None else num_bytes // block_bytes
+
+
+def _choose_length(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    num_tokens, longest = max(0, num_blocks) * config.block_tokens, model.shape.max_position
+    while_lending, lower = (" while it lends", ", or lower --lend") if config.lends else ("", "")
+    if num_tokens < 2:
+        raise UserError(
+            f"the KV pool holds {num_tokens} tokens{while_lending}, too few for a request: raise --kv-memory{lower}"
+        )
+    if num_tokens < longest:
+        logger.warning(
+            "max_model_len is lowered from %d to %d tokens: the KV pool holds no more%s",
+            longest, num_tokens, while_lending,
+        )  # fmt: skip
+    return min(num_tokens, longest)
+
+
+def _check_length(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    assert config.max_model_len is not None
+    num_tokens, longest = max(0, num_blocks) * config.block_tokens, model.shape.max_position
     if config.max_model_len > longest:
         raise UserError(f"--max-model-len {config.max_model_len} is more than the model's own {longest}")
     if config.max_model_len > num_tokens:
+        beside, lower = (f" beside --lend {config.lend}", " or --lend") if config.lends else ("", "")
         raise UserError(
-            f"--max-model-len {config.max_model_len} does not fit: the KV pool holds {num_tokens} tokens; raise "
-            f"--kv-memory, or lower --max-model-len"
+            f"--max-model-len {config.max_model_len} does not fit: the KV pool holds {num_tokens} tokens{beside}; "
+            f"raise --kv-memory, or lower --max-model-len{lower}"
         )
     return config.max_model_len

@@ -13,6 +13,7 @@ from floodplain.core.plan import StepPlan, Wait
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.neighbours import LeaseFacts, Neighbours
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.processor import OutputProcessor
 from floodplain.engine.snapshot import take_snapshot
@@ -40,6 +41,7 @@ class Engine:
         vocab_size: Token ids are below this.
         swap_stats: What swap space has moved so far.
         links: The facts of each link to swap space (see ``observe.run_facts.HardwareReport``).
+        neighbours: Started; ``close`` closes them. None if it has none.
         clock: Monotonic seconds.
 
     Attributes:
@@ -63,6 +65,7 @@ class Engine:
         vocab_size: int,
         swap_stats: Callable[[], SwapStats] = SwapStats,
         links: Seq[Mapping[str, Any]] = (),
+        neighbours: Neighbours | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
@@ -70,6 +73,7 @@ class Engine:
         self.model_name = model_name
         self.config = config
         self.links = tuple(links)
+        self.neighbours = neighbours
         self.has_news: Callable[[], bool] = lambda: False
         self.scheduler_s = self.swap_stall_s = 0.0
         self.is_stepping = False
@@ -104,9 +108,18 @@ class Engine:
         """Whether any request is alive."""
         return self.loop.has_unfinished
 
+    @property
+    def is_moving_memory(self) -> bool:
+        """Whether memory goes to neighbours or comes back in small parts: the next step should come soon."""
+        return self.neighbours is not None and self.neighbours.is_moving
+
     def close(self) -> None:
-        """Give back all memory. Safe to call twice."""
-        self._executor.close()
+        """Give back all memory, and then say goodbye to the neighbours. Safe to call twice."""
+        try:
+            self._executor.close()
+        finally:
+            if self.neighbours is not None:
+                self.neighbours.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -173,6 +186,8 @@ class Engine:
             self.loop.transfer_done(transfer_id, is_whole, self.clock())
         for copied in self._executor.take_copy_times() if ended else ():
             self.loop.state.links.learn(copied)
+        if self.neighbours is not None:
+            self.neighbours.at_boundary(self.clock())
         self.is_stepping = False
         return deltas
 
@@ -228,4 +243,5 @@ class Engine:
             block_bytes=self._block_bytes,
             scheduler_s=self.scheduler_s,
             swap_stall_s=self.swap_stall_s,
+            leases=LeaseFacts() if self.neighbours is None else self.neighbours.facts(),
         )

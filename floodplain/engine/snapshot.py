@@ -6,13 +6,20 @@ from dataclasses import asdict
 
 from floodplain.core.blocks import BlockState
 from floodplain.core.tiers import Tier
+from floodplain.engine.neighbours import LeaseFacts
 from floodplain.engine.outputs import EngineStats
 from floodplain.memory.swap_space import SwapStats
 from floodplain.runtime.state import LoopState
 
 
 def take_snapshot(
-    state: LoopState, swap: SwapStats, *, block_bytes: int, scheduler_s: float, swap_stall_s: float
+    state: LoopState,
+    swap: SwapStats,
+    *,
+    block_bytes: int,
+    scheduler_s: float,
+    swap_stall_s: float,
+    leases: LeaseFacts,
 ) -> EngineStats:
     """Gauges and counters now; may be taken from another thread, between whose reads a step may run.
 
@@ -22,6 +29,7 @@ def take_snapshot(
         block_bytes: Bytes of one KV block over all layers.
         scheduler_s: The loop's own time, all steps.
         swap_stall_s: Time in which nothing could run before a copy ended.
+        leases: What is lent and borrowed.
     """
     counters = asdict(state.counters)
     blocks = {block_state.value: count for block_state, count in state.ledger.count_states().items()}
@@ -53,4 +61,8 @@ def take_snapshot(
         backup_bytes=swap.backup_bytes,
         swap_stall_s=swap_stall_s,
         failed_transfers={problem.value: count for problem, count in swap.failed_copies.items()},
+        lease_bytes=dict(leases.num_bytes),
+        num_recalls=leases.num_recalls,
+        recall_times_s=leases.recall_times_s,
+        num_failed_growths=leases.num_failed_growths,
     )

@@ -16,12 +16,13 @@ PAGE_BYTES = 64 * 1024
 
 _HEADER = struct.Struct("<8sIQ")  # magic, page bytes, capacity; alone in the first page of the file
 _MAGIC = b"floodpl1"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a device, and of the member of a coordinator that computes on it."""
 
 
 def find_path(name: str, directory: Path | None) -> Path:
     """Where the device ``name`` lies; ``directory`` None is /dev/shm, or the temporary folder without one."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise UserError(f"device name {name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
     shared = Path("/dev/shm")
     default = shared if shared.is_dir() else Path(tempfile.gettempdir())

@@ -78,6 +78,11 @@ class KVPool:
         """Pages behind the pool, over all layers; those of a partial quantum may have room to spare."""
         return self.layout.num_layers * sum(self._count_pages(blocks) for blocks in self._backed)
 
+    def count_pages(self, num_blocks: int) -> int:
+        """Pages behind a pool that has so many blocks, over all layers, with one partial quantum at most."""
+        whole, rest = divmod(num_blocks, self.quantum_blocks)
+        return self.layout.num_layers * (whole * self._count_pages(self.quantum_blocks) + self._count_pages(rest))
+
     def is_backed(self, block: int) -> bool:
         """Whether a block has memory."""
         quantum, place = divmod(block, self.quantum_blocks)

@@ -50,7 +50,7 @@ class Loop:
         self._plans = PlanBuilder(state, self._moves)
         self._steps: deque[_Outstanding] = deque()
         self._ended: list[Sequence] = []  # finished, but an outstanding step still touches their blocks
-        self._num_submitted = 0
+        self.num_submitted = 0
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -65,8 +65,8 @@ class Loop:
         num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))
         if len(self.state.waiting) >= config.max_waiting + num_free_seqs:  # those that can run next do not wait
             raise QueueFull(f"{config.max_waiting} requests are waiting already (--max-waiting); try again later")
-        seq_id = SeqId(self._num_submitted)
-        self._num_submitted += 1
+        seq_id = SeqId(self.num_submitted)
+        self.num_submitted += 1
         stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             stop_ids |= config.eos_token_ids

@@ -1,0 +1,139 @@
+"""What an engine has to do with its neighbours: the agent that speaks for it, and what it lends."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from floodplain.coordinator.agent import LeaseAgent
+from floodplain.coordinator.client import CoordinatorClient, read_token
+from floodplain.coordinator.membership import LentDevice
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.lending import LenderTimes, PoolLender
+from floodplain.engine.lent_pool import LentPool
+from floodplain.policy.lending import LendingPolicy
+
+MOST_RECALL_TIMES = 1000
+"""Of the last recalls; whoever counts them looks more often than that many take."""
+_MOST_HOST_LETTERS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFacts:
+    """What is seen of an engine's leases.
+
+    Attributes:
+        num_bytes: By (``producer`` or ``consumer``, the other end) of leases that have not ended.
+        num_recalls: Recalls that have ended.
+        recall_times_s: How long the last of them took, at most ``MOST_RECALL_TIMES``.
+        num_failed_growths: How often bytes that ought to be free were not, when the pool wanted them back.
+    """
+
+    num_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    num_recalls: int = 0
+    recall_times_s: tuple[float, ...] = ()
+    num_failed_growths: int = 0
+
+
+class Neighbours:
+    """See the module. Made by ``meet_neighbours``; ``close`` it when the engine's memory is given back.
+
+    Args:
+        agent: Not yet started.
+        lent_pool: What the engine lends of; None lends nothing.
+        lender: Who lends of it.
+    """
+
+    def __init__(self, agent: LeaseAgent, lent_pool: LentPool | None = None, lender: PoolLender | None = None) -> None:
+        self.agent = agent
+        self.lent_pool = lent_pool
+        self.lender = lender
+        self._recall_times_s: deque[float] = deque(maxlen=MOST_RECALL_TIMES)
+        self._num_recalls = 0
+        self._mutex = threading.Lock()
+
+    def start(self) -> None:
+        """Join, and go on in the background; without a coordinator it warns once and goes on trying.
+
+        Raises:
+            UserError: The coordinator refuses: the token is wrong, or the name.
+        """
+        self.agent.start()
+
+    def close(self) -> None:
+        """Say goodbye. Safe to call twice."""
+        self.agent.close()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether memory moves at boundaries now, so that they should come soon."""
+        return self.lender is not None and self.lender.is_moving
+
+    def at_boundary(self, now: float) -> None:
+        """No step is outstanding: whatever must be done to memory is done now. Seldom takes more than a microsecond."""
+        if self.lender is not None:
+            self.lender.at_boundary(now)
+
+    def facts(self) -> LeaseFacts:
+        """What is seen of leases now; may be asked on any thread."""
+        membership = self.agent.membership
+        with self._mutex:
+            new = membership.take_recall_times()
+            self._recall_times_s.extend(new)
+            self._num_recalls += len(new)
+            return LeaseFacts(
+                membership.lease_bytes(),
+                self._num_recalls,
+                tuple(self._recall_times_s),
+                0 if self.lent_pool is None else self.lent_pool.num_failed_growths,
+            )
+
+
+def open_client(config: EngineConfig) -> CoordinatorClient | None:
+    """For the coordinator that the flags name; None if they name none. Nothing is sent yet.
+
+    Raises:
+        UserError: The address or the token's file is not usable.
+    """
+    if config.coordinator is None:
+        return None
+    token = None if config.coordinator_token_file is None else read_token(Path(config.coordinator_token_file))
+    return CoordinatorClient(config.coordinator, token)
+
+
+def meet_neighbours(
+    client: CoordinatorClient,
+    name: str,
+    lent_pool: LentPool | None = None,
+    policy: LendingPolicy | None = None,
+    times: LenderTimes | None = None,
+) -> Neighbours:
+    """The neighbours of an engine, not yet started.
+
+    Args:
+        client: Of the coordinators; the agent closes it.
+        name: Of the engine's device.
+        lent_pool: What it lends of; None lends nothing.
+        policy: How much of it.
+        times: How often it looks.
+    """
+    if lent_pool is None or policy is None:
+        return Neighbours(LeaseAgent(client, name))
+    device = LentDevice(capacity_bytes=lent_pool.full_bytes, foreign_bytes=lambda: lent_pool.foreign_bytes)
+    agent = LeaseAgent(client, name, device)
+    membership = agent.membership
+    lender = PoolLender(lent_pool, policy, membership, lambda: membership.has_joined and not agent.problem, times)
+    return Neighbours(agent, lent_pool, lender)
+
+
+def default_device_name() -> str:
+    """A name that no other engine has: host, process, and a few letters, since one process may run several."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:_MOST_HOST_LETTERS].strip("._-")
+    return f"{host or 'host'}-{os.getpid()}-{secrets.token_hex(2)}"

@@ -1,0 +1,258 @@
+"""An engine that lends its idle KV pool: a real (tiny, fp32) model, a real coordinator, consumers that allocate.
+
+Tokens are those of an engine that never lent, and at every boundary the pool and its neighbours fit on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.lending import PoolLender
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_device import HostDevice, open_device
+from floodplain.memory.kv_pool import KVPool
+from tests.support.calm import run_calmly
+from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
+from tests.support.parity import Reference, Verdict, judge
+from tests.support.swapping import BLOCK_BYTES
+
+pytestmark = pytest.mark.slow
+
+NUM_BLOCKS = 256
+"""Sixteen quanta of sixteen; a request needs up to eight."""
+LONGEST = 128
+BASE: dict[str, Any] = {"dtype": "float32", "max_model_len": LONGEST}
+POOL: dict[str, Any] = {"kv_memory": NUM_BLOCKS * BLOCK_BYTES, "swap": "none", "policy": "fcfs"}
+NUM_STEPS = 400
+"""With a real coordinator leases take their time: a step takes a millisecond or two, an exchange twenty."""
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def make_request(index: int, prompt: Sequence[int], params: SamplingParams) -> Request:
+    return Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=params, arrival_s=float(index))
+
+
+@pytest.fixture(scope="module")
+def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with coordinating(tmp_path_factory.mktemp("coordinator")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    rng = Random(11)
+    prompts = [[rng.randrange(256) for _ in range(rng.randrange(40, 100))] for _ in range(48)]
+    return [make_request(i, prompt, GREEDY) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def expected(requests: list[Request]) -> list[Reference]:
+    return run_calmly(requests, **BASE)
+
+
+def producer_flags(url: str, **flags: Any) -> EngineConfig:
+    return EngineConfig(model="dummy:tiny-llama", **(BASE | POOL | {"coordinator": url, "lend": "auto"} | flags))
+
+
+@contextmanager
+def producing(url: str, **flags: Any) -> Iterator[Producer]:
+    """An engine whose clock counts its own looks, and that moves two quanta at a boundary."""
+    with closing(build_engine(producer_flags(url, **flags), lending=QUICK)) as engine:
+        engine.clock = Ticks()
+        producer = Producer(engine)
+        producer.pool._step_blocks = 2 * engine.loop.state.ledger.quantum_blocks
+        yield producer
+
+
+def visit(producer: Producer) -> HostDevice:
+    """The producer's device, as another process would attach to it."""
+    name, home = producer.engine.config.device_name, producer.pool._device
+    assert name is not None and isinstance(home, HostDevice)
+    return open_device(name, home.capacity_pages * PAGE_BYTES)
+
+
+class Load:
+    """The same requests over and over, and what came back."""
+
+    def __init__(self, producer: Producer, requests: Sequence[Request]) -> None:
+        self.outputs: dict[SeqId, list[int]] = {}
+        self._producer, self._engine = producer, producer.engine
+        self._requests = requests
+
+    def step(self, num_live: int, *consumers: Consumer) -> None:
+        """One step with so many requests alive, at its begin at least; then the neighbours' turn."""
+        while len(self._engine._alive) < num_live:
+            request = self._requests[len(self.outputs) % len(self._requests)]
+            self.outputs[self._engine.add(request)] = []
+        for seq_id, delta in self._engine.step():
+            self.outputs[seq_id] += delta.token_ids
+        self._producer.check()
+        self._producer.wake()
+        for consumer in consumers:
+            consumer.turn()
+
+    def step_until(self, is_done: Callable[[], bool], num_live: int, *consumers: Consumer) -> None:
+        """Steps under a constant load."""
+        for _ in range(50_000):
+            self.step(num_live, *consumers)
+            if is_done():
+                return
+        raise AssertionError("it never came to that")
+
+    def drain(self, *consumers: Consumer) -> None:
+        """Steps until nobody is alive."""
+        self.step_until(lambda: not self._engine.has_unfinished, 0, *consumers)
+
+    def verdict(self, expected: Sequence[Reference]) -> Verdict:
+        """Of all that were sent."""
+        references = [expected[seq_id % len(expected)] for seq_id in self.outputs]
+        return judge(references, list(self.outputs.values()))
+
+
+def test_the_story_of_a_lender(coordinator: str, requests: list[Request], expected: list[Reference]) -> None:
+    """AQUA's Figure 12: calm, so it lends and neighbours allocate; a burst, so it recalls and grows; calm again."""
+    with producing(coordinator) as producer:
+        load, device = Load(producer, requests), visit(producer)
+        with borrowing(Consumer(coordinator, device, 8 * PAGE_BYTES)) as consumer:
+
+            def is_lent() -> bool:
+                return len(consumer.held) >= 3 and producer.num_lent_bytes >= 24 * PAGE_BYTES
+
+            load.step_until(is_lent, 1, consumer)
+            assert producer.num_blocks < NUM_BLOCKS
+            assert producer.pool.foreign_bytes == device.num_owned_pages * PAGE_BYTES >= 24 * PAGE_BYTES
+            assert set(producer.engine.stats().lease_bytes) == {("producer", "consumer")}
+
+            load.step_until(lambda: producer.is_whole, 40, consumer)
+            assert not consumer.held
+            assert consumer.num_freed >= 3
+
+            load.step_until(is_lent, 2, consumer)
+            load.drain(consumer)
+        lend_wildly(producer, [0])
+        load.step_until(lambda: producer.is_whole, 0)
+        stats = producer.engine.stats()
+    verdict = load.verdict(expected)
+    assert verdict.is_equal, verdict
+    assert stats.num_recalls >= 3
+    assert all(0 < seconds < 10 for seconds in stats.recall_times_s)
+    assert consumer.num_refused == stats.num_failed_growths == 0
+
+
+SWAP = {"swap": "host", "swap_memory": 64 * BLOCK_BYTES}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        SWAP | {"policy": "cfs", "slice": 2},
+        SWAP | {"policy": "fair", "slice": 2},
+        SWAP | {"policy": "paced", "hardware": "emulated-pcie4"},
+    ],
+    ids=str,
+)
+def test_tokens_stay_what_they_are_however_the_pool_is_lent(
+    flags: dict[str, Any], coordinator: str, requests: list[Request], expected: list[Reference]
+) -> None:
+    """Targets that no load would ask for, down to the floor, with more requests than even the whole pool holds."""
+    with producing(coordinator, **flags) as producer:
+        most = NUM_BLOCKS - producer.pool.least_blocks
+        lend_wildly(producer, [most, 0, most, 40, most // 2, 0])
+        load, sizes = Load(producer, requests), set()
+        with borrowing(Consumer(coordinator, visit(producer), 3 * PAGE_BYTES)) as consumer:
+            for step in range(NUM_STEPS):
+                load.step(ebb_and_flow(step), consumer)
+                sizes.add(producer.num_blocks)
+            load.drain(consumer)
+        state = producer.engine.loop.state
+        assert state.ledger.num_available == state.ledger.num_blocks
+    verdict = load.verdict(expected)
+    assert verdict.is_equal, verdict
+    assert len(sizes) > 4 and min(sizes) <= NUM_BLOCKS // 2
+    assert consumer.most_pages > 0 == consumer.num_refused
+
+
+def ebb_and_flow(step: int) -> int:
+    """Live requests: more than the pool holds, then nearly none, so that those who stay are scattered over it."""
+    return 44 if step % 60 < 20 else 2
+
+
+def lend_wildly(producer: Producer, targets: Sequence[int]) -> PoolLender:
+    assert producer.engine.neighbours is not None
+    lender = producer.engine.neighbours.lender
+    assert isinstance(lender, PoolLender)
+    lender._policy = WildPolicy(targets)
+    return lender
+
+
+@pytest.mark.parametrize("moves_blocks", [True, False])
+def test_who_is_scattered_over_the_pool_goes_on_in_the_rest_of_it(
+    moves_blocks: bool,
+    coordinator: str,
+    requests: list[Request],
+    expected: list[Reference],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And as its control: where blocks are not copied, the judge sees it."""
+    if not moves_blocks:
+        monkeypatch.setattr(KVPool, "move_blocks", lambda self, moves: None)
+    with producing(coordinator, enable_prefix_caching=False) as producer:
+        engine, load = producer.engine, Load(producer, requests)
+        load.step(32)
+        for seq_id in list(load.outputs):
+            if seq_id % 8:
+                engine.finish(seq_id, FinishReason.ABORT)
+                del load.outputs[seq_id]
+        lender = lend_wildly(producer, [NUM_BLOCKS])
+        lender.at_boundary(0.0)
+        while lender.is_moving:
+            lender.at_boundary(0.0)
+        load.drain()
+    assert producer.num_blocks <= NUM_BLOCKS // 4
+    assert producer.num_moved_blocks > 4
+    assert len(load.outputs) == 4
+    assert load.verdict(expected).is_equal is moves_blocks
+
+
+LONG = {"max_model_len": 512, "kv_memory": 256 * BLOCK_BYTES}
+"""Two quanta: the pool could be smaller than the longest request."""
+
+
+def serve_longest(url: str, least_blocks: int) -> None:
+    """Four of the longest requests, from a pool that was lent down to its floor as soon as they had come."""
+    rng = Random(2)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    longest = [make_request(i, [rng.randrange(256) for _ in range(472)], params) for i in range(4)]
+    with producing(url, **LONG) as producer:
+        assert producer.pool.least_blocks == 32
+        producer.pool.least_blocks = least_blocks
+        lender = lend_wildly(producer, [256 - least_blocks])
+        outputs = {producer.engine.add(request): 0 for request in longest}
+        lender.at_boundary(0.0)
+        while lender.is_moving:
+            lender.at_boundary(0.0)
+        assert producer.num_blocks == -(-least_blocks // 16) * 16
+        while producer.engine.has_unfinished:
+            for seq_id, delta in producer.engine.step():
+                outputs[seq_id] += len(delta.token_ids)
+            producer.check()
+        assert set(outputs.values()) == {40}
+
+
+def test_the_longest_requests_are_served_from_the_smallest_pool(coordinator: str) -> None:
+    """FCFS breaks down where the pool is smaller than a live request. The floor keeps it from that, and only just."""
+    serve_longest(coordinator, 32)
+    with pytest.raises(InvariantError, match="runs nothing while requests are alive"):
+        serve_longest(coordinator, 1)

@@ -1,0 +1,190 @@
+"""Neighbours of an engine under test: a real coordinator on a thread, and a consumer that allocates its leases."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from floodplain.coordinator.agent import LeaseAgent
+from floodplain.coordinator.client import CoordinatorClient
+from floodplain.coordinator.clock import lease_clock
+from floodplain.coordinator.desk import Desk
+from floodplain.coordinator.run import CoordinatorServer
+from floodplain.coordinator.service import LeaseService
+from floodplain.coordinator.store import Store
+from floodplain.coordinator.tokens import TokenRing
+from floodplain.core.leases.rows import Shard
+from floodplain.core.leases.states import LeaseId
+from floodplain.engine.lent_pool import LentPool
+from floodplain.engine.shell import Engine
+from floodplain.memory.arena import Page
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_device import HostDevice
+from floodplain.policy.lending import LendingDecision, LendingPolicy, LendingReason, LendingSettings, PoolLoad
+from floodplain.web.listen import bind, url_of
+
+QUICK = LendingSettings(calm_s=0.5, busy_s=0.05, window_s=1.0, rate_window_s=0.4, rise_sigmas=1e9)
+"""For a clock that goes on by a hundredth of a second whenever it is read. Rates mean nothing there."""
+
+
+class Ticks:
+    """Goes on by a hundredth of a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self._num_reads = 0
+
+    def __call__(self) -> float:
+        self._num_reads += 1
+        return self._num_reads / 100
+
+
+@contextmanager
+def coordinating(folder: Path, *, ttl_s: float = 60.0, tokens: TokenRing | None = None) -> Iterator[str]:
+    """A coordinator that answers, on a thread of its own; its address."""
+    sock = bind("127.0.0.1", 0)
+    sock.listen()
+    store = Store.open(f"sqlite:///{folder / 'leases.db'}")
+    ready, loops = threading.Event(), list[asyncio.AbstractEventLoop]()
+
+    def note_ready() -> None:
+        loops.append(asyncio.get_running_loop())
+        ready.set()
+
+    server = CoordinatorServer(Desk(LeaseService(store, url_of(sock), ttl_s, lease_clock)), tokens, note_ready)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield url_of(sock)
+    finally:
+        loops[0].call_soon_threadsafe(server.stop)
+        thread.join(20)
+        sock.close()
+        store.close()
+        assert not thread.is_alive()
+
+
+class Consumer:
+    """Borrows leases of some size, as many as it gets, and gives back what is recalled; ``turn`` does what is due.
+
+    Args:
+        device: Of its producer, as a visitor; closed with it.
+    """
+
+    def __init__(self, url: str, device: HostDevice, lease_bytes: int, name: str = "consumer") -> None:
+        self.agent = LeaseAgent(CoordinatorClient(url), name)
+        self.device = device
+        self.held: dict[LeaseId, list[Page]] = {}
+        self.num_refused = self.num_freed = 0
+        self.most_pages = 0
+        self._lease_bytes = lease_bytes
+
+    def turn(self) -> None:
+        """Allocate what was granted, free what is recalled, ask for more."""
+        member = self.agent.membership
+        for lease_id in member.to_free():
+            self.device.release(self.held.pop(lease_id))
+            member.freed(lease_id)
+            self.num_freed += 1
+        for lease in member.to_allocate():
+            pages = self.device.allocate(lease.num_bytes // PAGE_BYTES)
+            if pages is None:
+                self.num_refused += 1
+                member.refused(lease.lease_id, "no pages")
+            else:
+                self.held[lease.lease_id] = pages
+                member.allocated(lease.lease_id)
+        if not member.pending():
+            member.ask([Shard(self._lease_bytes)])
+        self.most_pages = max(self.most_pages, self.device.num_owned_pages)
+        self.agent._wake()
+
+    def close(self) -> None:
+        """Free everything, and say goodbye."""
+        for lease_id in list(self.held):
+            self.device.release(self.held.pop(lease_id))
+            self.agent.membership.freed(lease_id)
+        self.agent.close()
+        self.device.close()
+
+
+@contextmanager
+def borrowing(consumer: Consumer) -> Iterator[Consumer]:
+    """A consumer that has joined; it is gone when the context is left."""
+    consumer.agent.start()
+    try:
+        yield consumer
+    finally:
+        consumer.close()
+
+
+class WildPolicy(LendingPolicy):
+    """Wants to lend now this, now that, whatever the load; each target in turn, for some looks."""
+
+    def __init__(self, targets: Sequence[int], num_looks: int = 25) -> None:
+        super().__init__(QUICK, 1)
+        self._targets = targets
+        self._num_looks = num_looks
+        self._looks = 0
+
+    def decide(self, load: PoolLoad) -> LendingDecision:
+        self._looks += 1
+        return LendingDecision(self._targets[self._looks // self._num_looks % len(self._targets)], LendingReason.CALM)
+
+
+@dataclass
+class Producer:
+    """An engine that lends, and the laws that hold at every boundary."""
+
+    engine: Engine
+    num_moved_blocks: int = 0
+    most_lent_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        remap = self.engine.loop.remap_blocks
+
+        def counted(moved: dict) -> None:  # type: ignore[type-arg]
+            self.num_moved_blocks += len(moved)
+            remap(moved)
+
+        self.engine.loop.remap_blocks = counted  # type: ignore[method-assign]
+
+    @property
+    def pool(self) -> LentPool:
+        """What it lends of."""
+        assert self.engine.neighbours is not None and self.engine.neighbours.lent_pool is not None
+        return self.engine.neighbours.lent_pool
+
+    @property
+    def num_blocks(self) -> int:
+        """Of its pool, now."""
+        return self.engine.loop.state.ledger.num_blocks
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its pool is as large as if it had never lent."""
+        return self.num_blocks == self.pool.full_blocks
+
+    @property
+    def num_lent_bytes(self) -> int:
+        """Of leases that it knows of."""
+        assert self.engine.neighbours is not None
+        return sum(self.engine.neighbours.agent.membership.lease_bytes().values())
+
+    def wake(self) -> None:
+        """Let its agent talk now, not at the next beat."""
+        assert self.engine.neighbours is not None
+        self.engine.neighbours.agent._wake()
+
+    def check(self) -> None:
+        """Nothing is lost, nothing is there twice, and nobody has more of the device than its owner lent."""
+        self.engine.loop.check_integrity()
+        pool = self.pool
+        owned, foreign = pool.own_bytes, pool.foreign_bytes
+        assert self.num_blocks >= pool.least_blocks
+        assert owned + foreign <= pool.full_bytes
+        self.most_lent_bytes = max(self.most_lent_bytes, foreign)
