@@ -14,6 +14,7 @@ import torch
 from floodplain.coordinator.client import CoordinatorClient
 from floodplain.core.backups import BackupTable
 from floodplain.core.errors import UserError
+from floodplain.core.leases.client import LeaseClient
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.lent_pool import LentPool
@@ -22,14 +23,16 @@ from floodplain.engine.models.decoder import Decoder
 from floodplain.engine.models.linear import can_pack
 from floodplain.engine.models.load import load_decoder
 from floodplain.engine.neighbours import Neighbours, default_device_name, meet_neighbours, open_client
+from floodplain.engine.peer_tier import PeerTier
 from floodplain.engine.pool_limits import PoolLimits, find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.sampler import Sampler
 from floodplain.engine.shell import Engine
-from floodplain.engine.swap import open_swap
+from floodplain.engine.swap import OpenedSwap, open_swap
 from floodplain.engine.tokenizer import Tokenizer
 from floodplain.engine.weights.open_model import ModelSource, open_model
 from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.peer import HostPeerMemory
 from floodplain.memory.swap_space import SwapStats
 from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
@@ -45,7 +48,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     return config.shape.kv_bytes_per_token(_torch_dtype(dtype).itemsize)
 
 
-Meet = Callable[[KVPool, Loop, PoolLimits], Neighbours | None]
+Meet = Callable[[KVPool, Loop, PoolLimits, OpenedSwap | None], Neighbours | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ def _assemble(opened: _Opened, policy: Policy, meet: Meet) -> Engine:
     swap = open_swap(config, pool)
     if swap is not None:
         opened.on_failure.callback(swap.space.close)
+        if swap.peer is not None:
+            opened.on_failure.callback(swap.peer.mover.close)
     loop_config = _loop_config(config, source, tokenizer, limits.max_model_len, block_bytes)
     runner = ModelRunner(
         model,
@@ -131,7 +136,7 @@ def _assemble(opened: _Opened, policy: Policy, meet: Meet) -> Engine:
         vocab_size=source.config.shape.vocab_size,
         swap_stats=swap.space.stats if swap else SwapStats,
         links=swap.facts if swap else (),
-        neighbours=meet(pool, loop, limits),
+        neighbours=meet(pool, loop, limits, swap),
     )
 
 
@@ -143,14 +148,21 @@ def _meet(
     pool: KVPool,
     loop: Loop,
     limits: PoolLimits,
+    swap: OpenedSwap | None,
 ) -> Neighbours | None:
     if client is None:
         return None
-    lent_pool = policy = None
+    lent_pool = policy = borrow = None
+    if swap is not None and swap.peer is not None:
+        parts = swap.peer
+
+        def borrow(client: LeaseClient) -> PeerTier:
+            return PeerTier(client, HostPeerMemory(), parts.slots, parts.mover, loop.relocations)
+
     if config.lends:
         lent_pool = LentPool(pool, loop, limits.num_blocks, limits.least_blocks)
         policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
-    neighbours = meet_neighbours(client, name, lent_pool, policy)
+    neighbours = meet_neighbours(client, name, lent_pool, policy, borrow=borrow)
     try:
         neighbours.start()
     except BaseException:

@@ -186,6 +186,8 @@ class EngineConfig:
     def _check_neighbours(self) -> None:
         lent_bytes = self.most_lent_bytes
         if self.coordinator is None:
+            if self.swap == "peer":
+                raise UserError("--swap peer needs --coordinator: nobody else knows who lends memory")
             if lent_bytes != 0:
                 raise UserError(f"--lend {self.lend} needs --coordinator: nobody else can say that memory is to be had")
             if self.coordinator_token_file is not None:

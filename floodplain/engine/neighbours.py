@@ -8,16 +8,19 @@ import secrets
 import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from floodplain.coordinator.agent import LeaseAgent
 from floodplain.coordinator.client import CoordinatorClient, read_token
 from floodplain.coordinator.membership import LentDevice
+from floodplain.core.leases.client import LeaseClient
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.lending import LenderTimes, PoolLender
 from floodplain.engine.lent_pool import LentPool
+from floodplain.engine.peer_tier import PeerTier
+from floodplain.engine.peer_watch import PeerWatch
 from floodplain.policy.lending import LendingPolicy
 
 MOST_RECALL_TIMES = 1000
@@ -49,12 +52,21 @@ class Neighbours:
         agent: Not yet started.
         lent_pool: What the engine lends of; None lends nothing.
         lender: Who lends of it.
+        peer_tier: What the engine borrows; None borrows nothing.
     """
 
-    def __init__(self, agent: LeaseAgent, lent_pool: LentPool | None = None, lender: PoolLender | None = None) -> None:
+    def __init__(
+        self,
+        agent: LeaseAgent,
+        lent_pool: LentPool | None = None,
+        lender: PoolLender | None = None,
+        peer_tier: PeerTier | None = None,
+    ) -> None:
         self.agent = agent
         self.lent_pool = lent_pool
         self.lender = lender
+        self.peer_tier = peer_tier
+        self._watch = None if peer_tier is None else PeerWatch(peer_tier.hurry)
         self._recall_times_s: deque[float] = deque(maxlen=MOST_RECALL_TIMES)
         self._num_recalls = 0
         self._mutex = threading.Lock()
@@ -65,10 +77,20 @@ class Neighbours:
         Raises:
             UserError: The coordinator refuses: the token is wrong, or the name.
         """
+        if self._watch is not None:
+            self.agent.membership.on_news = self._watch.wake
+            self._watch.start()
         self.agent.start()
 
+    def give_back(self) -> None:
+        """Free what is borrowed, before the copies to it lose their pool. Safe to call twice."""
+        if self._watch is not None and self.peer_tier is not None:
+            self._watch.close()
+            self.peer_tier.close()
+
     def close(self) -> None:
-        """Say goodbye. Safe to call twice."""
+        """Say goodbye, when the engine has given back its memory. Safe to call twice."""
+        self.give_back()
         self.agent.close()
 
     @property
@@ -80,6 +102,8 @@ class Neighbours:
         """No step is outstanding: whatever must be done to memory is done now. Seldom takes more than a microsecond."""
         if self.lender is not None:
             self.lender.at_boundary(now)
+        if self.peer_tier is not None:
+            self.peer_tier.at_boundary(now)
 
     def facts(self) -> LeaseFacts:
         """What is seen of leases now; may be asked on any thread."""
@@ -114,6 +138,7 @@ def meet_neighbours(
     lent_pool: LentPool | None = None,
     policy: LendingPolicy | None = None,
     times: LenderTimes | None = None,
+    borrow: Callable[[LeaseClient], PeerTier] | None = None,
 ) -> Neighbours:
     """The neighbours of an engine, not yet started.
 
@@ -123,14 +148,16 @@ def meet_neighbours(
         lent_pool: What it lends of; None lends nothing.
         policy: How much of it.
         times: How often it looks.
+        borrow: Makes what it borrows by; None borrows nothing.
     """
     if lent_pool is None or policy is None:
-        return Neighbours(LeaseAgent(client, name))
+        agent = LeaseAgent(client, name)
+        return Neighbours(agent, peer_tier=borrow(agent.membership) if borrow else None)
     device = LentDevice(capacity_bytes=lent_pool.full_bytes, foreign_bytes=lambda: lent_pool.foreign_bytes)
     agent = LeaseAgent(client, name, device)
     membership = agent.membership
     lender = PoolLender(lent_pool, policy, membership, lambda: membership.has_joined and not agent.problem, times)
-    return Neighbours(agent, lent_pool, lender)
+    return Neighbours(agent, lent_pool, lender, borrow(membership) if borrow else None)
 
 
 def default_device_name() -> str:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
@@ -61,7 +59,6 @@ class PeerTier:
         slots: Without memory at first.
         mover: Between these slots and the host's; started.
         relocations: Of the loop.
-        clock: Monotonic seconds.
 
     Attributes:
         totals: What happened since the start.
@@ -74,11 +71,10 @@ class PeerTier:
         slots: PeerSlots,
         mover: HostSlotMover,
         relocations: Relocations,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.totals = PeerTotals()
         self._client, self._memory, self._slots, self._mover = client, memory, slots, mover
-        self._relocations, self._clock = relocations, clock
+        self._relocations = relocations
         self._next_look_s = float("-inf")
         self._pending: set[int] = set()
         self._lock = threading.Lock()  # over the two below, which the last resort changes too
@@ -86,9 +82,8 @@ class PeerTier:
         self._forced: list[int] = []
         self._leaving: set[LeaseId] = set()
 
-    def at_boundary(self) -> None:
+    def at_boundary(self, now: float) -> None:
         """Follow the coordinator: use what is granted, empty what is recalled. No step is outstanding."""
-        now = self._clock()
         if now < self._next_look_s:
             return
         self._next_look_s = now + LOOK_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from typing import Any
 
 from floodplain.core.errors import RequestRefused
@@ -115,11 +116,12 @@ class Engine:
 
     def close(self) -> None:
         """Give back all memory, and then say goodbye to the neighbours. Safe to call twice."""
-        try:
-            self._executor.close()
-        finally:
+        with ExitStack() as closing:
             if self.neighbours is not None:
-                self.neighbours.close()
+                closing.callback(self.neighbours.close)
+            closing.callback(self._executor.close)
+            if self.neighbours is not None:
+                self.neighbours.give_back()
 
     # -- requests --------------------------------------------------------------------------------------------------
 
