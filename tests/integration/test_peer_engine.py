@@ -1,0 +1,229 @@
+"""An engine that swaps to a neighbour's memory: a real (tiny, fp32) model, coordinator and device of the machine.
+
+Its policy swaps more than any sensible one would, while the neighbour lends, recalls and lends again. Tokens are those
+of an engine that never swapped; nothing stays taken.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from itertools import cycle
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from floodplain.coordinator.agent import LeaseAgent
+from floodplain.coordinator.client import CoordinatorClient
+from floodplain.coordinator.membership import LentDevice
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine import swap
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.peer_tier import PeerTier
+from floodplain.engine.shell import Engine
+from floodplain.memory import host_transfer
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_device import HostDevice, open_device, remove_device
+from floodplain.memory.transfer import CopyResult
+from tests.support.calm import run_calmly
+from tests.support.lending import coordinating
+from tests.support.parity import Reference, Verdict, judge
+from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
+
+pytestmark = pytest.mark.slow
+
+BASE: dict[str, Any] = {"dtype": "float32", "max_model_len": 128}
+NUM_PAGES = 8
+DEADLINE_S = 1.5
+CHUNK_BLOCKS = PAGE_BYTES // BLOCK_BYTES
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+class Neighbour:
+    """A process with a device of which it uses nothing: it lends what it is told to lend."""
+
+    def __init__(self, url: str, deadline_s: float) -> None:
+        self.name = f"peer-test-{os.getpid()}"
+        remove_device(self.name)
+        self.device: HostDevice = open_device(self.name, NUM_PAGES * PAGE_BYTES)
+        lent = LentDevice(
+            capacity_bytes=NUM_PAGES * PAGE_BYTES, foreign_bytes=lambda: self.taken_pages * PAGE_BYTES,
+            deadline_s=deadline_s,
+        )  # fmt: skip
+        self.agent = LeaseAgent(CoordinatorClient(url), self.name, lent)
+        self.agent.start()
+        self.agent.membership.claim(0, 0)
+
+    @property
+    def taken_pages(self) -> int:
+        return NUM_PAGES - self.device.num_free_pages()
+
+    def lend(self, num_pages: int) -> None:
+        self.agent.membership.lend(num_pages * PAGE_BYTES)
+
+    def close(self) -> None:
+        self.agent.close()
+        self.device.close()
+        remove_device(self.name)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    rng = Random(3)
+    return [
+        Request(request_id=str(i), prompt_token_ids=tuple(rng.randrange(256) for _ in range(rng.randrange(20, 80))),
+                params=GREEDY, arrival_s=float(i))
+        for i in range(24)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(requests: list[Request]) -> list[Reference]:
+    return run_calmly(requests, **BASE)
+
+
+@contextmanager
+def neighbourhood(
+    tmp_path: Path, patch: pytest.MonkeyPatch, deadline_s: float = 20.0, host_blocks: int = 64
+) -> Iterator[tuple[Neighbour, Engine]]:
+    """A neighbour that lends, and an engine that borrows a chunk of one page at a time."""
+    patch.setattr(swap, "CHUNK_BYTES", PAGE_BYTES)
+    with coordinating(tmp_path) as url, closing(Neighbour(url, deadline_s)) as neighbour:
+        config = EngineConfig(
+            model="dummy:tiny-llama", kv_memory=24 * BLOCK_BYTES, swap="peer", coordinator=url, device_name="borrower",
+            swap_memory=host_blocks * BLOCK_BYTES, peer_memory=NUM_PAGES * PAGE_BYTES, **BASE,
+        )  # fmt: skip
+        with closing(build_engine(config, ImpatientPolicy())) as engine:
+            yield neighbour, engine
+        assert neighbour.taken_pages == 0, "borrowed memory stays taken"
+
+
+def tier_of(engine: Engine) -> PeerTier:
+    assert engine.neighbours is not None and engine.neighbours.peer_tier is not None
+    return engine.neighbours.peer_tier
+
+
+def serve(
+    engine: Engine, requests: list[Request], at_step: Callable[[int], None], is_over: Callable[[], bool] = lambda: True
+) -> list[list[int]]:
+    """Run the requests over and over until it is over, a few at a time; their tokens."""
+    tokens: list[list[int]] = []
+    by_seq: dict[int, int] = {}
+    num_open = step = 0
+    while num_open or len(tokens) % len(requests) or not tokens or not is_over():
+        if num_open < 8 and (len(tokens) < len(requests) or len(tokens) % len(requests) or not is_over()):
+            by_seq[engine.add(requests[len(tokens) % len(requests)])] = len(tokens)
+            tokens.append([])
+            num_open += 1
+        at_step(step)
+        for seq_id, delta in engine.step():
+            tokens[by_seq[seq_id]] += delta.token_ids
+            num_open -= delta.finish_reason is not None
+        if step % 16 == 0:
+            engine.loop.check_integrity()
+        step += 1
+    return tokens
+
+
+def until(engine: Engine, condition: Callable[[], bool]) -> None:
+    """Boundaries without requests, until leases have come or gone."""
+    end_s = time.monotonic() + 20.0
+    while not condition():
+        engine.step()
+        assert time.monotonic() < end_s, "it never happened"
+        time.sleep(1e-3)  # the agent's thread has its turn
+
+
+def verdict(expected: list[Reference], tokens: list[list[int]]) -> Verdict:
+    """The requests came round again and again."""
+    return judge([expected[index % len(expected)] for index in range(len(tokens))], tokens)
+
+
+def test_tokens_are_right_while_a_neighbour_lends_and_recalls(
+    requests: list[Request], expected: list[Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with neighbourhood(tmp_path, monkeypatch) as (neighbour, engine):
+        totals, mover = tier_of(engine).totals, tier_of(engine)._mover
+        neighbour.lend(NUM_PAGES)
+        until(engine, lambda: totals.num_granted == NUM_PAGES)
+
+        story = cycle([2, NUM_PAGES, 0, 5, NUM_PAGES])
+        target = next(story)
+
+        def go_on(step: int) -> None:
+            nonlocal target
+            if len(tier_of(engine)._held) == target and step % 40 == 0:
+                target = next(story)
+            neighbour.lend(target)
+
+        def is_told() -> bool:
+            return totals.num_returned >= 9 and all(mover.moved_bytes.values())
+
+        tokens = serve(engine, requests, go_on, is_told)
+        assert verdict(expected, tokens).is_equal
+        traffic = engine.stats().swap_bytes
+        assert traffic["out", "peer"] and traffic["in", "peer"] and traffic["in", "host"]
+        assert totals.num_forced == totals.num_refused == 0
+        assert not any(engine.stats().failed_transfers.values())
+
+
+def test_a_loop_that_stands_still_loses_its_slots_at_the_deadline_and_no_token(
+    requests: list[Request], expected: list[Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forced path: nobody steps while the neighbour waits, and its bytes are free in time."""
+    with neighbourhood(tmp_path, monkeypatch, deadline_s=DEADLINE_S, host_blocks=4) as (neighbour, engine):
+        totals = tier_of(engine).totals
+        neighbour.lend(NUM_PAGES)
+        until(engine, lambda: totals.num_granted == NUM_PAGES)
+
+        def stand_still(step: int) -> None:
+            if step == 100:
+                begin_s = time.monotonic()
+                neighbour.lend(0)
+                while neighbour.taken_pages:  # the watch's thread gives everything back
+                    assert time.monotonic() < begin_s + DEADLINE_S + 1.0
+                    time.sleep(1e-3)
+
+        tokens = serve(engine, requests, stand_still)
+        assert verdict(expected, tokens).is_equal
+        assert totals.num_forced == NUM_PAGES
+        until(engine, lambda: not neighbour.agent.membership.lease_bytes())
+
+
+def scribble(neighbour: Neighbour) -> None:
+    """Somebody writes all over the borrowed pages, behind everybody's back."""
+    first = PAGE_BYTES
+    os.pwrite(neighbour.device._fd, bytes([7]) * NUM_PAGES * PAGE_BYTES, first)
+
+
+def test_bytes_that_were_changed_on_the_neighbour_are_never_an_answer(
+    requests: list[Request], expected: list[Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with neighbourhood(tmp_path, monkeypatch) as (neighbour, engine):
+        neighbour.lend(NUM_PAGES)
+        until(engine, lambda: tier_of(engine).totals.num_granted == NUM_PAGES)
+        tokens = serve(engine, requests, lambda step: scribble(neighbour) if step % 40 == 20 else None)
+        assert verdict(expected, tokens).is_equal
+        assert engine.stats().failed_transfers["digest_mismatch"] > 0
+
+
+def test_without_digests_they_would_be(
+    requests: list[Request], expected: list[Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+
+    def trust(transfer_id: int, num_bytes: int, wanted: Any, found: Any) -> CopyResult:
+        return CopyResult(transfer_id, True, num_bytes, tuple(found.tolist()))
+
+    monkeypatch.setattr(host_transfer, "judge_inbound", trust)
+    with neighbourhood(tmp_path, monkeypatch) as (neighbour, engine):
+        neighbour.lend(NUM_PAGES)
+        until(engine, lambda: tier_of(engine).totals.num_granted == NUM_PAGES)
+        tokens = serve(engine, requests, lambda step: scribble(neighbour) if step % 40 == 20 else None)
+        assert verdict(expected, tokens).wrong
