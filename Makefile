@@ -1,11 +1,11 @@
-# make demo | test | check: each sets up .venv on first use and takes no set-up time afterwards.
+# make demo | test | check | chaos: each sets up .venv on first use and takes no set-up time afterwards.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
-.PHONY: setup demo test test-pure check format clean
+.PHONY: setup demo test test-pure chaos check format clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,10 @@ test: $(STAMP)
 
 test-pure: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
+
+# More than a hundred faults in real processes, about ten minutes; its last result is committed.
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos.run
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

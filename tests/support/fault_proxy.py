@@ -6,6 +6,7 @@ import http.client
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
@@ -126,11 +127,12 @@ class FaultProxy:
                 except (OSError, http.client.HTTPException):
                     self.close_connection = True  # the client sees a connection that ends without an answer
                     return
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
+                with suppress(OSError):  # whoever asked has hung up
+                    self.send_response(status)
+                    self.send_header("Content-Type", "application/json")
+                    self.send_header("Content-Length", str(len(answer)))
+                    self.end_headers()
+                    self.wfile.write(answer)
 
             do_GET = do_POST = do_DELETE = _pass_on  # noqa: N815
 

@@ -1,0 +1,229 @@
+"""Starts, kills, stops and watches the processes of a small cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
+from floodplain.memory.device_file import find_path
+from floodplain.memory.host_device import remove_device
+from tests.chaos.engine import BASE, MAX_TOKENS, TTL_S
+from tests.support.calm import run_calmly
+from tests.support.fault_proxy import FaultProxy, NetworkFaults
+
+ROOT = Path(__file__).parents[2]
+COORDINATOR = "import sys; from floodplain.cli.main import main; sys.exit(main())"
+PATIENCE_S = 60.0
+COUNTED = ("checked", "wrong", "excused", "num_granted", "num_returned", "num_forced", "failed_transfers")
+
+
+class Process:
+    """One process and the last line that it said."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        self.said: dict[str, Any] = {}
+        self.num_said = 0
+        self.longest_step_s = 0.0
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.said = json.loads(line)
+            self.longest_step_s = max(self.longest_step_s, self.said.get("longest_step_s", 0.0))
+            self.num_said += 1
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def tell(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._bury()
+
+    def end(self) -> int:
+        """As it should; its exit status."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self._bury()
+
+    def _bury(self) -> int:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        status = self._process.wait(PATIENCE_S)
+        self._listener.join()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        return status
+
+
+class Cluster:
+    """A coordinator behind a faulty network, a producer and a consumer. A context manager by ``close``.
+
+    Args:
+        folder: For the store.
+        seed: Of the network's dice.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder = folder
+        self.tag = f"chaos-{os.getpid()}-{seed}"
+        self._references = folder / "references.json"
+        self._references.write_text(json.dumps(_known(seed)))
+        self.port = 0
+        self.proxy = FaultProxy("", seed, NetworkFaults())
+        self.coordinator = self.start_coordinator()
+        self.proxy.__enter__()
+        self.producer, self.consumer = self.start_engine("producer"), self.start_engine("consumer")
+        self.totals: dict[str, int] = {}
+        self.longest_step_s = 0.0
+
+    @property
+    def engines(self) -> dict[str, Process]:
+        return {"producer": self.producer, "consumer": self.consumer}
+
+    def start_coordinator(self) -> Process:
+        """The first time on any port, then on the same one."""
+        command = ["-c", COORDINATOR, "coordinator", "-q", "--format", "json", "--port", str(self.port)]
+        command += ["--ttl", str(TTL_S), "--store", f"sqlite:///{self.folder / 'leases.db'}"]
+        process = Process(command)
+        wait_until(lambda: process.num_said, "the coordinator does not start")
+        self.url = process.said["url"]
+        self.proxy.target, self.port = self.url, int(self.url.rpartition(":")[2])
+        return process
+
+    def start_engine(self, role: str) -> Process:
+        return Process(["-m", "tests.chaos.engine", role, self.proxy.url, self.name_of(role), str(self._references)])
+
+    def name_of(self, role: str) -> str:
+        return f"{self.tag}-{role}"
+
+    def listing(self) -> dict[str, Any] | None:
+        """What the coordinator knows; None if it does not answer."""
+        client = CoordinatorClient(self.url)
+        try:
+            return dict(client.list_leases())
+        except CoordinatorUnreachable:
+            return None
+        finally:
+            client.close()
+
+    def note_totals(self) -> None:
+        """Count what a consumer that is about to end has done."""
+        for role, process in self.engines.items():
+            for name in (
+                "checked",
+                "wrong",
+                "excused",
+                "num_granted",
+                "num_returned",
+                "num_forced",
+                "failed_transfers",
+            ):
+                key = f"{role} {name}"
+                self.totals[key] = self.totals.get(key, 0) + process.said.get(name, 0)
+            assert process.said.get("wrong", 0) == 0, f"{role} said a wrong token: {process.said}"
+
+    def restart_engine(self, role: str) -> None:
+        """A process of that name that was killed is followed by another one."""
+        process = self.start_engine(role)
+        setattr(self, role, process)
+
+    def is_lending(self) -> bool:
+        """Whether what is lent is what is borrowed: the coordinator and both engines say the same, and it is not 0."""
+        held, listing = self.consumer.said.get("held", 0), self.listing()
+        if not held or listing is None:
+            return False
+        lent = [row["num_bytes"] for row in listing["leases"] if row["state"] == "held"]
+        seen = sum(self.producer.said.get("leases", {}).values())
+        return len(lent) == held and len(listing["leases"]) == held and seen == sum(lent)
+
+    def wait_for_calm(self) -> None:
+        """Both engines serve right tokens, and memory is lent again."""
+        before = {role: process.said.get("checked", 0) for role, process in self.engines.items()}
+        for role, process in self.engines.items():
+            wait_until(
+                lambda p=process, r=role: p.said.get("checked", 0) > before[r] + 2, f"{role} does not serve", self
+            )
+        wait_until(self.is_lending, "nothing is lent", self)
+        for role, process in self.engines.items():
+            assert process.is_running and process.said["wrong"] == 0, f"{role}: {process.said}"
+
+    def finish(self) -> None:
+        """Everybody ends; nothing stays lent."""
+        self.note_totals()
+        assert self.consumer.end() == 0 and self.producer.end() == 0
+        listing = None
+
+        def is_over() -> bool:
+            nonlocal listing
+            listing = self.listing()
+            return listing is not None and not listing["leases"]
+
+        wait_until(is_over, lambda: f"leases stay: {listing}", self)
+        assert listing is not None and not any(member["offered_bytes"] for member in listing["members"])
+        assert not find_path(self.name_of("producer"), None).exists(), "somebody still owns pages of the device"
+
+    def close(self) -> None:
+        for process in (self.consumer, self.producer, self.coordinator):
+            if process.is_running:
+                process.signal(signal.SIGCONT)
+                process.kill()
+        self.proxy.__exit__(None, None, None)
+        for role in self.engines:
+            remove_device(self.name_of(role))
+
+
+def wait_until(
+    condition: Callable[[], object], complaint: str | Callable[[], str], cluster: Cluster | None = None
+) -> float:
+    """Look again and again; seconds that it took."""
+    begin_s = time.monotonic()
+    while not condition():
+        if time.monotonic() - begin_s > PATIENCE_S:
+            said = {} if cluster is None else {role: process.said for role, process in cluster.engines.items()}
+            raise AssertionError(f"{complaint() if callable(complaint) else complaint}: {said}")
+        time.sleep(0.02)
+    return time.monotonic() - begin_s
+
+
+def _known(seed: int) -> list[dict[str, Any]]:
+    """Requests and what an engine says to them that nothing ever happens to."""
+    from floodplain.core.request import Request
+    from floodplain.core.sampling import SamplingParams
+
+    random = Random(seed)
+    prompts = [tuple(random.randrange(256) for _ in range(random.randrange(20, 80))) for _ in range(24)]
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    requests = [
+        Request(request_id=str(i), prompt_token_ids=prompt, params=params, arrival_s=float(i))
+        for i, prompt in enumerate(prompts)
+    ]
+    flags = {name: value for name, value in BASE.items() if name != "model"}
+    references = run_calmly(requests, **flags)
+    return [
+        {"prompt": list(prompt), "token_ids": list(one.token_ids), "gaps": list(one.gaps)}
+        for prompt, one in zip(prompts, references, strict=True)
+    ]

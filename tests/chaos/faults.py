@@ -1,0 +1,141 @@
+"""What goes wrong, one thing at a time, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from random import Random
+
+from tests.chaos.cluster import Cluster, wait_until
+from tests.chaos.engine import DEADLINE_S, POOL_PAGES, TTL_S
+from tests.support.fault_proxy import NetworkFaults
+
+IO_TIMEOUT_S = 2.0
+"""Of an agent's request (``coordinator.client.DEFAULT_TIMEOUT_S``): no step may wait as long."""
+
+
+def consumer_dies(cluster: Cluster, random: Random) -> None:
+    """Its bytes are free by themselves, and the producer's again a TTL later."""
+    cluster.note_totals()
+    cluster.consumer.kill()
+    took_s = wait_until(lambda: not cluster.producer.said.get("leases"), "a dead consumer's leases stay", cluster)
+    assert took_s < TTL_S + 4.0, f"its leases took {took_s:.1f} s to return"
+    cluster.restart_engine("consumer")
+
+
+def producer_dies(cluster: Cluster, random: Random) -> None:
+    """The consumer goes on with what it has allocated; a successor finds what it must leave to others."""
+    cluster.note_totals()
+    cluster.producer.kill()
+    before = cluster.consumer.said["checked"]
+    wait_until(lambda: cluster.consumer.said["checked"] > before + 5, "the consumer stands still", cluster)
+    cluster.restart_engine("producer")
+
+
+def coordinator_dies(cluster: Cluster, random: Random) -> None:
+    """Leases go on, no step waits for the network, and nothing is granted twice."""
+    before = cluster.listing()
+    cluster.coordinator.kill()
+    for process in cluster.engines.values():
+        process.longest_step_s = 0.0
+    checked = cluster.consumer.said["checked"]
+    wait_until(lambda: cluster.consumer.said["checked"] > checked + 5, "the consumer stands still", cluster)
+    cluster.coordinator = cluster.start_coordinator()
+    wait_until(lambda: cluster.listing() is not None, "the coordinator does not lead", cluster)
+    after = cluster.listing()
+    assert before is not None and after is not None
+    lost = {row["lease_id"] for row in before["leases"]} - {row["lease_id"] for row in after["leases"]}
+    returned = cluster.consumer.said["num_returned"] + cluster.consumer.said["num_forced"]
+    assert len(lost) <= returned + cluster.consumer.said["num_refused"], f"leases are lost: {lost}"
+    for role, process in cluster.engines.items():
+        assert process.longest_step_s < IO_TIMEOUT_S, f"a step of the {role} took {process.longest_step_s} s"
+
+
+def _stop(cluster: Cluster, role: str, seconds: float) -> None:
+    process = cluster.coordinator if role == "coordinator" else cluster.engines[role]
+    process.signal(signal.SIGSTOP)
+    time.sleep(seconds)  # it stands still for so long, by the clock
+    process.signal(signal.SIGCONT)
+
+
+def consumer_stops(cluster: Cluster, random: Random) -> None:
+    """For longer than a TTL: it is taken for dead, frees on waking, and joins anew."""
+    _stop(cluster, "consumer", TTL_S * (1.5 + random.random()))
+
+
+def producer_stops(cluster: Cluster, random: Random) -> None:
+    _stop(cluster, "producer", TTL_S * (1.5 + random.random()))
+
+
+def coordinator_stops(cluster: Cluster, random: Random) -> None:
+    """For longer than its own tenure."""
+    _stop(cluster, "coordinator", 1.0 + 3 * random.random())
+
+
+def _recall(cluster: Cluster) -> None:
+    cluster.producer.tell("load 90")  # more than its whole pool holds
+
+
+def recall(cluster: Cluster, random: Random) -> None:
+    """The producer's load rises in the middle of copies: it has its whole pool again."""
+    _recall(cluster)
+    blocks = POOL_PAGES * 65536 // 8192
+    wait_until(lambda: cluster.producer.said["pool_blocks"] >= blocks - 16, "the pool stays small", cluster)
+    cluster.producer.tell("load 1")
+
+
+def recall_from_one_that_is_stopped(cluster: Cluster, random: Random) -> None:
+    """Too slow for the deadline: the producer serves on with its smaller pool, and gets the bytes later."""
+    cluster.consumer.signal(signal.SIGSTOP)
+    _recall(cluster)
+    before = cluster.producer.said["checked"]
+    time.sleep(DEADLINE_S + 0.5)  # the deadline passes
+    assert cluster.producer.said["checked"] > before, "the producer waits for its consumer"
+    cluster.consumer.signal(signal.SIGCONT)
+    recall(cluster, random)
+
+
+def recall_while_the_coordinator_is_dead(cluster: Cluster, random: Random) -> None:
+    cluster.coordinator.kill()
+    _recall(cluster)
+    before = cluster.producer.said["checked"]
+    wait_until(lambda: cluster.producer.said["checked"] > before + 5, "the producer stands still", cluster)
+    cluster.coordinator = cluster.start_coordinator()
+    recall(cluster, random)
+
+
+def network_fails(cluster: Cluster, random: Random) -> None:
+    """Requests and answers are lost, doubled, late and overtaken for a while; and memory comes and goes meanwhile."""
+    cluster.proxy.faults = NetworkFaults(lost=0.2, unanswered=0.2, doubled=0.2, delayed=0.3, max_delay_s=0.6)
+    recall(cluster, random)
+    time.sleep(2 * random.random())
+    cluster.proxy.faults = NetworkFaults()
+
+
+def network_is_cut(cluster: Cluster, random: Random) -> None:
+    """Everybody is cut off from the coordinator for longer than a TTL."""
+    cluster.proxy.is_cut = True
+    time.sleep(TTL_S * (1 + random.random()))
+    cluster.proxy.is_cut = False
+
+
+def clocks_jump(cluster: Cluster, random: Random) -> None:
+    """Somebody's clock goes on by a minute, as it does when a machine was suspended."""
+    random.choice([cluster.consumer, cluster.producer]).tell(f"jump {random.choice([0.5, 3, 60])}")
+
+
+FAULTS: tuple[Callable[[Cluster, Random], None], ...] = (
+    consumer_dies,
+    producer_dies,
+    coordinator_dies,
+    consumer_stops,
+    producer_stops,
+    coordinator_stops,
+    recall,
+    recall_from_one_that_is_stopped,
+    recall_while_the_coordinator_is_dead,
+    network_fails,
+    network_is_cut,
+    clocks_jump,
+)
