@@ -102,19 +102,24 @@ class DeviceMemory:
             quantum_blocks=pool.quantum_blocks,
             caches_prefixes=self._config.enable_prefix_caching,
         )
-        if pool.grow(ledger, num_blocks) is None:
-            self._take_what_is_free(pool, ledger, num_blocks, least_blocks)
+        num_now = self._count_unlent_blocks(pool, num_blocks)
+        if num_now < least_blocks or pool.grow(ledger, num_now) is None:
+            free = self.device.num_free_pages() * self.device.page_bytes
+            raise UserError(
+                f"a KV pool of {num_blocks * self.layout.block_bytes} bytes does not fit: {free} bytes are free on the "
+                f"device; lower --kv-memory"
+            )
+        if num_now < num_blocks:
+            logger.warning("the KV pool begins with %d of %d blocks: neighbours hold the rest", num_now, num_blocks)
         return pool, ledger
 
-    def _take_what_is_free(self, pool: KVPool, ledger: BlockLedger, num_blocks: int, least_blocks: int) -> None:
-        free_bytes = self.device.num_free_pages() * self.device.page_bytes
-        num_free = free_bytes // pool.quantum_bytes * pool.quantum_blocks
-        if not self.device.num_foreign_pages() or num_free < least_blocks or pool.grow(ledger, num_free) is None:
-            raise UserError(
-                f"a KV pool of {num_blocks * self.layout.block_bytes} bytes does not fit: {free_bytes} bytes are free "
-                f"on the device; lower --kv-memory"
-            )
-        logger.warning("the KV pool begins with %d of %d blocks: neighbours hold the rest", num_free, num_blocks)
+    def _count_unlent_blocks(self, pool: KVPool, num_blocks: int) -> int:
+        """Blocks that leave neighbours what they hold: room for parameters that lie elsewhere does not count."""
+        num_foreign = self.device.num_foreign_pages()
+        if not num_foreign:
+            return num_blocks
+        num_pages = max(0, pool.count_pages(num_blocks) - num_foreign)
+        return num_pages * self.device.page_bytes // pool.quantum_bytes * pool.quantum_blocks
 
     def close(self) -> None:
         """Give everything back. Tensors over it must not be used any more. Safe to call twice."""

@@ -12,9 +12,9 @@ from floodplain.runtime.loop import Loop
 logger = logging.getLogger(__name__)
 
 MOST_MOVED_BYTES = 16 * 2**20
-"""Moved at one boundary, or one quantum if that is more. Measured on one core of a CPU, per MiB: giving way 0.4 to
-0.5 ms (0.3 for unmapping, the rest for giving pages back), taking back 0.9 (reserving pages, which zeroes them, and
-mapping them). So it delays a step by 8 to 15 ms, where steps take 20 to 50."""
+"""Moved at one boundary, or one quantum if that is more. Measured on one core of a CPU, per MiB: giving way 0.5 to
+0.7 ms (half of it unmapping, the rest giving pages back), taking back 0.9 to 1.1 (reserving pages, which zeroes them,
+and mapping them). So a step is delayed by 7 to 16 ms, where steps take 20 to 50 (docs/design/006-neighbours.md)."""
 
 
 class LentPool:

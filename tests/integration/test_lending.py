@@ -43,8 +43,8 @@ def make_request(index: int, prompt: Sequence[int], params: SamplingParams) -> R
 
 
 @pytest.fixture(scope="module")
-def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with coordinating(tmp_path_factory.mktemp("coordinator")) as url:
+def coordinator() -> Iterator[str]:
+    with coordinating() as url:
         yield url
 
 

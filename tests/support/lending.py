@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -43,9 +44,18 @@ class Ticks:
 
 
 @contextmanager
-def coordinating(folder: Path, *, ttl_s: float = 60.0, tokens: TokenRing | None = None) -> Iterator[str]:
-    """A coordinator that answers, on a thread of its own; its address."""
-    sock = bind("127.0.0.1", 0)
+def coordinating(*, ttl_s: float = 60.0, tokens: TokenRing | None = None, port: int = 0) -> Iterator[str]:
+    """A coordinator that answers, on a thread of its own, from an empty store; its address.
+
+    The store lies in memory where it can: every commit waits for the disk, and others may keep that busy for seconds.
+    """
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield from _coordinate(Path(folder), ttl_s, tokens, port)
+
+
+def _coordinate(folder: Path, ttl_s: float, tokens: TokenRing | None, port: int) -> Iterator[str]:
+    sock = bind("127.0.0.1", port)
     sock.listen()
     store = Store.open(f"sqlite:///{folder / 'leases.db'}")
     ready, loops = threading.Event(), list[asyncio.AbstractEventLoop]()

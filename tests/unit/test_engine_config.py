@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from floodplain.engine.config import HARDWARE, EngineConfig
 from floodplain.policy.settings import SLICE_STEPS, SharingSettings, settings_for
 
 NO_SWAP = {"swap": "none"}
+URL = {"coordinator": "http://127.0.0.1:8100"}
 
 
 @pytest.mark.parametrize(
@@ -39,9 +41,18 @@ NO_SWAP = {"swap": "none"}
         ({"swap": "host", "swap_memory": "1GiB"}, "--swap-memory must be a whole number of at least 1"),
         ({"swap": "host", "hardware": "pcie4"}, "--hardware must be one of emulated-pcie4, .*c2c, not 'pcie4'"),
         ({"swap": "host", "hardware": "emulated-c2c", "device": "cuda:0"}, "leave it out with --device cuda"),
+        ({"lend": "auto"}, "^--lend auto needs --coordinator: nobody else can say that memory is to be had$"),
+        ({"lend": "64MiB"}, "^--lend 64MiB needs --coordinator"),
+        (URL | {"lend": "some"}, "^--lend must be off, auto, or a size: 'some' is no size"),
+        (URL | {"lend": "0"}, "^--lend must be off, auto, or a size: '0' is out of range"),
+        (URL | {"lend": 2**20}, "^--lend must be a word, not 1048576$"),
+        ({"coordinator_token_file": "f"}, "^--coordinator-token-file needs --coordinator: there is nobody"),
+        ({"coordinator": 8100}, "^--coordinator must be a word, not 8100$"),
+        ({"device_name": "a/b"}, "^--device-name 'a/b' must be 1 to 64 letters, digits, '.', '_' or '-'$"),
+        ({"device_name": "x" * 65}, "^--device-name 'x+' must be 1 to 64 letters"),
     ],
 )  # fmt: skip
-def test_bad_swap_flags_are_one_line_that_says_what_to_change(flags: dict[str, Any], message: str) -> None:
+def test_bad_flags_are_one_line_that_says_what_to_change(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         EngineConfig(model="m", **flags)
     assert "\n" not in str(caught.value)
@@ -95,3 +106,22 @@ def test_swap_flags_come_from_the_command_line() -> None:
     assert config == EngineConfig(model="m", swap="host", swap_memory=3 * 2**29, hardware="emulated-nvlink4")
     assert dataclass_from(resolve(parser, ["m"], {}), EngineConfig).swap == "host"
     assert all(action.help for action in parser._actions)
+
+
+@pytest.mark.parametrize(
+    ("lend", "most_bytes"), [("off", 0), ("auto", None), ("64MiB", 2**26), ("1048576", 2**20)]
+)  # fmt: skip
+def test_how_much_may_be_lent(lend: str, most_bytes: int | None) -> None:
+    config = EngineConfig(model="m", coordinator="http://x", lend=lend)
+    assert config.most_lent_bytes == most_bytes
+    assert config.lends is (lend != "off")
+
+
+@pytest.mark.parametrize("word", ["off", "auto", "64MiB", "'off'"])
+def test_lending_flags_come_from_a_file_whatever_yaml_takes_the_word_for(word: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(f"coordinator: http://x\nlend: {word}\ndevice-name: gpu0\n")
+    parser = add_verb(Parser(prog="x").add_subparsers(), "verb", "A verb.")
+    add_dataclass_flags(parser, EngineConfig)
+    config = dataclass_from(resolve(parser, ["m", "--config", str(tmp_path / "c.yaml")], {}), EngineConfig)
+    assert config.lend == word.strip("'")
+    assert (config.coordinator, config.device_name) == ("http://x", "gpu0")

@@ -41,6 +41,9 @@ BARE_GPU_IMAGE = {"torch", "numpy"}
 KERNELS = {"floodplain.memory.triton_copy", "floodplain.engine.attention.paged_decode"}
 """Files of Triton kernels: imported inside the functions that run on CUDA, so no other module may need them."""
 
+MEMBER = {f"floodplain.coordinator.{name}" for name in ("agent", "client", "clock", "membership", "wire")}
+"""What an engine's process has of the coordinator: it imports where the data plane does."""
+
 
 def modules(*places: str) -> list[str]:
     files = (file for place in places for file in sorted((ROOT / place).rglob("*.py")))
@@ -202,7 +205,14 @@ def test_the_data_plane_imports_on_a_bare_gpu_image() -> None:
     brought = run(IMPORT_ON_A_BARE_IMAGE, ",".join(BARE_GPU_IMAGE), *names)
     assert {"transformers", "tokenizers", "gguf", "safetensors", "fastapi", "triton"}.isdisjoint(brought)
     assert KERNELS.isdisjoint(brought)
-    assert set(names) <= set(brought)
+    assert set(names) | MEMBER <= set(brought)
+    assert {name for name in brought if name.startswith("floodplain.coordinator.")} == MEMBER
+
+
+def test_what_speaks_for_an_engine_needs_nothing_but_the_standard_library() -> None:
+    brought = run(IMPORT_ON_A_BARE_IMAGE, "", *sorted(MEMBER))
+    assert set(brought) >= MEMBER
+    assert {"torch", "numpy", "pydantic", "sqlalchemy", "asyncio"}.isdisjoint(brought)
 
 
 def test_the_bare_image_lacks_what_it_should() -> None:

@@ -1,0 +1,245 @@
+"""Engines that lend, from start to end: no coordinator, a wrong token, neighbours that die or stay, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain import LLM, SamplingParams
+from floodplain.coordinator.tokens import TokenRing
+from floodplain.core.errors import UserError
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.shell import Engine
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_device import HostDevice, open_device
+from floodplain.policy.lending import LendingSettings
+from floodplain.web.listen import bind, url_of
+from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
+from tests.support.swapping import BLOCK_BYTES
+
+pytestmark = pytest.mark.slow
+
+NUM_BLOCKS = 128
+FLAGS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 128, "kv_memory": NUM_BLOCKS * BLOCK_BYTES, "swap": "none", "policy": "fcfs",
+    "lend": "auto",
+}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def coordinator() -> Iterator[str]:
+    with coordinating() as url:
+        yield url
+
+
+def make_engine(url: str, **flags: Any) -> Engine:
+    config = EngineConfig(model="dummy:tiny-llama", coordinator=url, **(FLAGS | flags))
+    engine = build_engine(config, lending=QUICK)
+    engine.clock = Ticks()
+    return engine
+
+
+def step_until(producer: Producer, is_done: Callable[[], bool], *consumers: Consumer, timeout_s: float = 20.0) -> None:
+    """An idle engine's boundaries, one after the other."""
+    end_s = time.monotonic() + timeout_s
+    while not is_done():
+        assert time.monotonic() < end_s, "it never came to that"
+        producer.engine.step()
+        producer.check()
+        producer.wake()
+        for consumer in consumers:
+            consumer.turn()
+
+
+def visit(engine: Engine) -> HostDevice:
+    name, pages = engine.config.device_name, device_of(engine).capacity_pages
+    assert name is not None
+    return open_device(name, pages * PAGE_BYTES)
+
+
+def device_of(engine: Engine) -> HostDevice:
+    assert engine.neighbours is not None and engine.neighbours.lent_pool is not None
+    device = engine.neighbours.lent_pool._device
+    assert isinstance(device, HostDevice)
+    return device
+
+
+def file_of(engine: Engine) -> Path:
+    return Path(f"/dev/shm/floodplain-{engine.config.device_name}")
+
+
+def lend_nothing(producer: Producer) -> None:
+    assert producer.engine.neighbours is not None and producer.engine.neighbours.lender is not None
+    producer.engine.neighbours.lender._policy = WildPolicy([0])
+
+
+def test_without_a_coordinator_it_serves_warns_once_and_lends_when_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(bind("127.0.0.1", 0)) as sock:
+        url, port = url_of(sock), sock.getsockname()[1]
+    with LLM("dummy:tiny-llama", coordinator=url, **FLAGS) as llm:
+        producer = Producer(llm.engine)
+        llm.engine.clock = Ticks()
+        for _ in range(3):
+            assert llm.generate("x", GREEDY, use_tqdm=False)[0].finished
+            producer.wake()
+        for _ in range(2000):
+            llm.engine.step()
+        assert producer.is_whole, "nobody could borrow it"
+        warnings = [message for message in caplog.messages if "does not answer" in message]
+        assert len(warnings) == 1 and "leases stay as they are for now" in warnings[0]
+        with coordinating(port=port):
+            step_until(producer, lambda: producer.num_blocks <= 16)
+            assert llm.generate("x", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_a_wrong_token_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    secrets, mine = tmp_path / "tokens", tmp_path / "mine"
+    for path, text in ((secrets, "producer gpu7 right\n"), (mine, "wrong\n")):
+        path.write_text(text)
+        path.chmod(0o600)
+    with coordinating(tokens=TokenRing.from_file(secrets)) as url:
+        with pytest.raises(UserError, match=r"answers 401") as caught:
+            make_engine(url, coordinator_token_file=str(mine), device_name="gpu7")
+        assert "\n" not in str(caught.value)
+        assert not Path("/dev/shm/floodplain-gpu7").exists()
+        with pytest.raises(UserError, match="cannot read the coordinator token file"):
+            make_engine(url, coordinator_token_file=str(tmp_path / "none"))
+        mine.write_text("right\n")
+        with closing(make_engine(url, coordinator_token_file=str(mine), device_name="gpu7")) as engine:
+            assert engine.neighbours is not None and engine.neighbours.agent.membership.has_joined
+            with pytest.raises(UserError, match="floodplain-gpu7 is another engine's, which runs"):
+                make_engine(url, coordinator_token_file=str(mine), device_name="gpu7")
+        assert not file_of(engine).exists()
+
+
+def test_who_neither_lends_nor_names_its_device_keeps_it_to_itself(coordinator: str) -> None:
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    with closing(make_engine(coordinator, lend="off")) as engine:
+        assert engine.neighbours is not None and engine.neighbours.lender is None
+        assert engine.config.device_name is not None, "the coordinator calls it something"
+        assert {path.name for path in Path("/dev/shm").iterdir()} <= before
+        assert engine.stats().lease_bytes == {}
+    with closing(make_engine(coordinator, lend="off", device_name="named.device")) as engine:
+        assert file_of(engine).exists()
+    assert not file_of(engine).exists()
+
+
+def test_an_engine_that_ends_leaves_neighbours_what_they_have_and_the_next_one_gets_it_back(
+    coordinator: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = make_engine(coordinator, device_name="restarted")
+    producer, device = Producer(first), visit(first)
+    with borrowing(Consumer(coordinator, device, 4 * PAGE_BYTES)) as consumer:
+        step_until(producer, lambda: len(consumer.held) >= 3, consumer)
+        first.close()
+        first.close()
+        assert file_of(first).exists() and device.num_owned_pages >= 12
+        with pytest.raises(UserError, match=r"^device .*/floodplain-restarted of an engine before has .* bytes, not"):
+            make_engine(coordinator, device_name="restarted", kv_memory=2 * FLAGS["kv_memory"])
+        with closing(make_engine(coordinator, device_name="restarted")) as second:
+            producer = Producer(second)
+            assert second.loop.state.ledger.num_blocks == NUM_BLOCKS - 12 * 8
+            assert any("begins with" in message for message in caplog.messages)
+            lend_nothing(producer)
+            step_until(producer, lambda: producer.is_whole, consumer)
+            assert not consumer.held
+            assert second.stats().num_failed_growths == 0
+    assert not file_of(first).exists()
+
+
+def test_bytes_that_a_stranger_holds_are_a_failed_growth_and_nothing_else(
+    coordinator: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(make_engine(coordinator)) as engine, visit(engine) as stranger:
+        producer = Producer(engine)
+        step_until(producer, lambda: producer.num_blocks <= 16)
+        free = stranger.num_free_pages()
+        pages = stranger.allocate(free)
+        assert pages is not None
+        lend_nothing(producer)
+        for _ in range(20_000):
+            engine.step()
+            producer.wake()
+            if engine.stats().num_failed_growths >= 3:
+                break
+        assert producer.num_blocks <= 16
+        assert sum("others hold memory" in message for message in caplog.messages) == 1
+        stranger.release(pages)
+        step_until(producer, lambda: producer.is_whole)
+
+
+KILLED = """
+import sys, time
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_device import open_device
+from tests.support.lending import Consumer
+url, name, pages = sys.argv[1:]
+consumer = Consumer(url, open_device(name, int(pages) * PAGE_BYTES), 4 * PAGE_BYTES, "mortal")
+consumer.agent.start()
+while len(consumer.held) < 2:
+    consumer.turn()
+    time.sleep(0.005)
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_killed_consumers_bytes_come_back_after_a_ttl() -> None:
+    with coordinating(ttl_s=1.0) as url, closing(make_engine(url)) as engine:
+        producer = Producer(engine)
+        step_until(producer, lambda: producer.num_blocks <= 16)
+        pages = str(device_of(engine).capacity_pages)
+        command = [sys.executable, "-c", KILLED, url, str(engine.config.device_name), pages]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        with subprocess.Popen(command, stdin=-1, stdout=-1, env=environment) as child:
+            try:
+                assert child.stdout is not None and child.stdout.readline() == b"held\n"
+                assert producer.pool.foreign_bytes >= 8 * PAGE_BYTES
+            finally:
+                child.send_signal(signal.SIGKILL)
+        assert producer.pool.foreign_bytes == 0
+        assert not producer.is_whole, "until the coordinator has taken it for dead"
+        lend_nothing(producer)
+        step_until(producer, lambda: producer.is_whole)
+        assert engine.stats().lease_bytes == {}
+
+
+def test_an_engine_lends_while_it_has_nothing_to_do(coordinator: str) -> None:
+    """Its thread sleeps for a second between two looks, but not while memory moves."""
+    hasty = LendingSettings(calm_s=0.01, busy_s=0.005, window_s=0.05, rate_window_s=0.02, rise_sigmas=1e9)
+    config = EngineConfig(model="dummy:tiny-llama", coordinator=coordinator, **FLAGS)
+
+    async def live() -> int:
+        engine = AsyncEngine(build_engine(config, lending=hasty))
+        producer, is_lent = Producer(engine.engine), threading.Event()
+        producer.pool._step_blocks = 16
+        give_way = producer.pool.give_way
+
+        def note(to_bytes: int) -> None:
+            give_way(to_bytes)
+            if producer.num_blocks <= 16:
+                is_lent.set()
+
+        producer.pool.give_way = note  # type: ignore[method-assign]
+        await engine.start()
+        begin_s = time.monotonic()
+        assert await asyncio.to_thread(is_lent.wait, 10)
+        assert time.monotonic() - begin_s < 4, "seven quanta, one at a boundary"
+        await engine.close()
+        return producer.num_blocks
+
+    assert asyncio.run(live()) == 16

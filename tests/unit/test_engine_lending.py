@@ -1,0 +1,213 @@
+"""A lender over a fake engine that reports and obeys, and what an engine's flags allow to lend."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from floodplain.coordinator.membership import LentDevice, Membership
+from floodplain.core.errors import UserError
+from floodplain.core.leases.messages import Heartbeat, Join, Offer, Recall
+from floodplain.core.leases.rows import Member, Reply
+from floodplain.core.leases.states import Lease, LeaseId, LeaseState, Outcome
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.lending import LenderTimes, PoolLender
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.neighbours import default_device_name
+from floodplain.engine.pool_limits import PoolLimits, find_limits
+from floodplain.engine.weights.open_model import open_model
+from floodplain.memory.device_file import NAME
+from floodplain.policy.lending import PoolLoad
+from tests.support.lending import WildPolicy
+
+FULL, STEP = 1000, 64
+
+
+class FakeEngine:
+    """An engine of 1,000 blocks of one byte, which gives and takes at most 64 at a time."""
+
+    full_bytes = FULL
+    quantum_bytes = 4
+    block_bytes = 1
+
+    def __init__(self) -> None:
+        self.own_bytes = FULL
+        self.told: list[tuple[str, int]] = []
+        self.num_reports = 0
+        self.refuses = False
+
+    def report(self, now: float) -> PoolLoad:
+        self.num_reports += 1
+        return PoolLoad(now, 0, 0, self.own_bytes, FULL, 0)
+
+    def give_way(self, to_bytes: int) -> None:
+        self.told.append(("give", to_bytes))
+        self.own_bytes = max(to_bytes, self.own_bytes - STEP)
+
+    def take_back(self, to_bytes: int) -> None:
+        self.told.append(("take", to_bytes))
+        if not self.refuses:
+            self.own_bytes = min(to_bytes, self.own_bytes + STEP)
+
+
+class World:
+    """A lender over a fake engine, and a coordinator that is played by hand."""
+
+    def __init__(self, targets: list[int], num_looks: int = 10**9) -> None:
+        self.engine = FakeEngine()
+        device = LentDevice(capacity_bytes=FULL, foreign_bytes=lambda: 0)
+        self.membership = Membership("a", "life", device, clock=lambda: 0.0)
+        self.policy = WildPolicy(targets, num_looks)
+        self.lender = PoolLender(self.engine, self.policy, self.membership, lambda: True, LenderTimes())
+        self.now = 0.0
+
+    def tell(self, offered_bytes: int, revision: int, *leases: Lease) -> None:
+        """What the coordinator says of its row, in answer to whatever is said."""
+        row = Member("a", "life", revision=revision, offered_bytes=offered_bytes)
+        messages, sent_s = self.membership.collect()
+        replies = [Reply(Outcome.APPLIED, row, leases) for _ in messages]
+        self.membership.learn(messages, replies, 10.0, sent_s + revision)
+
+    def says(self) -> list[object]:
+        """All but greetings."""
+        return [message for message in self.membership.collect()[0] if not isinstance(message, Heartbeat | Join)]
+
+    def run(self, seconds: float = 0.02, num_boundaries: int = 1) -> None:
+        for _ in range(num_boundaries):
+            self.now += seconds
+            self.lender.at_boundary(self.now)
+
+
+def test_bytes_are_put_up_only_when_the_engine_has_given_way_for_them() -> None:
+    world = World([300])
+    world.tell(0, 1)
+    for num_boundaries in range(1, 6):
+        world.run()
+        assert world.engine.own_bytes == FULL - min(300, num_boundaries * STEP)
+        assert world.says() == [Offer("a", world.membership._side.stamp, FULL - world.engine.own_bytes)]
+    world.run()
+    assert world.engine.own_bytes == 700
+    assert not world.lender.is_moving
+
+
+def test_what_is_wanted_back_is_recalled_at_once_and_taken_as_it_is_let_go() -> None:
+    world = World([300])
+    world.tell(0, 1)
+    world.run(num_boundaries=8)
+    lease = Lease(LeaseId("l"), 1, "a", "b", 200, 1, LeaseState.HELD, held_bytes=200)
+    world.tell(300, 2, lease)
+    world.policy._targets = [0]
+    world.run(0.06)
+    assert isinstance(world.says()[0], Recall)
+    assert world.engine.own_bytes == 700, "until it is told that it may"
+    world.tell(200, 3, lease)
+    world.run(num_boundaries=6)
+    assert world.engine.own_bytes == 800
+    assert ("take", 800) in world.engine.told
+    world.tell(0, 4)
+    world.run(num_boundaries=6)
+    assert world.engine.own_bytes == FULL
+
+
+def test_bytes_that_are_not_there_are_asked_for_again_but_not_at_every_boundary() -> None:
+    world = World([300])
+    world.tell(0, 1)
+    world.run(num_boundaries=8)
+    world.engine.refuses = True
+    world.policy._targets = [0]
+    world.engine.told.clear()
+    world.run(0.001, num_boundaries=2000)
+    assert 3 <= len(world.engine.told) <= 6
+    assert not world.lender.is_moving
+    world.engine.refuses = False
+    world.run(1.0)
+    assert world.lender.is_moving
+
+
+def test_a_boundary_with_nothing_to_do_only_looks_at_the_clock() -> None:
+    world = World([0])
+    world.tell(0, 1)
+    world.run()
+    num_reports = world.engine.num_reports
+    lender = world.lender
+    begin = time.perf_counter()
+    for _ in range(10_000):
+        lender.at_boundary(world.now)
+    assert (time.perf_counter() - begin) / 10_000 < 2e-5
+    assert world.engine.num_reports == num_reports
+    world.run(1.0)
+    assert world.engine.num_reports == num_reports + 1
+    assert world.engine.told == []
+
+
+def test_before_it_has_joined_it_keeps_what_it_has() -> None:
+    world = World([0])
+    world.engine.own_bytes = 600
+    world.run(num_boundaries=10)
+    assert world.engine.own_bytes == 600, "an engine before it may have lent the rest"
+    world.tell(0, 1)
+    world.run(num_boundaries=10)
+    assert world.engine.own_bytes == FULL
+
+
+def test_default_names_are_names_and_never_the_same() -> None:
+    names = {default_device_name() for _ in range(20)}
+    assert len(names) == 20
+    assert all(NAME.fullmatch(name) for name in names)
+
+
+# -- what the flags allow ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelConfig:
+    config = open_model("dummy:tiny-llama", 0).config
+    assert config.shape.max_position == 2048
+    return config
+
+
+def limits(model: ModelConfig, lend: str, max_model_len: int | None = None, num_blocks: int = 64) -> PoolLimits:
+    config = EngineConfig(model="m", coordinator="http://x", lend=lend, max_model_len=max_model_len)
+    return find_limits(config, model, num_blocks, 8192)
+
+
+@pytest.mark.parametrize(
+    ("lend", "max_model_len", "expected"),
+    [
+        ("off", None, PoolLimits(64, 64, 0, 1024)),
+        ("auto", None, PoolLimits(64, 32, 32, 512)),
+        ("auto", 100, PoolLimits(64, 7, 57, 100)),
+        ("auto", 1024, PoolLimits(64, 64, 0, 1024)),
+        ("128KiB", None, PoolLimits(64, 48, 16, 768)),
+        ("128KiB", 100, PoolLimits(64, 7, 16, 100)),
+    ],
+)
+def test_the_longest_request_fits_into_the_smallest_pool(
+    lend: str, max_model_len: int | None, expected: PoolLimits, model: ModelConfig
+) -> None:
+    assert limits(model, lend, max_model_len) == expected
+
+
+@pytest.mark.parametrize(
+    ("lend", "max_model_len", "message"),
+    [
+        ("128KiB", 769, r"^--max-model-len 769 does not fit: the KV pool holds 768 tokens beside --lend 128KiB; "),
+        ("auto", 1025, r"^--max-model-len 1025 does not fit: the KV pool holds 1024 tokens beside --lend auto; raise"),
+        ("512KiB", None, r"^the KV pool holds 0 tokens while it lends, too few .*raise --kv-memory, or lower --lend$"),
+        ("1GiB", 10, r"^--max-model-len 10 does not fit: the KV pool holds 0 tokens beside --lend 1GiB; raise"),
+        ("8191", None, r"^--lend 8191 is less than one KV block of 8192 bytes: raise it$"),
+    ],
+)
+def test_what_does_not_fit_beside_what_is_lent_is_bad_input(
+    lend: str, max_model_len: int | None, message: str, model: ModelConfig
+) -> None:
+    with pytest.raises(UserError, match=message):
+        limits(model, lend, max_model_len)
+
+
+def test_one_line_says_that_requests_must_be_shorter(model: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
+    limits(model, "auto")
+    assert caplog.messages == [
+        "max_model_len is lowered from 2048 to 512 tokens: the KV pool holds no more while it lends"
+    ]
