@@ -208,8 +208,8 @@ class Membership:
             now = self._clock()
             for message, reply in zip(messages, replies, strict=True):
                 self._side.learn(message, reply, sent_s, now)
-            leases = [known.lease for known in self._side.known.values()]
-            self._recalls.update(leases, now)
+            leases = [known.lease for known in self._side.known.values() if not known.lease.has_ended]
+            self._recalls.update([lease for lease in leases if self._counts_on(lease)], now)
             self._cancelled &= {*self._side.open_requests, *(lease.request for lease in leases)}
             is_new = before != self._known_rows()
             self.version += is_new
@@ -245,7 +245,8 @@ class Membership:
             ends = [(("producer", lease.consumer), lease) for lease in self._side.lent()]
             ends += [(("consumer", lease.producer), lease) for lease in self._side.borrowed()]
         for end, lease in ends:
-            total[end] = total.get(end, 0) + lease.num_bytes
+            if not lease.has_ended:  # it is known until the next list comes
+                total[end] = total.get(end, 0) + lease.num_bytes
         return total
 
     def take_recall_times(self) -> list[float]:
@@ -259,6 +260,10 @@ class Membership:
     def _grants(self) -> list[Lease]:
         """Of this life, whether or not they may be allocated at this moment, and not answered."""
         return [lease for lease in self._side.borrowed() if self._borrower.is_untouched(lease)]
+
+    def _counts_on(self, lease: Lease) -> bool:
+        """Whether a recall of it goes on: a producer's until the bytes were seen free, a consumer's until they are."""
+        return not (lease.is_owed and lease.consumer == self.name)
 
     def _known_rows(self) -> tuple[object, ...]:
         side = self._side
