@@ -6,7 +6,7 @@ Names and meanings are those of ``docs/metrics.md``.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -21,6 +21,7 @@ FIRST_TOKEN_BUCKETS_S = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0,
 )  # fmt: skip
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0)
+RECALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
 
 
@@ -49,6 +50,14 @@ class StatsView(Protocol):
     def failed_transfers(self) -> Mapping[str, int]: ...  # noqa: D102
     @property
     def limited_steps(self) -> Mapping[str, int]: ...  # noqa: D102
+    @property
+    def lease_bytes(self) -> Mapping[tuple[str, str], int]: ...  # noqa: D102
+    @property
+    def num_recalls(self) -> int: ...  # noqa: D102
+    @property
+    def recall_times_s(self) -> Sequence[float]: ...  # noqa: D102
+    @property
+    def num_failed_growths(self) -> int: ...  # noqa: D102
     @property
     def num_prompt_tokens(self) -> int: ...  # noqa: D102
     @property
@@ -100,6 +109,9 @@ class ServingMetrics(Collector):
         )
         self._itl = _Histogram("floodplain_inter_token_latency_seconds", "Every gap between tokens.", TOKEN_BUCKETS_S)
         self._e2e = _Histogram("floodplain_e2e_request_latency_seconds", "Last token - arrival.", REQUEST_BUCKETS_S)
+        text = "From hearing of a recall until the bytes were free."
+        self._recalls = _Histogram("floodplain_lease_recall_seconds", text, RECALL_BUCKETS_S)
+        self._num_recalls = 0
 
     def observe(self, lifecycle: Lifecycle) -> None:
         """Count a request that has ended."""
@@ -123,6 +135,7 @@ class ServingMetrics(Collector):
         preemptions = {mode.value: 0 for mode in PreemptionMode} | dict(stats.preemptions)
         yield self._counter("preemptions", "Requests taken off the device.", _by_one(preemptions), "mode")
         yield from self._swap(stats)
+        yield from self._leases(stats)
         yield self._counter("prompt_tokens", "Prompt tokens of requests.", {(): stats.num_prompt_tokens})
         yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
         for histogram in (self._ttft, self._tpot, self._itl, self._e2e):
@@ -140,6 +153,17 @@ class ServingMetrics(Collector):
         yield self._counter("failed_transfers", "Copies of KV that were not whole.", failed, "problem")
         limited = _by_one(stats.limited_steps)
         yield self._counter("limited_steps", "Steps that were not decided as the policy likes.", limited, "reason")
+
+    def _leases(self, stats: StatsView) -> Iterator[Metric]:
+        text = "Bytes lent (producer) and borrowed (consumer), by the other end."
+        ends: dict[tuple[str, ...], int] = {(*end,): num_bytes for end, num_bytes in stats.lease_bytes.items()}
+        yield self._gauge("lease_bytes", text, ends, "role", "peer")
+        text = "Failures to take memory back that should be free."
+        yield self._counter("lease_failed_growths", text, {(): stats.num_failed_growths})
+        num_new = min(stats.num_recalls - self._num_recalls, len(stats.recall_times_s))
+        self._recalls.observe(stats.recall_times_s[len(stats.recall_times_s) - num_new :])
+        self._num_recalls = stats.num_recalls
+        yield self._recalls.family(self._model_name)
 
     def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
         family = GaugeMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])

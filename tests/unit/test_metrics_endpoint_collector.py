@@ -24,6 +24,9 @@ PROMISED = {
     "swap_stall_seconds_total": "counter",
     "failed_transfers_total": "counter",
     "limited_steps_total": "counter",
+    "lease_bytes": "gauge",
+    "lease_failed_growths_total": "counter",
+    "lease_recall_seconds": "histogram",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
     "time_to_first_token_seconds": "histogram",
@@ -31,7 +34,7 @@ PROMISED = {
     "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram",
 }
-"""Every promised metric that has something to say before there are leases."""
+"""Every promised metric, and one more."""
 
 LABELS = {
     "kv_blocks": {"state"},
@@ -41,6 +44,7 @@ LABELS = {
     "swap_bytes_total": {"direction", "tier"},
     "failed_transfers_total": {"problem"},
     "limited_steps_total": {"reason"},
+    "lease_bytes": {"role", "peer"},
 }
 
 
@@ -58,6 +62,7 @@ def test_the_names_types_and_labels_are_the_promised_ones() -> None:
         cached_bytes={"host": 3},
         failed_transfers={"not_copied": 0},
         limited_steps={"crowded": 0},
+        lease_bytes={("producer", "b"): 5},
     )
     families = scrape(ServingMetrics("m", lambda: stats))
     assert {name.removeprefix("floodplain_"): f.type for name, f in families.items()} == PROMISED  # type: ignore[attr-defined]
@@ -103,6 +108,30 @@ def test_swapping_is_seen_by_direction_tier_and_problem() -> None:
     assert value_of(metrics, "floodplain_kv_bytes", tier="host") == 30
     assert value_of(metrics, "floodplain_swap_cached_bytes", tier="host") == 20
     assert value_of(metrics, "floodplain_requests_swapped") == 4
+
+
+def test_leases_are_seen_by_role_and_peer_and_each_recall_once() -> None:
+    now = EngineStats(
+        lease_bytes={("producer", "b"): 5, ("consumer", "c"): 7},
+        num_recalls=2,
+        recall_times_s=(0.2, 3.0),
+        num_failed_growths=1,
+    )
+    metrics = ServingMetrics("m", lambda: now)
+
+    def recalls() -> tuple[float | None, float | None]:
+        return tuple(value_of(metrics, f"floodplain_lease_recall_seconds_{end}") for end in ("count", "sum"))  # type: ignore[return-value]
+
+    assert value_of(metrics, "floodplain_lease_bytes", role="producer", peer="b") == 5
+    assert value_of(metrics, "floodplain_lease_bytes", role="consumer", peer="c") == 7
+    assert value_of(metrics, "floodplain_lease_failed_growths_total") == 1
+    assert recalls() == (2, pytest.approx(3.2))
+    now = EngineStats(num_recalls=5, recall_times_s=(3.0, 1.0, 1.0, 0.5))
+    assert recalls() == (5, pytest.approx(5.7))
+    assert recalls() == (5, pytest.approx(5.7))
+    assert value_of(metrics, "floodplain_lease_bytes", role="producer", peer="b") is None
+    now = EngineStats(num_recalls=3000, recall_times_s=(1.0,) * 1000)
+    assert recalls() == (1005, pytest.approx(1005.7)), "only what nobody could have known is missing"
 
 
 def value_of(metrics: ServingMetrics, name: str, **labels: str) -> float | None:
