@@ -157,6 +157,8 @@ def _read(
         if not isinstance(value, bool):
             raise UserError(f"{source}: write true or false, not {value!r}")
         return {dest: value}
+    if isinstance(value, bool):
+        value = "on" if value else "off"  # what YAML makes of these words
     if isinstance(value, list):
         if action.nargs != "+":
             raise UserError(f"{source}: {value} is not one value")
