@@ -1,0 +1,137 @@
+"""A real PostgreSQL of this machine's own packages, for one session of tests: on a Unix socket, with nothing to lose.
+
+Fixtures: ``postgres`` is the server, ``postgres_url`` a fresh database on it. Tests that ask for them are skipped where
+there is no PostgreSQL, or no psycopg.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import wait_until
+
+OWNER = "floodplain"
+SETTINGS = {  # a crash of the machine may lose everything, one of the server nothing that it has committed
+    "listen_addresses": "",
+    "fsync": "off",
+    "full_page_writes": "off",
+    "shared_buffers": "16MB",
+    "max_connections": "60",
+}
+
+
+class PostgresServer:
+    """See the module.
+
+    Args:
+        programs: The folder of ``initdb`` and ``postgres``.
+        folder: Where its data and its socket are; of the user that it runs as.
+        user: Who runs it; None is whoever runs the tests.
+    """
+
+    def __init__(self, programs: Path, folder: Path, user: str | None) -> None:
+        self._programs, self._folder = programs, folder
+        self._as_user: dict[str, Any] = {}
+        if user is not None:
+            self._as_user = {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
+        self._process: subprocess.Popen[Any] | None = None
+        self._numbers = itertools.count()
+
+    def set_up(self) -> None:
+        """Make its data."""
+        flags = [f"--username={OWNER}", "--auth=trust", "--no-sync", "--locale=C", "--encoding=UTF8"]
+        command = [str(self._programs / "initdb"), f"--pgdata={self._folder / 'data'}", *flags]
+        done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, check=False, **self._as_user)
+        assert done.returncode == 0, done.stderr
+
+    def start(self) -> None:
+        """Run it, and wait until it answers."""
+        settings = [f"--{name}={value}" for name, value in SETTINGS.items()]
+        folders = ["-D", str(self._folder / "data"), "-k", str(self._folder)]
+        command = [str(self._programs / "postgres"), *folders, *settings]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **self._as_user
+            )
+        wait_until(self._answers, timeout_s=30)
+
+    def stop(self) -> None:
+        """End it at once, as a crash does. Safe to call twice."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait(30)
+            self._process = None
+
+    def new_database(self) -> str:
+        """The address of a database with nothing in it."""
+        name = f"leases{next(self._numbers)}"
+        with closing(self._connect()) as connection:
+            connection.execute(f"CREATE DATABASE {name} TEMPLATE template0")
+        return f"postgresql://{OWNER}@/{name}?host={self._folder}"
+
+    def _connect(self) -> Any:
+        import psycopg
+
+        return psycopg.connect(host=str(self._folder), user=OWNER, dbname="postgres", autocommit=True)
+
+    def _answers(self) -> bool:
+        import psycopg
+
+        assert self._process is not None and self._process.poll() is None, (self._folder / "log").read_text()
+        try:
+            self._connect().close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+
+def find_programs() -> Path | None:
+    """The folder of PostgreSQL's programs: of the newest version that is installed as Debian does, or on the PATH."""
+    folders = Path("/usr/lib/postgresql").glob("*/bin/initdb")
+    newest = max(folders, key=lambda path: float(path.parts[-3]), default=None)
+    found = shutil.which("initdb") or newest
+    return Path(found).resolve().parent if found else None
+
+
+def _unprivileged_user() -> str | None:
+    """Who runs it in the place of root, as whom it does not run."""
+    known = {entry.pw_name for entry in pwd.getpwall()}
+    return next(name for name in ("postgres", "nobody") if name in known) if os.geteuid() == 0 else None
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    programs = find_programs()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
+    if importlib.util.find_spec("psycopg") is None:
+        pytest.skip("psycopg is not installed")
+    user = _unprivileged_user()
+    with tempfile.TemporaryDirectory(prefix="floodplain-pg-", ignore_cleanup_errors=True) as folder:
+        if user is not None:
+            shutil.chown(folder, user)
+        server = PostgresServer(programs, Path(folder), user)
+        server.set_up()
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresServer) -> str:
+    return postgres.new_database()

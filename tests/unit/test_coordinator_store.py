@@ -1,0 +1,285 @@
+"""The store of leases, on SQLite and on a real PostgreSQL: what is written is there, and only the leader writes."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import sqlalchemy as sql
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from floodplain.coordinator import database
+from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
+from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA
+from floodplain.core.errors import UserError
+from floodplain.core.leases.rows import Member
+from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId
+from floodplain.core.leases.table import Changes
+from tests.support import lease_values
+from tests.support.examples import examples
+from tests.support.postgres import PostgresServer
+
+T = TypeVar("T")
+
+ANN = Member("ann", "i1", offered_bytes=9)
+LEASE = Lease(LeaseId("l1"), 1, "ann", "bob", 5, 1)
+SOME = Changes((ANN, Member("bob", "i2")), (LEASE,))
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of a store with nothing in it."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'leases.db'}"
+    found: str = request.getfixturevalue("postgres_url")
+    return found
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with closing(Store.open(url)) as opened:
+        yield opened
+
+
+def lead(store: Store, name: str = "me") -> tuple[int, StoredRows]:
+    """Take over: (the epoch, what was there)."""
+    seen = store.look()
+    rows = store.take_over(seen, name, f"http://{name}", 10.0)
+    assert rows is not None
+    return seen.epoch + 1, rows
+
+
+def everything(store: Store) -> list[list[tuple[object, ...]]]:
+    """All rows of all tables."""
+    with store._engine.connect() as connection:
+        return [sorted(map(tuple, connection.execute(sql.select(table)))) for table in (BOOK, MEMBERS, LEASES)]
+
+
+def at_once(num_threads: int, do: Callable[[int], T]) -> list[T]:
+    """What ``do`` returns in each of so many threads that begin together."""
+    results: list[T | BaseException] = [AssertionError("it did not end")] * num_threads
+    barrier = threading.Barrier(num_threads)
+
+    def run(index: int) -> None:
+        try:
+            barrier.wait(10)
+            results[index] = do(index)
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    writes=st.lists(
+        st.builds(
+            Changes,
+            st.lists(lease_values.MEMBERS, max_size=3, unique_by=lambda member: member.name),
+            st.lists(lease_values.LEASES, max_size=3, unique_by=lambda lease: lease.lease_id),
+        ),
+        max_size=3,
+    )
+)
+def test_the_next_leader_finds_what_was_written_last_and_nothing_that_has_ended(
+    store: Store, writes: list[Changes]
+) -> None:
+    empty(store)
+    epoch, _ = lead(store)
+    members: dict[str, Member] = {}
+    leases: dict[LeaseId, Lease] = {}
+    granted: dict[LeaseId, float] = {}
+    for number, changes in enumerate(writes):
+        assert store.write(epoch, changes, unix_s=1e9 + number)
+        members |= {member.name: member for member in changes.members}
+        for lease in changes.leases:
+            if lease.has_ended:
+                leases.pop(lease.lease_id, None)
+                granted.pop(lease.lease_id, None)
+            else:
+                leases[lease.lease_id] = lease
+                granted.setdefault(lease.lease_id, 1e9 + number)
+    _, rows = lead(store)
+    assert {member.name: member for member in rows.members} == members
+    assert {lease.lease_id: lease for lease in rows.leases} == leases
+    assert rows.granted_unix_s == granted
+    assert (len(rows.members), len(rows.leases)) == (len(members), len(leases))
+
+
+def empty(store: Store) -> None:
+    with store._engine.begin() as connection:
+        connection.execute(MEMBERS.delete())
+        connection.execute(LEASES.delete())
+
+
+def test_rows_outlive_the_process_that_wrote_them(url: str) -> None:
+    with closing(Store.open(url)) as store:
+        epoch, _ = lead(store)
+        assert store.write(epoch, SOME, 1.0)
+    with closing(Store.open(url)) as store:
+        _, rows = lead(store)
+    assert (set(rows.members), list(rows.leases)) == (set(SOME.members), [LEASE])
+
+
+def test_a_new_store_is_nobodys(store: Store) -> None:
+    assert store.look() == Leadership(epoch=0, beat=0, leader="", leader_url="", ttl_s=0.0)
+    assert lead(store) == (1, StoredRows([], [], {}))
+
+
+# -- the fence ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_deposed_leader_writes_nothing_not_even_half(url: str, store: Store) -> None:
+    old, _ = lead(store, "old")
+    assert store.write(old, SOME, 1.0)
+    with closing(Store.open(url)) as other:
+        lead(other, "new")
+        before = everything(other)
+        ended = LEASE.after(LeaseEvent.LOSE)
+        assert not store.write(old, Changes((Member("eve", "i3"), Member("ann", "i4")), (ended,)), 2.0)
+        assert not store.write(old, Changes(), 2.0)
+        store.resign(old)
+        assert everything(other) == before
+
+
+def test_a_write_that_fails_in_its_middle_leaves_nothing(store: Store) -> None:
+    epoch, _ = lead(store)
+    assert store.write(epoch, SOME, 1.0)
+    before = everything(store)
+    too_large = Lease(LeaseId("l2"), 1, "ann", "bob", 2**70, 1)
+    with pytest.raises((StoreError, OverflowError)):
+        store.write(epoch, Changes((Member("eve", "i3"),), (too_large,)), 1.0)
+    assert everything(store) == before
+    assert store.write(epoch, Changes((Member("eve", "i3"),)), 1.0)
+
+
+def test_nobody_takes_over_when_something_happened_since_the_look(store: Store) -> None:
+    epoch, _ = lead(store)
+    seen = store.look()
+    assert store.write(epoch, Changes(), 1.0)
+    assert store.take_over(seen, "late", "", 10.0) is None
+    assert store.look().leader == "me"
+    seen = store.look()
+    lead(store, "quick")
+    assert store.take_over(seen, "late", "", 10.0) is None
+    assert store.look() == Leadership(2, 3, "quick", "http://quick", 10.0)
+
+
+def test_of_those_that_take_over_at_once_one_leads(url: str) -> None:
+    stores = [Store.open(url) for _ in range(4)]
+    try:
+        for epoch in range(1, 9):
+            seen = [store.look() for store in stores]
+            won = at_once(4, lambda i, seen=seen: stores[i].take_over(seen[i], str(i), "", 10.0))  # type: ignore[misc]
+            assert [str(i) for i in range(4) if won[i] is not None] == [stores[0].look().leader]
+            assert stores[0].look().epoch == epoch
+    finally:
+        for store in stores:
+            store.close()
+
+
+def test_who_resigns_leaves_the_rows_and_no_leader(store: Store) -> None:
+    epoch, _ = lead(store)
+    assert store.write(epoch, SOME, 1.0)
+    store.resign(epoch)
+    seen = store.look()
+    assert (seen.epoch, seen.leader, seen.leader_url, seen.ttl_s) == (epoch, "", "", 10.0)
+    _, rows = lead(store, "next")
+    assert list(rows.leases) == [LEASE]
+
+
+# -- what is no store --------------------------------------------------------------------------------------------------
+
+
+def test_a_store_of_another_schema_is_refused(url: str) -> None:
+    with closing(Store.open(url)) as store, store._engine.begin() as connection:
+        connection.execute(BOOK.update().values(schema=2))
+    with pytest.raises(UserError, match="schema 2, and this is for schema 1: give another --store"):
+        Store.open(url)
+
+
+# -- stores that stop --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_leader_that_stops_in_a_transaction_loses_it_and_its_locks(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "STOPPED_TIMEOUT_S", 0.3)
+    with closing(Store.open(postgres_url)) as stopped, closing(Store.open(postgres_url)) as other:
+        old, _ = lead(stopped, "stopped")
+        with pytest.raises(StoreError), stopped._engine.begin() as connection:
+            connection.execute(BOOK.update().where(BOOK.c.epoch == old).values(beat=99))
+            lead(other, "other")  # waits for the lock of the one that stopped
+        assert other.look() == Leadership(2, 2, "other", "http://other", 10.0)
+        assert not stopped.write(old, SOME, 1.0)
+        assert everything(other)[1:] == [[], []]
+
+
+@pytest.mark.slow
+def test_a_database_that_goes_away_is_an_error_until_it_is_back(postgres: PostgresServer, postgres_url: str) -> None:
+    with closing(Store.open(postgres_url)) as store:
+        epoch, _ = lead(store)
+        assert store.write(epoch, SOME, 1.0)
+        postgres.stop()
+        try:
+            for ask in (store.look, lambda: store.write(epoch, Changes(), 1.0), lambda: store.resign(epoch)):
+                with pytest.raises(StoreError):
+                    ask()
+        finally:
+            postgres.start()
+        assert store.look().leader == "me"
+        assert store.write(epoch, Changes((ANN,)), 1.0)
+        assert set(lead(store)[1].members) == set(SOME.members)
+
+
+@pytest.mark.slow
+def test_a_database_that_went_away_and_came_back_between_two_calls_is_an_error_once(
+    postgres: PostgresServer, postgres_url: str
+) -> None:
+    with closing(Store.open(postgres_url)) as store:
+        epoch, _ = lead(store)
+        postgres.stop()
+        postgres.start()
+        with pytest.raises(StoreError):
+            store.write(epoch, SOME, 1.0)
+        assert store.write(epoch, SOME, 1.0)
+
+
+def test_a_file_that_somebody_else_has_locked_is_an_error_until_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 0.05)
+    path = tmp_path / "leases.db"
+    with closing(Store.open(f"sqlite:///{path}")) as store, closing(sqlite3.connect(path)) as other:
+        epoch, _ = lead(store)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError):
+            store.write(epoch, SOME, 1.0)
+        assert store.look().leader == "me"
+        other.rollback()
+        assert store.write(epoch, SOME, 1.0)
+
+
+def test_closing_twice_is_closing_once(store: Store) -> None:
+    store.close()
+    store.close()
+    assert METADATA.tables.keys() == {"floodplain_book", "floodplain_members", "floodplain_leases"}
