@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +52,23 @@ def _open_sqlite(url: sql.URL) -> sql.Engine:
     def set_up(connection: Any, _: Any) -> None:
         # In WAL mode commits would not last through a power failure unless every one of them is synchronised
         # (https://www.sqlite.org/pragma.html#pragma_synchronous).
-        connection.execute("PRAGMA journal_mode=WAL").close()
+        _use_wal(connection)
         connection.execute("PRAGMA synchronous=FULL").close()
 
     return engine
+
+
+def _use_wal(connection: sqlite3.Connection) -> None:
+    """SQLite does not wait for a lock here: of two that begin with a new file at once, one is refused at once."""
+    deadline_s = time.monotonic() + STATEMENT_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= deadline_s:
+                raise
+            time.sleep(0.01)
 
 
 def _open_postgresql(url: sql.URL) -> sql.Engine:

@@ -165,6 +165,8 @@ class Store:
         with self._engine.begin() as connection:
             if self._engine.dialect.name == "postgresql":  # two that start together make the tables once
                 connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK_ID)))
+            else:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
             METADATA.create_all(connection)
             connection.execute(self._put_book, _FIRST_BOOK)
             schema = connection.execute(sql.select(BOOK.c.schema)).scalar_one()

@@ -196,6 +196,12 @@ def test_of_those_that_take_over_at_once_one_leads(url: str) -> None:
             store.close()
 
 
+def test_those_that_open_a_new_store_at_once_all_find_it_made(url: str) -> None:
+    for store in at_once(6, lambda _: Store.open(url)):
+        with closing(store):
+            assert store.look().epoch == 0
+
+
 def test_who_resigns_leaves_the_rows_and_no_leader(store: Store) -> None:
     epoch, _ = lead(store)
     assert store.write(epoch, SOME, 1.0)
