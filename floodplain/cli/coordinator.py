@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-from dataclasses import asdict
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.coordinator.settings import CoordinatorConfig
-
-logger = logging.getLogger(__name__)
 
 
 def add_parser(verbs: Any) -> None:
@@ -25,8 +21,6 @@ def run(args: argparse.Namespace) -> int:
     config = dataclass_from(args, CoordinatorConfig)
 
     from floodplain.coordinator.run import coordinate
-
-    logger.info("coordinator config %s", json.dumps(asdict(config), default=str))
 
     def say_ready(url: str, store_url: str) -> None:
         is_json = args.format == "json"

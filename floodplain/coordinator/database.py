@@ -23,10 +23,7 @@ def open_database(url: str) -> sql.Engine:
     Raises:
         UserError: It is the address of something else, or what it takes is not there.
     """
-    try:
-        parsed = sql.make_url(url)
-    except sql.exc.ArgumentError:
-        raise UserError(f"--store {url} is no address: give sqlite:///FILE or postgresql://USER@HOST/NAME") from None
+    parsed = _parse(url)
     if parsed.drivername == "sqlite":
         return _open_sqlite(parsed)
     if parsed.drivername == "postgresql":
@@ -35,14 +32,30 @@ def open_database(url: str) -> sql.Engine:
     raise UserError(f"--store {shown} is of no known kind: give sqlite:///FILE or postgresql://USER@HOST/NAME")
 
 
-def hide_password(url: str) -> str:
+def hide_password(url: str | sql.URL) -> str:
     """The address of a store as logs and messages may show it."""
-    return sql.make_url(url).render_as_string(hide_password=True)
+    parsed = sql.make_url(url)
+    secrets = {name: "hidden" for name in parsed.query if "password" in name}
+    return parsed.update_query_dict(secrets).render_as_string(hide_password=True)
+
+
+def _parse(url: str) -> sql.URL:
+    try:
+        parsed = sql.make_url(url)
+        if "@" not in (parsed.host or ""):
+            return parsed
+    except (sql.exc.ArgumentError, ValueError):
+        pass
+    raise UserError(  # what it is not is not shown: there may be a password in it
+        "--store is no address: give sqlite:///FILE or postgresql://USER@HOST/NAME (%40 is an @ in a password)"
+    )
 
 
 def _open_sqlite(url: sql.URL) -> sql.Engine:
     if not url.database or url.database == ":memory:":
         raise UserError("--store without a file would lose every lease with the process: give sqlite:///FILE")
+    if url.query:
+        raise UserError(f"--store {hide_password(url)} has options, and SQLite takes none: give sqlite:///FILE")
     folder = Path(url.database).parent
     if not folder.is_dir():
         raise UserError(f"--store: folder {folder} does not exist: create it")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 
 from floodplain.coordinator.app import create_app
 from floodplain.coordinator.clock import lease_clock
@@ -65,5 +67,7 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
     store_url = config.store or default_store()
     with closing(bind(config.host, config.port)) as sock, closing(Store.open(store_url)) as store:
         url = config.url or url_of(sock)
+        settings = asdict(config) | {"store": store.shown_url, "url": url}
+        logger.info("coordinator config %s", json.dumps(settings, default=str))
         service = LeaseService(store, url, config.ttl, lease_clock)
         CoordinatorServer(Desk(service), tokens, lambda: on_ready(url, store.shown_url)).serve_on(sock)

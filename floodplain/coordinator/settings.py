@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,13 +44,22 @@ class CoordinatorConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise UserError(f"--port must be between 0 and 65535, not {self.port}")
+        if self.url is not None and not re.fullmatch(r"https?://[!-~]+", self.url):
+            raise UserError(f"--url must be like http://HOST:PORT, not {self.url!r}")
         if not 1 <= self.ttl <= 3600:
             raise UserError(f"--ttl must be between 1 and 3600 seconds, not {self.ttl}")
 
 
 def default_store() -> str:
-    """A file in this user's state folder (https://specifications.freedesktop.org/basedir-spec), which is made."""
+    """A file in this user's state folder (https://specifications.freedesktop.org/basedir-spec), which is made.
+
+    Raises:
+        UserError: It cannot be made.
+    """
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(base) / "floodplain"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder} ({error.strerror}): give --store sqlite:///FILE") from error
     return f"sqlite:///{folder / 'leases.db'}"

@@ -84,7 +84,7 @@ class Store:
         store = cls(open_database(url))
         try:
             store._prepare()
-        except sql.exc.SQLAlchemyError as error:
+        except (sql.exc.SQLAlchemyError, ValueError) as error:
             store.close()
             reason = str(getattr(error, "orig", error)).partition("\n")[0]
             raise UserError(f"--store {hide_password(url)} cannot be opened: {reason}") from error
@@ -96,7 +96,7 @@ class Store:
     @property
     def shown_url(self) -> str:
         """Its address, without a password."""
-        return self._engine.url.render_as_string(hide_password=True)
+        return hide_password(self._engine.url)
 
     def look(self) -> Leadership:
         """Who leads now.

@@ -25,8 +25,8 @@ def bind(host: str, port: int) -> socket.socket:
         except OSError:
             sock.close()
             raise
-    except OSError as error:
-        reason = f"cannot listen on {host}:{port} ({error.strerror})"
+    except (OSError, UnicodeError) as error:
+        reason = f"cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error})"
         raise UserError(f"{reason}: choose another --port or --host") from error
     return sock
 

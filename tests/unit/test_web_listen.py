@@ -47,3 +47,10 @@ def test_this_machine_alone_is_loopback(host: str) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
 def test_what_others_may_reach_is_not(host: str) -> None:
     assert not is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "203.0.113.1"])
+def test_a_host_that_is_not_this_machines_is_refused_in_one_line(host: str) -> None:
+    with pytest.raises(UserError, match=f"cannot listen on {host}:0 .*: choose another --port or --host") as caught:
+        bind(host, 0)
+    assert "\n" not in str(caught.value)
