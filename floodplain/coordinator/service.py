@@ -91,6 +91,7 @@ class LeaseService:
         self._book: LeaseBook | None = None
         self._unavailable = Unavailable("this coordinator has just started: ask again")
         self._overdue: set[LeaseId] = set()
+        self._grace_s, self._grace_ends_s = ttl_s, float("-inf")
         self.granted_unix_s: dict[LeaseId, float] = {}
         self.totals = ServiceTotals()
 
@@ -146,8 +147,9 @@ class LeaseService:
         assert self._book is not None and self._tenure is not None
         changes, began_s = self._book.take_changes(), self._clock()
         if changes.members or changes.leases or self._tenure.must_beat(began_s):
+            promised_s = self._grace_s if began_s <= self._grace_ends_s else self.ttl_s
             try:
-                leads = self._store.write(self._tenure.epoch, changes, time.time())
+                leads = self._store.write(self._tenure.epoch, changes, time.time(), promised_s)
             except StoreError as error:
                 self.totals.num_failed_writes += 1
                 self._step_down(f"the store does not answer: {error.orig}")
@@ -199,7 +201,7 @@ class LeaseService:
             if not self._watch.may_take_over(seen, now):
                 self._unavailable = Unavailable("another coordinator leads: ask that one", seen.leader_url)
                 return
-            rows = self._store.take_over(seen, self._instance, self._url, self.ttl_s)
+            rows = self._store.take_over(seen, self._instance, self._url, max(seen.ttl_s, self.ttl_s))
         except StoreError as error:
             self._unavailable = Unavailable(f"the store does not answer: {error.orig}")
             return
@@ -209,14 +211,19 @@ class LeaseService:
     def _lead(self, tenure: Tenure, rows: StoredRows, old_ttl_s: float) -> None:
         """Begin with everybody taken for alive: for a TTL, or for what the last leader had told them, if that is more.
 
+        So long the store has the longer one, for whoever leads next.
+
         Args:
             tenure: This coordinator's.
             rows: What the last one left.
-            old_ttl_s: The last one's TTL.
+            old_ttl_s: What the store had.
         """
         self._tenure = tenure
-        heard_s = self._clock() + max(0.0, old_ttl_s - self.ttl_s)
-        self._book = LeaseBook(self.ttl_s, heard_s, rows.members, rows.leases, self._may_borrow_from)
+        self._grace_s = max(old_ttl_s, self.ttl_s)
+        self._grace_ends_s = self._clock() + self._grace_s
+        self._book = LeaseBook(
+            self.ttl_s, self._grace_ends_s - self.ttl_s, rows.members, rows.leases, self._may_borrow_from
+        )
         self.granted_unix_s = dict(rows.granted_unix_s)
         self.totals.num_takeovers += 1
         logger.info("leading epoch %d with %d members, %d leases", tenure.epoch, len(rows.members), len(rows.leases))

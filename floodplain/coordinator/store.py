@@ -34,7 +34,7 @@ class Leadership:
         beat: How often a leader has written.
         leader: What it drew at its start; empty if it resigned, or there never was one.
         leader_url: Where it serves.
-        ttl_s: Seconds of silence after which it takes members for dead.
+        ttl_s: For so many seconds from now members may count on what this leader, or one before it, has told them.
     """
 
     epoch: int
@@ -127,15 +127,21 @@ class Store:
         granted = {LeaseId(row["lease_id"]): row.pop("granted_unix_s") for row in leases}
         return StoredRows(members, [Lease(**{**row, "state": LeaseState(row["state"])}) for row in leases], granted)
 
-    def write(self, epoch: int, changes: Changes, unix_s: float) -> bool:
+    def write(self, epoch: int, changes: Changes, unix_s: float, ttl_s: float) -> bool:
         """Write all of the changes and beat, in one transaction; whether the leader of ``epoch`` still leads.
+
+        Args:
+            epoch: The writer's own.
+            changes: New rows.
+            unix_s: Now; when those leases were granted that are new.
+            ttl_s: See ``Leadership``.
 
         Raises:
             StoreError: The store does not answer; whether it was done is unknown.
         """
         ended = [{"ended_id": lease.lease_id} for lease in changes.leases if lease.has_ended]
         leases = [_lease_row(lease, unix_s) for lease in changes.leases if not lease.has_ended]
-        beat = BOOK.update().where(BOOK.c.epoch == epoch).values(beat=BOOK.c.beat + 1)
+        beat = BOOK.update().where(BOOK.c.epoch == epoch).values(beat=BOOK.c.beat + 1, ttl_s=ttl_s)
         with self._engine.begin() as connection:
             if connection.execute(beat).rowcount != 1:
                 return False

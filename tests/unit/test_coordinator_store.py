@@ -27,6 +27,7 @@ from tests.support.postgres import PostgresServer
 
 T = TypeVar("T")
 
+TTL_S = 10.0
 ANN = Member("ann", "i1", offered_bytes=9)
 LEASE = Lease(LeaseId("l1"), 1, "ann", "bob", 5, 1)
 SOME = Changes((ANN, Member("bob", "i2")), (LEASE,))
@@ -50,7 +51,7 @@ def store(url: str) -> Iterator[Store]:
 def lead(store: Store, name: str = "me") -> tuple[int, StoredRows]:
     """Take over: (the epoch, what was there)."""
     seen = store.look()
-    rows = store.take_over(seen, name, f"http://{name}", 10.0)
+    rows = store.take_over(seen, name, f"http://{name}", TTL_S)
     assert rows is not None
     return seen.epoch + 1, rows
 
@@ -108,7 +109,7 @@ def test_the_next_leader_finds_what_was_written_last_and_nothing_that_has_ended(
     leases: dict[LeaseId, Lease] = {}
     granted: dict[LeaseId, float] = {}
     for number, changes in enumerate(writes):
-        assert store.write(epoch, changes, unix_s=1e9 + number)
+        assert store.write(epoch, changes, 1e9 + number, TTL_S)
         members |= {member.name: member for member in changes.members}
         for lease in changes.leases:
             if lease.has_ended:
@@ -133,7 +134,7 @@ def empty(store: Store) -> None:
 def test_rows_outlive_the_process_that_wrote_them(url: str) -> None:
     with closing(Store.open(url)) as store:
         epoch, _ = lead(store)
-        assert store.write(epoch, SOME, 1.0)
+        assert store.write(epoch, SOME, 1.0, TTL_S)
     with closing(Store.open(url)) as store:
         _, rows = lead(store)
     assert (set(rows.members), list(rows.leases)) == (set(SOME.members), [LEASE])
@@ -149,32 +150,32 @@ def test_a_new_store_is_nobodys(store: Store) -> None:
 
 def test_a_deposed_leader_writes_nothing_not_even_half(url: str, store: Store) -> None:
     old, _ = lead(store, "old")
-    assert store.write(old, SOME, 1.0)
+    assert store.write(old, SOME, 1.0, TTL_S)
     with closing(Store.open(url)) as other:
         lead(other, "new")
         before = everything(other)
         ended = LEASE.after(LeaseEvent.LOSE)
-        assert not store.write(old, Changes((Member("eve", "i3"), Member("ann", "i4")), (ended,)), 2.0)
-        assert not store.write(old, Changes(), 2.0)
+        assert not store.write(old, Changes((Member("eve", "i3"), Member("ann", "i4")), (ended,)), 2.0, TTL_S)
+        assert not store.write(old, Changes(), 2.0, TTL_S)
         store.resign(old)
         assert everything(other) == before
 
 
 def test_a_write_that_fails_in_its_middle_leaves_nothing(store: Store) -> None:
     epoch, _ = lead(store)
-    assert store.write(epoch, SOME, 1.0)
+    assert store.write(epoch, SOME, 1.0, TTL_S)
     before = everything(store)
     too_large = Lease(LeaseId("l2"), 1, "ann", "bob", 2**70, 1)
     with pytest.raises((StoreError, OverflowError)):
-        store.write(epoch, Changes((Member("eve", "i3"),), (too_large,)), 1.0)
+        store.write(epoch, Changes((Member("eve", "i3"),), (too_large,)), 1.0, TTL_S)
     assert everything(store) == before
-    assert store.write(epoch, Changes((Member("eve", "i3"),)), 1.0)
+    assert store.write(epoch, Changes((Member("eve", "i3"),)), 1.0, TTL_S)
 
 
 def test_nobody_takes_over_when_something_happened_since_the_look(store: Store) -> None:
     epoch, _ = lead(store)
     seen = store.look()
-    assert store.write(epoch, Changes(), 1.0)
+    assert store.write(epoch, Changes(), 1.0, TTL_S)
     assert store.take_over(seen, "late", "", 10.0) is None
     assert store.look().leader == "me"
     seen = store.look()
@@ -204,7 +205,7 @@ def test_those_that_open_a_new_store_at_once_all_find_it_made(url: str) -> None:
 
 def test_who_resigns_leaves_the_rows_and_no_leader(store: Store) -> None:
     epoch, _ = lead(store)
-    assert store.write(epoch, SOME, 1.0)
+    assert store.write(epoch, SOME, 1.0, TTL_S)
     store.resign(epoch)
     seen = store.look()
     assert (seen.epoch, seen.leader, seen.leader_url, seen.ttl_s) == (epoch, "", "", 10.0)
@@ -281,7 +282,7 @@ def test_a_leader_that_stops_in_a_transaction_loses_it_and_its_locks(
             connection.execute(BOOK.update().where(BOOK.c.epoch == old).values(beat=99))
             lead(other, "other")  # waits for the lock of the one that stopped
         assert other.look() == Leadership(2, 2, "other", "http://other", 10.0)
-        assert not stopped.write(old, SOME, 1.0)
+        assert not stopped.write(old, SOME, 1.0, TTL_S)
         assert everything(other)[1:] == [[], []]
 
 
@@ -289,16 +290,16 @@ def test_a_leader_that_stops_in_a_transaction_loses_it_and_its_locks(
 def test_a_database_that_goes_away_is_an_error_until_it_is_back(postgres: PostgresServer, postgres_url: str) -> None:
     with closing(Store.open(postgres_url)) as store:
         epoch, _ = lead(store)
-        assert store.write(epoch, SOME, 1.0)
+        assert store.write(epoch, SOME, 1.0, TTL_S)
         postgres.stop()
         try:
-            for ask in (store.look, lambda: store.write(epoch, Changes(), 1.0), lambda: store.resign(epoch)):
+            for ask in (store.look, lambda: store.write(epoch, Changes(), 1.0, TTL_S), lambda: store.resign(epoch)):
                 with pytest.raises(StoreError):
                     ask()
         finally:
             postgres.start()
         assert store.look().leader == "me"
-        assert store.write(epoch, Changes((ANN,)), 1.0)
+        assert store.write(epoch, Changes((ANN,)), 1.0, TTL_S)
         assert set(lead(store)[1].members) == set(SOME.members)
 
 
@@ -311,8 +312,8 @@ def test_a_database_that_went_away_and_came_back_between_two_calls_is_an_error_o
         postgres.stop()
         postgres.start()
         with pytest.raises(StoreError):
-            store.write(epoch, SOME, 1.0)
-        assert store.write(epoch, SOME, 1.0)
+            store.write(epoch, SOME, 1.0, TTL_S)
+        assert store.write(epoch, SOME, 1.0, TTL_S)
 
 
 def test_a_file_that_somebody_else_has_locked_is_an_error_until_it_is_free(
@@ -324,10 +325,10 @@ def test_a_file_that_somebody_else_has_locked_is_an_error_until_it_is_free(
         epoch, _ = lead(store)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(StoreError):
-            store.write(epoch, SOME, 1.0)
+            store.write(epoch, SOME, 1.0, TTL_S)
         assert store.look().leader == "me"
         other.rollback()
-        assert store.write(epoch, SOME, 1.0)
+        assert store.write(epoch, SOME, 1.0, TTL_S)
 
 
 def test_closing_twice_is_closing_once(store: Store) -> None:

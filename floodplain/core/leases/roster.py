@@ -17,7 +17,7 @@ class Roster:
     Args:
         table: The rows that it changes.
         ttl_s: Seconds of silence after which a member is taken for dead.
-        now: The clock.
+        now: The clock; later, if those who live were told that they would for longer than the TTL.
     """
 
     def __init__(self, table: LeaseTable, ttl_s: float, now: float) -> None:
@@ -103,6 +103,6 @@ class Roster:
         return None if outcome is Outcome.APPLIED else Reply(outcome, known)
 
     def _greet(self, name: str, now: float) -> Reply:
-        self._seen_s[name] = now
+        self._seen_s[name] = max(now, self._seen_s.get(name, now))  # who began with a grace keeps it
         leases = (*self.table.on_device(name), *self.table.of_consumer(name))
         return Reply(Outcome.APPLIED, self.table.members[name], leases)

@@ -1,0 +1,82 @@
+"""A real store with a hook around every call: the test chooses where it fails, or where time passes and others act."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import TypeVar
+
+import sqlalchemy as sql
+
+from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
+from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS
+from floodplain.core.leases.rows import Member
+from floodplain.core.leases.states import Lease, LeaseId, LeaseState
+from floodplain.core.leases.table import Changes
+
+T = TypeVar("T")
+
+
+def let_pass(_: str) -> None:
+    """A hook that does nothing."""
+
+
+class HookedStore(Store):
+    """See the module. In SQLite; nothing here outlives a power failure.
+
+    Attributes:
+        hook: Called with ``before CALL`` and ``after CALL``; what it raises is what the caller gets.
+        epoch: The last in which it was made the leader's.
+    """
+
+    def __init__(self, engine: sql.Engine) -> None:
+        super().__init__(engine)
+        sql.event.listen(engine, "connect", lambda connection, _: connection.execute("PRAGMA synchronous=OFF").close())
+        self.hook: Callable[[str], None] = let_pass
+        self.epoch = 0
+
+    def look(self) -> Leadership:
+        return self._hooked("look", super().look)
+
+    def take_over(self, seen: Leadership, leader: str, leader_url: str, ttl_s: float) -> StoredRows | None:
+        rows = self._hooked("take_over", lambda: super(HookedStore, self).take_over(seen, leader, leader_url, ttl_s))
+        if rows is not None:
+            self.epoch = seen.epoch + 1
+        return rows
+
+    def write(self, epoch: int, changes: Changes, unix_s: float, ttl_s: float) -> bool:
+        return self._hooked("write", lambda: super(HookedStore, self).write(epoch, changes, unix_s, ttl_s))
+
+    def resign(self, epoch: int) -> None:
+        self._hooked("resign", lambda: super(HookedStore, self).resign(epoch))
+
+    def rows(self) -> tuple[dict[str, Member], dict[LeaseId, Lease]]:
+        """What is committed, whoever leads."""
+        with self._engine.connect() as connection:
+            members = [Member(**row) for row in connection.execute(sql.select(MEMBERS)).mappings()]
+            leases = [dict(row) for row in connection.execute(sql.select(LEASES)).mappings()]
+        for row in leases:
+            del row["granted_unix_s"]
+        kept = [Lease(**{**row, "state": LeaseState(row["state"])}) for row in leases]
+        return {member.name: member for member in members}, {lease.lease_id: lease for lease in kept}
+
+    def epoch_now(self) -> int:
+        """Whose turn it is, unhooked."""
+        with self._engine.connect() as connection:
+            return int(connection.execute(sql.select(BOOK.c.epoch)).scalar_one())
+
+    def _hooked(self, name: str, call: Callable[[], T]) -> T:
+        self.hook(f"before {name}")
+        value = call()
+        self.hook(f"after {name}")
+        return value
+
+
+def failing(random: Random, part: float) -> Callable[[str], None]:
+    """A hook that fails in a part of all calls: before the database hears of them, or after it has done them."""
+
+    def hook(moment: str) -> None:
+        if random.random() < part / 2:
+            raise StoreError(moment, None, ConnectionError(f"the store fails {moment}"))
+
+    return hook
