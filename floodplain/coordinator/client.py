@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from floodplain.coordinator.wire import decode_reply, encode_message
+from floodplain.coordinator.wire import check_listing, decode_reply, encode_message
 from floodplain.core.errors import UserError
 from floodplain.core.leases.messages import Message
 from floodplain.core.leases.rows import Reply
 from floodplain.web.bearer import read_secret_lines
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 2.0
 _UNAVAILABLE = 503
@@ -51,9 +54,9 @@ class CoordinatorClient:
 
     def __init__(self, urls: str, token: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         self._urls = [_split(url) for url in urls.split(",")]
-        self._headers = {"Content-Type": "application/json"}
+        self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}"
+            self._headers["Authorization"] = f"Bearer {token}".encode()  # as the token file has it, not Latin-1
         self._timeout_s = timeout_s
         self._connection: http.client.HTTPConnection | None = None
 
@@ -65,10 +68,12 @@ class CoordinatorClient:
             UserError: The coordinator refuses to listen: a wrong token, a message that it does not take.
         """
         body = self._ask("POST", "/v1/messages", {"messages": [encode_message(message) for message in messages]})
-        try:
-            return Answer(float(body["ttl_s"]), tuple(decode_reply(reply) for reply in body["replies"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"what answers as coordinator is none of this version: {error!r}") from error
+        answer = _understood(
+            lambda: Answer(float(body["ttl_s"]), tuple(decode_reply(reply) for reply in body["replies"]))
+        )
+        if len(answer.replies) != len(messages):
+            raise UserError(f"what answers as coordinator is none: {len(answer.replies)} answers to {len(messages)}")
+        return answer
 
     def list_leases(self) -> Mapping[str, Any]:
         """Everything that the coordinator knows; see ``answers.Listing``.
@@ -77,7 +82,9 @@ class CoordinatorClient:
             CoordinatorUnreachable: Nobody answered.
             UserError: The coordinator refuses.
         """
-        return self._ask("GET", "/v1/leases")
+        body = self._ask("GET", "/v1/leases")
+        _understood(lambda: check_listing(body))
+        return body
 
     def forget(self, name: str) -> Reply:
         """Say that a device will not come back.
@@ -86,7 +93,8 @@ class CoordinatorClient:
             CoordinatorUnreachable: Nobody answered.
             UserError: The coordinator refuses.
         """
-        return decode_reply(self._ask("DELETE", f"/v1/members/{quote(name, safe='')}"))
+        body = self._ask("DELETE", f"/v1/members/{quote(name, safe='')}")
+        return _understood(lambda: decode_reply(body))
 
     def close(self) -> None:
         """Hang up. Safe to call twice."""
@@ -148,23 +156,34 @@ def read_token(path: Path) -> str:
 def _split(url: str) -> tuple[str, str, int | None]:
     try:
         parts = urlsplit(url.strip())
-        port = parts.port
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")  # as the system's resolver will be asked
     except ValueError:
-        parts, port = urlsplit(""), None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"--coordinator {url.strip()!r} is no address: give http://HOST:PORT")
-    return parts.scheme, parts.hostname, port
+        parts, host, port = urlsplit(""), "", None
+    is_more = parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None
+    if parts.scheme not in ("http", "https") or is_more or not re.fullmatch(r"[^\s\0-\x20\x7f]+", host):
+        shown = url.strip().rpartition("@")[2]
+        raise UserError(f"--coordinator {shown!r} is no address: give http://HOST:PORT")
+    return parts.scheme, host, port
 
 
 def _shown(url: tuple[str, str, int | None]) -> str:
     scheme, host, port = url
-    return f"{scheme}://{host}" + (f":{port}" if port else "")
+    shown = f"[{host}]" if ":" in host else host
+    return f"{scheme}://{shown}" + ("" if port is None else f":{port}")
+
+
+def _understood(decode: Callable[[], T]) -> T:
+    try:
+        return decode()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"what answers as coordinator is none of this version: {error!r}") from error
 
 
 def _read(text: bytes) -> Mapping[str, Any]:
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
         raise UserError("what answers as coordinator is none: it sends no JSON object")
@@ -173,6 +192,6 @@ def _read(text: bytes) -> Mapping[str, Any]:
 
 def _message_of(text: bytes) -> str:
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        return " ".join(str(json.loads(text)["error"]["message"]).split())
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "no reason given"

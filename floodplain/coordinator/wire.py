@@ -5,6 +5,7 @@ A message is an object of its fields with its ``kind`` beside them; stamps and s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
@@ -54,6 +55,19 @@ def decode_lease(row: Mapping[str, Any]) -> Lease:
     """
     known = {name: row[name] for name in _LEASE_FIELDS}
     return Lease(**{**known, "state": LeaseState(row["state"])})
+
+
+def check_listing(listing: Mapping[str, Any]) -> None:
+    """See whether an answer is a ``Listing``.
+
+    Raises:
+        KeyError, TypeError: It is none.
+    """
+    members, leases = listing["members"], listing["leases"]
+    wanted = (*_MEMBER_FIELDS, "is_living", "leased_bytes"), (*_LEASE_FIELDS, "granted_unix_s", "due_in_s")
+    for rows, names in zip((members, leases), wanted, strict=True):
+        for row in rows:
+            operator.itemgetter(*names)(row)
 
 
 def decode_reply(answer: Mapping[str, Any]) -> Reply:

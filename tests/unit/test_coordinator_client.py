@@ -1,0 +1,267 @@
+"""The client of the coordinator against peers that answer as no coordinator should, or not at all."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, read_token
+from floodplain.coordinator.wire import encode_reply
+from floodplain.core.errors import UserError
+from floodplain.core.leases.messages import Heartbeat
+from floodplain.core.leases.rows import Reply
+from floodplain.core.leases.states import Outcome
+from floodplain.web.listen import bind, url_of
+from tests.support.peer import HANG_UP, HANG_UP_AFTER, answer, answering
+
+REPLY = Reply(Outcome.APPLIED)
+BEAT = Heartbeat("ann", 1)
+EMPTY = {"ttl_s": 5.0, "members": [], "leases": []}
+
+
+def replies(*some: Reply, **more: Any) -> bytes:
+    return answer(json.dumps({"ttl_s": 7.5, "replies": [encode_reply(reply) for reply in some], **more}).encode())
+
+
+def refusal(status: int, message: str = "no") -> bytes:
+    return answer(json.dumps({"error": {"message": message}}).encode(), status)
+
+
+def nobody() -> str:
+    """An address at which nobody listens."""
+    with closing(bind("127.0.0.1", 0)) as sock:
+        return url_of(sock)
+
+
+# -- whom it asks ------------------------------------------------------------------------------------------------------
+
+
+def test_it_says_what_it_is_told_with_its_token_over_one_connection() -> None:
+    with answering(*[replies(REPLY)] * 3) as peer, closing(CoordinatorClient(peer.url, "s\u00e9cret")) as client:
+        assert [client.send([BEAT]).replies for _ in range(3)] == [(REPLY,)] * 3
+    assert peer.num_connections == 1
+    head, _, body = peer.requests[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"POST /v1/messages HTTP/1.1\r\n")
+    assert "\r\nAuthorization: Bearer s\u00e9cret\r\n".encode() in head + b"\r\n"
+    assert json.loads(body) == {"messages": [{"kind": "heartbeat", "name": "ann", "generation": 1}]}
+
+
+def test_one_that_is_down_and_one_that_stands_by_are_passed_over_and_then_left_alone() -> None:
+    with answering(refusal(503)) as standby, answering(*[replies(REPLY)] * 3) as leader:
+        client = CoordinatorClient(f"{nobody()}, {standby.url} ,{leader.url}")
+        for _ in range(3):
+            assert client.send([BEAT]).ttl_s == 7.5
+        client.close()
+    assert (standby.num_connections, leader.num_connections) == (1, 1)
+
+
+def test_one_that_no_longer_leads_is_left_for_the_next() -> None:
+    with (
+        answering(replies(REPLY), refusal(503)) as old,
+        answering(replies(REPLY)) as new,
+        closing(CoordinatorClient(f"{old.url},{new.url}")) as client,
+    ):
+        assert [client.send([BEAT]).replies for _ in range(2)] == [(REPLY,)] * 2
+    assert (len(old.requests), len(new.requests)) == (2, 1)
+
+
+def test_a_kept_connection_that_was_closed_is_made_anew() -> None:
+    with answering(replies(REPLY), HANG_UP, replies(REPLY)) as peer, closing(CoordinatorClient(peer.url)) as client:
+        client.send([BEAT])
+        assert client.send([BEAT]).replies == (REPLY,)  # the second request met a connection that was just closed
+    assert peer.num_connections == 2
+
+
+def test_a_new_connection_that_is_closed_is_nobodys_answer() -> None:
+    with (
+        answering(HANG_UP) as peer,
+        closing(CoordinatorClient(peer.url)) as client,
+        pytest.raises(CoordinatorUnreachable, match=f"{peer.url} does not answer: .*closed connection"),
+    ):
+        client.send([BEAT])
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_who_cannot_answer_now_is_to_be_asked_again(status: int) -> None:
+    with (
+        answering(refusal(status, "wait\na bit"), replies(REPLY)) as peer,
+        closing(CoordinatorClient(peer.url)) as client,
+    ):
+        with pytest.raises(CoordinatorUnreachable, match=f"{peer.url} answers {status}: wait a bit$"):
+            client.send([BEAT])
+        assert client.send([BEAT]).replies == (REPLY,)
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 413])
+def test_who_refuses_is_not_asked_again(status: int) -> None:
+    with (
+        answering(refusal(status), replies(REPLY)) as peer,
+        answering(replies(REPLY)) as other,
+        closing(CoordinatorClient(f"{peer.url},{other.url}")) as client,
+    ):
+        with pytest.raises(UserError, match=f"{peer.url} answers {status}: no"):
+            client.send([BEAT])
+        assert client.send([BEAT]).replies == (REPLY,)
+    assert (len(peer.requests), len(other.requests)) == (2, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_who_never_answers_costs_the_timeout_once(is_kept: bool) -> None:
+    answers = [replies(REPLY), None] if is_kept else [None]
+    with answering(*answers) as peer, closing(CoordinatorClient(peer.url, timeout_s=0.3)) as client:
+        if is_kept:
+            client.send([BEAT])
+        began_s = time.monotonic()
+        with pytest.raises(CoordinatorUnreachable, match="does not answer: timed out"):
+            client.send([BEAT])
+        assert 0.3 <= time.monotonic() - began_s < 0.6
+
+
+def test_who_does_not_even_accept_costs_the_timeout_too() -> None:
+    with closing(bind("127.0.0.1", 0)) as sock:
+        sock.listen(0)
+        with (
+            socket.create_connection(sock.getsockname()),
+            closing(CoordinatorClient(url_of(sock), timeout_s=0.1)) as client,
+            pytest.raises(CoordinatorUnreachable),
+        ):
+            client.send([BEAT])
+
+
+# -- what it is told ---------------------------------------------------------------------------------------------------
+
+GARBAGE = [
+    b"",
+    b"<html>",
+    b"\xff\xfe",
+    b"[]",
+    b"null",
+    b"{}",
+    b"[" * 100_000,
+    b'{"ttl_s": 1}',
+    b'{"ttl_s": null, "replies": []}',
+    b'{"ttl_s": 1, "replies": [1]}',
+    b'{"ttl_s": 1, "replies": 1}',
+    b'{"ttl_s": 1, "replies": [{"outcome": "maybe"}]}',
+    b'{"ttl_s": 1, "replies": [{"outcome": "applied", "member": "x", "leases": [], "due_in_s": {}, "detail": ""}]}',
+    b'{"ttl_s": 1, "replies": [{"outcome": "applied", "member": null, "leases": [], "due_in_s": [], "detail": ""}]}',
+    b'{"ttl_s": 1, "replies": [{"outcome": "applied", "member": null, "leases": [{}], "due_in_s": {}, "detail": ""}]}',
+    json.dumps({"ttl_s": 1, "replies": []}).encode(),
+    json.dumps({"ttl_s": 1, "replies": [encode_reply(REPLY)] * 2}).encode(),
+]
+
+
+@pytest.mark.parametrize("body", GARBAGE, ids=range(len(GARBAGE)))
+def test_an_answer_that_is_none_is_the_users_error_in_one_line(body: bytes) -> None:
+    with answering(*[answer(body)] * 3) as peer, closing(CoordinatorClient(peer.url)) as client:
+        for ask in (lambda: client.send([BEAT]), client.list_leases, lambda: client.forget("gpu-0")):
+            with pytest.raises(UserError, match="what answers as coordinator is none") as caught:
+                ask()
+            assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"error": 1}', b'{"error": {}}', b"[" * 100_000, b"\xff"])
+def test_a_refusal_without_a_reason_is_one_all_the_same(body: bytes) -> None:
+    with (
+        answering(answer(body, 400)) as peer,
+        closing(CoordinatorClient(peer.url)) as client,
+        pytest.raises(UserError, match="answers 400: no reason given"),
+    ):
+        client.list_leases()
+
+
+@pytest.mark.parametrize(
+    "text", [b"garbage\r\n\r\n", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort", b"\0" * 70_000]
+)
+def test_what_is_no_http_is_nobodys_answer(text: bytes) -> None:
+    with (
+        answering(text + HANG_UP_AFTER) as peer,
+        closing(CoordinatorClient(peer.url, timeout_s=1.0)) as client,
+        pytest.raises((CoordinatorUnreachable, UserError)),
+    ):
+        client.send([BEAT])
+
+
+def test_an_answer_of_a_newer_version_is_understood() -> None:
+    with (
+        answering(replies(REPLY, epoch=3), answer(json.dumps({**EMPTY, "epoch": 3}).encode())) as peer,
+        closing(CoordinatorClient(peer.url)) as client,
+    ):
+        assert client.send([BEAT]).replies == (REPLY,)
+        assert client.list_leases() == {**EMPTY, "epoch": 3}
+
+
+def test_a_name_is_quoted_in_a_path() -> None:
+    with (
+        answering(answer(json.dumps(encode_reply(REPLY)).encode())) as peer,
+        closing(CoordinatorClient(peer.url)) as client,
+    ):
+        assert client.forget("../a b/?#%\u00e4\r\n") == REPLY
+    assert peer.requests[0].startswith(b"DELETE /v1/members/..%2Fa%20b%2F%3F%23%25%C3%A4%0D%0A HTTP/1.1\r\n")
+
+
+# -- what it is given --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        "",
+        "host",
+        "host:8100",
+        "ftp://host",
+        "http://",
+        "http://:80",
+        "http://host:port",
+        "http://host:99999",
+        "http://[::1",
+        "http://host,",
+        ",http://host",
+        "http://a..b",
+        f"http://{'a' * 64}",
+        "http://a b",
+        "http://host/v1",
+        "http://host?x=1",
+        "http://me:secret@host",
+    ],
+)
+def test_an_address_that_is_none_is_refused_in_one_line(urls: str) -> None:
+    with pytest.raises(UserError, match=r"--coordinator .* is no address: give http://HOST:PORT") as caught:
+        CoordinatorClient(urls)
+    assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1", "http://127.0.0.1:1/", " http://127.0.0.1:1 ", "HTTP://127.0.0.1:1"]
+)
+def test_an_address_may_have_spaces_around_it_and_a_slash_behind(url: str) -> None:
+    with pytest.raises(CoordinatorUnreachable, match=r"http://127\.0\.0\.1:1 does not answer: .*refused"):
+        CoordinatorClient(url).list_leases()
+
+
+def test_an_address_of_ipv6_is_shown_in_brackets() -> None:
+    with pytest.raises(CoordinatorUnreachable, match=r"http://\[::1\]:1 does not answer"):
+        CoordinatorClient("http://[::1]:1").list_leases()
+
+
+def test_a_token_is_the_last_word_of_the_first_line_that_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("# a comment\n\nconsumer gpu-* s3cret\nother\n")
+    path.chmod(0o600)
+    assert read_token(path) == "s3cret"
+    path.chmod(0o644)
+    with pytest.raises(UserError, match="run chmod 600"):
+        read_token(path)
+    path.chmod(0o600)
+    path.write_text("# nothing\n")
+    with pytest.raises(UserError, match="is empty: write the token into it"):
+        read_token(path)
+    with pytest.raises(UserError, match="cannot read the coordinator token file"):
+        read_token(tmp_path / "none")
