@@ -98,7 +98,7 @@ class RecallMessage(_Part):
     name: Name
     stamp: StampPart
     num_bytes: Number
-    deadline_s: Annotated[float, Field(ge=0, le=MAX_DEADLINE_S, strict=False)]
+    deadline_s: Annotated[float, Field(ge=0, le=MAX_DEADLINE_S)]
 
     def to_core(self) -> core.Recall:
         """The value."""
