@@ -112,9 +112,9 @@ def first_refused(caller: Caller, messages: Iterable[Message]) -> Message | None
 
 
 def _parse_line(words: list[str], number: int, path: Path) -> tuple[Role, str, str]:
-    if len(words) == 1:
-        return Role.ADMIN, "*", words[0]
     roles = {role.value: role for role in Role}
+    if len(words) == 1 and words[0] not in roles:
+        return Role.ADMIN, "*", words[0]
     if len(words) != 3 or words[0] not in roles:
         raise UserError(f"{path}, line {number}: write TOKEN, or ROLE NAME TOKEN with a ROLE of {', '.join(roles)}")
     return roles[words[0]], words[1], words[2]
