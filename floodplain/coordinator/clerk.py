@@ -10,15 +10,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
-from floodplain.coordinator.service import Job, LeaseService
+from floodplain.coordinator.service import Job, LeaseService, Unavailable
 from floodplain.core.errors import QueueFull
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+GONE = Unavailable("this coordinator has stopped: ask another one")
+FAILED = Unavailable("this coordinator has failed, and its log says why: ask another one")
 COMMIT_EVERY_S = 2e-3
 """Transactions begin no closer together: each costs about as much as some ten messages in it."""
 TICK_S = 0.2
@@ -31,7 +34,8 @@ class Clerk(Generic[T]):
 
     Args:
         service: Used by the clerk's thread alone, from ``start`` on.
-        announce: Called on that thread with (ticket, answer) of every job of a transaction once it is committed.
+        announce: Called with (ticket, answer) of every job of a transaction once it is committed: on that thread, or,
+            when that has ended, on the submitter's.
 
     Attributes:
         failure: The bug that ended the thread, if one did.
@@ -41,7 +45,7 @@ class Clerk(Generic[T]):
         self._service = service
         self._announce = announce
         self._waiting: queue.SimpleQueue[tuple[T, Job] | None] = queue.SimpleQueue()
-        self._is_closing = False
+        self._is_closing = self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="lease-clerk", daemon=True)
         self.failure: BaseException | None = None
 
@@ -55,7 +59,7 @@ class Clerk(Generic[T]):
         self._thread.start()
 
     def submit(self, ticket: T, job: Job) -> None:
-        """Have a job done; its answer is announced with ``ticket``.
+        """Have a job done; its answer is announced with ``ticket``: ``Unavailable`` if the thread has ended.
 
         Raises:
             QueueFull: Too many wait.
@@ -63,6 +67,8 @@ class Clerk(Generic[T]):
         if self._waiting.qsize() >= MAX_WAITING:
             raise QueueFull(f"{MAX_WAITING} messages wait already: send fewer, or later")
         self._waiting.put((ticket, job))
+        if self._has_ended:  # after the last look of the thread at what waits, or before: then it finds nothing here
+            self._refuse_waiting()
 
     def close(self) -> None:
         """Do what waits, stop, and let another coordinator lead. Safe to call twice."""
@@ -85,16 +91,29 @@ class Clerk(Generic[T]):
             logger.exception("the lease book failed")
             self.failure = error
         finally:
+            self._has_ended = True
+            self._refuse_waiting()
             self._service.resign()
 
     def _work(self, taken: list[tuple[T, Job]]) -> None:
         if not taken:
             return
         began_s = time.monotonic()
-        answers = self._service.serve([job for _, job in taken])
+        try:
+            answers = self._service.serve([job for _, job in taken])
+        except BaseException:
+            self._announce([(ticket, FAILED) for ticket, _ in taken])
+            raise
         self._announce([(ticket, answer) for (ticket, _), answer in zip(taken, answers, strict=True)])
         if (left_s := began_s + COMMIT_EVERY_S - time.monotonic()) > 0:
             time.sleep(left_s)
+
+    def _refuse_waiting(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                waiting = self._waiting.get_nowait()
+                if waiting is not None:
+                    self._announce([(waiting[0], GONE if self.failure is None else FAILED)])
 
     def _take(self, timeout_s: float) -> list[tuple[T, Job]]:
         """Everything that waits; if nothing does, what comes first within the time."""
