@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 
+MAX_MESSAGE_CHARS = 500
 RETRY_AFTER_S = 1
 """What a refused client is told to wait: about the time in which a running request ends."""
 
@@ -84,7 +85,7 @@ def error_body(error: Exception, fields: RequestFields = NO_FIELDS) -> tuple[int
             return 400, _detail(400, str(error), word if word in fields.known else None, None)
         case RequestValidationError():
             message, param = _first_problem(error.errors(), fields.unsupported)
-            return 400, _detail(400, message, param, None)
+            return 400, _detail(400, _one_line(message), param, None)
         case StarletteHTTPException():
             return error.status_code, _detail(error.status_code, str(error.detail), None, None)
         case _:
@@ -105,7 +106,8 @@ def install_error_handlers(app: FastAPI, fields: RequestFields = NO_FIELDS) -> N
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ApiError) or not isinstance(error, StarletteHTTPException):
-            return error_response(error, fields=fields)
+            headers = error.headers if isinstance(error, ApiError) else None
+            return error_response(error, headers, fields)
         where = f"{error.detail}: {request.method} {request.url.path}"
         return error_response(StarletteHTTPException(error.status_code, where), error.headers)
 
@@ -124,6 +126,12 @@ def describe_errors(statuses: Mapping[int, str]) -> dict[int | str, dict[str, An
 def _detail(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
+
+
+def _one_line(message: str) -> str:
+    """What quotes a request, and could be as long as that."""
+    line = " ".join(message.split())
+    return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."
 
 
 def _first_problem(problems: Sequence[Any], unsupported: frozenset[str]) -> tuple[str, str | None]:

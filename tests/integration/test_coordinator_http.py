@@ -1,0 +1,238 @@
+"""The coordinator's API over real HTTP: who is let in, what is answered, and what it says of itself."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from floodplain.coordinator import clerk
+from floodplain.coordinator.app import MAX_BODY_BYTES
+from floodplain.coordinator.tokens import TokenRing
+from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
+from tests.support.hooked_store import HookedStore
+
+JSON = {"Content-Type": "application/json"}
+TOKENS = "root\nproducer gpu-* lends\nconsumer bob borrows\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> HookedStore:
+    return open_store(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordinator]:
+    with coordinating(open_store(tmp_path_factory.mktemp("store"))) as coordinator:
+        yield coordinator
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordinator]:
+    """One that asks for tokens."""
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "tokens").write_text(TOKENS)
+    (folder / "tokens").chmod(0o600)
+    with coordinating(open_store(folder), tokens=TokenRing.from_file(folder / "tokens")) as coordinator:
+        yield coordinator
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_handled_in_its_order_and_each_message_sees_what_the_one_before_it_did(
+    running: RunningCoordinator,
+) -> None:
+    offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
+    request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 5}]}
+    hold = {
+        "kind": "report", "name": "bob", "lease_id": "bob.1.1.0",
+        "stamp": {"generation": 1, "revision": 1}, "event": "hold",
+    }  # fmt: skip
+    body = say(running, request, join("ann"), join("bob"), request, offer, request, hold, hold).json()
+    assert body["ttl_s"] == 10.0
+    outcomes = [reply["outcome"] for reply in body["replies"]]
+    assert outcomes == ["deferred", "applied", "applied", "deferred", "applied", "applied", "applied", "stale"]
+    assert [lease["state"] for lease in body["replies"][6]["leases"]] == ["held"]
+    listing = httpx.get(f"{running.url}/v1/leases").json()
+    assert [(row["name"], row["is_living"], row["leased_bytes"]) for row in listing["members"]] == [
+        ("ann", True, 5),
+        ("bob", True, 0),
+    ]
+    (lease,) = listing["leases"]
+    assert (lease["lease_id"], lease["state"], lease["due_in_s"]) == ("bob.1.1.0", "held", None)
+    lost = httpx.delete(f"{running.url}/v1/members/ann").json()
+    assert (lost["outcome"], [row["state"] for row in lost["leases"]]) == ("applied", ["lost"])
+    assert httpx.get(f"{running.url}/v1/leases").json()["leases"] == []
+    unknown = httpx.delete(f"{running.url}/v1/members/nobody").json()
+    assert (unknown["outcome"], unknown["detail"]) == ("conflict", "nobody is no member")
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        (b"", "JSON object", None),
+        (b"{", "not valid JSON", None),
+        (b"[]", "JSON object", None),
+        (b"{}", "messages is required", "messages"),
+        (b'{"messages": []}', "messages", "messages"),
+        (b'{"messages": [{}]}', "messages.0", "messages"),
+        (b'{"messages": [{"kind": "quit\\n\\u0000"}]}', "messages.0", "messages"),
+        (b'{"messages": [{"kind": "%s"}]}' % (b"x" * 100_000), "messages.0", "messages"),
+        (b'{"messages": [{"kind": "join", "name": "a\\n", "instance": "i"}]}', "messages.0.join.name", "messages"),
+        (b'{"messages": [{"kind": "join", "name": "a", "instance": "\\ud800"}]}', "not valid JSON", None),
+        (b'{"messages": [{"kind": "leave", "name": "a", "generation": 1%s}]}' % (b"0" * 5000), "not valid JSON", None),
+        (b'{"messages": [{"kind": "leave", "name": "a", "generation": 1e400}]}', "messages.0.leave", "messages"),
+        (b'{"messages": [{"kind": "leave", "name": "a", "generation": 1}], "m\\nore": 1}', "not a supported", "m\nore"),
+        (b"[" * 100_000, "not valid JSON", None),
+    ],
+)
+def test_nonsense_gets_a_400_that_says_in_one_line_what_to_change(
+    running: RunningCoordinator, body: bytes, message: str, param: str | None
+) -> None:
+    response = httpx.post(f"{running.url}/v1/messages", content=body, headers=JSON)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert message in error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/messages", 405),
+        ("POST", "/v1/leases", 405),
+        ("DELETE", "/v1/members/", 404),
+        ("DELETE", "/v1/members/a/b", 404),
+        ("DELETE", "/v1/members/a%2Fb", 404),
+        ("DELETE", "/v1/members/%00", 400),
+        ("DELETE", "/v1/members/a%0A", 400),
+        ("DELETE", "/v1/members/" + "a" * 65, 400),
+    ],
+)
+def test_wrong_paths_methods_and_names_have_an_error_body(
+    running: RunningCoordinator, method: str, path: str, status: int
+) -> None:
+    response = httpx.request(method, running.url + path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+# -- who is let in -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_token_that_it_knows_nobody_is_let_in(guarded: RunningCoordinator) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "root"}, {"Authorization": "Basic root"}):
+        for method, path in (("POST", "messages"), ("GET", "leases"), ("DELETE", "members/a"), ("GET", "nowhere")):
+            response = httpx.request(method, f"{guarded.url}/v1/{path}", headers=headers)
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert error_of(response)["code"] == "invalid_api_key"
+    for path in ("/health", "/metrics", "/openapi.json"):
+        assert httpx.get(guarded.url + path).status_code == 200
+
+
+def test_a_token_lets_in_what_its_role_may_say_for_its_names_and_a_batch_only_as_a_whole(
+    guarded: RunningCoordinator,
+) -> None:
+    offer = {"kind": "offer", "name": "gpu-0", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
+    request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 5}]}
+    assert say(guarded, join("gpu-0"), offer, token="lends").status_code == 200
+    assert say(guarded, join("bob"), request, token="borrows").status_code == 200
+    for messages, token, name in (
+        ([join("gpu-9"), request], "lends", "request for bob"),
+        ([join("eve")], "borrows", "join for eve"),
+        ([join("bob"), offer], "borrows", "offer for gpu-0"),
+    ):
+        refused = say(guarded, *messages, token=token)
+        assert (refused.status_code, error_of(refused)["code"]) == (403, "forbidden")
+        assert error_of(refused)["message"] == f"this token may not say {name}"
+    admin = {"Authorization": "Bearer root"}
+    members = httpx.get(f"{guarded.url}/v1/leases", headers=admin).json()["members"]
+    assert [member["name"] for member in members] == ["bob", "gpu-0"]
+    for token in ("lends", "borrows"):
+        other = {"Authorization": f"Bearer {token}"}
+        assert httpx.get(f"{guarded.url}/v1/leases", headers=other).status_code == 403
+        assert httpx.delete(f"{guarded.url}/v1/members/bob", headers=other).status_code == 403
+
+
+def test_a_body_that_is_too_large_is_not_read(running: RunningCoordinator) -> None:
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+        sock.sendall(head.encode())
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
+    chunks = (b" " * 2**18 for _ in range(MAX_BODY_BYTES // 2**18 + 2))
+    response = httpx.post(f"{running.url}/v1/messages", content=chunks, headers=JSON)
+    assert (response.status_code, error_of(response)["code"]) == (413, "body_too_large")
+
+
+def test_when_too_many_wait_the_next_is_told_to_come_later(
+    running: RunningCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clerk, "MAX_WAITING", 0)
+    response = say(running, join("ann"))
+    assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
+    assert response.headers["retry-after"] == "1"
+
+
+# -- what it says of itself --------------------------------------------------------------------------------------------
+
+
+def test_the_openapi_document_has_every_path_and_every_kind_of_answer(running: RunningCoordinator) -> None:
+    document = httpx.get(f"{running.url}/openapi.json").json()
+    operations = {(method, path) for path, methods in document["paths"].items() for method in methods}
+    assert operations == {
+        ("post", "/v1/messages"),
+        ("get", "/v1/leases"),
+        ("delete", "/v1/members/{name}"),
+        ("get", "/health"),
+        ("get", "/metrics"),
+    }
+    for method, path in operations:
+        answers = document["paths"][path][method]["responses"]
+        assert {"200", "400", "401", "403", "404", "413", "429", "503", "default"} <= set(answers)
+        assert "422" not in answers
+    kinds = document["components"]["schemas"]["MessageBatch"]["properties"]["messages"]["items"]["discriminator"]
+    assert set(kinds["mapping"]) == {
+        "join", "leave", "heartbeat", "offer", "recall", "observe", "request", "report",
+    }  # fmt: skip
+
+
+def test_metrics_count_what_happened(store: HookedStore) -> None:
+    with coordinating(store) as running:
+        offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
+        request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 5}]}
+        assert say(running, join("ann"), join("bob"), offer, offer, request).status_code == 200
+        text = httpx.get(f"{running.url}/metrics").text
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    found = {name.removeprefix("floodplain_coordinator_"): float(value) for name, value in samples.items()}
+    assert found.pop("transaction_seconds_total") > 0
+    assert found.pop("transactions_total") >= 1
+    assert {key: value for key, value in found.items() if value} == {
+        "leading": 1,
+        'members{state="living"}': 2,
+        "offered_bytes": 8,
+        'leases{state="granted"}': 1,
+        'leased_bytes{state="granted"}': 5,
+        'messages_total{kind="join",outcome="applied"}': 2,
+        'messages_total{kind="offer",outcome="applied"}': 1,
+        'messages_total{kind="offer",outcome="stale"}': 1,
+        'messages_total{kind="request",outcome="applied"}': 1,
+        "takeovers_total": 1,
+    }
+
+
+def test_every_metric_is_in_the_documentation_and_every_documented_one_is_there(running: RunningCoordinator) -> None:
+    lines = httpx.get(f"{running.url}/metrics").text.splitlines()
+    shown = {(line.split()[2], line.split()[3]) for line in lines if line.startswith("# TYPE")}
+    section = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("## The coordinator")[2]
+    rows = [line.split("|") for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    documented = {
+        ("floodplain_coordinator_" + row[4].strip(" `").partition("{")[0], row[3].strip()) for row in rows[1:]
+    }
+    assert shown == documented
