@@ -147,9 +147,9 @@ class LeaseService:
         assert self._book is not None and self._tenure is not None
         changes, began_s = self._book.take_changes(), self._clock()
         if changes.members or changes.leases or self._tenure.must_beat(began_s):
-            promised_s = self._grace_s if began_s <= self._grace_ends_s else self.ttl_s
+            promised_s, unix_s = self._grace_s if began_s <= self._grace_ends_s else self.ttl_s, time.time()
             try:
-                leads = self._store.write(self._tenure.epoch, changes, time.time(), promised_s)
+                leads = self._store.write(self._tenure.epoch, changes, unix_s, promised_s)
             except StoreError as error:
                 self.totals.num_failed_writes += 1
                 self._step_down(f"the store does not answer: {error.orig}")
@@ -157,13 +157,13 @@ class LeaseService:
             if not leads:
                 self._step_down("another coordinator leads")
                 return False
-            self._note_write(changes, began_s)
+            self._note_write(changes, began_s, unix_s)
         if not self._tenure.is_valid(self._clock()):
             self._step_down("this coordinator stood still for too long to know whether it still leads")
             return False
         return True
 
-    def _note_write(self, changes: Changes, began_s: float) -> None:
+    def _note_write(self, changes: Changes, began_s: float, unix_s: float) -> None:
         assert self._tenure is not None
         self._tenure.note_write(began_s)
         if changes.members or changes.leases:
@@ -173,7 +173,7 @@ class LeaseService:
             if lease.has_ended:
                 self.granted_unix_s.pop(lease.lease_id, None)
             else:
-                self.granted_unix_s.setdefault(lease.lease_id, time.time())
+                self.granted_unix_s.setdefault(lease.lease_id, unix_s)
 
     def _note_dead(self, names: Sequence[str]) -> None:
         self.totals.num_taken_for_dead += len(names)

@@ -204,6 +204,14 @@ def test_a_store_that_fails_when_a_coordinator_resigns_delays_the_next_one_and_n
     assert second.is_leading
 
 
+def test_when_a_lease_was_granted_is_the_same_after_a_restart(store: HookedStore, clock: Clock) -> None:
+    service = leading(store, clock)
+    told(service, Join("ann", "i1"), Join("bob", "i2"), Offer("ann", Stamp(1, 1), 8))
+    told(service, Request("bob", 1, 1, (Shard(3),)))
+    service.resign()
+    assert service.granted_unix_s == leading(store, clock).granted_unix_s != {}
+
+
 # -- what time brings --------------------------------------------------------------------------------------------------
 
 
