@@ -14,6 +14,7 @@ from typing import Any, Self
 import sqlalchemy as sql
 from sqlalchemy.dialects import postgresql, sqlite
 
+from floodplain.coordinator import database
 from floodplain.coordinator.database import hide_password, open_database
 from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA, SCHEMA
 from floodplain.core.errors import UserError
@@ -120,6 +121,8 @@ class Store:
             .values(epoch=seen.epoch + 1, beat=seen.beat + 1, leader=leader, leader_url=leader_url, ttl_s=ttl_s)
         )
         with self._engine.begin() as connection:
+            if self._engine.dialect.name == "postgresql":
+                connection.execute(_END_STOPPED, {"timeout_s": database.STOPPED_TIMEOUT_S})
             if connection.execute(change).rowcount != 1:
                 return None
             members = [Member(**row) for row in connection.execute(sql.select(MEMBERS)).mappings()]
@@ -181,6 +184,15 @@ class Store:
 
 
 _LOCK_ID = 0x666C6F6F64
+_END_STOPPED = sql.text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity JOIN pg_locks USING (pid) "
+    "WHERE relation = 'floodplain_book'::regclass AND granted AND pid <> pg_backend_pid() AND usename = current_user "
+    "AND wait_event = 'ClientRead' AND xact_start < clock_timestamp() - make_interval(secs => :timeout_s)"
+)
+"""Ends transactions on the book whose coordinators have stopped. The server's own timeout for those begins when it is
+ready for the next query: it does not count for one that stopped between the first row of many, which are sent as a
+pipeline, and the last.
+"""
 _FIRST_BOOK = {"id": 1, "schema": SCHEMA, "epoch": 0, "beat": 0, "leader": "", "leader_url": "", "ttl_s": 0.0}
 _MEMBER_FIELDS = [field.name for field in fields(Member)]
 _LEASE_FIELDS = [field.name for field in fields(Lease)]

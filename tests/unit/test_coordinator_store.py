@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import sqlalchemy as sql
@@ -24,6 +24,7 @@ from floodplain.core.leases.table import Changes
 from tests.support import lease_values
 from tests.support.examples import examples
 from tests.support.postgres import PostgresServer
+from tests.support.waiting import wait_until
 
 T = TypeVar("T")
 
@@ -284,6 +285,33 @@ def test_a_leader_that_stops_in_a_transaction_loses_it_and_its_locks(
         assert other.look() == Leadership(2, 2, "other", "http://other", 10.0)
         assert not stopped.write(old, SOME, 1.0, TTL_S)
         assert everything(other)[1:] == [[], []]
+
+
+@pytest.mark.slow
+def test_a_leader_that_stops_between_rows_that_it_sends_loses_them_too(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "STOPPED_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(database, "STATEMENT_TIMEOUT_S", 1)
+    with closing(Store.open(postgres_url)) as stopped, closing(Store.open(postgres_url)) as other:
+        psycopg = pytest.importorskip("psycopg")
+        lead(stopped, "stopped")
+        raw: Any = stopped._engine.raw_connection()
+        with pytest.raises(psycopg.OperationalError), raw.dbapi_connection.pipeline():
+            raw.dbapi_connection.execute("UPDATE floodplain_book SET beat = 99")
+            raw.dbapi_connection.pgconn.send_flush_request()
+            raw.dbapi_connection.pgconn.flush()  # it is done, and the server waits for more
+            wait_until(lambda: takes_over(other))
+        assert other.look() == Leadership(2, 2, "other", "", TTL_S)
+        raw.invalidate()
+        assert not stopped.write(1, SOME, 1.0, TTL_S)
+
+
+def takes_over(store: Store) -> bool:
+    try:
+        return store.take_over(store.look(), "other", "", TTL_S) is not None
+    except StoreError:
+        return False
 
 
 @pytest.mark.slow
