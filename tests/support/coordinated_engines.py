@@ -80,13 +80,16 @@ class Engine:
         self._own_bytes = 0
         self.goal_bytes = 0
 
-    def exchange(self, send: Callable[[Sequence[Message]], Sequence[Reply] | None]) -> bool:
+    def exchange(self, send: Callable[[Sequence[Message]], Sequence[Reply] | None], wants: int | None = None) -> bool:
         """Say what there is to say, learn from the answers and act on them; whether there were any.
 
         Args:
             send: Carries messages; None if nobody answered.
+            wants: How much it wants to lend from now on; None leaves that to chance.
         """
-        if self._random.random() < 0.3:
+        if wants is not None:
+            self.goal_bytes = wants
+        elif self._random.random() < 0.2:
             self.goal_bytes = self._random.randint(0, CAPACITY)
         messages = self._say()
         sent_s = self._clock()

@@ -1,0 +1,121 @@
+"""``floodplain coordinator`` and ``floodplain leases`` as commands: what they print, and with what status they end."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from floodplain.coordinator.client import CoordinatorClient
+from floodplain.coordinator.tokens import TokenRing
+from floodplain.core.leases.messages import Join, Offer, Recall, Request
+from floodplain.core.leases.rows import Shard
+from floodplain.core.leases.states import Stamp
+from tests.support.coordinator_processes import run
+from tests.support.coordinators import RunningCoordinator, coordinating, open_store
+
+pytestmark = pytest.mark.slow
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordinator]:
+    """One that has two leases, of which one is recalled, and asks for tokens."""
+    folder = tmp_path_factory.mktemp("coordinator")
+    (folder / "tokens").write_text("root\nconsumer bob borrows\n")
+    (folder / "tokens").chmod(0o600)
+    tokens = TokenRing.from_file(folder / "tokens")
+    with coordinating(open_store(folder), tokens=tokens, ttl_s=3600.0) as coordinator:
+        with closing(CoordinatorClient(coordinator.url, "root")) as client:
+            client.send([Join("gpu-0", "i1"), Join("bob", "i2"), Offer("gpu-0", Stamp(1, 1), 8 * GIB)])
+            client.send([Request("bob", 1, 1, (Shard(3 * GIB),)), Request("bob", 1, 2, (Shard(2 * GIB),))])
+            client.send([Recall("gpu-0", Stamp(1, 2), 5 * GIB, 1000.0)])
+        yield coordinator
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_text("root\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_leases_are_a_table_for_people_and_json_for_programs(running: RunningCoordinator, token: str) -> None:
+    flags = ("--coordinator", running.url, "--coordinator-token-file", token)
+    shown = run("leases", *flags)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    cells = [[cell for cell in line.split("  ") if cell.strip()] for line in shown.stdout.splitlines()]
+    rows = [[cell.strip() for cell in row] for row in cells]
+    assert ["device", "member", "offered", "leased", "borrowed"] in rows
+    assert ["gpu-0", "alive", "5GiB", "5GiB", "0B"] in rows
+    assert ["bob", "alive", "0B", "0B", "5GiB"] in rows
+    assert sum("bob.1." in line for line in shown.stdout.splitlines()) == 2
+    assert "recalled, " in shown.stdout and " s left" in shown.stdout
+    listing = json.loads(run("leases", *flags, "--format", "json").stdout)
+    assert {lease["lease_id"] for lease in listing["leases"]} == {"bob.1.1.0", "bob.1.2.0"}
+
+
+def test_a_device_that_is_forgotten_takes_its_leases_with_it_and_one_that_is_unknown_is_an_error(
+    tmp_path: Path,
+) -> None:
+    with coordinating(open_store(tmp_path)) as other, closing(CoordinatorClient(other.url)) as client:
+        client.send([Join("gpu-0", "i1"), Join("bob", "i2"), Offer("gpu-0", Stamp(1, 1), 8)])
+        client.send([Request("bob", 1, 1, (Shard(3),))])
+        done = run("leases", "--coordinator", other.url, "--forget", "gpu-0")
+        assert (done.returncode, done.stdout, done.stderr) == (0, "gpu-0 is forgotten: 1 leases are lost\n", "")
+        assert client.list_leases()["leases"] == []
+        for name in ("gpu-7", "", "..", "a/b", "a b\n"):
+            refused = run("leases", "--coordinator", other.url, "--forget", name)
+            assert (refused.returncode, refused.stdout) == (2, "")
+            assert refused.stderr.startswith("floodplain: ") and refused.stderr.count("\n") == 1
+
+
+def test_when_nobody_answers_it_is_one_line_and_status_1() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens there
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        for flags in ((), ("--format", "json"), ("--forget", "gpu-0")):
+            done = run("leases", "--coordinator", url, *flags)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr.startswith(f"floodplain: {url} does not answer: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("leases", "--coordinator", "nonsense"),
+        ("leases", "--coordinator", "http://a..b"),
+        ("leases", "--coordinator-token-file", "/nonexistent"),
+        ("leases", "--interval", "0"),
+        ("leases", "--forgit", "gpu-0"),
+        ("coordinator", "--port", "65536"),
+        ("coordinator", "--ttl", "0"),
+        ("coordinator", "--ttl", "soon"),
+        ("coordinator", "--url", "here"),
+        ("coordinator", "--host", "0.0.0.0"),
+        ("coordinator", "--host", "a..b"),
+        ("coordinator", "--store", "nonsense"),
+        ("coordinator", "--store", "postgresql://me:secret@127.0.0.1:1/leases"),
+        ("coordinator", "--token-file", "/nonexistent"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(argv: tuple[str, ...]) -> None:
+    done = run(*argv, *(["--port", "0"] if argv[0] == "coordinator" and "--port" not in argv else []))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("floodplain: ") and done.stderr.count("\n") == 1
+    assert "secret" not in done.stderr
+
+
+def test_a_wrong_token_and_none_are_one_line_and_status_2(running: RunningCoordinator, tmp_path: Path) -> None:
+    (tmp_path / "wrong").write_text("n\u00f6pe")
+    (tmp_path / "wrong").chmod(0o600)
+    for flags in ((), ("--coordinator-token-file", str(tmp_path / "wrong"))):
+        done = run("leases", "--coordinator", running.url, *flags)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"floodplain: {running.url} answers 401: ") and done.stderr.count("\n") == 1
