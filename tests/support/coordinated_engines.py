@@ -132,7 +132,7 @@ class Engine:
                 self.borrower.refused(lease.lease_id, "no range is free")
             else:
                 self._devices.take(lease)
-                self.borrower.allocated(lease.lease_id)
+                self.borrower.allocated(lease.lease_id, self._clock())
 
     def _free(self) -> None:
         gone = set(self.borrower.to_free())

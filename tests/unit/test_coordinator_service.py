@@ -20,9 +20,9 @@ from floodplain.core.leases.book import LeaseBook
 from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Offer, Recall, Request
 from floodplain.core.leases.rows import Reply, Shard
 from floodplain.core.leases.states import LeaseState, Outcome, Stamp
+from tests.support.coordinated_engines import Devices, Engine
 from tests.support.examples import examples
 from tests.support.hooked_store import HookedStore, failing, let_pass
-from tests.support.coordinated_engines import Devices, Engine
 
 TICK_S = 0.2
 

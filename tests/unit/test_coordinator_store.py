@@ -155,7 +155,7 @@ def test_a_deposed_leader_writes_nothing_not_even_half(url: str, store: Store) -
     with closing(Store.open(url)) as other:
         lead(other, "new")
         before = everything(other)
-        ended = LEASE.after(LeaseEvent.LOSE)
+        ended = LEASE.after(LeaseEvent.RELEASE).after(LeaseEvent.SETTLE)
         assert not store.write(old, Changes((Member("eve", "i3"), Member("ann", "i4")), (ended,)), 2.0, TTL_S)
         assert not store.write(old, Changes(), 2.0, TTL_S)
         store.resign(old)
