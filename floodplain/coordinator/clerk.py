@@ -25,6 +25,8 @@ FAILED = Unavailable("this coordinator has failed, and its log says why: ask ano
 COMMIT_EVERY_S = 2e-3
 """Transactions begin no closer together: each costs about as much as some ten messages in it."""
 TICK_S = 0.2
+CLOSING_S = 12.0
+"""Longer than a store that is there needs to connect and to answer, or to say that it cannot."""
 MAX_WAITING = 20_000
 """Jobs that may wait; at 2,000 a second these are ten seconds' work, longer than anybody waits for an answer."""
 
@@ -71,12 +73,17 @@ class Clerk(Generic[T]):
             self._refuse_waiting()
 
     def close(self) -> None:
-        """Do what waits, stop, and let another coordinator lead. Safe to call twice."""
+        """Do what waits, stop, and let another coordinator lead. Safe to call twice.
+
+        If the store hangs, the thread is left behind: it ends with the process.
+        """
         if not self._is_closing:
             self._is_closing = True
             self._waiting.put(None)
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(CLOSING_S)
+            if self._thread.is_alive():
+                logger.warning("the store hangs, so the next coordinator waits for a while")
 
     def _run(self) -> None:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from floodplain.coordinator import clerk
 from floodplain.coordinator.desk import LEADER_HEADER
 from floodplain.coordinator.store import StoreError
 from floodplain.core.errors import InvariantError
@@ -81,7 +82,7 @@ def stalled(store: HookedStore) -> Iterator[threading.Event]:
     def hook(moment: str) -> None:
         if moment == "before write":
             is_stalled.set()
-            may_go_on.wait(10)
+            may_go_on.wait(20)
 
     store.hook = hook
     assert is_stalled.wait(10)
@@ -116,6 +117,15 @@ def test_what_waits_when_it_is_stopped_is_answered_and_another_one_leads_at_once
         wait_until(lambda: standby.service.is_leading, timeout_s=2.0)
         listing = httpx.get(f"{standby.url}/v1/leases").json()
         assert [row["name"] for row in listing["members"]] == ["ann", "bob"]
+
+
+def test_a_store_that_hangs_does_not_keep_a_coordinator_from_ending(
+    store: HookedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clerk, "CLOSING_S", 0.1)
+    with coordinating(store) as running, stalled(store):
+        running.stop()
+        running.join(5.0)
 
 
 def test_who_hangs_up_while_its_message_waits_does_not_keep_others_from_their_answers(store: HookedStore) -> None:

@@ -53,8 +53,8 @@ class RunningCoordinator:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._server.stop)
 
-    def join(self) -> None:
-        self._thread.join(20)
+    def join(self, timeout_s: float = 20.0) -> None:
+        self._thread.join(timeout_s)
         assert not self._thread.is_alive()
 
 
