@@ -16,6 +16,7 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, read_token
 from floodplain.coordinator.settings import DEFAULT_URL
 from floodplain.core.errors import UserError
+from floodplain.core.leases.states import LeaseState
 from floodplain.core.sizes import format_size
 from floodplain.observe.table import format_table
 
@@ -86,7 +87,8 @@ def _forget(client: CoordinatorClient, name: str) -> int:
         return 1
     if reply.member is None:
         raise UserError(f"--forget {name}: {reply.detail}")
-    print(f"{name} is forgotten: {len(reply.leases)} leases are lost")
+    num_lost = sum(lease.state is LeaseState.LOST for lease in reply.leases)
+    print(f"{name} is forgotten; leases lost: {num_lost}, recalled: {len(reply.leases) - num_lost}")
     return 0
 
 

@@ -99,7 +99,10 @@ def _open_postgresql(url: sql.URL) -> sql.Engine:
                 "options": options,
                 "connect_timeout": STATEMENT_TIMEOUT_S,
                 "tcp_user_timeout": STATEMENT_TIMEOUT_S * 1000,
+                "keepalives_idle": STATEMENT_TIMEOUT_S,  # a host that is gone while it owes an answer
+                "keepalives_interval": 1,
+                "keepalives_count": 3,
             },
         )
-    except ModuleNotFoundError as error:
-        raise UserError(f"a store in PostgreSQL needs {error.name}: pip install 'floodplain[postgres]'") from None
+    except ImportError as error:
+        raise UserError(f"a store in PostgreSQL needs psycopg ({error}): pip install 'floodplain[postgres]'") from None

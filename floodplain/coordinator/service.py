@@ -111,9 +111,9 @@ class LeaseService:
         Raises:
             InvariantError: A bug; the book must not be used any more.
         """
-        if self._book is None:
-            return [self._unavailable] * len(jobs)
         now = self._clock()
+        if self._book is None or self._has_stood_still(now):
+            return [self._unavailable] * len(jobs)
         answers = [job(self._book, now) for job in jobs]
         return answers if self._commit() else [self._unavailable] * len(jobs)
 
@@ -122,10 +122,11 @@ class LeaseService:
 
         To be called several times a second.
         """
-        if self._book is None:
+        now = self._clock()
+        if self._book is None or self._has_stood_still(now):
             self._try_to_lead()
             return
-        dead = self._book.tick(self._clock())
+        dead = self._book.tick(now)
         if self._commit():
             self._note_dead(dead)
             self._note_overdue()
@@ -141,6 +142,14 @@ class LeaseService:
                 logger.warning("the store does not answer, so the next coordinator waits for a while: %s", error.orig)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _has_stood_still(self, now: float) -> bool:
+        """Whether it must begin anew: those whom it did not hear meanwhile may live, and another may lead."""
+        assert self._tenure is not None
+        if self._tenure.is_valid(now):
+            return False
+        self._step_down("this coordinator stood still")
+        return True
 
     def _commit(self) -> bool:
         """Write what has changed; whether it is written, and this coordinator leads."""

@@ -12,9 +12,9 @@ import pytest
 
 from floodplain.coordinator.client import CoordinatorClient
 from floodplain.coordinator.tokens import TokenRing
-from floodplain.core.leases.messages import Join, Offer, Recall, Request
+from floodplain.core.leases.messages import Join, Offer, Recall, Report, Request
 from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import Stamp
+from floodplain.core.leases.states import LeaseEvent, Stamp
 from tests.support.coordinator_processes import run
 from tests.support.coordinators import RunningCoordinator, coordinating, open_store
 
@@ -66,10 +66,12 @@ def test_a_device_that_is_forgotten_takes_its_leases_with_it_and_one_that_is_unk
 ) -> None:
     with coordinating(open_store(tmp_path)) as other, closing(CoordinatorClient(other.url)) as client:
         client.send([Join("gpu-0", "i1"), Join("bob", "i2"), Offer("gpu-0", Stamp(1, 1), 8)])
-        client.send([Request("bob", 1, 1, (Shard(3),))])
+        held, granted = client.send([Request("bob", 1, n, (Shard(3),)) for n in (1, 2)]).replies
+        client.send([Report("bob", held.leases[0].lease_id, Stamp(1, 1), LeaseEvent.HOLD)])
         done = run("leases", "--coordinator", other.url, "--forget", "gpu-0")
-        assert (done.returncode, done.stdout, done.stderr) == (0, "gpu-0 is forgotten: 1 leases are lost\n", "")
-        assert client.list_leases()["leases"] == []
+        said = "gpu-0 is forgotten; leases lost: 1, recalled: 1\n"
+        assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+        assert [row["lease_id"] for row in client.list_leases()["leases"]] == [granted.leases[0].lease_id]
         for name in ("gpu-7", "", "..", "a/b", "a b\n"):
             refused = run("leases", "--coordinator", other.url, "--forget", name)
             assert (refused.returncode, refused.stdout) == (2, "")

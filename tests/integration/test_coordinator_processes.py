@@ -44,7 +44,7 @@ def test_a_coordinator_that_is_killed_and_started_again_knows_every_lease(tmp_pa
         some.kill(process)
         some.start()
         assert rows(some.listing()) == rows(left)
-        assert engines.num_listings > 10
+        assert engines.num_listings >= 3
         engines.go_home()
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import cycle
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -90,11 +89,11 @@ def expected(requests: list[Request]) -> list[Reference]:
 
 @contextmanager
 def neighbourhood(
-    tmp_path: Path, patch: pytest.MonkeyPatch, deadline_s: float = 20.0, host_blocks: int = 64
+    patch: pytest.MonkeyPatch, deadline_s: float = 20.0, host_blocks: int = 64
 ) -> Iterator[tuple[Neighbour, Engine]]:
     """A neighbour that lends, and an engine that borrows a chunk of one page at a time."""
     patch.setattr(swap, "CHUNK_BYTES", PAGE_BYTES)
-    with coordinating(tmp_path) as url, closing(Neighbour(url, deadline_s)) as neighbour:
+    with coordinating() as url, closing(Neighbour(url, deadline_s)) as neighbour:
         config = EngineConfig(
             model="dummy:tiny-llama", kv_memory=24 * BLOCK_BYTES, swap="peer", coordinator=url, device_name="borrower",
             swap_memory=host_blocks * BLOCK_BYTES, peer_memory=NUM_PAGES * PAGE_BYTES, **BASE,
@@ -146,9 +145,9 @@ def verdict(expected: list[Reference], tokens: list[list[int]]) -> Verdict:
 
 
 def test_tokens_are_right_while_a_neighbour_lends_and_recalls(
-    requests: list[Request], expected: list[Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with neighbourhood(tmp_path, monkeypatch) as (neighbour, engine):
+    with neighbourhood(monkeypatch) as (neighbour, engine):
         totals, mover = tier_of(engine).totals, tier_of(engine)._mover
         neighbour.lend(NUM_PAGES)
         until(engine, lambda: totals.num_granted == NUM_PAGES)
@@ -174,10 +173,10 @@ def test_tokens_are_right_while_a_neighbour_lends_and_recalls(
 
 
 def test_a_loop_that_stands_still_loses_its_slots_at_the_deadline_and_no_token(
-    requests: list[Request], expected: list[Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The forced path: nobody steps while the neighbour waits, and its bytes are free in time."""
-    with neighbourhood(tmp_path, monkeypatch, deadline_s=DEADLINE_S, host_blocks=4) as (neighbour, engine):
+    with neighbourhood(monkeypatch, deadline_s=DEADLINE_S, host_blocks=4) as (neighbour, engine):
         totals = tier_of(engine).totals
         neighbour.lend(NUM_PAGES)
         until(engine, lambda: totals.num_granted == NUM_PAGES)
@@ -203,9 +202,9 @@ def scribble(neighbour: Neighbour) -> None:
 
 
 def test_bytes_that_were_changed_on_the_neighbour_are_never_an_answer(
-    requests: list[Request], expected: list[Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with neighbourhood(tmp_path, monkeypatch) as (neighbour, engine):
+    with neighbourhood(monkeypatch) as (neighbour, engine):
         neighbour.lend(NUM_PAGES)
         until(engine, lambda: tier_of(engine).totals.num_granted == NUM_PAGES)
         tokens = serve(engine, requests, lambda step: scribble(neighbour) if step % 40 == 20 else None)
@@ -214,7 +213,7 @@ def test_bytes_that_were_changed_on_the_neighbour_are_never_an_answer(
 
 
 def test_without_digests_they_would_be(
-    requests: list[Request], expected: list[Reference], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    requests: list[Request], expected: list[Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control."""
 
@@ -222,7 +221,7 @@ def test_without_digests_they_would_be(
         return CopyResult(transfer_id, True, num_bytes, tuple(found.tolist()))
 
     monkeypatch.setattr(host_transfer, "judge_inbound", trust)
-    with neighbourhood(tmp_path, monkeypatch) as (neighbour, engine):
+    with neighbourhood(monkeypatch) as (neighbour, engine):
         neighbour.lend(NUM_PAGES)
         until(engine, lambda: tier_of(engine).totals.num_granted == NUM_PAGES)
         tokens = serve(engine, requests, lambda step: scribble(neighbour) if step % 40 == 20 else None)

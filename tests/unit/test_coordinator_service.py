@@ -231,7 +231,10 @@ def test_an_overdue_recall_is_counted_once(store: HookedStore, clock: Clock) -> 
 def test_who_is_silent_for_a_ttl_is_counted_once_it_is_committed(store: HookedStore, clock: Clock) -> None:
     service = leading(store, clock)
     told(service, Join("ann", "i1"))
-    clock.now += 10.5
+    for _ in range(49):
+        clock.now += TICK_S
+        service.tick()
+    clock.now += 2 * TICK_S
     store.hook = fail_once(store, "before write")
     service.tick()
     assert service.totals.num_taken_for_dead == 0
@@ -240,6 +243,16 @@ def test_who_is_silent_for_a_ttl_is_counted_once_it_is_committed(store: HookedSt
         clock.now += TICK_S
     assert service.totals.num_taken_for_dead == 1
     assert store.rows()[0]["ann"].instance == ""
+
+
+def test_who_was_not_heard_while_the_coordinator_stood_still_is_not_dead(store: HookedStore, clock: Clock) -> None:
+    """Stopped for longer than a TTL, and nobody took over: it cannot know who lives."""
+    service = leading(store, clock)
+    told(service, Join("ann", "i1"))
+    clock.now += 60.0
+    service.tick()
+    assert service.totals.num_taken_for_dead == 0 and service.totals.num_takeovers == 2
+    assert told(service, Heartbeat("ann", 1))[0].outcome is Outcome.APPLIED
 
 
 TTLS_S = st.sampled_from([1.0, 10.0, 40.0])
