@@ -17,6 +17,7 @@ from floodplain.core.leases.rows import Reply, Shard
 from floodplain.core.leases.states import LeaseEvent, Stamp
 
 LEASE_BYTES = 2**28
+PAIRS_PER_REQUEST = 200
 NUM_OPERATIONS = 6
 """Of one life: request, hold, recall, release, observe, offer."""
 
@@ -93,9 +94,28 @@ class Pair:
 
 async def say(connection: Connection, message: Message) -> Reply:
     """One message in a request of its own."""
-    status, body = await connection.ask("POST", "/v1/messages", {"messages": [encode_message(message)]})
-    assert status == 200, body
-    return decode_reply(json.loads(body)["replies"][0])
+    return (await say_all(connection, [message]))[0]
+
+
+async def say_all(connection: Connection, messages: list[Message]) -> list[Reply]:
+    """Several in one request."""
+    body = {"messages": [encode_message(message) for message in messages]}
+    status, answer = await connection.ask("POST", "/v1/messages", body)
+    assert status == 200, answer
+    return [decode_reply(reply) for reply in json.loads(answer)["replies"]]
+
+
+async def lend_to_each_other(connection: Connection, names: list[str]) -> None:
+    """Every device joins; each second one has lent a lease to the one after it."""
+    pairs = list(zip(names[::2], names[1::2], strict=True))
+    for start in range(0, len(pairs), PAIRS_PER_REQUEST):
+        messages: list[Message] = []
+        for producer, consumer in pairs[start : start + PAIRS_PER_REQUEST]:
+            shards = (Shard(LEASE_BYTES, producer),)
+            messages += [Join(producer, f"{producer}-bench"), Offer(producer, Stamp(1, 1), LEASE_BYTES)]
+            messages += [Join(consumer, f"{consumer}-bench"), Request(consumer, 1, 1, shards)]
+        replies = await say_all(connection, messages)
+        assert all(reply.outcome.value == "applied" for reply in replies), replies
 
 
 async def connect_pairs(port: int, num_connections: int) -> list[Pair]:

@@ -12,11 +12,13 @@ from fastapi import APIRouter, FastAPI, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from starlette.types import ASGIApp
 
 from floodplain import __version__
 from floodplain.coordinator import jobs
 from floodplain.coordinator.answers import Health, Listing, ReplyBatch, ReplyBody
 from floodplain.coordinator.desk import Desk, NotLeading
+from floodplain.coordinator.message_route import MessageRoute
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.requests import MessageBatch, Name
 from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing, first_refused
@@ -67,8 +69,12 @@ class LeaseRoutes:
 
     async def take_messages(self, batch: MessageBatch, request: Request) -> Response:
         """Handle what members say, in its order; answer when it is committed."""
+        return await self.answer(batch, _caller_of(request))
+
+    async def answer(self, batch: MessageBatch, caller: Caller) -> Response:
+        """The same for a caller who is known; ``MessageRoute`` asks here."""
         messages = [message.to_core() for message in batch.messages]
-        refused = first_refused(_caller_of(request), messages)
+        refused = first_refused(caller, messages)
         if refused is not None:
             kind = type(refused).__name__.lower()
             raise ApiError(403, f"this token may not say {kind} for {refused.name}", code="forbidden")
@@ -87,7 +93,7 @@ class LeaseRoutes:
         return _json(encode_reply(await self._desk.ask(jobs.forget(name))))
 
 
-def create_app(desk: Desk, *, drain: DrainSwitch | None = None, tokens: TokenRing | None = None) -> FastAPI:
+def create_app(desk: Desk, *, drain: DrainSwitch | None = None, tokens: TokenRing | None = None) -> ASGIApp:
     """The application; its lifespan opens and closes ``desk``.
 
     Args:
@@ -105,12 +111,11 @@ def create_app(desk: Desk, *, drain: DrainSwitch | None = None, tokens: TokenRin
             await desk.close()
 
     app = FastAPI(title="Floodplain coordinator", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, drain=drain or DrainSwitch(), authenticator=tokens, max_body_bytes=MAX_BODY_BYTES)
     install_error_handlers(app)
     routes = LeaseRoutes(desk)
     app.include_router(routes.router())
     _add_service_routes(app, desk, routes.answered)
-    return app
+    return Gate(MessageRoute(app, routes.answer), drain or DrainSwitch(), tokens, MAX_BODY_BYTES)
 
 
 def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, Outcome]]) -> None:
