@@ -255,11 +255,23 @@ def test_a_leader_that_stops_between_rows_that_it_sends_loses_them_too(
         with pytest.raises(psycopg.OperationalError), raw.dbapi_connection.pipeline():
             raw.dbapi_connection.execute("UPDATE floodplain_book SET beat = 99")
             raw.dbapi_connection.pgconn.send_flush_request()
-            raw.dbapi_connection.pgconn.flush()  # it is done, and the server waits for more
+            raw.dbapi_connection.pgconn.flush()
+            wait_until(lambda: is_locked(postgres_url))  # it is done, and the server waits for more
             wait_until(lambda: takes_over(other))
         assert other.look() == Leadership(2, 2, "other", "", TTL_S)
         raw.invalidate()
         assert not stopped.write(1, SOME, 1.0, TTL_S)
+
+
+def is_locked(url: str) -> bool:
+    """Whether a transaction has the row of the book."""
+    psycopg = pytest.importorskip("psycopg")
+    with psycopg.connect(url) as connection:
+        try:
+            connection.execute("SELECT 1 FROM floodplain_book FOR UPDATE NOWAIT")
+        except psycopg.errors.LockNotAvailable:
+            return True
+        return False
 
 
 def takes_over(store: Store) -> bool:
