@@ -14,6 +14,7 @@ from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.hf_tokenizer import HfTokenizer
 from floodplain.engine.models.config import ModelConfig, RopeConfig
+from floodplain.engine.weights.gguf_metadata import read_gguf, shared_with_transformers
 
 _STEM_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -112,24 +113,17 @@ class GgufFile:
 
 def _open(path: Path) -> Any:
     try:
-        return _read(path, path.stat().st_mtime_ns)
+        return read_gguf(path, path.stat().st_mtime_ns)
     except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: cannot be read as a .gguf file, is it complete? ({reason})") from None
 
 
 @lru_cache(maxsize=2)
-def _read(path: Path, changed_ns: int) -> Any:
-    """The metadata take seconds to read, string by string: once per process, as long as the file stays as it is."""
-    from gguf import GGUFReader
-
-    return GGUFReader(path)
-
-
-@lru_cache(maxsize=2)
 def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
-    """See ``_read``. Nothing changes a tokenizer, so that engines can share it."""
-    return HfTokenizer.from_gguf(path)
+    """See ``read_gguf``. Nothing changes a tokenizer, so that engines can share it."""
+    with shared_with_transformers(path, read_gguf(path, changed_ns)):
+        return HfTokenizer.from_gguf(path)
 
 
 def _expand(tensor: Any, path: Path) -> np.ndarray[Any, np.dtype[np.float32]]:

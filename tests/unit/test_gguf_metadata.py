@@ -1,0 +1,53 @@
+"""The quick reader finds what the package's own finds, and is lent to nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+
+from floodplain.engine.weights.gguf_metadata import read_gguf, shared_with_transformers
+from floodplain.engine.weights.open_model import packaged_smollm2
+
+
+def write(path: Path, name: str) -> Path:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name(name)
+    writer.add_token_list([f"{name} {i}" for i in range(50)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def contents(reader: gguf.GGUFReader) -> dict[str, object]:
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def test_it_reads_what_the_packages_own_reader_reads() -> None:
+    path = packaged_smollm2()
+    quick, own = read_gguf(path, 0), gguf.GGUFReader(path)
+    assert contents(quick) == contents(own)
+    assert [(t.name, t.data.tobytes()[:64]) for t in quick.tensors] == [
+        (t.name, t.data.tobytes()[:64]) for t in own.tensors
+    ]
+
+
+def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", "before")
+    before = read_gguf(path, 1)
+    assert read_gguf(path, 1) is before
+    path.unlink()  # what is mapped stays as it is
+    write(path, "after")
+    assert contents(read_gguf(path, 2))["general.name"] == "after"
+
+
+def test_only_this_file_is_shared_and_only_for_a_while(tmp_path: Path) -> None:
+    path, other = write(tmp_path / "a.gguf", "a"), write(tmp_path / "b.gguf", "b")
+    reader, original = read_gguf(path, 0), gguf.GGUFReader
+    with pytest.raises(RuntimeError), shared_with_transformers(path, reader):
+        assert gguf.GGUFReader(str(path)) is reader
+        assert contents(gguf.GGUFReader(other, "r"))["general.name"] == "b"
+        raise RuntimeError
+    assert gguf.GGUFReader is original
