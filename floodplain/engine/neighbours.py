@@ -37,12 +37,16 @@ class LeaseFacts:
         num_recalls: Recalls that have ended.
         recall_times_s: How long the last of them took, at most ``MOST_RECALL_TIMES``.
         num_failed_growths: How often bytes that ought to be free were not, when the pool wanted them back.
+        num_borrowed: Leases of a consumer by what became of them, since the start: ``granted`` and made slots,
+            ``refused`` for want of memory; of the granted, ``returned`` empty, or ``forced`` out of its hands at the
+            deadline.
     """
 
     num_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     num_recalls: int = 0
     recall_times_s: tuple[float, ...] = ()
     num_failed_growths: int = 0
+    num_borrowed: Mapping[str, int] = field(default_factory=dict)
 
 
 class Neighbours:
@@ -117,6 +121,7 @@ class Neighbours:
                 self._num_recalls,
                 tuple(self._recall_times_s),
                 0 if self.lent_pool is None else self.lent_pool.num_failed_growths,
+                {} if self.peer_tier is None else self.peer_tier.totals.by_outcome(),
             )
 
 

@@ -49,6 +49,15 @@ class PeerTotals:
     num_returned: int = 0
     num_forced: int = 0
 
+    def by_outcome(self) -> dict[str, int]:
+        """The same by name, as metrics have it."""
+        return {
+            "granted": self.num_granted,
+            "refused": self.num_refused,
+            "returned": self.num_returned,
+            "forced": self.num_forced,
+        }
+
 
 class PeerTier:
     """See the module. ``at_boundary`` and ``close`` are the step loop's; ``hurry`` is any thread's.

@@ -65,4 +65,5 @@ def take_snapshot(
         num_recalls=leases.num_recalls,
         recall_times_s=leases.recall_times_s,
         num_failed_growths=leases.num_failed_growths,
+        borrowed_leases=dict(leases.num_borrowed),
     )

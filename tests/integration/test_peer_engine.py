@@ -192,6 +192,8 @@ def test_a_loop_that_stands_still_loses_its_slots_at_the_deadline_and_no_token(
         tokens = serve(engine, requests, stand_still)
         assert verdict(expected, tokens).is_equal
         assert totals.num_forced == NUM_PAGES
+        outcomes = engine.stats().borrowed_leases
+        assert (outcomes["forced"], outcomes["returned"]) == (totals.num_forced, totals.num_returned)
         until(engine, lambda: not neighbour.agent.membership.lease_bytes())
 
 
