@@ -70,7 +70,7 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
     Args:
         config: The flags.
         policy: Decides in the place of the one that the flags name.
-        lending: When it lends, other than by default.
+        lending: When it lends, in the place of what the flags say.
 
     Raises:
         UserError: The model cannot be read, the device is not there, memory is too small for one request, or the
@@ -83,7 +83,7 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
     tokenizer = source.load_tokenizer()
     if is_shared or client is not None:
         config = replace(config, device_name=name)
-    meet = partial(_meet, config, client, name, lending or LendingSettings())
+    meet = partial(_meet, config, client, name, lending or LendingSettings().at_calm(config.lend_after))
     with ExitStack() as on_failure:
         memory = DeviceMemory(config, source.config, device, dtype, name if is_shared else None)
         on_failure.callback(memory.close)

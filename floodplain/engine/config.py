@@ -10,6 +10,7 @@ from floodplain.core.errors import UserError
 from floodplain.core.sizes import parse_size
 from floodplain.cost.link import LINKS
 from floodplain.memory.device_file import NAME
+from floodplain.policy.lending import LendingSettings
 from floodplain.policy.registry import POLICIES
 from floodplain.policy.settings import FAIR_BY, SLICE_ENDS, SLICE_STEPS, SharingSettings, settings_for
 
@@ -22,6 +23,7 @@ def _flag(
 
 
 MAX_BLOCK_TOKENS = 1024
+MIN_LEND_AFTER_S, MAX_LEND_AFTER_S = 0.1, 86400.0
 DTYPES = ("float32", "bfloat16")
 SWAPS = ("none", "host", "peer")
 HARDWARE_PREFIX = "emulated-"
@@ -38,6 +40,7 @@ _USED_BY = {
     "pace": ("paced",), "max_gap": ("paced",),
 }  # fmt: skip
 _SHARING = SharingSettings()
+_LENDING = LendingSettings()
 _SLICES = ", ".join(f"{policy} {steps}" for policy, steps in SLICE_STEPS.items())
 _NOUNS = {int: "a whole number", float: "a number", str: "a word", bool: "True or False"}
 
@@ -112,6 +115,9 @@ class EngineConfig:
         "off", "how much of the KV pool neighbours may borrow while it is idle: off, auto, or at most a size",
         metavar="SIZE",
     )  # fmt: skip
+    lend_after: float = _flag(  # type: ignore[assignment]
+        _LENDING.calm_s, "seconds of calm before memory is lent; the other times of --lend go with it"
+    )
     seed: int = _flag(0, "seed of everything random")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -192,6 +198,12 @@ class EngineConfig:
                 raise UserError(f"--lend {self.lend} needs --coordinator: nobody else can say that memory is to be had")
             if self.coordinator_token_file is not None:
                 raise UserError("--coordinator-token-file needs --coordinator: there is nobody to show the token to")
+        if not MIN_LEND_AFTER_S <= self.lend_after <= MAX_LEND_AFTER_S:
+            raise UserError(
+                f"--lend-after must be between {MIN_LEND_AFTER_S:g} and {MAX_LEND_AFTER_S:g} s, not {self.lend_after}"
+            )
+        if self.lend_after != _LENDING.calm_s and not self.lends:
+            raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
         if self.device_name is not None and not NAME.fullmatch(self.device_name):
             raise UserError(f"--device-name {self.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
 

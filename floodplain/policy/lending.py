@@ -8,7 +8,7 @@ then. *Recall*: everything at once, when requests wait, the pool fills, or more 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import ceil, sqrt
 
@@ -88,6 +88,17 @@ class LendingSettings:
             raise InvariantError(f"watermarks must be 0 < low < high <= 1, not {self.low} and {self.high}")
         if not 0 <= self.busy_s < self.calm_s:
             raise InvariantError(f"a recall must come sooner than an offer: {self.busy_s} s, {self.calm_s} s")
+
+    def at_calm(self, calm_s: float) -> LendingSettings:
+        """The same with so many seconds of calm before an offer, and every other time in proportion."""
+        factor = calm_s / self.calm_s
+        return replace(
+            self,
+            calm_s=calm_s,
+            busy_s=factor * self.busy_s,
+            window_s=factor * self.window_s,
+            rate_window_s=factor * self.rate_window_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)

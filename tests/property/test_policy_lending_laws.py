@@ -34,11 +34,28 @@ SETTINGS = st.builds(
     st.sampled_from([None, None, 0.5, 3.0]),
 )
 Looks = list[tuple[float, int, int, int, bool]]
+PHASES = st.lists(
+    st.tuples(
+        st.integers(1, 40),  # looks that are alike
+        st.tuples(
+            st.sampled_from([0.25, 0.5, 1.0, 3.0]),
+            st.sampled_from([0, 0, 0, 0, 1]),
+            st.sampled_from([50, 100, 200, 500, 900]),
+            st.sampled_from([0, 1, 2, 4]),
+            st.just(True),
+        ),
+    ),
+    min_size=2,
+    max_size=10,
+).map(lambda phases: [look for count, look in phases for _ in range(count)])
+"""Loads that stay as they are for a while, as loads do."""
 
 
-def run(policy: LendingPolicy, looks: Looks, lag: float = 0.5) -> list[tuple[PoolLoad, int, LendingReason]]:
+def run(
+    policy: LendingPolicy, looks: Looks, lag: float = 0.5, start_s: float = 50.0
+) -> list[tuple[PoolLoad, int, LendingReason]]:
     """Every look with what was decided; the pool follows the target slowly, as a real one does."""
-    now, arrived, num_blocks, told = 50.0, 0, FULL, []
+    now, arrived, num_blocks, told = start_s, 0, FULL, []
     for gap_s, waiting, used, new, can_offer in looks:
         now, arrived = now + gap_s, arrived + new
         load = PoolLoad(now, waiting, min(used, num_blocks), num_blocks, FULL, arrived, can_offer)
@@ -109,3 +126,14 @@ def test_a_constant_calm_load_ends_up_lending(
 def test_equal_loads_give_equal_decisions(looks: Looks) -> None:
     one, other = (LendingPolicy(LendingSettings(), 100) for _ in range(2))
     assert run(one, looks) == run(other, looks)
+
+
+@settings(max_examples=examples(150))
+@given(PHASES, st.sampled_from([0.125, 0.5, 2.0, 8.0]))
+def test_with_another_calm_everything_happens_alike_in_another_time(phases: Looks, factor: float) -> None:
+    """Powers of two change no digit of a time, so that the decisions must be the very same."""
+    how = LendingSettings(busy_s=1.0, rise=1.2, rise_sigmas=0.5)
+    slow = run(LendingPolicy(how, 100), phases)
+    stretched: Looks = [(factor * gap_s, *rest) for gap_s, *rest in phases]  # type: ignore[misc]
+    other = run(LendingPolicy(how.at_calm(factor * how.calm_s), 100), stretched, start_s=factor * 50.0)
+    assert [told[1:] for told in slow] == [told[1:] for told in other]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ URL = {"coordinator": "http://127.0.0.1:8100"}
         (URL | {"lend": "some"}, "^--lend must be off, auto, or a size: 'some' is no size"),
         (URL | {"lend": "0"}, "^--lend must be off, auto, or a size: '0' is out of range"),
         (URL | {"lend": 2**20}, "^--lend must be a word, not 1048576$"),
+        ({"lend_after": 2.0}, "^--lend-after says when to lend, and --lend off does not: leave one of them out$"),
+        (URL | {"lend": "auto", "lend_after": 0.01}, "^--lend-after must be between 0.1 and 86400 s, not 0.01$"),
+        (URL | {"lend": "auto", "lend_after": math.nan}, "^--lend-after must be between 0.1 and 86400 s, not nan$"),
         ({"coordinator_token_file": "f"}, "^--coordinator-token-file needs --coordinator: there is nobody"),
         ({"coordinator": 8100}, "^--coordinator must be a word, not 8100$"),
         ({"device_name": "a/b"}, "^--device-name 'a/b' must be 1 to 64 letters, digits, '.', '_' or '-'$"),
