@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from floodplain.observe.strip import draw_strip
-from floodplain.observe.style import COLOURS, LINES, MARKERS, Run, add_legend, make_figure, styled
+from floodplain.observe.style import COLOURS, LINES, MARKERS, Run, add_legend, make_figure, styled, subtitle
 from floodplain.observe.table import lookup
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def _by_request(
 ) -> Figure:
     """Draw one value per request, in the order in which the requests were sent."""
     with styled():
-        figure, (panel,) = make_figure(title, runs)
+        figure, (panel,) = make_figure(title, subtitle(runs))
         for i, (name, result) in enumerate(runs):
             colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
             starts = result["start_times"]
@@ -83,7 +83,7 @@ def draw_timeline(runs: Sequence[Run]) -> Figure | None:
     if not panels:
         return None
     with styled():
-        figure, axes = make_figure("Requests and KV memory over time", runs, len(panels))
+        figure, axes = make_figure("Requests and KV memory over time", subtitle(runs), len(panels))
         for panel, (key, label) in zip(axes, panels, strict=True):
             for i, (name, each) in enumerate(columns.items()):
                 if key in each:
@@ -127,10 +127,19 @@ def to_svg(figure: Figure) -> str:
 
 
 def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write every picture as ``NAME.svg`` and ``NAME.png`` into ``folder`` (made if need be); returns the paths."""
+    """Write every picture of the runs into ``folder``; see ``save_figures``."""
+    return save_figures(draw_all(runs), folder)
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Write figures by their names as ``NAME.svg`` and ``NAME.png`` into ``folder`` (made if need be).
+
+    Returns:
+        The paths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, figure in draw_all(runs).items():
+    for name, figure in figures.items():
         svg, png = folder / f"{name}.svg", folder / f"{name}.png"
         svg.write_text(to_svg(figure), encoding="utf-8")
         with styled():

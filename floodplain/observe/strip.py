@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from floodplain.core.lifecycle import EventKind, Lifecycle, residence_s
-from floodplain.observe.style import COLOURS, Run, make_figure, styled
+from floodplain.observe.style import COLOURS, Run, make_figure, styled, subtitle
 from floodplain.observe.table import lookup
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def draw_strip(runs: Sequence[Run]) -> Figure | None:
     if not known:
         return None
     with styled():
-        figure, panels = make_figure("Who was on the device when", runs, len(known), PANEL_INCHES)
+        figure, panels = make_figure("Who was on the device when", subtitle(runs), len(known), PANEL_INCHES)
         for panel, (colour, name, columns) in zip(panels, known, strict=True):
             _draw_rows(panel, columns, colour)
             panel.set_ylabel(f"{name}\n(request)")

@@ -49,9 +49,7 @@ def styled() -> Iterator[None]:
         yield
 
 
-def make_figure(
-    title: str, runs: Sequence[Run], num_panels: int = 1, panel_inches: float = 1.6
-) -> tuple[Figure, list[Axes]]:
+def make_figure(title: str, where: str, num_panels: int = 1, panel_inches: float = 1.6) -> tuple[Figure, list[Axes]]:
     """Return a figure with panels under each other, a title that says what, and a line that says where."""
     from matplotlib.figure import Figure
 
@@ -59,7 +57,7 @@ def make_figure(
     panels = figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0]
     panels[0].set_title(f"{title}\n", loc="left", fontsize=12, fontweight="bold")
     panels[0].text(
-        0.0, 1.03, subtitle(runs), transform=panels[0].transAxes, ha="left", va="bottom", fontsize=8.5, color="#555555"
+        0.0, 1.03, where, transform=panels[0].transAxes, ha="left", va="bottom", fontsize=8.5, color="#555555"
     )
     return figure, list(panels)
 
