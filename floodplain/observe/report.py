@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -34,12 +35,32 @@ dt { font-weight: 600; } dd { margin: 0 0 .5rem 1.2rem; }
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page that is not about the runs.
+
+    Attributes:
+        title: Its heading.
+        paragraphs: Plain text.
+        name: Of its picture.
+        svg: The picture, as ``plots.to_svg`` gives it.
+        caption: What it shows, in plain words (plain text).
+    """
+
+    title: str
+    paragraphs: Sequence[str]
+    name: str
+    svg: str
+    caption: str
+
+
 def render_report(
     title: str,
     runs: Sequence[Run],
     machine: Mapping[str, Any],
     paragraphs: Sequence[str] = (),
     ways: Mapping[str, str] | None = None,
+    sections: Sequence[Section] = (),
 ) -> str:
     """Return the page as HTML that refers to nothing outside itself.
 
@@ -49,6 +70,7 @@ def render_report(
         machine: Facts of the machine, shown as they are.
         paragraphs: What the reader should know first, in plain words (plain text).
         ways: What the names of the runs stand for, in plain words (plain text).
+        sections: What follows the pictures of the runs.
     """
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -62,7 +84,8 @@ def render_report(
         "<h2>Numbers</h2>",
         _table(runs),
         "<h2>Pictures</h2>",
-        *(_picture(name, to_svg(figure)) for name, figure in draw_all(runs).items()),
+        *(_picture(name, to_svg(figure), CAPTIONS[name]) for name, figure in draw_all(runs).items()),
+        *(_section(section) for section in sections),
         *_emulation(runs),
         "<h2>Machine</h2>",
         _facts(machine),
@@ -141,8 +164,12 @@ def _table(runs: Sequence[Run]) -> str:
     )
 
 
-def _picture(name: str, svg: str) -> str:
-    caption = CAPTIONS[name]
+def _section(section: Section) -> str:
+    words = "\n".join(f"<p>{escape(text)}</p>" for text in section.paragraphs)
+    return f"<h2>{escape(section.title)}</h2>\n{words}\n{_picture(section.name, section.svg, section.caption)}"
+
+
+def _picture(name: str, svg: str, caption: str) -> str:
     return f"<figure>\n{inline_svg(svg, name, caption)}\n<figcaption>{escape(caption)}</figcaption>\n</figure>"
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from floodplain.cli.demo_leases_load import QUICK_SCENE
+from floodplain.cli.demo_load import QUICK
+from floodplain.cli.demo_page import print_summary, write_files
 from floodplain.cli.demo_run import measure_capacity, serve_way
 from floodplain.cli.demo_ways import HOST_LINK, NEIGHBOUR_LINK, WAYS
 from floodplain.engine.config import EngineConfig
@@ -85,3 +91,36 @@ def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: py
     capacity = asyncio.run(measure_capacity(BASE, SPEC))
     assert capacity == pytest.approx(NUM_REQUESTS / (2.0 + 0.1 * mean_output))
     assert len({number for number, _ in asked}) == 1
+
+
+LEASES: dict[str, Any] = {
+    "scene": asdict(QUICK_SCENE),
+    "recalls": {"num": 3, "mean_s": 1.25, "num_forced": 0},
+    "most_lent_bytes": 2**26,
+    "tokens_per_s": {"borrowing": 200.0, "without": None},
+    "failed": 0,
+    "samples": {
+        name: [0.0, 1.0, 2.0]
+        for name in ("time_s", "pool_bytes", "used_bytes", "lent_bytes", "peer_bytes", "host_bytes", "num_tokens")
+    },
+}
+
+
+def test_the_page_shows_both_parts(
+    runs: dict[str, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = write_files(tmp_path, QUICK, list(runs.items()), LEASES)
+    page = (tmp_path / "index.html").read_text()
+    assert "Memory lent between two servers" in page and "3 leases were taken back" in page
+    assert json.loads((tmp_path / "demo.json").read_text())["leases"]["recalls"]["num"] == 3
+    assert {path.name for path in tmp_path.glob("*.png")} >= {"ttft.png", "strip.png", "leases.png"}
+    print_summary(tmp_path, summary, as_json=False)
+    assert "lent: at most 64 MiB; taken back: 3 leases, 1.25 s each, 0 by force" in capsys.readouterr().out
+
+
+def test_the_first_part_is_kept_when_the_second_one_fails(runs: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    write_files(tmp_path, QUICK, list(runs.items()), None)
+    assert "Memory lent" not in (tmp_path / "index.html").read_text()
+    assert json.loads((tmp_path / "demo.json").read_text())["leases"] is None
+    assert len(json.loads((tmp_path / "demo.json").read_text())["runs"]) == len(runs)
+    assert not (tmp_path / "leases.png").exists()

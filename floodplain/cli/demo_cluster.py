@@ -1,0 +1,163 @@
+"""The processes of the demo's second part: a coordinator and two servers, each as its own verb starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from floodplain.core.errors import UserError
+
+_VERB = "import sys; from floodplain.cli.main import main; sys.exit(main())"
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 20.0
+
+
+class VerbProcess:
+    """``floodplain VERB …`` in a process of its own. A context manager; leaving it ends the process.
+
+    Args:
+        words: The verb and its flags.
+        log: What it writes to standard error goes there.
+        cores: It may run on these, and computes with as many threads; None leaves both to the system.
+    """
+
+    def __init__(self, words: Sequence[str], log: Path, cores: Sequence[int] | None = None) -> None:
+        self._words = tuple(words)
+        self._log = log
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        if cores:
+            environment["OMP_NUM_THREADS"] = str(len(cores))
+        with _bound_to(cores), log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _VERB, *words, "--format", "json"],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+            )
+
+    @property
+    def exit_status(self) -> int | None:
+        """Of the process; None while it runs."""
+        return self._process.poll()
+
+    def wait_ready(self) -> Mapping[str, Any]:
+        """What the verb says when it serves: a JSON object with its ``url``.
+
+        Raises:
+            UserError: It ended, or was not ready in time; with its last word.
+        """
+        assert self._process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            is_there = selector.select(START_TIMEOUT_S)
+        line = self._process.stdout.readline() if is_there else b""
+        if not line:
+            raise UserError(f"floodplain {self._words[0]} did not start: {self._last_word()}")
+        return dict(json.loads(line))
+
+    def ask_to_stop(self) -> None:
+        """As an operator would, and without waiting for it."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def stop(self) -> None:
+        """Ask it to stop, and kill it if that takes too long. Safe to call twice."""
+        self.ask_to_stop()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _last_word(self) -> str:
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1] if lines else f"it said nothing for {START_TIMEOUT_S:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhood:
+    """Addresses of two servers that know each other through a coordinator.
+
+    Attributes:
+        coordinator: Of the coordinator.
+        producer: Of the server that lends.
+        consumer: Of the server that borrows.
+    """
+
+    coordinator: str
+    producer: str
+    consumer: str
+
+
+@contextmanager
+def neighbourhood(
+    folder: Path, model: str, producer_flags: Sequence[str], consumer_flags: Sequence[str]
+) -> Iterator[Neighbourhood]:
+    """Run a coordinator and two servers, each server on cores of its own; all of them end with the context.
+
+    Args:
+        folder: For the coordinator's store and the processes' logs.
+        model: That both serve.
+        producer_flags: Flags of ``floodplain serve`` for the one that lends.
+        consumer_flags: The same for the one that borrows.
+
+    Raises:
+        UserError: One of them does not start.
+    """
+    near, far = split_cores()
+    with ExitStack() as processes:
+
+        def start(name: str, words: Sequence[str], cores: Sequence[int] | None = None) -> VerbProcess:
+            return processes.enter_context(VerbProcess(words, folder / f"{name}.log", cores))
+
+        store = f"sqlite:///{folder / 'leases.db'}"
+        coordinator = start("coordinator", ["coordinator", "--port", "0", "--store", store])
+        url = str(coordinator.wait_ready()["url"])
+        serve = ["serve", model, "--port", "0", "--coordinator", url]
+        producer = start("producer", [*serve, *producer_flags], near)
+        consumer = start("consumer", [*serve, *consumer_flags], far)
+        yield Neighbourhood(url, *(str(process.wait_ready()["url"]) for process in (producer, consumer)))
+        for process in (producer, consumer):  # side by side, and before the coordinator
+            process.ask_to_stop()
+
+
+def split_cores() -> tuple[list[int] | None, list[int] | None]:
+    """Two halves of the cores that this process may use; None where there is one, or the system does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None, None
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    return (cores[:half], cores[half : 2 * half]) if half else (None, None)
+
+
+@contextmanager
+def _bound_to(cores: Sequence[int] | None) -> Iterator[None]:
+    """Children inherit the cores of the thread that starts them."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,124 @@
+"""The second part of ``floodplain demo``: one of three processes lends memory, takes it back, and lends it again.
+
+A server with a light load lends most of its KV pool. Another one has more requests than its own memory holds, and keeps
+the KV of those who wait their turn in what it borrows. Half-way the first server's load doubles for a while. It is the
+experiment of AQUA's Figure 12, with real servers and a real coordinator of leases; only the links' speeds are emulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from floodplain.cli.demo_cluster import neighbourhood
+from floodplain.cli.demo_leases_load import LendingScale, Server, borrower_flags, lender_flags, short_texts, texts
+from floodplain.cli.demo_watch import LendingSample, to_columns, watching
+from floodplain.cli.demo_ways import HOST_LINK, NEIGHBOUR_LINK
+from floodplain.engine.config import EngineConfig
+from floodplain.observe.table import format_number
+from floodplain.workload.spec import WorkloadSpec, build
+
+
+def serve_scene(
+    base: EngineConfig, sample: WorkloadSpec, scale: LendingScale, num_resident: int, *, progress: bool
+) -> dict[str, Any]:
+    """Start the three processes, play the scene, end them; returns what was seen, for ``leases`` of ``demo.json``.
+
+    Args:
+        base: The engine of the first part.
+        sample: Its requests.
+        scale: Of the scene.
+        num_resident: Requests that the pool of ``base`` holds.
+        progress: Whether to say on standard error what happens.
+
+    Raises:
+        UserError: A process does not start.
+    """
+    from floodplain.engine.weights.open_model import open_model
+
+    tokenizer = open_model(base.model).load_tokenizer()
+    if progress:
+        print("leases: a coordinator and two servers", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="floodplain-demo-") as folder:
+        flags = lender_flags(base, scale), borrower_flags(base, scale, num_resident)
+        with neighbourhood(Path(folder), base.model, *flags) as places:
+            lender = Server(places.producer, base.model, build(short_texts(sample, 0), tokenizer))
+            borrower = Server(places.consumer, base.model, build(texts(sample, 1), tokenizer))
+            samples = asyncio.run(_play(lender, borrower, scale))
+    return {"scene": asdict(scale), **summarise(samples, lender, borrower), "samples": to_columns(samples)}
+
+
+async def _play(lender: Server, borrower: Server, scale: LendingScale) -> list[LendingSample]:
+    await asyncio.gather(lender.warm_up(), borrower.warm_up())
+    async with watching(lender.url, borrower.url) as samples:
+        visits = [
+            asyncio.create_task(visit)
+            for visit in (
+                lender.visit(scale.num_lender_users, 0.0),
+                lender.visit(scale.num_lender_users, scale.double_s, scale.light_s),
+                borrower.visit(scale.num_borrower_users, scale.borrow_s),
+            )
+        ]
+        try:
+            done, _ = await asyncio.wait(visits, timeout=scale.end_s, return_when=asyncio.FIRST_EXCEPTION)
+            for visit in done:
+                visit.result()
+        finally:  # the scene is over: whoever still waits for an answer leaves
+            for visit in visits:
+                visit.cancel()
+            await asyncio.gather(*visits, return_exceptions=True)
+    return samples
+
+
+def describe(scene: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a reader of the page should know, and what happened, in plain words."""
+    scale, recalls, rates = scene["scene"], scene["recalls"], scene["tokens_per_s"]
+    took = (
+        f"{recalls['num']} leases were taken back; from the word until the memory was free it took "
+        f"{format_number(recalls['mean_s'])} s on average. {recalls['num_forced']} of them were not empty in time."
+        if recalls["num"]
+        else "The lender never needed its memory back."
+    )
+    return (
+        "Two servers and a coordinator of leases, each a process of its own, as an operator would start them. One "
+        f"server has {scale['num_lender_users']} users, and lends what they do not need of its KV memory. The other "
+        f"one has {scale['num_borrower_users']}, and memory for {scale['num_resident']}: it keeps the KV of those who "
+        f"wait their turn in what it borrows. From second {scale['double_s']:g} to {scale['light_s']:g} the first "
+        "server has twice as many users: it takes its memory back, and the other one's KV moves to the host's memory. "
+        "Later it lends again, and the KV comes nearer in the background.",
+        f"At most {format_number(scene['most_lent_bytes'] / 2**20)} MiB were lent. {took} The borrower generated "
+        f"{format_number(rates['borrowing'])} tokens a second while it borrowed and {format_number(rates['without'])} "
+        "while it did not: copies run behind the computing, so that a slower link costs little.",
+        "Both servers run on cores of their own. Borrowed memory is real memory of the lender's device; the links are "
+        f"emulated: {NEIGHBOUR_LINK} to borrowed memory and {HOST_LINK} to the host's, slowed down by one factor.",
+    )
+
+
+def summarise(samples: Sequence[LendingSample], lender: Server, borrower: Server) -> dict[str, Any]:
+    """The scene in numbers: recalls, what was lent, the borrower's tokens per second with and without, failures."""
+    last, records = samples[-1], [*lender.records, *borrower.records]
+    return {
+        "recalls": {
+            "num": int(last.num_recalls),
+            "mean_s": last.recall_s / last.num_recalls if last.num_recalls else None,
+            "num_forced": int(last.num_forced),
+        },
+        "most_lent_bytes": max(sample.lent_bytes for sample in samples),
+        "tokens_per_s": {"borrowing": _rate(samples, is_lent=True), "without": _rate(samples, is_lent=False)},
+        "completed": sum(record.error is None for record in records),
+        "failed": sum(record.error is not None for record in records),
+    }
+
+
+def _rate(samples: Sequence[LendingSample], *, is_lent: bool) -> float | None:
+    """Of the borrower, over the time in which memory was lent, or was not, since it began to work."""
+    first = samples[0].num_tokens
+    busy = [pair for pair in pairwise(samples) if pair[0].num_tokens > first and (pair[0].lent_bytes > 0) is is_lent]
+    seconds = sum(after.time_s - before.time_s for before, after in busy)
+    return sum(after.num_tokens - before.num_tokens for before, after in busy) / seconds if seconds else None

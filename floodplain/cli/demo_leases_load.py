@@ -1,0 +1,144 @@
+"""The load of the demo's second part: a lender whose users double for a while, and a borrower with a crowd.
+
+Users send their next request when the last one is answered. So the load on memory is the same on a quick machine and on
+a slow one, and what doubles it is the scene, not chance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from floodplain.cli.demo_ways import HOST_LINK
+from floodplain.engine.config import EngineConfig
+from floodplain.workload.spec import WorkloadSpec
+
+if TYPE_CHECKING:
+    from floodplain.workload.records import LoadRequest, RequestRecord
+
+LENDER_POOL_BYTES = 224 * 2**20
+COMING_S = 0.5
+"""All users come within so many seconds: their requests do not all end at once."""
+NUM_WARM_UP, WARM_UP_TOKENS = 2, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LendingScale:
+    """How long the scene is and how large.
+
+    Attributes:
+        lend_after_s: Calm before the lender lends.
+        borrow_s: When the borrower's users come.
+        double_s: When as many users again come to the lender.
+        light_s: When these leave.
+        end_s: When everybody leaves.
+        num_lender_users: Of the lender, at first.
+        num_borrower_users: Of the borrower.
+        num_resident: Requests that the borrower's own memory holds.
+    """
+
+    lend_after_s: float
+    borrow_s: float
+    double_s: float
+    light_s: float
+    end_s: float
+    num_lender_users: int
+    num_borrower_users: int
+    num_resident: int
+
+
+FULL_SCENE = LendingScale(
+    lend_after_s=8.0, borrow_s=9.0, double_s=24.0, light_s=36.0, end_s=64.0,
+    num_lender_users=16, num_borrower_users=36, num_resident=12,
+)  # fmt: skip
+QUICK_SCENE = LendingScale(
+    lend_after_s=1.5, borrow_s=0.5, double_s=4.0, light_s=6.5, end_s=9.5,
+    num_lender_users=12, num_borrower_users=18, num_resident=6,
+)  # fmt: skip
+
+
+def lender_flags(base: EngineConfig, scale: LendingScale) -> list[str]:
+    """Flags of the server that lends."""
+    return [
+        *_common_flags(base),
+        *("--kv-memory", str(LENDER_POOL_BYTES), "--swap", "none", "--policy", "fcfs"),
+        *("--lend", "auto", "--lend-after", str(scale.lend_after_s)),
+    ]
+
+
+def borrower_flags(base: EngineConfig, scale: LendingScale, num_resident: int) -> list[str]:
+    """Flags of the server that borrows; ``base`` has a pool for ``num_resident`` requests."""
+    pool_bytes = round((base.kv_memory or 0) * scale.num_resident / num_resident)
+    return [
+        *_common_flags(base),
+        *("--kv-memory", str(pool_bytes), "--hardware", HOST_LINK),
+        *("--swap", "peer", "--peer-memory", str(LENDER_POOL_BYTES)),
+    ]
+
+
+def _common_flags(base: EngineConfig) -> list[str]:
+    return ["--dtype", base.dtype, "--max-model-len", str(base.max_model_len), "--seed", str(base.seed)]
+
+
+def texts(sample: WorkloadSpec, number: int) -> WorkloadSpec:
+    """Requests like those of the first part, other ones for each ``number``."""
+    return replace(sample, request_rate=math.inf, seed=sample.seed + 1 + number)
+
+
+def short_texts(sample: WorkloadSpec, number: int) -> WorkloadSpec:
+    """The same, half as long: a crowd of them is more even than a few long ones."""
+    return replace(
+        texts(sample, number),
+        length_scale=sample.length_scale / 2,
+        max_input=_halve(sample.max_input),
+        max_output=_halve(sample.max_output),
+    )
+
+
+def _halve(num_tokens: int | None) -> int | None:
+    return None if num_tokens is None else max(1, num_tokens // 2)
+
+
+class Server:
+    """A server and the requests that its users have for it, over and over.
+
+    Args:
+        url: Where.
+        model: Its name there.
+        requests: At least one.
+    """
+
+    def __init__(self, url: str, model: str, requests: Sequence[LoadRequest]) -> None:
+        self.url = url
+        self.records: list[RequestRecord] = []
+        """Of what was answered, in that order."""
+        self._model = model
+        self._requests: Iterator[LoadRequest] = cycle(requests)
+
+    async def warm_up(self) -> None:
+        """A few short requests: what an engine does once is done before anybody looks."""
+        short = [replace(next(self._requests), max_tokens=WARM_UP_TOKENS) for _ in range(NUM_WARM_UP)]
+        await asyncio.gather(*(self._send(request) for request in short))
+
+    async def visit(self, num_users: int, from_s: float, to_s: float = math.inf) -> None:
+        """So many users come, one after another, ``from_s`` from now; after ``to_s`` none begins another request."""
+        end_s = time.monotonic() + to_s
+
+        async def use(number: int) -> None:
+            await asyncio.sleep(from_s + number * COMING_S / num_users)
+            while time.monotonic() < end_s:
+                self.records += await self._send(next(self._requests))
+
+        await asyncio.gather(*(use(number) for number in range(num_users)))
+
+    async def _send(self, request: LoadRequest) -> list[RequestRecord]:
+        from floodplain.workload.client import run_load
+        from floodplain.workload.http_target import HttpTarget
+
+        async with HttpTarget(self.url, self._model) as target:
+            return await run_load(target, [replace(request, arrival_s=0.0)], progress=False)

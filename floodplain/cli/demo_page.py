@@ -1,0 +1,93 @@
+"""What ``floodplain demo`` leaves behind: ``demo.json``, the pictures, the page; and what it says at the end."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from floodplain.cli.demo_leases import describe
+from floodplain.cli.demo_load import Scale
+from floodplain.cli.demo_run import Run
+from floodplain.cli.demo_ways import TITLE, WAYS, paragraphs
+
+if TYPE_CHECKING:
+    from floodplain.observe.report import Section
+
+LEASES_TITLE = "Memory lent between two servers"
+LEASES_CAPTION = (
+    "Above: the lender's memory; white is on its way from one to the other. Middle: where the borrower keeps what does "
+    "not fit on its device. Below: how many tokens it generates."
+)
+
+
+def write_files(folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Write everything into ``folder``; returns what ``demo.json`` holds.
+
+    Args:
+        folder: Made if need be.
+        scale: Of the first part.
+        runs: Of the first part.
+        leases: What the second part saw; None if it did not come about.
+    """
+    from floodplain.observe.plots import draw_all, save_figures
+    from floodplain.observe.report import render_report
+    from floodplain.observe.strict_json import save_result
+
+    machine = _machine()
+    summary = {"runs": [{"name": name, **result} for name, result in runs], "leases": leases, "machine": machine}
+    save_result(folder / "demo.json", summary)
+    save_figures(draw_all(runs), folder)
+    page = render_report(
+        TITLE,
+        runs,
+        machine,
+        paragraphs(scale.num_resident, scale.burst_s, scale.burst_factor),
+        {way.name: way.words for way in WAYS},
+        [_leases_section(folder, leases, f"{runs[0][1]['model_id']} on {machine['processor']}")] if leases else [],
+    )
+    (folder / "index.html").write_text(page, encoding="utf-8")
+    return summary
+
+
+def print_summary(folder: Path, summary: Mapping[str, Any], *, as_json: bool) -> None:
+    """The table of the runs, the leases in a line, and where to look; or all of ``demo.json``."""
+    from floodplain.observe.strict_json import to_json
+    from floodplain.observe.table import format_number, format_table, summary_rows, transposed
+
+    if as_json:
+        print(to_json(summary))
+        return
+    print(format_table(*transposed(*summary_rows([(run["name"], run) for run in summary["runs"]]))))
+    leases = summary["leases"]
+    recalls = leases["recalls"]
+    print(
+        f"\nlent: at most {format_number(leases['most_lent_bytes'] / 2**20)} MiB; taken back: {recalls['num']} leases, "
+        f"{format_number(recalls['mean_s'])} s each, {recalls['num_forced']} by force"
+    )
+    print(f"pictures and numbers: {folder / 'index.html'}")
+
+
+def _leases_section(folder: Path, leases: Mapping[str, Any], where: str) -> Section:
+    from floodplain.observe.lending import draw_lending
+    from floodplain.observe.plots import save_figures, to_svg
+    from floodplain.observe.report import Section
+
+    figure = draw_lending(leases, f"{where}, two servers")
+    save_figures({"leases": figure}, folder)
+    return Section(LEASES_TITLE, describe(leases), "leases", to_svg(figure), LEASES_CAPTION)
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    from floodplain.engine.offline import hardware_report
+
+    return {
+        "processor": hardware_report("cpu").name,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }

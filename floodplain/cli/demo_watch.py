@@ -1,0 +1,142 @@
+"""Looks at two servers' ``/metrics`` a few times a second while one lends memory to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import aiohttp
+
+PERIOD_S = 0.25
+_IDLE_STATES = ("free", "cached")
+"""Of blocks that no request needs now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LendingSample:
+    """Both servers at one moment. Counts and sums are since their start.
+
+    Attributes:
+        time_s: Seconds since the watch began.
+        pool_bytes: The lender's KV pool.
+        used_bytes: Of it, what requests hold.
+        lent_bytes: Of leases that have not ended.
+        num_waiting: Requests at the lender that wait.
+        num_running: Requests on the borrower's device.
+        num_off_device: Requests at the borrower that wait, or are swapped out.
+        num_recalls: Leases that were recalled and are seen free again.
+        recall_s: How long these took together.
+        num_tokens: Tokens that the borrower generated.
+        peer_bytes: The borrower's KV in borrowed memory.
+        host_bytes: The borrower's KV in its host's memory.
+        num_forced: Leases that were taken away from the borrower before they were empty.
+        stall_s: Time in which nothing could run at the borrower before a copy ended.
+    """
+
+    time_s: float
+    pool_bytes: float
+    used_bytes: float
+    lent_bytes: float
+    num_waiting: float
+    num_running: float
+    num_off_device: float
+    num_recalls: float
+    recall_s: float
+    num_tokens: float
+    peer_bytes: float
+    host_bytes: float
+    num_forced: float
+    stall_s: float
+
+
+Columns = Mapping[str, list[float]]
+
+
+def to_columns(samples: list[LendingSample]) -> dict[str, list[float]]:
+    """One list for each attribute, for the result's JSON and the picture."""
+    rows = [asdict(sample) for sample in samples]
+    return {item.name: [row[item.name] for row in rows] for item in fields(LendingSample)}
+
+
+@asynccontextmanager
+async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> AsyncIterator[list[LendingSample]]:
+    """Take samples into the list that is given until the context ends, one at each end included."""
+    import aiohttp
+
+    samples: list[LendingSample] = []
+    begin_s = time.monotonic()
+    async with aiohttp.ClientSession() as session:
+
+        async def look() -> None:
+            now_s = time.monotonic() - begin_s
+            both = await asyncio.gather(_scrape(session, producer), _scrape(session, consumer))
+            samples.append(sample_of(now_s, *both))
+
+        async def look_often() -> None:
+            while True:
+                await look()
+                await asyncio.sleep(period_s)
+
+        task = asyncio.create_task(look_often())
+        try:
+            yield samples
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            await look()
+
+
+class _Families:
+    """Samples of a Prometheus text by name, those of one name added up unless labels tell them apart."""
+
+    def __init__(self, text: str) -> None:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self._samples[sample.name.removeprefix("floodplain_")].append((sample.labels, sample.value))
+
+    def sum(self, name: str, **labels: str) -> float:
+        return sum(value for found, value in self._samples[name] if labels.items() <= found.items())
+
+    def by(self, name: str, label: str) -> Iterator[tuple[str, float]]:
+        return ((found[label], value) for found, value in self._samples[name])
+
+
+async def _scrape(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(f"{url}/metrics") as response:
+        response.raise_for_status()
+        return await response.text()
+
+
+def sample_of(time_s: float, lender_text: str, borrower_text: str) -> LendingSample:
+    """What both servers' ``/metrics`` say."""
+    producer, consumer = _Families(lender_text), _Families(borrower_text)
+    pool_bytes, blocks = producer.sum("kv_bytes", tier="local"), dict(producer.by("kv_blocks", "state"))
+    used = sum(count for state, count in blocks.items() if state not in _IDLE_STATES)
+    return LendingSample(
+        time_s=time_s,
+        pool_bytes=pool_bytes,
+        used_bytes=pool_bytes * used / max(1.0, sum(blocks.values())),
+        lent_bytes=producer.sum("lease_bytes", role="producer"),
+        num_waiting=producer.sum("requests_waiting"),
+        num_running=consumer.sum("requests_running"),
+        num_off_device=consumer.sum("requests_waiting") + consumer.sum("requests_swapped"),
+        num_recalls=producer.sum("lease_recall_seconds_count"),
+        recall_s=producer.sum("lease_recall_seconds_sum"),
+        num_tokens=consumer.sum("generation_tokens_total"),
+        peer_bytes=consumer.sum("kv_bytes", tier="peer"),
+        host_bytes=consumer.sum("kv_bytes", tier="host"),
+        num_forced=consumer.sum("borrowed_leases_total", outcome="forced"),
+        stall_s=consumer.sum("swap_stall_seconds_total"),
+    )

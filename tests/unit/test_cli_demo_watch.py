@@ -1,0 +1,85 @@
+"""What the demo makes of two servers' metrics: the numbers that their engines said."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from floodplain.cli.demo_leases import summarise
+from floodplain.cli.demo_leases_load import Server
+from floodplain.cli.demo_watch import LendingSample, sample_of, to_columns
+from floodplain.engine.outputs import EngineStats
+from floodplain.observe.lending import token_rate
+from floodplain.observe.metrics import ServingMetrics
+from floodplain.workload.records import RequestRecord
+
+
+def text_of(stats: EngineStats) -> str:
+    registry = CollectorRegistry()
+    registry.register(ServingMetrics("m", lambda: stats))
+    return generate_latest(registry).decode()
+
+
+def sample(time_s: float, num_tokens: float, lent_bytes: float, **other: float) -> LendingSample:
+    rest = dict.fromkeys(to_columns([]), 0.0) | other
+    return LendingSample(**(rest | {"time_s": time_s, "num_tokens": num_tokens, "lent_bytes": lent_bytes}))
+
+
+def test_a_sample_is_what_the_engines_said() -> None:
+    lender = EngineStats(
+        num_waiting=3,
+        kv_blocks={"free": 6, "cached": 2, "owned": 10, "loading": 1, "draining": 1},
+        kv_bytes={"local": 2000},
+        lease_bytes={("producer", "a"): 300, ("producer", "b"): 40, ("consumer", "c"): 7},
+        num_recalls=2,
+        recall_times_s=(0.5, 1.0),
+    )
+    borrower = EngineStats(
+        num_running=4, num_waiting=5, num_swapped=6, num_generated_tokens=77,
+        kv_bytes={"local": 1, "peer": 8, "host": 9},
+        borrowed_leases={"forced": 1, "returned": 5}, swap_stall_s=0.25,
+    )  # fmt: skip
+    assert sample_of(1.5, text_of(lender), text_of(borrower)) == LendingSample(
+        time_s=1.5, pool_bytes=2000, used_bytes=1200, lent_bytes=340, num_waiting=3, num_recalls=2, recall_s=1.5,
+        num_running=4, num_off_device=11, num_tokens=77, peer_bytes=8, host_bytes=9, num_forced=1, stall_s=0.25,
+    )  # fmt: skip
+
+
+def test_rates_count_only_the_time_with_and_without_borrowed_memory() -> None:
+    """10 tokens/s while nothing is lent, 20 while something is; before the first new token nothing counts."""
+    seen = [
+        sample(0, 5, 0),
+        sample(9, 5, 0),
+        sample(10, 6, 0),
+        sample(12, 26, 64),
+        sample(14, 66, 64),
+        sample(15, 86, 0),
+    ]
+    seen.append(sample(17, 106, 0, num_recalls=4, recall_s=6.0, num_forced=1))
+    server = Server("http://nobody", "m", [])
+    server.records = [record(None), record("refused"), record(None)]
+    told = summarise(seen, server, Server("http://nobody", "m", []))
+    assert told["tokens_per_s"] == {"borrowing": 20.0, "without": 10.0}
+    assert told["recalls"] == {"num": 4, "mean_s": 1.5, "num_forced": 1}
+    assert (told["completed"], told["failed"], told["most_lent_bytes"]) == (2, 1, 64)
+
+
+def test_a_scene_in_which_nothing_is_lent_has_no_recalls_and_no_rate() -> None:
+    told = summarise([sample(0, 0, 0), sample(1, 0, 0)], *(Server("http://nobody", "m", []) for _ in range(2)))
+    assert told["recalls"] == {"num": 0, "mean_s": None, "num_forced": 0}
+    assert told["tokens_per_s"] == {"borrowing": None, "without": None}
+
+
+def test_the_rate_is_that_of_the_last_two_seconds() -> None:
+    times_s = [0.5 * i for i in range(9)]
+    steady = token_rate(times_s, [30 * when for when in times_s])
+    assert steady == (times_s[1:], pytest.approx([30] * 8))
+    _, jump = token_rate(times_s, [0, 0, 0, 0, 40, 40, 40, 40, 40])
+    assert jump == pytest.approx([0, 0, 0, 20, 20, 20, 20, 0])
+
+
+def record(error: str | None) -> RequestRecord:
+    return RequestRecord(
+        request_id="r", prompt_tokens=1, arrival_s=0.0, sent_s=0.0, finished_s=1.0, token_times_s=(0.5,),
+        output_token_ids=None, text="", error=error,
+    )  # fmt: skip
