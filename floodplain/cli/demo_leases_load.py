@@ -53,7 +53,7 @@ class LendingScale:
 
 
 FULL_SCENE = LendingScale(
-    lend_after_s=8.0, borrow_s=9.0, double_s=24.0, light_s=36.0, end_s=64.0,
+    lend_after_s=7.0, borrow_s=8.0, double_s=21.0, light_s=31.0, end_s=54.0,
     num_lender_users=16, num_borrower_users=36, num_resident=12,
 )  # fmt: skip
 QUICK_SCENE = LendingScale(

@@ -23,7 +23,7 @@ class Scale:
 
 
 FULL = Scale(
-    quiet_s=10.0, burst_s=17.0, tail_s=7.0, burst_factor=3.0,
+    quiet_s=8.0, burst_s=14.0, tail_s=5.0, burst_factor=3.0,
     num_resident=24, length_scale=0.6, max_input=320, max_output=256,
 )  # fmt: skip
 QUICK = Scale(

@@ -22,6 +22,8 @@ BEAT_S = 1.0
 """Between two beats of a member that has leases: so soon it hears of a recall."""
 IDLE_BEAT_S = 5.0
 """Between two beats of one that has none."""
+RETURN_BEAT_S = 0.1
+"""Between two beats of a lender whose bytes are on their way back: so soon it may say that it has seen them free."""
 BEATS_PER_TTL = 4
 """It beats at least so often in a TTL: a lost beat kills nobody."""
 MIN_GAP_S = 0.02
@@ -101,6 +103,8 @@ class LeaseAgent:
 
     def _pause_s(self) -> float:
         wanted_s = BEAT_S if self.membership.has_leases else IDLE_BEAT_S
+        if self.membership.expects_bytes:
+            wanted_s = RETURN_BEAT_S
         return min(wanted_s, self._ttl_s / BEATS_PER_TTL)
 
     def _exchange(self) -> None:

@@ -238,6 +238,12 @@ class Membership:
             row = self._side.row
             return bool(self._side.known or self._side.open_requests or (row is not None and row.offered_bytes))
 
+    @property
+    def expects_bytes(self) -> bool:
+        """Whether bytes that it lent are recalled or owed: the sooner it knows that they are free, the better."""
+        with self._lock:
+            return self._lender is not None and self._lender.returning_bytes > 0
+
     def lease_bytes(self) -> Mapping[tuple[str, str], int]:
         """Bytes by (``producer`` or ``consumer``, the other end) of leases that have not ended."""
         total: dict[tuple[str, str], int] = {}

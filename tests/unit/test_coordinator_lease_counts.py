@@ -57,3 +57,17 @@ def test_a_recall_ends_when_the_producer_saw_the_bytes_free_and_when_the_consume
     assert told.membership.take_recall_times() == [seconds]
     told.hear(9.0)
     assert told.membership.take_recall_times() == []
+
+
+def test_a_lender_expects_bytes_from_its_recall_until_they_are_settled_and_a_borrower_never() -> None:
+    lender, borrower = Told("lender"), Told("borrower")
+    for at_s, lease, expects in (
+        (1.0, HELD, False),
+        (2.0, RECALLED, True),
+        (3.0, RELEASED, True),
+        (4.0, SETTLED, False),
+    ):
+        for told in (lender, borrower):
+            told.hear(at_s, lease)
+        assert lender.membership.expects_bytes is expects
+        assert not borrower.membership.expects_bytes
