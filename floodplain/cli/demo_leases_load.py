@@ -123,7 +123,7 @@ class Server:
     async def warm_up(self) -> None:
         """A few short requests: what an engine does once is done before anybody looks."""
         short = [replace(next(self._requests), max_tokens=WARM_UP_TOKENS) for _ in range(NUM_WARM_UP)]
-        await asyncio.gather(*(self._send(request) for request in short))
+        await asyncio.gather(*(self.send(request) for request in short))
 
     async def visit(self, num_users: int, from_s: float, to_s: float = math.inf) -> None:
         """So many users come, one after another, ``from_s`` from now; after ``to_s`` none begins another request."""
@@ -132,11 +132,12 @@ class Server:
         async def use(number: int) -> None:
             await asyncio.sleep(from_s + number * COMING_S / num_users)
             while time.monotonic() < end_s:
-                self.records += await self._send(next(self._requests))
+                self.records += await self.send(next(self._requests))
 
         await asyncio.gather(*(use(number) for number in range(num_users)))
 
-    async def _send(self, request: LoadRequest) -> list[RequestRecord]:
+    async def send(self, request: LoadRequest) -> list[RequestRecord]:
+        """Send one request now, and wait for its answer; its one record, not kept."""
         from floodplain.workload.client import run_load
         from floodplain.workload.http_target import HttpTarget
 

@@ -1,0 +1,77 @@
+"""What leases cost the step loop: the time at each iteration boundary, beside the step that follows, in one process."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import replace
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.shell import Engine
+
+NUM_STEPS = 2000
+NUM_LIVE = 8
+PROMPT_TOKENS, MAX_TOKENS = 32, 64
+POOL_BYTES = 64 * 2**20
+
+
+def measure_boundary(coordinator: str, model: str, role: str, seed: int) -> dict[str, Any]:
+    """Steps of an engine that lends or borrows, and the part of each that its leases took.
+
+    Args:
+        coordinator: Its address.
+        model: That the engine runs.
+        role: ``lender`` or ``borrower``.
+        seed: Of the engine.
+    """
+    flags: dict[str, Any] = {"lend": "auto", "lend_after": 0.5, "swap": "none", "policy": "fcfs"}
+    if role == "borrower":
+        flags = {"swap": "peer", "peer_memory": POOL_BYTES, "swap_memory": POOL_BYTES}
+    config = EngineConfig(model=model, kv_memory=POOL_BYTES, max_model_len=256, coordinator=coordinator, seed=seed)
+    with closing(build_engine(replace(config, **flags))) as engine:
+        spent = _time_boundaries(engine)
+        steps_s = _serve(engine, seed)
+    costs_us = [1e6 * cost_s for cost_s in spent[-NUM_STEPS:]]
+    return {
+        "role": role,
+        "num_steps": len(steps_s),
+        "step_ms": 1e3 * fmean(steps_s),
+        "boundary_us": {"mean": fmean(costs_us), "p50": median(costs_us), "p99": quantiles(costs_us, n=100)[98]},
+        "share_of_step": fmean(costs_us) / 1e6 / fmean(steps_s),
+    }
+
+
+def _time_boundaries(engine: Engine) -> list[float]:
+    """Seconds of every boundary from now on."""
+    assert engine.neighbours is not None
+    inner, spent = engine.neighbours.at_boundary, list[float]()
+
+    def timed(now: float) -> None:
+        begin_s = time.perf_counter()
+        inner(now)
+        spent.append(time.perf_counter() - begin_s)
+
+    engine.neighbours.at_boundary = timed  # type: ignore[method-assign]
+    return spent
+
+
+def _serve(engine: Engine, seed: int) -> list[float]:
+    """A few requests at a time, always as many; seconds of each step, boundary included."""
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    num_sent, live, steps_s = 0, 0, []
+    while len(steps_s) < NUM_STEPS:
+        while live < NUM_LIVE:
+            prompt = tuple((seed + 31 * num_sent + 7 * i) % 1000 + 10 for i in range(PROMPT_TOKENS))
+            request_id, now = str(num_sent), time.monotonic()
+            engine.add(Request(request_id=request_id, prompt_token_ids=prompt, params=params, arrival_s=now))
+            num_sent, live = num_sent + 1, live + 1
+        begin_s = time.perf_counter()
+        ended = [delta for _, delta in engine.step() if delta.finish_reason is not None]
+        steps_s.append(time.perf_counter() - begin_s)
+        live -= len(ended)
+    return steps_s
