@@ -15,45 +15,9 @@ import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.arena import Page
+from floodplain.memory.cuda_driver import CudaDriver
 
 _NO_PAGE = Page(-1)
-
-
-def _load_driver() -> Any:
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        raise UserError("CUDA memory needs the package cuda-bindings: pip install 'floodplain[gpu]'") from None
-    return driver
-
-
-class CudaDriver:
-    """The driver with errors raised. Calls on virtual memory need no current context, and others are left to torch.
-
-    Args:
-        index: Which CUDA device.
-    """
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.api = _load_driver()
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-
-    def call(self, function: Any, *args: Any) -> Any:
-        """Call, raise on an error, return the one result or None.
-
-        Raises:
-            InvariantError: The call failed, with the driver's name for it.
-        """
-        status, result = self.try_call(function, *args)
-        if status != self.api.CUresult.CUDA_SUCCESS:
-            raise InvariantError(f"{function.__name__} failed: {status.name}")
-        return result
-
-    def try_call(self, function: Any, *args: Any) -> tuple[Any, Any]:
-        """Call and return ``(status, result or None)``."""
-        status, *results = function(*args)
-        return status, results[0] if len(results) == 1 else tuple(results) or None
 
 
 class CudaDevice:
@@ -69,15 +33,8 @@ class CudaDevice:
         self._max_pages = max_pages
         self._arenas: list[CudaArena] = []
         self._owned: dict[Page, Any] = {}
-        api = driver.api
-        self._location = api.CUmemLocation()
-        self._location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._location.id = driver.index
-        self._properties = api.CUmemAllocationProp()
-        self._properties.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._properties.location = self._location
-        minimum = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        self.page_bytes = int(driver.call(api.cuMemGetAllocationGranularity, self._properties, minimum))
+        self._properties, self._access = driver.properties, driver.access
+        self.page_bytes = driver.page_bytes
         self._base_bytes = self._other_bytes()
 
     @property
@@ -148,12 +105,10 @@ class CudaDevice:
         """The driver's handle of an owned page."""
         return self._owned[page]
 
-    def make_access(self) -> Any:
+    @property
+    def access(self) -> Any:
         """The right of this device to read and write what is mapped."""
-        access = self._driver.api.CUmemAccessDesc()
-        access.location = self._location
-        access.flags = self._driver.api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        return access
+        return self._access
 
     def close(self) -> None:
         """See ``Device.close``. A second call does nothing."""
@@ -198,7 +153,7 @@ class CudaArena:
                 handle = self._device.find_handle(page)
                 self._driver.call(api.cuMemMap, self._address_of(place), self.page_bytes, 0, handle, 0)
                 self._table[place] = page
-            self._driver.call(api.cuMemSetAccess, first, num_bytes, [self._device.make_access()], 1)
+            self._driver.call(api.cuMemSetAccess, first, num_bytes, [self._device.access], 1)
         except BaseException:
             for place in range(offset_page, offset_page + len(pages)):
                 if self._table[place] != _NO_PAGE:
@@ -282,9 +237,7 @@ def open_cuda_device(index: int = 0, max_bytes: int | None = None) -> CudaDevice
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         raise UserError(f"there is no CUDA device {index}: use --device cpu or install a CUDA build of torch")
     driver = CudaDriver(index)
-    attribute = driver.api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-    handle = driver.call(driver.api.cuDeviceGet, index)
-    if not driver.call(driver.api.cuDeviceGetAttribute, attribute, handle):
+    if not driver.has_virtual_memory:
         raise UserError(f"CUDA device {index} has no virtual memory management: use another device")
     device = CudaDevice(driver, None)
     return device if max_bytes is None else CudaDevice(driver, max_bytes // device.page_bytes)

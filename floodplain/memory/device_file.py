@@ -85,12 +85,24 @@ def attach(path: Path) -> tuple[int, int]:
 
 
 def _try_create(path: Path, num_pages: int) -> int | None:
-    """The file appears under its name complete, by a link; None if the name is taken."""
+    """None if the name is taken."""
+    header = _HEADER.pack(_MAGIC, PAGE_BYTES, num_pages * PAGE_BYTES)
+    return try_create(path, header, (1 + num_pages) * PAGE_BYTES)
+
+
+def try_create(path: Path, header: bytes, num_bytes: int) -> int | None:
+    """Create a file that begins with ``header`` and appears under its name complete, by a link; returns its descriptor.
+
+    None if the name is taken.
+
+    Raises:
+        OSError: It cannot be created; FileNotFoundError if there is no such folder.
+    """
     fd = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(fd, 0o600)
-        os.ftruncate(fd, (1 + num_pages) * PAGE_BYTES)
-        os.pwrite(fd, _HEADER.pack(_MAGIC, PAGE_BYTES, num_pages * PAGE_BYTES), 0)
+        os.ftruncate(fd, num_bytes)
+        os.pwrite(fd, header, 0)
         # open(2) names this way to give an O_TMPFILE a name. Only with a src_dir_fd, unused for an absolute path, does
         # Python call linkat, which follows the link.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
@@ -126,9 +138,7 @@ def _attach(path: Path, num_pages: int | None) -> int:
 
 def _check_file(fd: int, path: Path) -> int:
     """The pages of a device that this user owns, as its header has them."""
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o600:
-        raise UserError(f"{path} must be this user's own file with mode 0600: remove it or use another name")
+    info = expect_own(fd, path)
     header = os.pread(fd, _HEADER.size, 0)
     magic, page_bytes, capacity_bytes = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     num_pages, rest = divmod(int(capacity_bytes), PAGE_BYTES)
@@ -136,3 +146,15 @@ def _check_file(fd: int, path: Path) -> int:
     if not is_device or rest or not num_pages:
         raise UserError(f"{path} is no floodplain device of this version: remove it or use another name")
     return num_pages
+
+
+def expect_own(fd: int, path: Path) -> os.stat_result:
+    """What the system says of a file that only this user can read or write.
+
+    Raises:
+        UserError: It is another user's, has another mode, or is no file.
+    """
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o600:
+        raise UserError(f"{path} must be this user's own file with mode 0600: remove it or use another name")
+    return info

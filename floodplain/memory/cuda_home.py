@@ -1,0 +1,127 @@
+"""Which GPU a producer's name stands for: its engine says so in a small file, and is at home there while it lives.
+
+The file lies where those of host devices do, under the same rules of names and owners. It has the GPU's UUID, which is
+the same in every process, whatever index ``CUDA_VISIBLE_DEVICES`` gives the GPU there. The engine holds a lock on it,
+so that a file that a killed engine left behind is known for what it is.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from floodplain.core.errors import UserError
+from floodplain.memory.device_file import expect_own, find_path, try_create
+from floodplain.memory.device_home import is_named
+from floodplain.memory.file_locks import TO_THE_END, find_lock, try_lock
+
+_HEADER = struct.Struct("<8s16s")  # magic, UUID
+_MAGIC = b"floodcu1"
+
+
+class CudaHome:
+    """The right to be found under a name, until ``close``. Made by ``claim_cuda_home``.
+
+    Args:
+        fd: Of the file, locked; it is this object's from now on.
+        path: Of the file.
+    """
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd: int | None = fd
+        self._path = path
+
+    def close(self) -> None:
+        """Give the name up: the file goes, unless somebody put another one there. A second call does nothing."""
+        if self._fd is None:
+            return
+        if is_named(self._fd, self._path):
+            self._path.unlink()
+        os.close(self._fd)
+        self._fd = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None) -> CudaHome:
+    """Be found under ``name`` as the engine on that GPU; what a killed engine left under it is replaced.
+
+    Args:
+        name: Of the device among its neighbours.
+        device_uuid: 16 bytes, as the driver has them.
+        directory: Where the file lies; None as in ``open_device``.
+
+    Raises:
+        UserError: Another engine has that name, or what is there is another user's, or no GPU's.
+    """
+    path = find_path(name, directory)
+    while True:
+        fd = _open_or_create(path, _HEADER.pack(_MAGIC, device_uuid))
+        try:
+            found_uuid = _read(fd, path)
+            if not try_lock(fd, 0, TO_THE_END):
+                raise UserError(f"device {path} is another engine's, which runs: use another name")
+        except BaseException:
+            os.close(fd)
+            raise
+        home = CudaHome(fd, path)
+        if found_uuid == device_uuid and is_named(fd, path):
+            return home
+        home.close()  # of another GPU, or removed meanwhile: look again
+
+
+def find_cuda_home(name: str, directory: Path | None = None) -> bytes:
+    """The UUID of the GPU on which the engine of that name computes: 16 bytes.
+
+    Raises:
+        UserError: No such engine runs on this machine, or the file is another user's, or no GPU's.
+    """
+    path = find_path(name, directory)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise UserError(f"there is no device {path}: start the process that lends it, on this machine") from None
+    except OSError as error:
+        raise UserError(f"cannot open device {path}: {error.strerror}") from None
+    try:
+        device_uuid = _read(fd, path)
+        if find_lock(fd, 0, TO_THE_END) is None:
+            raise UserError(f"the engine of device {path} does not run any more: start it again")
+        return device_uuid
+    finally:
+        os.close(fd)
+
+
+def format_uuid(device_uuid: bytes) -> str:
+    """As ``nvidia-smi -L`` and ``CUDA_VISIBLE_DEVICES`` write it, of a whole GPU."""
+    return f"GPU-{uuid.UUID(bytes=device_uuid)}"
+
+
+def _open_or_create(path: Path, header: bytes) -> int:
+    while True:
+        try:
+            fd = try_create(path, header, len(header))
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW) if fd is None else fd
+        except FileNotFoundError:  # removed between the two calls, or no folder at all
+            if not path.parent.is_dir():
+                raise UserError(f"device folder {path.parent} does not exist: create it") from None
+        except OSError as error:
+            raise UserError(f"cannot open device {path}: {error.strerror}") from None
+
+
+def _read(fd: int, path: Path) -> bytes:
+    size = expect_own(fd, path).st_size
+    magic, device_uuid = _HEADER.unpack(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
+    if (magic, size) != (_MAGIC, _HEADER.size):
+        raise UserError(f"{path} is no CUDA device of this version: use another name, or a neighbour with a GPU")
+    return bytes(device_uuid)
