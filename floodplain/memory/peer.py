@@ -22,9 +22,11 @@ class Extent(Protocol):
     """A piece of a device's memory. One thread at a time.
 
     Attributes:
+        address: Where it begins in this process, until ``close``.
         num_bytes: What may be used of it; fresh bytes are zero or unspecified.
     """
 
+    address: int
     num_bytes: int
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -117,6 +119,7 @@ class HostExtent:
     """
 
     def __init__(self, arena: HostArena, num_bytes: int, on_close: Callable[[], None]) -> None:
+        self.address = arena.tensor(torch.uint8, (num_bytes,)).data_ptr()
         self.num_bytes = num_bytes
         self._arena = arena
         self._on_close = on_close

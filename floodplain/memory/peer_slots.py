@@ -36,8 +36,8 @@ class PeerSlots:
         self._changed = threading.Condition()
         self._num_users = np.zeros(max_chunks, dtype=np.int64)
         self._extents: dict[int, Extent] = {}
-        self._words: dict[int, torch.Tensor] = {}
-        self._bases = np.zeros(max_chunks, dtype=np.uint64)  # 0: no memory
+        self._bases = np.zeros(max_chunks, dtype=np.uint64)  # whoever began to use a chunk finds it here to the end
+        self._is_usable = np.zeros(max_chunks, dtype=np.bool_)  # whoever begins looks here
 
     @property
     def chunk_bytes(self) -> int:
@@ -52,30 +52,40 @@ class PeerSlots:
         """Make an extent the memory of a chunk; it belongs to the slots from now on.
 
         Raises:
-            InvariantError: The chunk has memory already.
+            InvariantError: The chunk has memory already, or would have too little.
         """
         with self._changed:
             if chunk in self._extents:
                 raise InvariantError(f"chunk {chunk} of the slots has memory already")
-            shape = (self.chunk_slots, self.layout.num_layers, self.layout.layer_block_words)
-            words = extent.tensor(torch.int32, shape)
-            self._extents[chunk], self._words[chunk], self._bases[chunk] = extent, words, words.data_ptr()
+            if extent.num_bytes < self.chunk_bytes:
+                raise InvariantError(f"an extent of {extent.num_bytes} bytes for a chunk of {self.chunk_bytes}")
+            self._extents[chunk], self._bases[chunk], self._is_usable[chunk] = extent, extent.address, True
 
     def remove(self, chunk: int) -> None:
         """Give a chunk's memory back once no copy uses it; what lay there is lost. A second call does nothing."""
         with self._changed:
-            self._bases[chunk] = 0  # whoever begins from now on does not find it
+            self._is_usable[chunk] = False
             self._changed.wait_for(lambda: not self._num_users[chunk])
             extent = self._extents.pop(chunk, None)
             if extent is not None:
+                self._bases[chunk] = 0
                 self.digests[chunk * self.chunk_slots : (chunk + 1) * self.chunk_slots] = EMPTY_DIGEST
-                del self._words[chunk]
                 extent.close()
 
     def part(self, first: int, count: int) -> torch.Tensor:
         """See ``Slots.part``; within one chunk."""
         chunk, place = divmod(first, self.chunk_slots)
-        return self._words[chunk][place : place + count]
+        shape = (self.chunk_slots, self.layout.num_layers, self.layout.layer_block_words)
+        return self._extents[chunk].tensor(torch.int32, shape)[place : place + count]
+
+    def pieces(self, first: int, count: int) -> Generator[tuple[int, int]]:
+        """Adjacent slots as (address, number of slots): chunks follow each other in numbers, and not in memory."""
+        end = first + count
+        while first < end:
+            chunk, place = divmod(first, self.chunk_slots)
+            num_slots = min(end - first, self.chunk_slots - place)
+            yield int(self._bases[chunk]) + place * self.layout.block_bytes, num_slots
+            first += num_slots
 
     def addresses(self, slots: np.ndarray) -> np.ndarray:
         """See ``Slots.addresses``."""
@@ -87,7 +97,7 @@ class PeerSlots:
         """See ``Slots.use``: none of the chunks is removed meanwhile."""
         chunks = slots // self.chunk_slots
         with self._changed:
-            is_there = self._bases[chunks] != 0
+            is_there = self._is_usable[chunks]
             used = np.unique(chunks[is_there])
             self._num_users[used] += 1
         try:

@@ -177,10 +177,42 @@ def test_a_chunk_may_go_at_any_moment_of_a_copy(there: Neighbours) -> None:
     assert {(True, True), (True, False)} <= outcomes or {(True, True), (False, False)} <= outcomes
 
 
+def test_whoever_uses_a_chunk_finds_its_memory_until_the_end(there: Neighbours) -> None:
+    """Else a copy that has begun would go to address 0 when somebody wants the memory back in that moment."""
+    there.add(0)
+    slots = np.array([1, 2])
+    with there.peer.use(slots) as is_there:
+        assert is_there.all()
+        before = there.peer.addresses(slots)
+        thread = threading.Thread(target=there.peer.remove, args=(0,))
+        thread.start()
+        while True:
+            with there.peer.use(slots) as is_there_still:
+                if not is_there_still.any():
+                    break
+        assert (there.peer.addresses(slots) == before).all()
+        assert list(there.peer.pieces(1, 2)) == [(int(before[0]), 2)]
+        assert thread.is_alive()
+    thread.join()
+    assert there.memory.num_owned_pages == {}
+
+
 def test_addresses_are_those_of_the_parts(there: Neighbours) -> None:
     there.add(2)
     there.add(0)
     for slot in (0, 3, 8, 11):
         assert there.peer.addresses(np.array([slot]))[0] == there.peer.part(slot, 1).data_ptr()
+    there.add(1)
+    sizes = [(int(there.peer.addresses(np.array([slot]))[0]), count) for slot, count in ((2, 2), (4, 4), (8, 1))]
+    assert list(there.peer.pieces(2, 7)) == sizes
     with pytest.raises(InvariantError, match="slots \\[12\\] of 12"):
         there.peer.check([0, 12])
+
+
+def test_an_extent_that_is_too_small_is_no_chunk(there: Neighbours) -> None:
+    extent = there.memory.allocate("gpu1", there.memory.page_bytes)
+    assert extent is not None
+    slots = PeerSlots(LAYOUT, extent.num_bytes // LAYOUT.block_bytes + 1, 1)
+    with pytest.raises(InvariantError, match=r"an extent of \d+ bytes for a chunk of \d+"):
+        slots.add(0, extent)
+    extent.close()
