@@ -212,11 +212,11 @@ class CudaArena:
             raise InvariantError(f"pages {offset_page}+{num_pages} of the arena: mapped and unmapped are mixed up")
 
     def _view(self, dtype: torch.dtype, shape: tuple[int, ...], num_elements: int) -> torch.Tensor:
-        memory = _DeviceBytes(self._address_of(0), num_elements * dtype.itemsize)
+        memory = DeviceBytes(self._address_of(0), num_elements * dtype.itemsize)
         return torch.as_tensor(memory, device=self._device.torch_device).view(dtype).view(shape)
 
 
-class _DeviceBytes:
+class DeviceBytes:
     """Raw device memory for torch, by the CUDA array interface (numba's documentation, version 3)."""
 
     def __init__(self, address: int, num_bytes: int) -> None:

@@ -1,0 +1,162 @@
+"""Bytes on a neighbour GPU: memory of this process there, mapped for our own GPU, whose copy engine alone touches it.
+
+No kernel ever runs on the neighbour, and nothing here makes a context there: physical memory is created with the
+neighbour as its location, and only the home device gets the right to read and write it.
+https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.memory.cuda_device import DeviceBytes
+from floodplain.memory.cuda_driver import CudaDriver
+from floodplain.memory.cuda_home import find_cuda_home, format_uuid
+
+logger = logging.getLogger(__name__)
+
+
+class CudaPeerMemory:
+    """See ``PeerMemory``: neighbours that are GPUs of this machine, each under its producer's name.
+
+    A neighbour may be the home device itself: another engine on the same GPU. Safe to call from several threads.
+
+    Which of the GPUs that this process sees can be borrowed from is found out at once, and logged.
+
+    Args:
+        index: Of the home device, on which this process computes.
+        directory: Where producers' home files lie; None as in ``open_device``.
+
+    Raises:
+        UserError: There is no cuda-bindings.
+    """
+
+    def __init__(self, index: int, directory: Path | None = None) -> None:
+        self._home = home = CudaDriver(index)
+        self._directory = directory
+        devices = [CudaDriver(i) for i in range(home.call(home.api.cuDeviceGetCount))]
+        self._devices = {device.uuid: device for device in devices}
+        self._obstacles = {uuid: find_obstacle(home, device) for uuid, device in self._devices.items()}
+        usable = [device.page_bytes for uuid, device in self._devices.items() if self._obstacles[uuid] is None]
+        self.page_bytes = math.lcm(*usable)
+        """Of all GPUs that can be borrowed from."""
+        for uuid, obstacle in self._obstacles.items():
+            found = "can be borrowed from" if obstacle is None else f"cannot: {obstacle}"
+            logger.info("memory of CUDA device %d (%s) %s", self._devices[uuid].index, format_uuid(uuid), found)
+
+    def allocate(self, producer: str, num_bytes: int) -> CudaExtent | None:
+        """See ``PeerMemory.allocate``. Fresh bytes are unspecified.
+
+        Raises:
+            UserError: No such engine runs here, or its GPU is not visible or not reachable.
+        """
+        neighbour = self._find(producer)
+        num_bytes -= num_bytes % self.page_bytes
+        return _create_extent(self._home, neighbour, num_bytes) if num_bytes else None
+
+    def _find(self, producer: str) -> CudaDriver:
+        """The device that a producer computes on; whoever calls may touch it."""
+        uuid = find_cuda_home(producer, self._directory)
+        if uuid not in self._devices:
+            hint = (
+                "a MIG instance reaches no memory but its own: borrow from engines on the same instance"
+                if self._home.is_mig_instance
+                else "add it to CUDA_VISIBLE_DEVICES"
+            )
+            raise UserError(f"{producer} computes on {format_uuid(uuid)}, which this process does not see: {hint}")
+        obstacle = self._obstacles[uuid]
+        if obstacle is not None:
+            raise UserError(f"memory of {producer} cannot be used here: {obstacle}")
+        return self._devices[uuid]
+
+
+class CudaExtent:
+    """See ``Extent``. Made by ``CudaPeerMemory``. ``close`` may be called on any thread, when no copy uses it.
+
+    Args:
+        address: Where it begins.
+        num_bytes: What it has.
+        device: Where its bytes lie.
+        undo: Gives them back.
+    """
+
+    def __init__(self, address: int, num_bytes: int, device: torch.device, undo: ExitStack) -> None:
+        self.address = address
+        self.num_bytes = num_bytes
+        self._device = device
+        self._undo = undo
+        self._mutex = threading.Lock()
+        self._is_open = True
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``Extent.tensor``: a tensor of the neighbour's device, so what torch does with it, it does there.
+
+        To look at; copies go by ``address``. On another GPU even a look makes a context there.
+
+        Raises:
+            InvariantError: It is too small for that, or closed.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > self.num_bytes:
+            raise InvariantError(f"a {dtype} tensor of shape {shape} is larger than its extent")
+        if not self._is_open:
+            raise InvariantError("the extent is closed")
+        return torch.as_tensor(DeviceBytes(self.address, num_bytes), device=self._device).view(dtype).view(shape)
+
+    def close(self) -> None:
+        """See ``Extent.close``. It waits for no kernel of the home device, so a loop that stands still delays nothing."""
+        with self._mutex:
+            self._is_open = False
+            self._undo.close()
+
+
+def find_obstacle(home: CudaDriver, neighbour: CudaDriver) -> str | None:
+    """Why memory on ``neighbour`` cannot be used from ``home``, and what to do about it; None if it can."""
+    mode = neighbour.attribute("COMPUTE_MODE")
+    if mode != neighbour.api.CUcomputemode.CU_COMPUTEMODE_DEFAULT:
+        return f"CUDA device {neighbour.index} is kept for one process or for none: nvidia-smi --compute-mode=DEFAULT"
+    if not neighbour.has_virtual_memory:
+        return f"CUDA device {neighbour.index} has no virtual memory management: use another one"
+    if neighbour.index == home.index:
+        return None
+    pair = f"CUDA devices {home.index} and {neighbour.index}"
+    if home.is_mig_instance or neighbour.is_mig_instance:
+        return f"{pair} are not both whole GPUs, and a MIG instance reaches no memory but its own"
+    if not home.can_access(neighbour):
+        return f"{pair} have no peer access: nvidia-smi topo -p2p rw shows which have"
+    return None
+
+
+def _create_extent(home: CudaDriver, neighbour: CudaDriver, num_bytes: int) -> CudaExtent | None:
+    """One piece of physical memory, mapped; None if the neighbour has no room.
+
+    Raises:
+        UserError: The driver does not do it, with its word for why: the lease is of no use, the engine goes on.
+    """
+    api = home.api
+    with ExitStack() as undo:
+        status, handle = home.try_call(api.cuMemCreate, num_bytes, neighbour.properties, 0)
+        if status == api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            return None
+        _expect_done(api, "cuMemCreate", status, neighbour)
+        undo.callback(home.call, api.cuMemRelease, handle)
+        address = int(home.call(api.cuMemAddressReserve, num_bytes, 0, 0, 0))
+        undo.callback(home.call, api.cuMemAddressFree, address, num_bytes)
+        home.call(api.cuMemMap, address, num_bytes, 0, handle, 0)
+        undo.callback(home.call, api.cuMemUnmap, address, num_bytes)
+        status, _ = home.try_call(api.cuMemSetAccess, address, num_bytes, [home.access], 1)
+        _expect_done(api, "cuMemSetAccess", status, neighbour)
+        return CudaExtent(address, num_bytes, torch.device("cuda", neighbour.index), undo.pop_all())
+
+
+def _expect_done(api: Any, call: str, status: Any, neighbour: CudaDriver) -> None:
+    if status != api.CUresult.CUDA_SUCCESS:
+        raise UserError(f"memory on CUDA device {neighbour.index} is refused by the driver: {call}: {status.name}")

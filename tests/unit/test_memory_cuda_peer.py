@@ -1,0 +1,171 @@
+"""Memory on a neighbour GPU, by a fake driver: what is taken and given back, who may touch it, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.memory.cuda_driver import CudaDriver
+from floodplain.memory.cuda_home import claim_cuda_home
+from floodplain.memory.cuda_peer import CudaExtent, CudaPeerMemory, find_obstacle
+from tests.fakes.cuda_driver import PAGE_BYTES, CUresult, FakeDriver, Gpu
+
+HOME, NEIGHBOUR, FAR = (bytes([number]) * 16 for number in range(3))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]:
+    """Two GPUs that reach each other, one that nobody does; an engine is at home on each, and one on our own."""
+    gpus = Gpu(HOME, peers={NEIGHBOUR}), Gpu(NEIGHBOUR, num_pages=8, peers={HOME}), Gpu(FAR)
+    driver = FakeDriver(*gpus).install(monkeypatch)
+    names = {"same": HOME, "near": NEIGHBOUR, "far": FAR, "hidden": b"?" * 16}
+    homes = [claim_cuda_home(name, uuid, tmp_path) for name, uuid in names.items()]
+    yield driver
+    for home in homes:
+        home.close()
+    assert driver.is_idle
+    assert [gpu.num_used_pages for gpu in gpus] == [0, 0, 0]
+
+
+@pytest.fixture
+def memory(driver: FakeDriver, tmp_path: Path) -> CudaPeerMemory:
+    return CudaPeerMemory(0, tmp_path)
+
+
+def allocate(memory: CudaPeerMemory, num_bytes: int, producer: str = "near") -> CudaExtent:
+    extent = memory.allocate(producer, num_bytes)
+    assert extent is not None
+    return extent
+
+
+@pytest.mark.parametrize("producer", ["near", "same"])
+@pytest.mark.parametrize(("num_bytes", "num_pages"), [(PAGE_BYTES, 1), (3 * PAGE_BYTES - 1, 2), (8 * PAGE_BYTES, 8)])
+def test_an_extent_has_the_whole_pages_of_its_lease_on_the_producers_device(
+    driver: FakeDriver, memory: CudaPeerMemory, producer: str, num_bytes: int, num_pages: int
+) -> None:
+    extent = allocate(memory, num_bytes, producer)
+    assert extent.num_bytes == num_pages * PAGE_BYTES
+    used = [num_pages, 0, 0] if producer == "same" else [0, num_pages, 0]
+    assert [gpu.num_used_pages for gpu in driver.gpus] == used
+    extent.close()
+    extent.close()
+
+
+def test_our_own_device_may_copy_there_and_back(driver: FakeDriver, memory: CudaPeerMemory) -> None:
+    extent, own = allocate(memory, 2 * PAGE_BYTES), ctypes.create_string_buffer(b"bytes" * 100)
+    other = ctypes.create_string_buffer(500)
+    driver.cuMemcpyDtoDAsync(extent.address + 70_000, ctypes.addressof(own), 500, 0)
+    driver.cuMemcpyDtoDAsync(ctypes.addressof(other), extent.address + 70_000, 500, 0)
+    assert other.raw == own.raw[:500]
+    driver.home = 1
+    with pytest.raises(AssertionError, match="may not touch"):  # nobody else was given the right
+        driver.cuMemcpyDtoDAsync(extent.address, ctypes.addressof(own), 500, 0)
+    extent.close()
+
+
+def test_less_than_a_page_and_more_than_is_free_is_none(driver: FakeDriver, memory: CudaPeerMemory) -> None:
+    assert memory.allocate("near", PAGE_BYTES - 1) is None
+    first = allocate(memory, 5 * PAGE_BYTES)
+    assert memory.allocate("near", 4 * PAGE_BYTES) is None
+    assert driver.gpus[1].num_used_pages == 5
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "message"),
+    [
+        ("cuMemCreate", CUresult.CUDA_ERROR_UNKNOWN, "refused by the driver: cuMemCreate: CUDA_ERROR_UNKNOWN$"),
+        ("cuMemSetAccess", CUresult.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED, "cuMemSetAccess: CUDA_ERROR_PEER_ACCESS"),
+    ],
+)
+def test_what_the_driver_refuses_is_refused_with_its_word_and_nothing_stays(
+    driver: FakeDriver, memory: CudaPeerMemory, call: str, status: CUresult, message: str
+) -> None:
+    driver.refusals[call] = status
+    with pytest.raises(UserError, match=message):
+        memory.allocate("near", PAGE_BYTES)
+    assert driver.is_idle
+
+
+def test_an_extent_that_cannot_be_given_back_is_loud(driver: FakeDriver, memory: CudaPeerMemory) -> None:
+    extent = allocate(memory, PAGE_BYTES)
+    driver.refusals["cuMemUnmap"] = CUresult.CUDA_ERROR_UNKNOWN
+    with pytest.raises(InvariantError):
+        extent.close()
+    del driver.refusals["cuMemUnmap"]
+    driver.cuMemUnmap(extent.address, PAGE_BYTES)
+    driver.cuMemAddressFree(extent.address, PAGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("producer", "message"),
+    [
+        ("nobody", "^there is no device .*: start the process that lends it, on this machine$"),
+        ("hidden", "^hidden computes on GPU-3f3f.*, which this process does not see: add it to CUDA_VISIBLE_DEVICES$"),
+        ("far", "^memory of far cannot be used here: CUDA devices 0 and 2 have no peer access: nvidia-smi topo"),
+    ],
+)
+def test_who_cannot_be_reached_is_one_line(memory: CudaPeerMemory, producer: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        memory.allocate(producer, PAGE_BYTES)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "indices", "message"),
+    [
+        ({"compute_mode": 3}, (0, 1), "CUDA device 1 is kept for one process or for none"),
+        ({"compute_mode": 2}, (1, 1), "CUDA device 1 is kept for one process or for none"),
+        ({"has_virtual_memory": False}, (0, 1), "CUDA device 1 has no virtual memory management"),
+        ({"name": "NVIDIA H100 MIG 1g.10gb"}, (0, 1), "CUDA devices 0 and 1 are not both whole GPUs"),
+        ({"name": "NVIDIA H100 MIG 1g.10gb"}, (1, 0), "CUDA devices 1 and 0 are not both whole GPUs"),
+        ({"name": "NVIDIA H100 MIG 1g.10gb"}, (1, 1), None),
+        ({"peers": set()}, (1, 0), "CUDA devices 1 and 0 have no peer access"),
+        ({"peers": set()}, (0, 1), None),
+        ({}, (0, 1), None),
+    ],
+)
+def test_what_stands_between_two_devices(
+    driver: FakeDriver, changes: dict[str, object], indices: tuple[int, int], message: str | None
+) -> None:
+    for name, value in changes.items():
+        setattr(driver.gpus[1], name, value)
+    found = find_obstacle(*(CudaDriver(index) for index in indices))
+    assert found is None if message is None else found is not None and found.startswith(message)
+
+
+def test_a_mig_instance_is_told_what_it_can_borrow_from(driver: FakeDriver, tmp_path: Path) -> None:
+    driver.gpus[0].name = "NVIDIA H100 MIG 1g.10gb"
+    memory = CudaPeerMemory(0, tmp_path)
+    with pytest.raises(UserError, match="does not see: a MIG instance reaches no memory but its own"):
+        memory.allocate("hidden", PAGE_BYTES)
+    allocate(memory, PAGE_BYTES, "same").close()
+
+
+def test_threads_take_and_give_back_at_once(driver: FakeDriver, memory: CudaPeerMemory) -> None:
+    """And two that close the same extent close it once."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for _ in range(50):
+                if extent := memory.allocate("near", PAGE_BYTES):
+                    closers = [threading.Thread(target=extent.close) for _ in range(2)]
+                    for closer in closers:
+                        closer.start()
+                    for closer in closers:
+                        closer.join()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
