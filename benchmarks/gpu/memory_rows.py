@@ -11,8 +11,8 @@ from benchmarks.gpu.timing import Row, rate_row, time_on_host, time_row
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
+from floodplain.memory.cuda_copies import open_pool_copies
 from floodplain.memory.cuda_device import CudaDevice
-from floodplain.memory.cuda_transfer import CudaTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
@@ -56,7 +56,7 @@ class EngineLink:
         homes, sources = tuple(range(count)), tuple(range(count, 2 * count))
         self._copies = {OUT: BlockCopy(OUT, near, homes), IN: BlockCopy(IN, far, sources)}
         staging_blocks = max(1, staging_bytes // pool.layout.block_bytes)
-        self._engine = CudaTransferEngine(pool, slots, staging_blocks).start()
+        self._engine = open_pool_copies(pool, slots, staging_blocks).start()
         self._run(BlockCopy(OUT, far, sources))
 
     def copy(self, directions: tuple[Direction, ...]) -> None:

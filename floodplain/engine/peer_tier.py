@@ -17,7 +17,7 @@ from floodplain.core.leases.states import Lease, LeaseId
 from floodplain.core.tiers import Tier
 from floodplain.memory.peer import PeerMemory
 from floodplain.memory.peer_slots import PeerSlots
-from floodplain.memory.slot_mover import HostSlotMover
+from floodplain.memory.slot_mover import SlotMover
 from floodplain.runtime.relocations import Relocations
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class PeerTier:
         client: LeaseClient,
         memory: PeerMemory,
         slots: PeerSlots,
-        mover: HostSlotMover,
+        mover: SlotMover,
         relocations: Relocations,
     ) -> None:
         self.totals = PeerTotals()

@@ -19,7 +19,7 @@ from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_ban
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer_slots import PeerSlots
-from floodplain.memory.slot_mover import HostSlotMover, LinkPair
+from floodplain.memory.slot_mover import HostSlotMover, LinkPair, SlotMover
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
@@ -49,7 +49,7 @@ class PeerParts:
     """
 
     slots: PeerSlots
-    mover: HostSlotMover
+    mover: SlotMover
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +182,10 @@ def _open_host_tier(pool: KVPool, num_slots: int, emulated: EmulatedLink | None)
     is_cuda = pool.device.torch_device.type == "cuda"
     slots = SwapSlots(pool.layout, num_slots, is_pinned=is_cuda)
     if is_cuda:
-        from floodplain.memory.cuda_transfer import CudaTransferEngine
+        from floodplain.memory.cuda_copies import open_pool_copies
 
         staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
-        return slots, SwapTier(slots, CudaTransferEngine(pool, slots, staging_blocks).start())
+        return slots, SwapTier(slots, open_pool_copies(pool, slots, staging_blocks).start())
     slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
     return slots, SwapTier(slots, HostTransferEngine(pool, slots, emulated).start())
 

@@ -112,7 +112,7 @@ class CudaExtent:
         return torch.as_tensor(DeviceBytes(self.address, num_bytes), device=self._device).view(dtype).view(shape)
 
     def close(self) -> None:
-        """See ``Extent.close``. It waits for no kernel of the home device, so a loop that stands still delays nothing."""
+        """See ``Extent.close``. It waits for no kernel of the home device: a loop that stands still delays nothing."""
         with self._mutex:
             self._is_open = False
             self._undo.close()

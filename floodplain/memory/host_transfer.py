@@ -30,7 +30,7 @@ from floodplain.memory.transfer import (
     LinkUse,
     Pacer,
     check_copy,
-    judge_inbound,
+    judge_copy,
 )
 
 logger = logging.getLogger(__name__)
@@ -212,21 +212,15 @@ class HostCopier:
             if is_there.any():
                 found[is_there] = self._mover.move(direction, blocks[is_there], slots[is_there])
             if direction is Direction.OUTBOUND:
-                self._slots.digests[slots] = expected = found
+                self._slots.digests[slots] = found
         results, end = [], 0
         for job in jobs:
             part = slice(end, end := end + len(job.copy.blocks))
-            results.append((job.ready_s, self._judge(job, expected[part], found[part])))
+            num_bytes = len(job.copy.blocks) * self._block_bytes
+            result = judge_copy(job.transfer_id, direction, num_bytes, expected[part], found[part])
+            results.append((job.ready_s, result))
         duration_s = max(time.perf_counter() - begin_s, sum(job.link_s for job in jobs))
         return Pass(results, LinkUse(direction, len(jobs), len(blocks), duration_s))
-
-    def _judge(self, job: Job, expected: np.ndarray, found: np.ndarray) -> CopyResult:
-        num_bytes = len(found) * self._block_bytes
-        if job.copy.direction is Direction.INBOUND:
-            return judge_inbound(job.transfer_id, num_bytes, expected, found)
-        is_whole = bool((found != EMPTY_DIGEST).all())
-        problem = None if is_whole else "a slot went away"
-        return CopyResult(job.transfer_id, is_whole, num_bytes, tuple(found.tolist()), problem)
 
 
 def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
-from floodplain.memory.transfer import BlockCopy, Direction
+from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
 
 
 class LinkPair:
@@ -36,17 +36,28 @@ class LinkPair:
         return max(ready_s for ready_s, _ in legs), max(busy_s for _, busy_s in legs)
 
 
-class _SlotPool:
-    """Slots of one buffer as a ``BlockStore``: blocks of a single layer."""
+class SlotStore:
+    """Slots of one buffer as a ``BlockStore``: blocks of a single layer.
+
+    Attributes:
+        slots: They.
+    """
 
     def __init__(self, slots: SwapSlots) -> None:
         self.layout = slots.layout
         self.words: tuple[torch.Tensor, ...] = (slots.words.view(slots.num_slots, -1),)
-        self._slots = slots
+        self.slots = slots
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
         """See ``BlockStore.expect_backed``."""
-        self._slots.check(blocks)
+        self.slots.check(blocks)
+
+
+class ThreadedEngine(TransferEngine, Protocol):
+    """A transfer engine with threads of its own."""
+
+    def start(self) -> Self:
+        """Start them; returns the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +66,18 @@ class _Open:
     expected: np.ndarray
 
 
-class HostSlotMover:
+class SlotMover:
     """See the module: between a buffer in this host's memory and slots elsewhere. One thread submits and polls.
 
     Args:
         host: The buffer.
         peer: The slots elsewhere.
-        link: Paces the copies; None lets them run as fast as this machine does.
+        engine: Copies between ``SlotStore(host)`` and ``peer``; not yet started, and the mover's from now on.
     """
 
-    def __init__(self, host: SwapSlots, peer: Slots, link: LinkPair | None = None) -> None:
+    def __init__(self, host: SwapSlots, peer: Slots, engine: ThreadedEngine) -> None:
         self._host, self._peer = host, peer
-        self._engine = HostTransferEngine(_SlotPool(host), peer, link)
+        self._engine = engine
         self._open: dict[int, _Open] = {}
         self.moved_bytes = {Tier.HOST: 0, Tier.PEER: 0}
         """Copied so far, by the tier that they went to."""
@@ -77,7 +88,7 @@ class HostSlotMover:
         return self._host.layout
 
     def start(self) -> Self:
-        """Start the copy threads; returns the mover."""
+        """Start to copy; returns the mover."""
         self._engine.start()
         return self
 
@@ -112,3 +123,16 @@ class HostSlotMover:
             self._peer.digests[slots[~is_whole]] = EMPTY_DIGEST
         self.moved_bytes[target] += len(slots) * self.layout.block_bytes
         return relocation_id, tuple(is_whole.tolist())
+
+
+class HostSlotMover(SlotMover):
+    """A ``SlotMover`` to slots that are in this machine's memory, too.
+
+    Args:
+        host: The buffer.
+        peer: The slots elsewhere.
+        link: Paces the copies; None lets them run as fast as this machine does.
+    """
+
+    def __init__(self, host: SwapSlots, peer: Slots, link: LinkPair | None = None) -> None:
+        super().__init__(host, peer, HostTransferEngine(SlotStore(host), peer, link))

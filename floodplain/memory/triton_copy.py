@@ -45,6 +45,14 @@ def _scatter_kernel(bases, blocks, staging, digests, num_layers, block_words, st
     _add_digest(digests + row, words, layer * block_words + places)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _digest_kernel(staging, digests, num_words, stretch: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * stretch + tl.arange(0, stretch)
+    words = tl.load(staging + row * num_words + places, mask=places < num_words, other=0)
+    _add_digest(digests + row, words, places)
+
+
 def gather(bases: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor, digests: torch.Tensor) -> None:
     """Copy scattered blocks into staging, on the current stream, adding to their digests.
 
@@ -60,6 +68,18 @@ def gather(bases: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor, dig
 def scatter(bases: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor, digests: torch.Tensor) -> None:
     """Copy staging to scattered blocks: the inverse of ``gather``, with the same arguments."""
     _scatter_kernel[_grid(blocks, staging)](bases, blocks, staging, digests, *staging.shape[1:], stretch=_STRETCH_WORDS)
+
+
+def add_digests(staging: torch.Tensor, digests: torch.Tensor) -> None:
+    """Add to the digests of blocks that are in staging already; on the current stream.
+
+    Args:
+        staging: int32 [n, num_layers, layer_block_words], contiguous.
+        digests: int64 [n]; starts at ``digest.SEED``.
+    """
+    num_words = staging[0].numel()
+    grid = (len(staging), triton.cdiv(num_words, _STRETCH_WORDS))
+    _digest_kernel[grid](staging, digests, num_words, stretch=_STRETCH_WORDS)
 
 
 def _grid(blocks: torch.Tensor, staging: torch.Tensor) -> tuple[int, int, int]:

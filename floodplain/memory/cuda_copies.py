@@ -1,0 +1,61 @@
+"""What copies on a GPU: between its KV pool and slots, and between slots of one tier and those of another."""
+
+from __future__ import annotations
+
+import torch
+
+from floodplain.memory.cuda_driver import CudaDriver
+from floodplain.memory.cuda_lane import CudaLane
+from floodplain.memory.cuda_transfer import CudaTransferEngine
+from floodplain.memory.cuda_wires import PeerWire, PinnedEnd, PinnedWire, PoolEnd, Wire
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.peer_slots import PeerSlots
+from floodplain.memory.slot_mover import SlotMover, SlotStore
+from floodplain.memory.swap_slots import SwapSlots
+
+
+def open_pool_copies(pool: KVPool, slots: SwapSlots | PeerSlots, staging_blocks: int) -> CudaTransferEngine:
+    """The transfer engine of a KV pool on a GPU, not yet started.
+
+    Args:
+        pool: Its blocks move.
+        slots: Where to: page-locked, or on neighbours.
+        staging_blocks: Blocks that are gathered at a time; each direction has such a buffer on the device.
+
+    Raises:
+        InvariantError: Slots in host memory are not page-locked.
+    """
+    device = pool.device.torch_device
+    end, wire = PoolEnd(pool), _open_wire(slots, device)
+    return CudaTransferEngine(
+        pool, slots, lambda direction: CudaLane(direction, device, pool.layout, end, wire, staging_blocks)
+    )
+
+
+class CudaSlotMover(SlotMover):
+    """A ``SlotMover`` whose copies pass through staging on the GPU, which takes the digests on the way.
+
+    Args:
+        host: The buffer; page-locked.
+        peer: The slots on neighbours.
+        device: The GPU; the neighbours' memory is mapped for it.
+        staging_blocks: Blocks that are there at a time, in each direction.
+
+    Raises:
+        InvariantError: The buffer is not page-locked.
+    """
+
+    def __init__(self, host: SwapSlots, peer: PeerSlots, device: torch.device, staging_blocks: int) -> None:
+        end, wire = PinnedEnd(host), _open_wire(peer, device)
+        engine = CudaTransferEngine(
+            SlotStore(host),
+            peer,
+            lambda direction: CudaLane(direction, device, host.layout, end, wire, staging_blocks),
+        )
+        super().__init__(host, peer, engine)
+
+
+def _open_wire(slots: SwapSlots | PeerSlots, device: torch.device) -> Wire:
+    if isinstance(slots, SwapSlots):
+        return PinnedWire(slots)
+    return PeerWire(slots, CudaDriver(device.index))

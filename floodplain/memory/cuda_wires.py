@@ -1,0 +1,124 @@
+"""What connects staging on a GPU with blocks and slots elsewhere; everything here is put on the current CUDA stream.
+
+A *wire* copies rows of staging to and from adjacent slots: page-locked ones through torch, a neighbour's through the
+driver. torch would copy between two GPUs on a stream of the source's device, with a context there; the driver's call
+stays on our stream, and our copy engine does all of it.
+
+An *end* is where blocks are: it fills staging with them, or empties it into them, and adds up their digests.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from floodplain.core.errors import InvariantError
+from floodplain.memory.cuda_driver import CudaDriver
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.peer_slots import PeerSlots
+from floodplain.memory.runs import find_runs
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.transfer import Direction
+
+
+class Wire(Protocol):
+    """Copies between rows of staging, int32 [n, num_layers, layer_block_words], and as many adjacent slots."""
+
+    def copy(self, direction: Direction, rows: torch.Tensor, first: int) -> None:
+        """Put a copy on the current stream: OUTBOUND leaves staging for the slots from ``first`` on."""
+
+
+class PinnedWire:
+    """See ``Wire``: to page-locked memory of the host.
+
+    Raises:
+        InvariantError: The slots are not page-locked.
+    """
+
+    def __init__(self, slots: SwapSlots) -> None:
+        if not slots.words.is_pinned():
+            raise InvariantError("slots for CUDA copies must be page-locked")
+        self._slots = slots
+
+    def copy(self, direction: Direction, rows: torch.Tensor, first: int) -> None:
+        """See ``Wire.copy``."""
+        far = self._slots.part(first, len(rows))
+        target, source = (far, rows) if direction is Direction.OUTBOUND else (rows, far)
+        target.copy_(source, non_blocking=True)
+
+
+class PeerWire:
+    """See ``Wire``: to memory on neighbours, which whoever copies keeps in place (``Slots.use``).
+
+    Args:
+        slots: On neighbours.
+        driver: Of our own device.
+    """
+
+    def __init__(self, slots: PeerSlots, driver: CudaDriver) -> None:
+        self._slots = slots
+        self._driver = driver
+
+    def copy(self, direction: Direction, rows: torch.Tensor, first: int) -> None:
+        """See ``Wire.copy``; one copy for each chunk that the slots lie in."""
+        block_bytes = self._slots.layout.block_bytes
+        stream = self._driver.api.CUstream(_current_stream(rows.device))
+        near = rows.data_ptr()
+        for far, count in self._slots.pieces(first, len(rows)):
+            target, source = (far, near) if direction is Direction.OUTBOUND else (near, far)
+            self._driver.call(self._driver.api.cuMemcpyDtoDAsync, target, source, count * block_bytes, stream)
+            near += count * block_bytes
+
+
+class End(Protocol):
+    """Where blocks are on our side."""
+
+    def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
+        """OUTBOUND fills the first rows of staging with these blocks (int64 [n]), INBOUND copies them from there.
+
+        Their digests are added to ``digests``, int64 [n] on the device.
+        """
+
+
+class PoolEnd:
+    """See ``End``: the KV pool, whose scattered blocks a kernel of our own device gathers and scatters."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self._device = pool.device.torch_device
+        self._bases = torch.tensor([words.data_ptr() for words in pool.words], dtype=torch.int64, device=self._device)
+
+    def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
+        """See ``End.copy``.
+
+        Memory that torch hands out under a stream is reused in that stream's order, and page-locked memory only after
+        its copies: so the temporary here may be dropped at once.
+        """
+        from floodplain.memory.triton_copy import gather, scatter
+
+        places = torch.from_numpy(blocks).pin_memory().to(self._device, non_blocking=True)
+        run = gather if direction is Direction.OUTBOUND else scatter
+        run(self._bases, places, staging, digests)
+
+
+class PinnedEnd:
+    """See ``End``: slots in page-locked memory of the host, on their way to or from another tier."""
+
+    def __init__(self, slots: SwapSlots) -> None:
+        self._wire = PinnedWire(slots)
+
+    def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
+        """See ``End.copy``: the digests are of what went through staging."""
+        from floodplain.memory.triton_copy import add_digests
+
+        opposite = Direction.INBOUND if direction is Direction.OUTBOUND else Direction.OUTBOUND
+        row = 0
+        for first, count in find_runs(blocks):
+            self._wire.copy(opposite, staging[row : row + count], first)
+            row += count
+        add_digests(staging[:row], digests)
+
+
+def _current_stream(device: torch.device) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
