@@ -16,8 +16,8 @@ from floodplain.core.backups import BackupTable
 from floodplain.core.errors import UserError
 from floodplain.core.leases.client import LeaseClient
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.cuda_lending import open_lent_pool
 from floodplain.engine.device_memory import DeviceMemory
-from floodplain.engine.lent_pool import LentPool
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.decoder import Decoder
 from floodplain.engine.models.linear import can_pack
@@ -32,7 +32,6 @@ from floodplain.engine.swap import OpenedSwap, open_swap
 from floodplain.engine.tokenizer import Tokenizer
 from floodplain.engine.weights.open_model import ModelSource, open_model
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.peer import HostPeerMemory
 from floodplain.memory.swap_space import SwapStats
 from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
@@ -157,10 +156,10 @@ def _meet(
         parts = swap.peer
 
         def borrow(client: LeaseClient) -> PeerTier:
-            return PeerTier(client, HostPeerMemory(), parts.slots, parts.mover, loop.relocations)
+            return PeerTier(client, parts.memory, parts.slots, parts.mover, loop.relocations)
 
     if config.lends:
-        lent_pool = LentPool(pool, loop, limits.num_blocks, limits.least_blocks)
+        lent_pool = open_lent_pool(pool, loop, limits)
         policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
     neighbours = meet_neighbours(client, name, lent_pool, policy, borrow=borrow)
     try:

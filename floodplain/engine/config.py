@@ -216,8 +216,6 @@ class EngineConfig:
             raise UserError(
                 f"--peer-memory says how much to borrow, and --swap {self.swap} does not: leave one of them out"
             )
-        if self.swap == "peer" and self.device != "cpu":
-            raise UserError("--swap peer borrows between engines on a CPU so far: use --swap host with --device cuda")
         if self.hardware is not None and self.device != "cpu":
             raise UserError(f"--hardware {self.hardware} emulates a link on a CPU: leave it out with --device cuda")
 

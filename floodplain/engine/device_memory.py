@@ -14,6 +14,8 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.host_memory import available_bytes
 from floodplain.engine.models.config import ModelConfig
 from floodplain.memory.arena import Device
+from floodplain.memory.cuda_driver import CudaDriver
+from floodplain.memory.cuda_home import CudaHome, claim_cuda_home
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 
@@ -36,7 +38,7 @@ class DeviceMemory:
         model: What will be loaded.
         device: Where.
         dtype: Of parameters and KV.
-        shared_name: Under which neighbours find the device; None on a CPU makes one that nobody else knows.
+        shared_name: Under which neighbours find the device; None makes one that nobody else knows.
 
     Raises:
         UserError: The machine has less memory than was asked for, or another engine has that name.
@@ -62,6 +64,13 @@ class DeviceMemory:
         self._kv_bytes = config.kv_memory or DEFAULT_HOST_KV_BYTES
         param_bytes = round(shape.param_bytes(dtype.itemsize) * _ALIGN_SLACK)
         self.device = _open_device(device, self._kv_bytes, param_bytes, self.layout, shared_name)
+        self._home: CudaHome | None = None
+        if shared_name is not None and device.type == "cuda":
+            try:
+                self._home = claim_cuda_home(shared_name, CudaDriver(self.device.torch_device.index).uuid)
+            except BaseException:
+                self.device.close()
+                raise
 
     def allocate_parameters(self, num_bytes: int) -> torch.Tensor:
         """A uint8 tensor over an arena of its own: the parameters of one layer, which can move or go alone.
@@ -124,6 +133,8 @@ class DeviceMemory:
     def close(self) -> None:
         """Give everything back. Tensors over it must not be used any more. Safe to call twice."""
         self.device.close()
+        if self._home is not None:
+            self._home.close()
         if self.device.torch_device.type == "cuda":
             torch.cuda.empty_cache()  # embedding, head and activations lie in torch's own pool
 

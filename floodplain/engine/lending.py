@@ -79,6 +79,7 @@ class PoolLender:
         membership: Of the engine's process.
         can_offer: Whether a coordinator would hear of an offer. A recall is always said, whoever listens.
         times: How often it looks.
+        guest_bytes: Of what the engine gives way, so much is not put up: what a consumer's process takes beside it.
 
     Attributes:
         is_moving: Whether the last boundary moved bytes, so that the next one will, too: it should come soon.
@@ -91,8 +92,10 @@ class PoolLender:
         membership: Membership,
         can_offer: Callable[[], bool],
         times: LenderTimes | None = None,
+        guest_bytes: int = 0,
     ) -> None:
         self.is_moving = False
+        self._guest_bytes = guest_bytes
         self._engine = engine
         self._policy = policy
         self._membership = membership
@@ -150,7 +153,7 @@ class PoolLender:
     def _put_up(self) -> None:
         """Tell the agent what there is to lend: what the engine has given way for, and no more than it wants to."""
         given_bytes = max(0, self._engine.full_bytes - self._engine.own_bytes)
-        put_up_bytes = min(self._target_bytes, given_bytes)
+        put_up_bytes = max(0, min(self._target_bytes, given_bytes) - self._guest_bytes)
         if put_up_bytes != self._put_up_bytes:
             self._put_up_bytes = put_up_bytes
             self._membership.lend(put_up_bytes)

@@ -161,7 +161,11 @@ def meet_neighbours(
     device = LentDevice(capacity_bytes=lent_pool.full_bytes, foreign_bytes=lambda: lent_pool.foreign_bytes)
     agent = LeaseAgent(client, name, device)
     membership = agent.membership
-    lender = PoolLender(lent_pool, policy, membership, lambda: membership.has_joined and not agent.problem, times)
+
+    def can_offer() -> bool:
+        return membership.has_joined and not agent.problem
+
+    lender = PoolLender(lent_pool, policy, membership, can_offer, times, lent_pool.guest_bytes)
     return Neighbours(agent, lent_pool, lender, borrow(membership) if borrow else None)
 
 

@@ -14,12 +14,12 @@ from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
 from floodplain.engine.host_memory import available_bytes
+from floodplain.engine.peer_parts import PeerParts, open_cuda_parts, open_host_parts
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer_slots import PeerSlots
-from floodplain.memory.slot_mover import HostSlotMover, LinkPair, SlotMover
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
@@ -37,19 +37,6 @@ CHUNK_BYTES = 32 * 2**20
 """Of a lease, about: a recall takes back no more than it must, and a chunk is quick to empty."""
 PEER_LINK = "nvlink4"
 """What is emulated between neighbours, where links are."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerParts:
-    """What the PEER tier is made of, beside the leases.
-
-    Attributes:
-        slots: Without memory.
-        mover: Between them and the host's; started.
-    """
-
-    slots: PeerSlots
-    mover: SlotMover
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +103,31 @@ def _add_peer_tier(
     chunk_slots = max(1, CHUNK_BYTES // block_bytes)
     peer_bytes = config.peer_memory or opened.host_slots * block_bytes
     slots = PeerSlots(pool.layout, chunk_slots, max(1, peer_bytes // (chunk_slots * block_bytes)))
-    near = None if emulated is None else EmulatedLink(LINKS[PEER_LINK], emulated.scale)
-    tier = SwapTier(slots, HostTransferEngine(pool, slots, near).start())
-    pair = None if near is None or emulated is None else LinkPair(emulated, near)
-    mover = HostSlotMover(host_slots, slots, pair).start()
-    bandwidth = opened.links[0].bandwidth  # of the same memory
-    link, facts = (Link(Tier.PEER, bandwidth), {**opened.facts[0]}) if near is None else _describe_emulated(near)
+    link, facts = _price_peer_link(opened, pool, emulated)
+    if pool.device.torch_device.type == "cuda":
+        tier, parts = open_cuda_parts(pool, host_slots, slots, max(1, LINK_STAGING_BYTES // block_bytes))
+    else:
+        near = None if emulated is None else _emulate_peer_link(emulated)
+        tier, parts = open_host_parts(pool, host_slots, slots, near, emulated)
     return OpenedSwap(
         SwapSpace({Tier.PEER: tier, Tier.HOST: host}),
         (SlotLedger(Tier.PEER, 0), *opened.ledgers),
         (replace(link, tier=Tier.PEER), *opened.links),
         ({**facts, "tier": Tier.PEER.value}, *opened.facts),
-        PeerParts(slots, mover),
+        parts,
     )
+
+
+def _price_peer_link(opened: OpenedSwap, pool: KVPool, emulated: EmulatedLink | None) -> tuple[Link, Mapping[str, Any]]:
+    """On a GPU nobody knows yet how near the neighbours will be: as far as the host, until copies have told."""
+    if emulated is not None:
+        return _describe_emulated(_emulate_peer_link(emulated))
+    is_assumed = pool.device.torch_device.type == "cuda"  # on a CPU it is the same memory
+    return opened.links[0], {**opened.facts[0], **({"name": "assumed"} if is_assumed else {})}
+
+
+def _emulate_peer_link(emulated: EmulatedLink) -> EmulatedLink:
+    return EmulatedLink(LINKS[PEER_LINK], emulated.scale)
 
 
 def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> float:

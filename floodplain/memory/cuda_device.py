@@ -33,6 +33,7 @@ class CudaDevice:
         self._max_pages = max_pages
         self._arenas: list[CudaArena] = []
         self._owned: dict[Page, Any] = {}
+        self._caps_torch = False
         self._properties, self._access = driver.properties, driver.access
         self.page_bytes = driver.page_bytes
         self._base_bytes = self._other_bytes()
@@ -70,6 +71,24 @@ class CudaDevice:
 
     def _own_bytes(self) -> int:
         return len(self._owned) * self.page_bytes + int(torch.cuda.memory_reserved(self._driver.index))
+
+    def cap_torch(self, kept_bytes: int) -> None:
+        """Keep torch's own pool (activations, workspaces, what no arena has) out of ``kept_bytes``, until ``close``.
+
+        They are this object's pages' and its neighbours': what is lent must be free whenever it is.
+
+        Raises:
+            UserError: Beside them there is less than torch has taken already.
+        """
+        _, total_bytes = torch.cuda.mem_get_info(self._driver.index)
+        room = int(total_bytes) - self._base_bytes - kept_bytes
+        if room < torch.cuda.memory_reserved(self._driver.index):
+            raise UserError(
+                f"beside {kept_bytes} bytes of parameters and KV pool CUDA device {self._driver.index} has no room for"
+                " the model's activations while it lends: lower --kv-memory"
+            )
+        torch.cuda.set_per_process_memory_fraction(room / int(total_bytes), self._driver.index)
+        self._caps_torch = True
 
     def allocate(self, num_pages: int) -> list[Page] | None:
         """See ``Device.allocate``. The bytes of a fresh page are unspecified."""
@@ -115,6 +134,9 @@ class CudaDevice:
         for arena in self._arenas:
             arena.close()
         self.release(list(self._owned))
+        if self._caps_torch:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._driver.index)
+            self._caps_torch = False
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,8 @@ from floodplain.memory.transfer import (
     Direction,
     LinkUse,
     check_copy,
-    judge_copy,
+    judge_inbound,
+    judge_outbound,
     split_into_batches,
 )
 
@@ -218,7 +219,8 @@ class CudaTransferEngine:
         if pending.mark is not None:
             found[pending.order], duration_s = pending.mark.wait()
             use = LinkUse(copy.direction, 1, len(pending.order), duration_s)
-        if copy.direction is Direction.OUTBOUND:
-            self._slots.digests[list(copy.slots)] = found
         num_bytes = len(found) * self._store.layout.block_bytes
-        return judge_copy(pending.transfer_id, copy.direction, num_bytes, pending.expected, found), use
+        if copy.direction is Direction.INBOUND:
+            return judge_inbound(pending.transfer_id, num_bytes, pending.expected, found), use
+        self._slots.digests[list(copy.slots)] = found
+        return judge_outbound(pending.transfer_id, num_bytes, found), use

@@ -30,7 +30,8 @@ from floodplain.memory.transfer import (
     LinkUse,
     Pacer,
     check_copy,
-    judge_copy,
+    judge_inbound,
+    judge_outbound,
 )
 
 logger = logging.getLogger(__name__)
@@ -212,15 +213,19 @@ class HostCopier:
             if is_there.any():
                 found[is_there] = self._mover.move(direction, blocks[is_there], slots[is_there])
             if direction is Direction.OUTBOUND:
-                self._slots.digests[slots] = found
+                self._slots.digests[slots] = expected = found
         results, end = [], 0
         for job in jobs:
             part = slice(end, end := end + len(job.copy.blocks))
-            num_bytes = len(job.copy.blocks) * self._block_bytes
-            result = judge_copy(job.transfer_id, direction, num_bytes, expected[part], found[part])
-            results.append((job.ready_s, result))
+            results.append((job.ready_s, self._judge(job, expected[part], found[part])))
         duration_s = max(time.perf_counter() - begin_s, sum(job.link_s for job in jobs))
         return Pass(results, LinkUse(direction, len(jobs), len(blocks), duration_s))
+
+    def _judge(self, job: Job, expected: np.ndarray, found: np.ndarray) -> CopyResult:
+        num_bytes = len(found) * self._block_bytes
+        if job.copy.direction is Direction.INBOUND:
+            return judge_inbound(job.transfer_id, num_bytes, expected, found)
+        return judge_outbound(job.transfer_id, num_bytes, found)
 
 
 def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:

@@ -178,22 +178,16 @@ def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
     slots.check(copy.slots)
 
 
-def judge_copy(
-    transfer_id: int, direction: Direction, num_bytes: int, expected: np.ndarray, found: np.ndarray
-) -> CopyResult:
-    """How a copy went, by the digests of its blocks: int64 [n], ``EMPTY_DIGEST`` where a slot has no memory.
+def judge_outbound(transfer_id: int, num_bytes: int, found: np.ndarray) -> CopyResult:
+    """Whether blocks left: those bound for a slot without memory have ``EMPTY_DIGEST`` for a digest."""
+    is_whole = bool((found != EMPTY_DIGEST).all())
+    problem = None if is_whole else "a slot went away"
+    return CopyResult(transfer_id, is_whole, num_bytes, tuple(found.tolist()), problem)
 
-    Args:
-        transfer_id: Which copy.
-        direction: Of it.
-        num_bytes: Of its blocks.
-        expected: What an inbound block must have: the digests stored when they left.
-        found: What they have.
-    """
+
+def judge_inbound(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
+    """Whether blocks came back as they left: their digests, against those stored when they left."""
     digests = tuple(found.tolist())
-    if direction is Direction.OUTBOUND:
-        is_whole = bool((found != EMPTY_DIGEST).all())
-        return CopyResult(transfer_id, is_whole, num_bytes, digests, None if is_whole else "a slot went away")
     if (expected == EMPTY_DIGEST).any():
         return CopyResult(transfer_id, False, num_bytes, digests, "a slot holds no whole block")
     num_wrong = int(np.count_nonzero(expected != found))

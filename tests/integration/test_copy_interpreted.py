@@ -45,7 +45,5 @@ def test_the_kernels_equal_the_definition() -> None:
     root = Path(__file__).parents[2]
     path = os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(root)])
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "all of them\n"), done.stderr

@@ -42,6 +42,7 @@ URL = {"coordinator": "http://127.0.0.1:8100"}
         ({"swap": "host", "swap_memory": "1GiB"}, "--swap-memory must be a whole number of at least 1"),
         ({"swap": "host", "hardware": "pcie4"}, "--hardware must be one of emulated-pcie4, .*c2c, not 'pcie4'"),
         ({"swap": "host", "hardware": "emulated-c2c", "device": "cuda:0"}, "leave it out with --device cuda"),
+        ({"swap": "peer", "device": "cuda:1"}, "^--swap peer needs --coordinator: nobody else knows who lends memory$"),
         ({"lend": "auto"}, "^--lend auto needs --coordinator: nobody else can say that memory is to be had$"),
         ({"lend": "64MiB"}, "^--lend 64MiB needs --coordinator"),
         (URL | {"lend": "some"}, "^--lend must be off, auto, or a size: 'some' is no size"),
@@ -60,6 +61,12 @@ def test_bad_flags_are_one_line_that_says_what_to_change(flags: dict[str, Any], 
     with pytest.raises(UserError, match=message) as caught:
         EngineConfig(model="m", **flags)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:3"])
+def test_every_device_may_borrow_and_lend(device: str) -> None:
+    config = EngineConfig(model="m", device=device, swap="peer", peer_memory=2**30, lend="auto", **URL)  # type: ignore[arg-type]
+    assert (config.swap, config.lends) == ("peer", True)
 
 
 def test_a_step_must_have_a_token_for_every_stream() -> None:

@@ -54,12 +54,12 @@ class FakeEngine:
 class World:
     """A lender over a fake engine, and a coordinator that is played by hand."""
 
-    def __init__(self, targets: list[int], num_looks: int = 10**9) -> None:
+    def __init__(self, targets: list[int], num_looks: int = 10**9, guest_bytes: int = 0) -> None:
         self.engine = FakeEngine()
         device = LentDevice(capacity_bytes=FULL, foreign_bytes=lambda: 0)
         self.membership = Membership("a", "life", device, clock=lambda: 0.0)
         self.policy = WildPolicy(targets, num_looks)
-        self.lender = PoolLender(self.engine, self.policy, self.membership, lambda: True, LenderTimes())
+        self.lender = PoolLender(self.engine, self.policy, self.membership, lambda: True, LenderTimes(), guest_bytes)
         self.now = 0.0
 
     def tell(self, offered_bytes: int, revision: int, *leases: Lease) -> None:
@@ -89,6 +89,16 @@ def test_bytes_are_put_up_only_when_the_engine_has_given_way_for_them() -> None:
     world.run()
     assert world.engine.own_bytes == 700
     assert not world.lender.is_moving
+
+
+def test_what_guests_take_beside_their_leases_is_given_way_for_and_not_put_up() -> None:
+    world = World([300], guest_bytes=100)
+    world.tell(0, 1)
+    world.run()
+    assert (world.engine.own_bytes, world.says()) == (FULL - STEP, []), "not enough for a guest yet"
+    world.run(num_boundaries=6)
+    assert world.engine.own_bytes == 700
+    assert world.says() == [Offer("a", world.membership._side.stamp, 200)]
 
 
 def test_what_is_wanted_back_is_recalled_at_once_and_taken_as_it_is_let_go() -> None:

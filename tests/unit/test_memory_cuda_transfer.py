@@ -239,26 +239,26 @@ def test_a_copy_that_cannot_begin_lets_its_memory_go_when_nothing_of_it_is_under
 
 def test_a_chunk_may_go_at_any_moment_of_a_copy(there: There) -> None:
     """Blocks are whole, or known not to be; and no copy touches memory that is gone, which would end the process."""
-    outcomes = set()
-    random = Random(1)
-    for seed in range(100):
+    outcomes, random = set(), Random(1)
+    for seed in range(120):
         there.add(*(chunk for chunk in range(NUM_CHUNKS) if chunk not in there.peer._extents))
         thread = threading.Thread(target=there.peer.remove, args=(random.randrange(NUM_CHUNKS),))
         blocks, slots = list(range(8)), random.sample(range(NUM_SLOTS), 8)
         there.fill(seed)
         left = there.read(blocks)
-        if seed % 2:
+        if seed % 3 == 1:
             thread.start()
         is_out = there.copy(OUT, blocks, slots).is_whole
-        if not seed % 2:
-            thread.start()
         there.fill(seed + 1000)
+        if seed % 3 == 2:
+            thread.start()
         is_back = there.copy(IN, blocks, slots).is_whole
-        thread.join()
+        if seed % 3:
+            thread.join()
         outcomes.add((is_out, is_back))
+        assert seed % 3 or (is_out and is_back)
         assert not is_back or torch.equal(there.read(blocks), left)
-    assert (False, True) not in outcomes
-    assert {(True, True), (True, False)} <= outcomes or {(True, False), (False, False)} <= outcomes
+    assert outcomes & {(True, False), (False, False)}
 
 
 def test_slots_that_are_not_page_locked_are_refused() -> None:

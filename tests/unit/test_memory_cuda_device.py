@@ -1,0 +1,111 @@
+"""What a CUDA device leaves to torch, and what a context takes: by a fake driver, and a process that only pretends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from floodplain.core.errors import UserError
+from floodplain.memory.cuda_context import measure_context_bytes
+from floodplain.memory.cuda_device import CudaDevice
+from floodplain.memory.cuda_driver import CudaDriver
+from tests.fakes.cuda_driver import PAGE_BYTES, FakeDriver, Gpu
+
+TOTAL = 100 * PAGE_BYTES
+
+
+class Torch:
+    """What torch says of the device: memory that it has taken, and how much it may."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.reserved_bytes = 0
+        self.contexts_bytes = 10 * PAGE_BYTES
+        self.fraction = 1.0
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        used = self.gpu.num_used_pages * PAGE_BYTES + self.reserved_bytes + self.contexts_bytes
+        return TOTAL - used, TOTAL
+
+    def memory_reserved(self, index: int) -> int:
+        return self.reserved_bytes
+
+    def set_per_process_memory_fraction(self, fraction: float, index: int) -> None:
+        self.fraction = fraction
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
+    driver = FakeDriver(Gpu(b"h" * 16, num_pages=90)).install(monkeypatch)
+    fake = Torch(driver.gpus[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
+    for name in ("mem_get_info", "memory_reserved", "set_per_process_memory_fraction"):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
+    yield fake
+    assert driver.is_idle
+
+
+def test_torch_keeps_out_of_what_may_be_lent_until_the_device_is_closed(fake: Torch) -> None:
+    with CudaDevice(CudaDriver(0), None) as device:
+        pages = device.allocate(60)
+        fake.reserved_bytes = 20 * PAGE_BYTES
+        device.cap_torch(70 * PAGE_BYTES)
+        assert fake.fraction * TOTAL == pytest.approx(20 * PAGE_BYTES)
+        assert pages is not None
+        device.release(pages[:30])  # lent: what torch may have does not depend on it
+        device.cap_torch(70 * PAGE_BYTES)
+        assert fake.fraction * TOTAL == pytest.approx(20 * PAGE_BYTES)
+    assert fake.fraction == 1.0
+
+
+def test_an_engine_that_would_starve_torch_cannot_lend(fake: Torch) -> None:
+    with CudaDevice(CudaDriver(0), None) as device:
+        fake.reserved_bytes = 20 * PAGE_BYTES
+        with pytest.raises(UserError, match=r"no room for the model's activations while it lends: lower --kv-memory$"):
+            device.cap_torch(71 * PAGE_BYTES)
+        assert fake.fraction == 1.0
+
+
+def test_pages_keep_their_arena_and_go_back(fake: Torch) -> None:
+    with CudaDevice(CudaDriver(0), 8) as device:
+        arena, pages = device.reserve(4), device.allocate(3)
+        assert pages is not None
+        arena.map(1, pages)
+        assert device.allocate(6) is None
+        assert device.num_owned_pages == fake.gpu.num_used_pages == 3
+    assert fake.gpu.num_used_pages == 0
+
+
+COUNTS_DOWN = "print('there', flush=True); import sys; sys.stdin.read()"
+
+
+@pytest.mark.slow
+def test_a_context_is_what_is_gone_while_another_process_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([1000, 400])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (next(free), 2000))
+    assert measure_context_bytes(0, COUNTS_DOWN) == 600
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import sys; sys.exit('cuInit failed: CUresult 100')", "cuInit failed: CUresult 100$"),
+        ("print('hello')", "it says nothing$"),
+    ],
+)
+def test_a_process_without_a_place_is_one_line(monkeypatch: pytest.MonkeyPatch, program: str, reason: str) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000, 2000))
+    with pytest.raises(UserError, match=f"^nobody could borrow of CUDA device 0, a second process has no.*{reason}"):
+        measure_context_bytes(0, program)
+
+
+@pytest.mark.slow
+def test_the_real_program_says_what_is_missing_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000, 2000))
+    with pytest.raises(UserError, match="nobody could borrow of CUDA device 0"):
+        measure_context_bytes(0)
