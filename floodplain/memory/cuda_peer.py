@@ -36,7 +36,7 @@ class CudaPeerMemory:
         directory: Where producers' home files lie; None as in ``open_device``.
 
     Raises:
-        UserError: There is no cuda-bindings.
+        UserError: There is no cuda-bindings, or none of the GPUs can be borrowed from.
     """
 
     def __init__(self, index: int, directory: Path | None = None) -> None:
@@ -45,12 +45,14 @@ class CudaPeerMemory:
         devices = [CudaDriver(i) for i in range(home.call(home.api.cuDeviceGetCount))]
         self._devices = {device.uuid: device for device in devices}
         self._obstacles = {uuid: find_obstacle(home, device) for uuid, device in self._devices.items()}
-        usable = [device.page_bytes for uuid, device in self._devices.items() if self._obstacles[uuid] is None]
-        self.page_bytes = math.lcm(*usable)
-        """Of all GPUs that can be borrowed from."""
         for uuid, obstacle in self._obstacles.items():
             found = "can be borrowed from" if obstacle is None else f"cannot: {obstacle}"
             logger.info("memory of CUDA device %d (%s) %s", self._devices[uuid].index, format_uuid(uuid), found)
+        usable = [device.page_bytes for uuid, device in self._devices.items() if self._obstacles[uuid] is None]
+        if not usable:
+            raise UserError(f"no GPU that this process sees can be borrowed from: {self._obstacles[home.uuid]}")
+        self.page_bytes = math.lcm(*usable)
+        """Of all GPUs that can be borrowed from."""
 
     def allocate(self, producer: str, num_bytes: int) -> CudaExtent | None:
         """See ``PeerMemory.allocate``. Fresh bytes are unspecified.
@@ -84,11 +86,11 @@ class CudaExtent:
     Args:
         address: Where it begins.
         num_bytes: What it has.
-        device: Where its bytes lie.
+        device: Where its bytes lie, if that is the home device; None if they are a neighbour's.
         undo: Gives them back.
     """
 
-    def __init__(self, address: int, num_bytes: int, device: torch.device, undo: ExitStack) -> None:
+    def __init__(self, address: int, num_bytes: int, device: torch.device | None, undo: ExitStack) -> None:
         self.address = address
         self.num_bytes = num_bytes
         self._device = device
@@ -97,18 +99,20 @@ class CudaExtent:
         self._is_open = True
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """See ``Extent.tensor``: a tensor of the neighbour's device, so what torch does with it, it does there.
+        """See ``Extent.tensor``; on the home device only.
 
-        To look at; copies go by ``address``. On another GPU even a look makes a context there.
+        torch would run its kernels on another device itself, which has no right to this memory.
 
         Raises:
-            InvariantError: It is too small for that, or closed.
+            InvariantError: It is too small for that, or closed, or on another device: copies go by ``address``.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.num_bytes:
             raise InvariantError(f"a {dtype} tensor of shape {shape} is larger than its extent")
         if not self._is_open:
             raise InvariantError("the extent is closed")
+        if self._device is None:
+            raise InvariantError("memory on another GPU has no tensor: copy to and from its address")
         return torch.as_tensor(DeviceBytes(self.address, num_bytes), device=self._device).view(dtype).view(shape)
 
     def close(self) -> None:
@@ -154,7 +158,8 @@ def _create_extent(home: CudaDriver, neighbour: CudaDriver, num_bytes: int) -> C
         undo.callback(home.call, api.cuMemUnmap, address, num_bytes)
         status, _ = home.try_call(api.cuMemSetAccess, address, num_bytes, [home.access], 1)
         _expect_done(api, "cuMemSetAccess", status, neighbour)
-        return CudaExtent(address, num_bytes, torch.device("cuda", neighbour.index), undo.pop_all())
+        device = torch.device("cuda", home.index) if neighbour.index == home.index else None
+        return CudaExtent(address, num_bytes, device, undo.pop_all())
 
 
 def _expect_done(api: Any, call: str, status: Any, neighbour: CudaDriver) -> None:

@@ -3,72 +3,29 @@
 from __future__ import annotations
 
 import gc
-import random
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from floodplain import LLM, SamplingParams
-from floodplain.engine import build
-from floodplain.engine.outputs import RequestOutput
-from floodplain.engine.weights.dummy import DummyModel
-from tests.support.parity import Reference, Verdict, judge
+from tests.support.cuda_engines import (
+    DEVICE,
+    NUM_PROMPTS,
+    TINY_POOL_BYTES,
+    compare,
+    generate,
+    load,
+    on_cpu,
+    use_same_weights,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-DEVICE = "cuda"
-NUM_PROMPTS, NUM_TOKENS = 64, 24
-TINY_POOL_BYTES = 24 * 8192
-"""24 blocks of tiny-llama in fp32, 384 tokens: about six of the requests fit."""
-
-
-class SameWeights(DummyModel):
-    """A dummy whose weights are drawn on the CPU, so that every device gets the same."""
-
-    def fill(self, target: torch.Tensor, name: str) -> None:
-        weights = torch.empty(target.shape)
-        super().fill(weights, name)
-        target.copy_(weights)
 
 
 @pytest.fixture(autouse=True)
 def same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cuda.bindings")
-    pytest.importorskip("triton")
-    monkeypatch.setattr(build, "open_model", lambda model, seed: SameWeights(model.removeprefix("dummy:"), seed))
-
-
-def load(device: str, name: str = "tiny-llama", **flags: Any) -> LLM:
-    return LLM(f"dummy:{name}", device=device, dtype="float32", **({"kv_memory": 2**25} | flags))
-
-
-def generate(llm: LLM) -> list[RequestOutput]:
-    """Greedily, from 1 to 100 random tokens; every fourth prompt begins with 40 tokens of the one before it."""
-    rng = random.Random(7)
-    prompts = [[rng.randrange(256) for _ in range(rng.randrange(1, 61))] for _ in range(NUM_PROMPTS)]
-    for index in range(3, NUM_PROMPTS, 4):
-        prompts[index][:0] = prompts[index - 1][:40]
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
-    return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-
-
-def compare(expected: Sequence[RequestOutput], got: Sequence[RequestOutput]) -> Verdict:
-    return judge([reference(output) for output in expected], [output.outputs[0].token_ids for output in got])
-
-
-def reference(output: RequestOutput) -> Reference:
-    completion = output.outputs[0]
-    assert completion.logprobs is not None
-    tops = [entry.top for entry in completion.logprobs]
-    return Reference(completion.token_ids, [best[1] - second[1] for best, second in tops])
-
-
-def on_cpu(name: str = "tiny-llama") -> list[RequestOutput]:
-    with load("cpu", name) as llm:
-        return generate(llm)
+    use_same_weights(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen", "tiny-opt"])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.cuda_driver import CudaDriver
@@ -66,6 +67,16 @@ def test_our_own_device_may_copy_there_and_back(driver: FakeDriver, memory: Cuda
     with pytest.raises(AssertionError, match="may not touch"):  # nobody else was given the right
         driver.cuMemcpyDtoDAsync(extent.address, ctypes.addressof(own), 500, 0)
     extent.close()
+
+
+def test_nobody_gets_a_tensor_of_what_he_may_not_touch(driver: FakeDriver, memory: CudaPeerMemory) -> None:
+    extent = allocate(memory, PAGE_BYTES)
+    for shape, message in (((1,), "on another GPU has no tensor"), ((PAGE_BYTES + 1,), "larger than its extent")):
+        with pytest.raises(InvariantError, match=message):
+            extent.tensor(torch.uint8, shape)
+    extent.close()
+    with pytest.raises(InvariantError, match="closed"):
+        extent.tensor(torch.uint8, (1,))
 
 
 def test_less_than_a_page_and_more_than_is_free_is_none(driver: FakeDriver, memory: CudaPeerMemory) -> None:
@@ -137,6 +148,23 @@ def test_what_stands_between_two_devices(
         setattr(driver.gpus[1], name, value)
     found = find_obstacle(*(CudaDriver(index) for index in indices))
     assert found is None if message is None else found is not None and found.startswith(message)
+
+
+def test_where_nothing_can_be_borrowed_it_is_said_at_once(driver: FakeDriver, tmp_path: Path) -> None:
+    for gpu in driver.gpus[:2]:
+        gpu.compute_mode = 3
+    with pytest.raises(UserError, match=r"^no GPU that this process sees can be borrowed from: CUDA device 0 is kept"):
+        CudaPeerMemory(0, tmp_path)
+
+
+def test_what_can_be_borrowed_from_is_logged(
+    driver: FakeDriver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    CudaPeerMemory(0, tmp_path)
+    assert [record.message.partition(") ")[2][:22] for record in caplog.records] == [
+        "can be borrowed from", "can be borrowed from", "cannot: CUDA devices 0",
+    ]  # fmt: skip
 
 
 def test_a_mig_instance_is_told_what_it_can_borrow_from(driver: FakeDriver, tmp_path: Path) -> None:
