@@ -25,6 +25,7 @@ import torch
 from benchmarks.gpu.memory_rows import COPY_BYTES, measure_pages, measure_resizing, measure_transfers
 from benchmarks.gpu.model_rows import ModelBench, measure_ceilings
 from benchmarks.gpu.plain_device import PlainDevice
+from benchmarks.gpu.tier_rows import find_places, measure_copy_sizes, measure_guests, measure_tiers
 from benchmarks.gpu.timing import HEADER, Row
 from floodplain.core.errors import UserError
 from floodplain.memory.arena import Device
@@ -120,7 +121,11 @@ def measure_all(report: Report, model: str, seed: int) -> None:
     report.run("decode", bench.measure_decode(ceilings[0].median * 1e9))
     report.run("prefill", bench.measure_prefill(ceilings[1].median * 1e12))
     report.run("transfers", measure_transfers(bench.pool, seed))
+    with find_places(memory) as places:
+        report.run("tiers", measure_tiers(bench.pool, places, seed))
+        report.run("copy sizes", measure_copy_sizes(memory, places, seed))
     if isinstance(memory, CudaDevice):
+        report.run("guests", measure_guests())
         with open_cuda_device(0) as device:
             report.run("pages", measure_pages(device))
             report.run("resizing", measure_resizing(device, bench.layout, seed))

@@ -18,7 +18,8 @@ T = TypeVar("T")
 class Row:
     """One measurement: the median, the 10th and 90th percentile, and what the device allows, all in ``unit``.
 
-    ``reached`` is 1.0 at the bound and smaller before it, for times and rates alike.
+    ``reached`` is 1.0 at the bound and smaller before it, for times and rates alike. ``copy_bytes`` is the size of each
+    copy where that is what is varied.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Row:
     num_samples: int
     bound: float | None = None
     reached: float | None = None
+    copy_bytes: int | None = None
 
     def __str__(self) -> str:
         text = f"{self.name:44s} {self.median:10.4g} {self.low:10.4g} {self.high:10.4g}"
