@@ -26,10 +26,9 @@ class LentPool:
         full_blocks: Of the pool while nothing is lent.
         least_blocks: The pool never has fewer: what the longest request needs.
         most_moved_bytes: At one boundary.
-        guest_bytes: What consumers' processes take of the device beside their leases, as far as it is provided for.
 
     Attributes:
-        guest_bytes: As above.
+        guest_bytes: What a consumer's process takes of the device beside its lease: so much is not put up.
         num_failed_growths: How often bytes that ought to be free were not.
     """
 
@@ -40,9 +39,8 @@ class LentPool:
         full_blocks: int,
         least_blocks: int,
         most_moved_bytes: int = MOST_MOVED_BYTES,
-        guest_bytes: int = 0,
     ) -> None:
-        self.guest_bytes = guest_bytes
+        self.guest_bytes = 0
         self.full_blocks = full_blocks
         self.least_blocks = least_blocks
         self.num_failed_growths = 0
@@ -76,12 +74,8 @@ class LentPool:
 
     @property
     def foreign_bytes(self) -> int:
-        """What others hold of the device; may be asked on any thread.
-
-        Contexts of guests are taken for there. Where they are not, others may hold as much more than it seems: what is
-        put up is less by that, so they still do not hold more than the pool has given way for.
-        """
-        return max(0, self._device.num_foreign_pages() * self._device.page_bytes - self.guest_bytes)
+        """What others hold of the device; may be asked on any thread."""
+        return self._device.num_foreign_pages() * self._device.page_bytes
 
     def report(self, now: float) -> PoolLoad:
         """See ``Northbound``. Who is in swap space waits, too; who is on its way back does not."""

@@ -7,7 +7,7 @@ https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -58,16 +58,28 @@ class CudaDevice:
         """Pages' worth of memory in use beyond this object's pages, torch's own and what was in use at the start.
 
         The driver says how much of a device is free, not whose the rest is (cuMemGetInfo). What was in use when the
-        device was opened, contexts for the most part, is taken for nobody's: a neighbour that held memory then is not
-        seen, and one that makes a context later seems to hold it. Not yet run on a GPU.
+        device was opened, or at the last ``forget_others``, is taken for nobody's, contexts for the most part: a
+        neighbour that held memory then is not seen, and one that makes a context later seems to hold it. Not yet run on
+        a GPU.
         """
         return max(0, self._other_bytes() - self._base_bytes) // self.page_bytes
 
-    def _other_bytes(self) -> int:
-        """What another thread allocates or releases meanwhile may count as others', and never the other way round."""
+    def forget_others(self) -> None:
+        """Take what is in use now for nobody's, as what was in use at the start. Any thread may say so.
+
+        What another thread allocates or releases meanwhile may count as others' later, and is never forgotten.
+        """
+        self._base_bytes = self._other_bytes(max)
+
+    def _other_bytes(self, choose: Callable[[int, int], int] = min) -> int:
+        """What another thread allocates or releases meanwhile may count as others', and never the other way round.
+
+        Args:
+            choose: ``max`` turns that round.
+        """
         own_bytes = self._own_bytes()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._driver.index)
-        return int(total_bytes) - int(free_bytes) - min(own_bytes, self._own_bytes())
+        return int(total_bytes) - int(free_bytes) - choose(own_bytes, self._own_bytes())
 
     def _own_bytes(self) -> int:
         return len(self._owned) * self.page_bytes + int(torch.cuda.memory_reserved(self._driver.index))

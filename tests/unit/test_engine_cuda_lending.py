@@ -22,7 +22,7 @@ from floodplain.engine.weights.open_model import open_model
 from floodplain.memory import cuda_home
 from floodplain.memory.cuda_home import claim_cuda_home, find_cuda_home
 from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import open_private_device
+from floodplain.memory.host_device import HostDevice, open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from tests.fakes.cuda_driver import FakeDriver, Gpu
@@ -95,25 +95,50 @@ def pool() -> Iterator[Any]:
         pool.close()
 
 
+GUEST_PAGES = 3
 LIMITS = PoolLimits(num_blocks=16, least_blocks=4, most_lent_blocks=8, max_model_len=64)
 
 
+class FakeCuda(FakeDevice):
+    """The pool's own device, which others use, too."""
+
+    def __init__(self, device: HostDevice) -> None:
+        super().__init__()
+        self.device, self.base_pages = device, 0
+
+    num_owned_pages = property(lambda self: self.device.num_owned_pages)
+
+    def num_foreign_pages(self) -> int:
+        return self.foreign_pages - self.base_pages
+
+    def forget_others(self) -> None:
+        self.base_pages = self.foreign_pages
+
+
+def open_on_gpu(pool: Any, patch: pytest.MonkeyPatch) -> tuple[LentPool, FakeCuda, KVPool]:
+    kv_pool, loop = pool
+    device = FakeCuda(kv_pool.device)
+    patch.setattr(kv_pool, "device", device)
+    patch.setattr(cuda_lending, "CudaDevice", FakeCuda)
+    patch.setattr(cuda_lending, "measure_context_bytes", lambda index: GUEST_PAGES * PAGE_BYTES)
+    return open_lent_pool(kv_pool, loop, LIMITS), device, kv_pool
+
+
 def test_on_a_gpu_guests_contexts_have_a_place_and_torch_keeps_out(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kv_pool, loop = pool
-    assert open_lent_pool(kv_pool, loop, LIMITS).guest_bytes == 0
-    monkeypatch.setattr(cuda_lending, "CudaDevice", type(kv_pool.device))
-    monkeypatch.setattr(type(kv_pool.device), "cap_torch", FakeDevice.cap_torch, raising=False)
-    monkeypatch.setattr(cuda_lending, "measure_context_bytes", lambda index: 3 * PAGE_BYTES)
-    lent_pool = open_lent_pool(kv_pool, loop, LIMITS)
-    assert lent_pool.guest_bytes == 3 * PAGE_BYTES
-    assert kv_pool.device.kept_bytes == lent_pool.full_bytes == kv_pool.num_mapped_pages * PAGE_BYTES
+    assert open_lent_pool(*pool, LIMITS).guest_bytes == 0
+    lent_pool, device, kv_pool = open_on_gpu(pool, monkeypatch)
+    assert lent_pool.guest_bytes == GUEST_PAGES * PAGE_BYTES
+    assert device.kept_bytes == lent_pool.full_bytes == kv_pool.num_mapped_pages * PAGE_BYTES
 
 
-@pytest.mark.parametrize(("foreign", "seen"), [(0, 0), (3, 0), (5, 2)])
-def test_a_guests_context_is_not_taken_for_what_it_borrowed(
-    pool: Any, foreign: int, seen: int, monkeypatch: pytest.MonkeyPatch
+def test_what_others_hold_is_what_came_since_something_was_lent_less_a_guests_context(
+    pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kv_pool, loop = pool
-    lent_pool = LentPool(kv_pool, loop, 16, 4, guest_bytes=3 * PAGE_BYTES)
-    monkeypatch.setattr(type(kv_pool.device), "num_foreign_pages", lambda device: foreign)
-    assert lent_pool.foreign_bytes == seen * PAGE_BYTES
+    lent_pool, device, kv_pool = open_on_gpu(pool, monkeypatch)
+    device.foreign_pages = 7  # modules, and whoever else there is
+    assert lent_pool.foreign_bytes == 0
+    pages = kv_pool.unmap_quanta([0])
+    device.device.release(pages)
+    for num_pages, seen in ((7, 0), (7 + GUEST_PAGES, 0), (7 + GUEST_PAGES + 2, 2), (9, 0)):
+        device.foreign_pages = num_pages
+        assert lent_pool.foreign_bytes == seen * PAGE_BYTES

@@ -60,6 +60,39 @@ def test_torch_keeps_out_of_what_may_be_lent_until_the_device_is_closed(fake: To
     assert fake.fraction == 1.0
 
 
+def test_others_hold_what_came_since_they_were_forgotten(fake: Torch) -> None:
+    with CudaDevice(CudaDriver(0), None) as device:
+        assert device.allocate(5) is not None
+        fake.contexts_bytes += 3 * PAGE_BYTES
+        assert device.num_foreign_pages() == 3
+        device.forget_others()
+        assert device.num_foreign_pages() == 0
+        fake.contexts_bytes += 2 * PAGE_BYTES
+        fake.reserved_bytes = 4 * PAGE_BYTES
+        assert device.num_foreign_pages() == 2
+
+
+def test_what_we_release_meanwhile_is_never_forgotten(fake: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread gives pages back while it looks: somebody may hold them the next moment."""
+    with CudaDevice(CudaDriver(0), None) as device:
+        pages = device.allocate(5)
+        assert pages is not None
+        look = fake.mem_get_info
+
+        def release_behind(index: int) -> tuple[int, int]:
+            seen = look(index)
+            if pages:
+                device.release([pages.pop()])
+            return seen
+
+        for when in (release_behind, lambda index: (release_behind(index), look(index))[1]):
+            monkeypatch.setattr(torch.cuda, "mem_get_info", when)
+            device.forget_others()
+            monkeypatch.setattr(torch.cuda, "mem_get_info", look)
+            fake.contexts_bytes += 2 * PAGE_BYTES  # a neighbour allocates
+            assert device.num_foreign_pages() >= 2
+
+
 def test_an_engine_that_would_starve_torch_cannot_lend(fake: Torch) -> None:
     with CudaDevice(CudaDriver(0), None) as device:
         fake.reserved_bytes = 20 * PAGE_BYTES
