@@ -16,6 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from floodplain.coordinator import database
 from floodplain.coordinator.database import hide_password, open_database
+from floodplain.coordinator.statements import Statement
 from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA, SCHEMA
 from floodplain.core.errors import UserError
 from floodplain.core.leases.rows import Member
@@ -69,11 +70,13 @@ class Store:
 
     def __init__(self, engine: sql.Engine) -> None:
         self._engine = engine
-        insert: Any = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[engine.dialect.name]
-        self._put_member = _upsert(insert(MEMBERS), MEMBERS, "name")
-        self._put_lease = _upsert(insert(LEASES), LEASES, "lease_id", kept="granted_unix_s")
-        self._drop_lease = LEASES.delete().where(LEASES.c.lease_id == sql.bindparam("ended_id"))
+        dialect = engine.dialect
+        insert: Any = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[dialect.name]
         self._put_book = insert(BOOK).on_conflict_do_nothing()
+        self._beat = Statement(_BEAT, dialect)
+        self._put_member = Statement(_upsert(insert(MEMBERS), MEMBERS, "name"), dialect)
+        self._put_lease = Statement(_upsert(insert(LEASES), LEASES, "lease_id", kept="granted_unix_s"), dialect)
+        self._drop_lease = Statement(LEASES.delete().where(LEASES.c.lease_id == sql.bindparam("ended_id")), dialect)
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -144,16 +147,13 @@ class Store:
         """
         ended = [{"ended_id": lease.lease_id} for lease in changes.leases if lease.has_ended]
         leases = [_lease_row(lease, unix_s) for lease in changes.leases if not lease.has_ended]
-        beat = BOOK.update().where(BOOK.c.epoch == epoch).values(beat=BOOK.c.beat + 1, ttl_s=ttl_s)
+        members = [_member_row(member) for member in changes.members]
         with self._engine.begin() as connection:
-            if connection.execute(beat).rowcount != 1:
+            if self._beat.run(connection, {"own_epoch": epoch, "new_ttl_s": ttl_s}) != 1:
                 return False
-            if changes.members:
-                connection.execute(self._put_member, [_member_row(member) for member in changes.members])
-            if leases:
-                connection.execute(self._put_lease, leases)
-            if ended:
-                connection.execute(self._drop_lease, ended)
+            self._put_member.run_many(connection, members)
+            self._put_lease.run_many(connection, leases)
+            self._drop_lease.run_many(connection, ended)
         return True
 
     def resign(self, epoch: int) -> None:
@@ -183,6 +183,11 @@ class Store:
             raise UserError(f"the store has schema {schema}, and this is for schema {SCHEMA}: give another --store")
 
 
+_BEAT = (
+    BOOK.update()
+    .where(BOOK.c.epoch == sql.bindparam("own_epoch"))
+    .values(beat=BOOK.c.beat + sql.literal_column("1"), ttl_s=sql.bindparam("new_ttl_s"))
+)
 _LOCK_ID = 0x666C6F6F64
 _END_STOPPED = sql.text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity JOIN pg_locks USING (pid) "
