@@ -16,6 +16,8 @@ from floodplain.cli.demo_ways import HOST_LINK
 from floodplain.engine.config import EngineConfig
 
 NUM_RESIDENT = 12
+MOST_LENT = str(LENDER_POOL_BYTES - 96 * 2**20)
+"""What is left is more than the light load ever needs: nothing is recalled while it is measured."""
 SCALE = LendingScale(
     lend_after_s=2.0, borrow_s=0.0, double_s=0.0, light_s=0.0, end_s=0.0,
     num_lender_users=0, num_borrower_users=36, num_resident=NUM_RESIDENT,
@@ -50,14 +52,14 @@ class Servers:
         words = ["coordinator", "--port", "0", "--store", f"sqlite:///{self._folder / 'leases.db'}"]
         return str(self._start("coordinator", words, None).wait_ready()["url"])
 
-    def start_peer(self, coordinator: str, scale: LendingScale = SCALE) -> Arm:
+    def start_peer(self, coordinator: str, scale: LendingScale = SCALE, lend: str = MOST_LENT) -> Arm:
         """A lender and a borrower."""
-        lender, borrower = self.start_lender(coordinator, scale), self.start_borrower(coordinator, scale)
+        lender, borrower = self.start_lender(coordinator, scale, lend), self.start_borrower(coordinator, scale)
         return Arm("peer", str(lender.wait_ready()["url"]), str(borrower.wait_ready()["url"]))
 
-    def start_lender(self, coordinator: str, scale: LendingScale = SCALE) -> VerbProcess:
-        """One that lends."""
-        flags = ["--coordinator", coordinator, *lender_flags(self._base, scale)]
+    def start_lender(self, coordinator: str, scale: LendingScale = SCALE, lend: str = MOST_LENT) -> VerbProcess:
+        """One that lends as much as it can, or at most a size."""
+        flags = ["--coordinator", coordinator, *lender_flags(self._base, scale), "--lend", lend]
         return self._serve("peer-lender", flags, self._near)
 
     def start_borrower(self, coordinator: str, scale: LendingScale = SCALE) -> VerbProcess:

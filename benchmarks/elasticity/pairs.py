@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
 from random import Random
 from statistics import fmean, stdev
 from typing import Any
@@ -14,17 +12,14 @@ from typing import Any
 from benchmarks.elasticity.arms import SCALE, Arm
 from floodplain.cli.demo_leases_load import Server, short_texts, texts
 from floodplain.cli.demo_watch import watching
-from floodplain.workload.client import run_load
-from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import RequestRecord
 from floodplain.workload.spec import WorkloadSpec, build
 
-STRETCH_S = 16.0
-RAMP_S = 4.0
-"""The borrower's crowd comes first: it swaps when the lender's requests begin."""
-RATE = 2.5
-"""The lender's requests a second: a light load on one core."""
-SETTLE_S = 30.0
+STRETCH_S = 15.0
+RAMP_S = 6.0
+"""Before it both loads begin: the lender lends what its load does not need, and the borrower swaps there."""
+NUM_LENDER_USERS = 6
+"""Of the lender, each with a request at a time: so TPOT is that of one batch size, and no queue multiplies chance."""
 T_95 = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179, 13: 2.160}
 """Student's t for 95 % both ways, by degrees of freedom."""
 
@@ -35,48 +30,39 @@ async def measure_pair(
     """One stretch of each arm with the same requests; by arm what the lender's requests and the borrower saw."""
     order = list(arms)
     Random(seed).shuffle(order)
-    own = replace(short_texts(sample, seed), request_rate=RATE, num_prompts=round(RATE * STRETCH_S))
-    loads = build(own, tokenizer), build(texts(sample, seed + 1), tokenizer)
-    return {"seed": seed, "order": [arm.name for arm in order]} | {
-        arm.name: await _measure(arm, model, *loads) for arm in order
-    }
+    loads = build(short_texts(sample, seed), tokenizer), build(texts(sample, seed + 1), tokenizer)
+    found = {arm.name: await _measure(arm, model, *loads) for arm in order}
+    return {"seed": seed, "order": [arm.name for arm in order], **found}
 
 
 async def _measure(arm: Arm, model: str, own: Sequence[Any], crowd: Sequence[Any]) -> dict[str, Any]:
-    if arm.name == "peer":
-        await _wait_until_lent(arm)
-    borrower = Server(arm.borrower, model, crowd)
-    visit = asyncio.create_task(borrower.visit(SCALE.num_borrower_users, 0.0))
+    lender, borrower = Server(arm.lender, model, own), Server(arm.borrower, model, crowd)
+    visits = [
+        asyncio.create_task(lender.visit(NUM_LENDER_USERS, 0.0)),
+        asyncio.create_task(borrower.visit(SCALE.num_borrower_users, 0.0)),
+    ]
     try:
         await asyncio.sleep(RAMP_S)
-        async with watching(arm.lender, arm.borrower, 1.0) as samples, HttpTarget(arm.lender, model) as target:
-            records = await run_load(target, own, progress=False)
+        lender.records.clear()
+        async with watching(arm.lender, arm.borrower, 1.0) as samples:
+            await asyncio.sleep(STRETCH_S)
+        records = list(lender.records)
     finally:
-        visit.cancel()
-        with suppress(asyncio.CancelledError):
-            await visit
+        for visit in visits:
+            visit.cancel()
+        await asyncio.gather(*visits, return_exceptions=True)
     first, last = samples[0], samples[-1]
-    seconds = last.time_s - first.time_s
     return {
         "mean_tpot_ms": 1e3 * fmean(tpots(records)),
         "completed": sum(record.error is None for record in records),
         "failed": sum(record.error is not None for record in records),
-        "lent_bytes": min(sample.lent_bytes for sample in samples),
-        "borrower_tokens_per_s": (last.num_tokens - first.num_tokens) / seconds,
+        "least_lent_bytes": min(sample.lent_bytes for sample in samples),
+        "borrower_tokens_per_s": (last.num_tokens - first.num_tokens) / (last.time_s - first.time_s),
         "borrower_away_bytes": {
             "peer": fmean(sample.peer_bytes for sample in samples),
             "host": fmean(sample.host_bytes for sample in samples),
         },
     }
-
-
-async def _wait_until_lent(arm: Arm) -> None:
-    async with watching(arm.lender, arm.borrower) as samples:
-        for _ in range(round(SETTLE_S / 0.25)):
-            if samples and samples[-1].lent_bytes:
-                return
-            await asyncio.sleep(0.25)
-    raise RuntimeError(f"nothing is lent for {SETTLE_S:g} s")
 
 
 def tpots(records: Sequence[RequestRecord]) -> list[float]:

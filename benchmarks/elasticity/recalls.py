@@ -36,7 +36,7 @@ async def measure_recalls(
         visit.cancel()
         with suppress(asyncio.CancelledError):
             await visit
-    deadline_s = LentDevice(0, lambda: 0).deadline_s
+    deadline_s = LentDevice(capacity_bytes=0, foreign_bytes=lambda: 0).deadline_s
     return {
         "deadline_s": deadline_s,
         "num_rounds": num_rounds,

@@ -68,7 +68,7 @@ class Bench:
     def recalls(self, folder: Path) -> dict[str, Any]:
         """Recalls from a busy borrower."""
         with running(folder, self._base) as servers:
-            arm = servers.start_peer(servers.start_coordinator(), RECALL_SCALE)
+            arm = servers.start_peer(servers.start_coordinator(), RECALL_SCALE, "auto")
             loads = (build(spec(self._sample, 1), self._tokenizer) for spec in (short_texts, texts))
             return asyncio.run(measure_recalls(arm, self._args.model, *loads, num_rounds=self._args.recalls))
 

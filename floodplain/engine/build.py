@@ -18,12 +18,13 @@ from floodplain.core.leases.client import LeaseClient
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.cuda_lending import open_lent_pool
 from floodplain.engine.device_memory import DeviceMemory
+from floodplain.engine.lending import LenderTimes
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.decoder import Decoder
 from floodplain.engine.models.linear import can_pack
 from floodplain.engine.models.load import load_decoder
 from floodplain.engine.neighbours import Neighbours, default_device_name, meet_neighbours, open_client
-from floodplain.engine.peer_tier import PeerTier
+from floodplain.engine.peer_tier import LOOK_S, PeerTier
 from floodplain.engine.pool_limits import PoolLimits, find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.sampler import Sampler
@@ -156,12 +157,14 @@ def _meet(
         parts = swap.peer
 
         def borrow(client: LeaseClient) -> PeerTier:
-            return PeerTier(client, parts.memory, parts.slots, parts.mover, loop.relocations)
+            look_s = config.lease_look or LOOK_S
+            return PeerTier(client, parts.memory, parts.slots, parts.mover, loop.relocations, look_s)
 
     if config.lends:
         lent_pool = open_lent_pool(pool, loop, limits)
         policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
-    neighbours = meet_neighbours(client, name, lent_pool, policy, borrow=borrow)
+    times = LenderTimes() if config.lease_look is None else LenderTimes(look_s=config.lease_look)
+    neighbours = meet_neighbours(client, name, lent_pool, policy, times, borrow)
     try:
         neighbours.start()
     except BaseException:

@@ -24,6 +24,7 @@ def _flag(
 
 MAX_BLOCK_TOKENS = 1024
 MIN_LEND_AFTER_S, MAX_LEND_AFTER_S = 0.1, 86400.0
+MIN_LOOK_S, MAX_LOOK_S = 0.001, 1.0
 DTYPES = ("float32", "bfloat16")
 SWAPS = ("none", "host", "peer")
 HARDWARE_PREFIX = "emulated-"
@@ -118,6 +119,9 @@ class EngineConfig:
     lend_after: float = _flag(  # type: ignore[assignment]
         _LENDING.calm_s, "seconds of calm before memory is lent; the other times of --lend go with it"
     )
+    lease_look: float | None = _flag(  # type: ignore[assignment]
+        None, "seconds between two looks of the step loop at its leases (default: 0.05 to lend, 0.02 to borrow)"
+    )
     seed: int = _flag(0, "seed of everything random")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -196,8 +200,15 @@ class EngineConfig:
                 raise UserError("--swap peer needs --coordinator: nobody else knows who lends memory")
             if lent_bytes != 0:
                 raise UserError(f"--lend {self.lend} needs --coordinator: nobody else can say that memory is to be had")
+            if self.lease_look is not None:
+                raise UserError("--lease-look needs --coordinator: without one there are no leases to look at")
             if self.coordinator_token_file is not None:
                 raise UserError("--coordinator-token-file needs --coordinator: there is nobody to show the token to")
+        if self.lease_look is not None and not MIN_LOOK_S <= self.lease_look <= MAX_LOOK_S:
+            raise UserError(
+                f"--lease-look must be between {MIN_LOOK_S:g} and {MAX_LOOK_S:g} s, not {self.lease_look}: rarer looks "
+                "would let deadlines pass"
+            )
         if not MIN_LEND_AFTER_S <= self.lend_after <= MAX_LEND_AFTER_S:
             raise UserError(
                 f"--lend-after must be between {MIN_LEND_AFTER_S:g} and {MAX_LEND_AFTER_S:g} s, not {self.lend_after}"

@@ -23,7 +23,7 @@ from floodplain.runtime.relocations import Relocations
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02
-"""Between two looks at the leases: they change once a second."""
+"""Between two looks at the leases, by default: each may begin two relocations."""
 MOST_IN_FLIGHT = 2
 BLOCKS_PER_RELOCATION = 16
 """A relocation shares the links with everything else: a small one holds nothing up for long."""
@@ -68,6 +68,7 @@ class PeerTier:
         slots: Without memory at first.
         mover: Between these slots and the host's; started.
         relocations: Of the loop.
+        look_s: Seconds between two looks at the leases.
 
     Attributes:
         totals: What happened since the start.
@@ -80,8 +81,10 @@ class PeerTier:
         slots: PeerSlots,
         mover: SlotMover,
         relocations: Relocations,
+        look_s: float = LOOK_S,
     ) -> None:
         self.totals = PeerTotals()
+        self._look_s = look_s
         self._client, self._memory, self._slots, self._mover = client, memory, slots, mover
         self._relocations = relocations
         self._next_look_s = float("-inf")
@@ -95,7 +98,7 @@ class PeerTier:
         """Follow the coordinator: use what is granted, empty what is recalled. No step is outstanding."""
         if now < self._next_look_s:
             return
-        self._next_look_s = now + LOOK_S
+        self._next_look_s = now + self._look_s
         for relocation_id, arrived in self._mover.poll():
             self._relocations.settle(relocation_id, arrived)
         self._bury_forced()
