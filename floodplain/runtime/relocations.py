@@ -63,15 +63,18 @@ class Relocations:
 
     def bring_nearer(self, tier: Tier, target: Tier, most: int) -> Relocation | None:
         """Begin to copy up to ``most`` blocks of swapped sequences to a nearer tier that has slots to spare."""
-        slots = self._state.backups.slots[target]
-        most = min(most, slots.num_free - slots.num_slots // SPARE_PART)
+        slots = self._state.backups.slots
+        near = slots[target]
+        most = min(most, near.num_free - near.num_slots // SPARE_PART)
+        if most <= 0 or not slots[tier].num_taken:
+            return None
         found: list[Backup] = []
         for seq in self._state.swapped:
             kept = seq.backups if seq.tail is None else [*seq.backups, seq.tail[0]]
             found += [b for b in kept if b.location.tier is tier and self._is_at_rest(b) and b not in found]
             if len(found) >= most:
                 break
-        return self._begin(found[:most], target) if found and most > 0 else None
+        return self._begin(found[:most], target) if found else None
 
     def abandon(self, tier: Tier, slots: Collection[int]) -> None:
         """The memory of these slots is gone: what lay there is a miss. Copies that are under way there fail alone."""
