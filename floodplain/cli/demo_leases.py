@@ -81,7 +81,8 @@ def describe(scene: Mapping[str, Any]) -> tuple[str, ...]:
     scale, recalls, rates = scene["scene"], scene["recalls"], scene["tokens_per_s"]
     took = (
         f"{recalls['num']} leases were taken back; from the word until the memory was free it took "
-        f"{format_number(recalls['mean_s'])} s on average. {recalls['num_forced']} of them were not empty in time."
+        f"{format_number(recalls['mean_s'])} s on average, and "
+        f"{recalls['num_forced'] or 'none'} had to be taken away before it was empty."
         if recalls["num"]
         else "The lender never needed its memory back."
     )
@@ -94,7 +95,7 @@ def describe(scene: Mapping[str, Any]) -> tuple[str, ...]:
         "Later it lends again, and the KV comes nearer in the background.",
         f"At most {format_number(scene['most_lent_bytes'] / 2**20)} MiB were lent. {took} The borrower generated "
         f"{format_number(rates['borrowing'])} tokens a second while it borrowed and {format_number(rates['without'])} "
-        "while it did not: copies run behind the computing, so that a slower link costs little.",
+        "while it did not; copies run behind the computing, whatever the link.",
         "Both servers run on cores of their own. Borrowed memory is real memory of the lender's device; the links are "
         f"emulated: {NEIGHBOUR_LINK} to borrowed memory and {HOST_LINK} to the host's, slowed down by one factor.",
     )

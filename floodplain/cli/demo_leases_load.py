@@ -57,7 +57,7 @@ FULL_SCENE = LendingScale(
     num_lender_users=16, num_borrower_users=36, num_resident=12,
 )  # fmt: skip
 QUICK_SCENE = LendingScale(
-    lend_after_s=1.5, borrow_s=0.5, double_s=4.0, light_s=6.5, end_s=9.5,
+    lend_after_s=1.5, borrow_s=0.5, double_s=3.6, light_s=5.6, end_s=8.6,
     num_lender_users=12, num_borrower_users=18, num_resident=6,
 )  # fmt: skip
 
