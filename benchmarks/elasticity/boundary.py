@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from statistics import fmean, median, quantiles
@@ -14,10 +15,13 @@ from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 
-NUM_STEPS = 2000
+NUM_FIRST, NUM_STEPS = 500, 2000
+"""Steps in which leases come: memory is given away and allocated, once; and those in which they are there."""
 NUM_LIVE = 8
 PROMPT_TOKENS, MAX_TOKENS = 32, 64
 POOL_BYTES = 64 * 2**20
+SMALL_POOL_BYTES = 10 * 2**20
+"""A borrower's, which holds half of what is alive: so it swaps all the time."""
 
 
 def measure_boundary(coordinator: str, model: str, role: str, seed: int) -> dict[str, Any]:
@@ -29,16 +33,28 @@ def measure_boundary(coordinator: str, model: str, role: str, seed: int) -> dict
         role: ``lender`` or ``borrower``.
         seed: Of the engine.
     """
-    flags: dict[str, Any] = {"lend": "auto", "lend_after": 0.5, "swap": "none", "policy": "fcfs"}
+    flags: dict[str, Any] = {
+        "kv_memory": POOL_BYTES, "lend": "auto", "lend_after": 0.5, "swap": "none", "policy": "fcfs",
+    }  # fmt: skip
     if role == "borrower":
-        flags = {"swap": "peer", "peer_memory": POOL_BYTES, "swap_memory": POOL_BYTES}
-    config = EngineConfig(model=model, kv_memory=POOL_BYTES, max_model_len=256, coordinator=coordinator, seed=seed)
+        flags = {
+            "kv_memory": SMALL_POOL_BYTES, "swap": "peer", "peer_memory": POOL_BYTES, "swap_memory": POOL_BYTES,
+        }  # fmt: skip
+    config = EngineConfig(model=model, max_model_len=256, coordinator=coordinator, seed=seed)
     with closing(build_engine(replace(config, **flags))) as engine:
         spent = _time_boundaries(engine)
         steps_s = _serve(engine, seed)
-    costs_us = [1e6 * cost_s for cost_s in spent[-NUM_STEPS:]]
+        swapped = engine.stats().swap_bytes
     return {
-        "role": role,
+        "swap_in_bytes": sum(size for (way, _), size in swapped.items() if way == "in"),
+        "while_leases_come": _compare(spent[:NUM_FIRST], steps_s[:NUM_FIRST]),
+        "while_they_are_there": _compare(spent[NUM_FIRST:], steps_s[NUM_FIRST:]),
+    }
+
+
+def _compare(spent_s: Sequence[float], steps_s: Sequence[float]) -> dict[str, Any]:
+    costs_us = [1e6 * cost_s for cost_s in spent_s]
+    return {
         "num_steps": len(steps_s),
         "step_ms": 1e3 * fmean(steps_s),
         "boundary_us": {"mean": fmean(costs_us), "p50": median(costs_us), "p99": quantiles(costs_us, n=100)[98]},
@@ -64,7 +80,7 @@ def _serve(engine: Engine, seed: int) -> list[float]:
     """A few requests at a time, always as many; seconds of each step, boundary included."""
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
     num_sent, live, steps_s = 0, 0, []
-    while len(steps_s) < NUM_STEPS:
+    while len(steps_s) < NUM_FIRST + NUM_STEPS:
         while live < NUM_LIVE:
             prompt = tuple((seed + 31 * num_sent + 7 * i) % 1000 + 10 for i in range(PROMPT_TOKENS))
             request_id, now = str(num_sent), time.monotonic()

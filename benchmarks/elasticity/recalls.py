@@ -14,7 +14,7 @@ from floodplain.cli.demo_leases_load import Server
 from floodplain.cli.demo_watch import LendingSample, watching
 from floodplain.coordinator.membership import LentDevice
 
-NUM_SPIKE, SPIKE_TOKENS = 24, 8
+NUM_SPIKE, SPIKE_TOKENS = 24, 32
 """Requests at once, and tokens of each: more than what the lender kept has room for, and soon over."""
 PATIENCE_S = 60.0
 POLL_S = 0.05

@@ -28,7 +28,8 @@ from floodplain.engine.weights.open_model import open_model
 from floodplain.workload.spec import WorkloadSpec, build
 
 HERE = Path(__file__).resolve().parent
-RECALL_SCALE = replace(SCALE, lend_after_s=0.5)
+RECALL_SCALE = replace(SCALE, lend_after_s=1.5)
+"""Longer than a recall takes, so that each is over before memory is lent again."""
 PARTS = ("boundary", "pairs", "recalls")
 
 
@@ -43,14 +44,14 @@ class Bench:
         self._base: EngineConfig = replace(base, kv_memory=pool_bytes)
         self._tokenizer = open_model(args.model).load_tokenizer()
 
-    def boundary(self, folder: Path) -> list[dict[str, Any]]:
+    def boundary(self, folder: Path) -> dict[str, Any]:
         """What leases cost at each boundary: a lender with an idle borrower, a borrower with an idle lender."""
-        found = []
+        found = {}
         for role, start in (("lender", Servers.start_borrower), ("borrower", Servers.start_lender)):
             with running(folder, self._base) as servers:
                 url = servers.start_coordinator()
                 start(servers, url).wait_ready()
-                found.append(measure_boundary(url, self._args.model, role, self._args.seed))
+                found[role] = measure_boundary(url, self._args.model, role, self._args.seed)
         return found
 
     def pairs(self, folder: Path) -> dict[str, Any]:
@@ -81,14 +82,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8, help="at least 5")
     parser.add_argument("--recalls", type=int, default=100)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for PART.json")
     args = parser.parse_args()
-    bench, result = Bench(args), _facts()
+    bench = Bench(args)
     for part in args.parts:
-        measure: Callable[[Path], Any] = getattr(bench, part)
+        measure: Callable[[Path], dict[str, Any]] = getattr(bench, part)
         with tempfile.TemporaryDirectory(prefix="floodplain-elasticity-") as folder:
-            result[part] = measure(Path(folder))
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+            result = _facts() | measure(Path(folder))
+        (args.out / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _facts() -> dict[str, Any]:
