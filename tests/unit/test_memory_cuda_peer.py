@@ -160,7 +160,7 @@ def test_where_nothing_can_be_borrowed_it_is_said_at_once(driver: FakeDriver, tm
 def test_what_can_be_borrowed_from_is_logged(
     driver: FakeDriver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="floodplain")
     CudaPeerMemory(0, tmp_path)
     assert [record.message.partition(") ")[2][:22] for record in caplog.records] == [
         "can be borrowed from", "can be borrowed from", "cannot: CUDA devices 0",
