@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from floodplain.core.errors import UserError
-from floodplain.memory.device_file import expect_own, find_path, try_create
-from floodplain.memory.device_home import is_named
 from floodplain.memory.file_locks import TO_THE_END, find_lock, try_lock
+from floodplain.memory.named_file import expect_own, find_path, is_named, open_existing, open_or_create
 
 _HEADER = struct.Struct("<8s16s")  # magic, UUID
 _MAGIC = b"floodcu1"
@@ -66,7 +65,7 @@ def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None
     """
     path = find_path(name, directory)
     while True:
-        fd = _open_or_create(path, _HEADER.pack(_MAGIC, device_uuid))
+        fd = open_or_create(path, _HEADER.pack(_MAGIC, device_uuid), _HEADER.size)
         try:
             found_uuid = _read(fd, path)
             if not try_lock(fd, 0, TO_THE_END):
@@ -87,12 +86,7 @@ def find_cuda_home(name: str, directory: Path | None = None) -> bytes:
         UserError: No such engine runs on this machine, or the file is another user's, or no GPU's.
     """
     path = find_path(name, directory)
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise UserError(f"there is no device {path}: start the process that lends it, on this machine") from None
-    except OSError as error:
-        raise UserError(f"cannot open device {path}: {error.strerror}") from None
+    fd = open_existing(path)
     try:
         device_uuid = _read(fd, path)
         if find_lock(fd, 0, TO_THE_END) is None:
@@ -105,18 +99,6 @@ def find_cuda_home(name: str, directory: Path | None = None) -> bytes:
 def format_uuid(device_uuid: bytes) -> str:
     """As ``nvidia-smi -L`` and ``CUDA_VISIBLE_DEVICES`` write it, of a whole GPU."""
     return f"GPU-{uuid.UUID(bytes=device_uuid)}"
-
-
-def _open_or_create(path: Path, header: bytes) -> int:
-    while True:
-        try:
-            fd = try_create(path, header, len(header))
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW) if fd is None else fd
-        except FileNotFoundError:  # removed between the two calls, or no folder at all
-            if not path.parent.is_dir():
-                raise UserError(f"device folder {path.parent} does not exist: create it") from None
-        except OSError as error:
-            raise UserError(f"cannot open device {path}: {error.strerror}") from None
 
 
 def _read(fd: int, path: Path) -> bytes:

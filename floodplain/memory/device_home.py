@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 
 from floodplain.core.errors import UserError
-from floodplain.memory.device_file import PAGE_BYTES, attach_or_create, capacity_of
+from floodplain.memory.device_file import PAGE_BYTES, attach_or_create
 from floodplain.memory.file_locks import TO_THE_END, try_lock
+from floodplain.memory.named_file import is_named
 
 
 def claim_home(path: Path, num_pages: int) -> int:
@@ -26,9 +27,9 @@ def claim_home(path: Path, num_pages: int) -> int:
             that ``attach_or_create`` opens.
     """
     while True:
-        fd = attach_or_create(path, num_pages, expects_size=False)
+        fd, found_pages = attach_or_create(path, num_pages)
         try:
-            if _is_home(fd, path, num_pages):
+            if _is_home(fd, path, found_pages, num_pages):
                 return fd
         except BaseException:
             os.close(fd)
@@ -36,18 +37,17 @@ def claim_home(path: Path, num_pages: int) -> int:
         os.close(fd)  # removed, by this call or by another one: look again
 
 
-def _is_home(fd: int, path: Path, num_pages: int) -> bool:
+def _is_home(fd: int, path: Path, found_pages: int, num_pages: int) -> bool:
     if not try_lock(fd, 0, PAGE_BYTES):
         raise UserError(f"device {path} is another engine's, which runs: use another name")
     if not is_named(fd, path):
         return False
-    num_bytes, wanted_bytes = capacity_of(fd), num_pages * PAGE_BYTES
-    if num_bytes == wanted_bytes:
+    if found_pages == num_pages:
         return True
     if not remove_if_idle(fd, path):
         raise UserError(
-            f"device {path} of an engine before has {num_bytes} bytes, not {wanted_bytes}, and others still own memory"
-            " of it: wait until they have freed it, ask for its size, or use another name"
+            f"device {path} of an engine before has {found_pages * PAGE_BYTES} bytes, not {num_pages * PAGE_BYTES}, and"
+            " others still own memory of it: wait until they have freed it, ask for its size, or use another name"
         )
     return False
 
@@ -62,11 +62,3 @@ def remove_if_idle(fd: int, path: Path) -> bool:
     if is_named(fd, path):
         path.unlink()
     return True
-
-
-def is_named(fd: int, path: Path) -> bool:
-    """Whether ``path`` still leads to this file: it may have been removed, and another one made."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
-        return False

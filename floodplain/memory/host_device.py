@@ -20,8 +20,8 @@ from typing import Self
 import numpy as np
 import torch
 
-from floodplain.core.errors import InvariantError
-from floodplain.memory import device_file, device_home, file_locks, libc
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.memory import device_file, device_home, file_locks, libc, named_file
 from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_arena import HostArena, MappingBudget
@@ -138,7 +138,7 @@ class HostDevice:
 
     def _is_removed(self) -> bool:
         """Asked when the pages are locked: whoever removes the file locks all of it first."""
-        return not (self._is_home or self._path is None or device_home.is_named(self._fd, self._path))
+        return not (self._is_home or self._path is None or named_file.is_named(self._fd, self._path))
 
     def _extent(self, first: int, count: int) -> tuple[int, int]:
         return PAGE_BYTES * (1 + first), PAGE_BYTES * count
@@ -211,8 +211,15 @@ def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -
     Raises:
         UserError: The name is bad, or what is there is another user's, of another size or no device.
     """
-    num_pages, path = device_file.count_pages(capacity_bytes), device_file.find_path(name, directory)
-    return HostDevice(device_file.attach_or_create(path, num_pages), num_pages, path)
+    num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
+    fd, found_pages = device_file.attach_or_create(path, num_pages)
+    if found_pages != num_pages:
+        os.close(fd)
+        raise UserError(
+            f"device {path} has {found_pages * PAGE_BYTES} bytes, not {num_pages * PAGE_BYTES}:"
+            " ask for its size, remove it or use another name"
+        )
+    return HostDevice(fd, num_pages, path)
 
 
 def open_home_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
@@ -223,7 +230,7 @@ def open_home_device(name: str, capacity_bytes: int, directory: Path | None = No
     Raises:
         UserError: As there; or another engine is at home, or its pages are owned and it has another size.
     """
-    num_pages, path = device_file.count_pages(capacity_bytes), device_file.find_path(name, directory)
+    num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
     return HostDevice(device_home.claim_home(path, num_pages), num_pages, path, is_home=True)
 
 
@@ -237,13 +244,13 @@ def attach_device(name: str, directory: Path | None = None) -> HostDevice:
     Raises:
         UserError: There is none, the name is bad, or what is there is another user's or no device.
     """
-    path = device_file.find_path(name, directory)
+    path = named_file.find_path(name, directory)
     return HostDevice(*device_file.attach(path), path)
 
 
 def remove_device(name: str, directory: Path | None = None) -> None:
     """Remove the device's name; visitors keep their memory and get no more. No error if there is none."""
-    device_file.find_path(name, directory).unlink(missing_ok=True)
+    named_file.find_path(name, directory).unlink(missing_ok=True)
 
 
 def _choose_runs(runs: list[tuple[int, int]], num_pages: int) -> list[tuple[int, int]] | None:

@@ -15,8 +15,8 @@ from random import Random
 from typing import Any
 
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
-from floodplain.memory.device_file import find_path
 from floodplain.memory.host_device import remove_device
+from floodplain.memory.named_file import find_path
 from tests.chaos.engine import BASE, MAX_TOKENS, TTL_S
 from tests.support.calm import run_calmly
 from tests.support.fault_proxy import FaultProxy, NetworkFaults

@@ -17,7 +17,7 @@ from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.neighbours import default_device_name
 from floodplain.engine.pool_limits import PoolLimits, find_limits
 from floodplain.engine.weights.open_model import open_model
-from floodplain.memory.device_file import NAME
+from floodplain.memory.named_file import NAME
 from floodplain.policy.lending import PoolLoad
 from tests.support.lending import WildPolicy
 
