@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from floodplain.web.listen import bind, url_of
 
 QUICK = LendingSettings(calm_s=0.5, busy_s=0.05, window_s=1.0, rate_window_s=0.4, rise_sigmas=1e9)
 """For a clock that goes on by a hundredth of a second whenever it is read. Rates mean nothing there."""
+
+
+_PAUSE_S = 0.0005
 
 
 class Ticks:
@@ -186,9 +190,14 @@ class Producer:
         return sum(self.engine.neighbours.agent.membership.lease_bytes().values())
 
     def wake(self) -> None:
-        """Let its agent talk now, not at the next beat."""
+        """Let its agent talk now, not at the next beat.
+
+        An idle engine's boundary is a few quick system calls, each of which lets go of the interpreter's lock and takes
+        it back before the threads of the agent and of the coordinator wake up: without a pause they starve.
+        """
         assert self.engine.neighbours is not None
         self.engine.neighbours.agent._wake()
+        time.sleep(_PAUSE_S)
 
     def check(self) -> None:
         """Nothing is lost, nothing is there twice, and nobody has more of the device than its owner lent."""
