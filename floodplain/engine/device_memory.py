@@ -18,6 +18,7 @@ from floodplain.memory.cuda_driver import CudaDriver
 from floodplain.memory.cuda_home import CudaHome, claim_cuda_home
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.named_file import sweep
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class DeviceMemory:
         dtype: torch.dtype,
         shared_name: str | None = None,
     ) -> None:
+        clear_away()
         shape = model.shape
         self.layout = KVLayout(
             num_layers=shape.num_layers,
@@ -155,6 +157,13 @@ def keep_activation_pages() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def clear_away() -> None:
+    """Give the system back what killed engines of this user left: a host device's memory outlives its process."""
+    left = sweep()
+    if left:
+        logger.info("removed devices that killed engines left: %s, %d bytes", ", ".join(left), sum(left.values()))
 
 
 def _open_device(

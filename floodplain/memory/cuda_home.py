@@ -1,8 +1,7 @@
 """Which GPU a producer's name stands for: its engine says so in a small file, and is at home there while it lives.
 
-The file lies where those of host devices do, under the same rules of names and owners. It has the GPU's UUID, which is
-the same in every process, whatever index ``CUDA_VISIBLE_DEVICES`` gives the GPU there. The engine holds a lock on it,
-so that a file that a killed engine left behind is known for what it is.
+The file lies where those of host devices do, under the same rules (``named_file``). It has the GPU's UUID, which is the
+same in every process, whatever index ``CUDA_VISIBLE_DEVICES`` gives the GPU there.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from floodplain.core.errors import UserError
-from floodplain.memory.file_locks import TO_THE_END, find_lock, try_lock
-from floodplain.memory.named_file import expect_own, find_path, is_named, open_existing, open_or_create
+from floodplain.memory import named_file
+from floodplain.memory.named_file import find_path
 
 _HEADER = struct.Struct("<8s16s")  # magic, UUID
 _MAGIC = b"floodcu1"
@@ -26,7 +25,7 @@ class CudaHome:
     """The right to be found under a name, until ``close``. Made by ``claim_cuda_home``.
 
     Args:
-        fd: Of the file, locked; it is this object's from now on.
+        fd: Of the file, claimed; it is this object's from now on.
         path: Of the file.
     """
 
@@ -36,12 +35,9 @@ class CudaHome:
 
     def close(self) -> None:
         """Give the name up: the file goes, unless somebody put another one there. A second call does nothing."""
-        if self._fd is None:
-            return
-        if is_named(self._fd, self._path):
-            self._path.unlink()
-        os.close(self._fd)
-        self._fd = None
+        if self._fd is not None:
+            named_file.leave(self._fd, self._path)
+            self._fd = None
 
     def __enter__(self) -> Self:
         return self
@@ -65,18 +61,16 @@ def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None
     """
     path = find_path(name, directory)
     while True:
-        fd = open_or_create(path, _HEADER.pack(_MAGIC, device_uuid), _HEADER.size)
+        fd = named_file.open_or_create(path, _HEADER.pack(_MAGIC, device_uuid), _HEADER.size)
         try:
-            found_uuid = _read(fd, path)
-            if not try_lock(fd, 0, TO_THE_END):
-                raise UserError(f"device {path} is another engine's, which runs: use another name")
+            if _read(fd, path) == device_uuid:
+                named_file.claim(fd, path)
+                return CudaHome(fd, path)
+            named_file.expect_no_home(fd, path)
         except BaseException:
             os.close(fd)
             raise
-        home = CudaHome(fd, path)
-        if found_uuid == device_uuid and is_named(fd, path):
-            return home
-        home.close()  # of another GPU, or removed meanwhile: look again
+        named_file.leave(fd, path)  # of another GPU, and gone as soon as nobody looks it up: try again
 
 
 def find_cuda_home(name: str, directory: Path | None = None) -> bytes:
@@ -86,14 +80,14 @@ def find_cuda_home(name: str, directory: Path | None = None) -> bytes:
         UserError: No such engine runs on this machine, or the file is another user's, or no GPU's.
     """
     path = find_path(name, directory)
-    fd = open_existing(path)
+    fd = named_file.open_existing(path)
     try:
         device_uuid = _read(fd, path)
-        if find_lock(fd, 0, TO_THE_END) is None:
+        if not named_file.has_home(fd):
             raise UserError(f"the engine of device {path} does not run any more: start it again")
         return device_uuid
     finally:
-        os.close(fd)
+        named_file.leave(fd, path)
 
 
 def format_uuid(device_uuid: bytes) -> str:
@@ -102,8 +96,7 @@ def format_uuid(device_uuid: bytes) -> str:
 
 
 def _read(fd: int, path: Path) -> bytes:
-    size = expect_own(fd, path).st_size
     magic, device_uuid = _HEADER.unpack(os.pread(fd, _HEADER.size, 0).ljust(_HEADER.size, b"\0"))
-    if (magic, size) != (_MAGIC, _HEADER.size):
+    if (magic, os.fstat(fd).st_size) != (_MAGIC, _HEADER.size):
         raise UserError(f"{path} is no CUDA device of this version: use another name, or a neighbour with a GPU")
     return bytes(device_uuid)

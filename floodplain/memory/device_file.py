@@ -44,6 +44,8 @@ def attach_or_create(path: Path, num_pages: int) -> tuple[int, int]:
 def attach(path: Path) -> tuple[int, int]:
     """Open the device file at ``path``, which must be there; returns its descriptor and its number of pages.
 
+    To be closed by ``named_file.leave``.
+
     Raises:
         UserError: There is none, or what is there is another user's or no device.
     """
@@ -51,8 +53,34 @@ def attach(path: Path) -> tuple[int, int]:
     return fd, _checked_pages(fd, path)
 
 
+def claim(path: Path, num_pages: int) -> int:
+    """Open the device file at ``path`` as its home; returns its descriptor, to be closed by ``named_file.leave``.
+
+    A file of another size that nobody has open is replaced.
+
+    Raises:
+        UserError: As ``attach_or_create``; or another engine is at home; or it has another size, and others hold it.
+    """
+    while True:
+        fd, found_pages = attach_or_create(path, num_pages)
+        try:
+            named_file.claim(fd, path)
+            if found_pages == num_pages:
+                return fd
+            if not named_file.remove_if_alone(fd, path):
+                raise UserError(
+                    f"device {path} of an engine before has {found_pages * PAGE_BYTES} bytes, not"
+                    f" {num_pages * PAGE_BYTES}, and others still own memory of it: wait until they have freed it,"
+                    " ask for its size, or use another name"
+                )
+        except BaseException:
+            named_file.leave(fd, path)
+            raise
+        os.close(fd)  # it is removed: look again
+
+
 def _checked_pages(fd: int, path: Path) -> int:
-    """The pages of a device that this user owns, as its header has them; what is none is closed."""
+    """The pages of a device as its header has them; what is none is closed."""
     try:
         return _check(fd, path)
     except BaseException:
@@ -61,11 +89,10 @@ def _checked_pages(fd: int, path: Path) -> int:
 
 
 def _check(fd: int, path: Path) -> int:
-    info = named_file.expect_own(fd, path)
     header = os.pread(fd, _HEADER.size, 0)
     magic, page_bytes, capacity_bytes = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     num_pages, rest = divmod(int(capacity_bytes), PAGE_BYTES)
-    is_device = (magic, page_bytes, info.st_size) == (_MAGIC, PAGE_BYTES, PAGE_BYTES + capacity_bytes)
+    is_device = (magic, page_bytes, os.fstat(fd).st_size) == (_MAGIC, PAGE_BYTES, PAGE_BYTES + capacity_bytes)
     if not is_device or rest or not num_pages:
         raise UserError(f"{path} is no floodplain device of this version: remove it or use another name")
     return num_pages

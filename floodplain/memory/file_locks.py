@@ -14,11 +14,12 @@ TO_THE_END = 0
 
 def try_lock(fd: int, start: int, length: int) -> bool:
     """Lock bytes for this description alone; False if another one has a lock on any of them, and nothing changed."""
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(fcntl.F_WRLCK, start, length))
-    except BlockingIOError:
-        return False
-    return True
+    return _try(fd, fcntl.F_WRLCK, start, length)
+
+
+def try_share(fd: int, start: int, length: int) -> bool:
+    """Lock bytes together with others that share them; False if somebody has one of them alone, and nothing changed."""
+    return _try(fd, fcntl.F_RDLCK, start, length)
 
 
 def unlock(fd: int, start: int, length: int) -> None:
@@ -27,13 +28,21 @@ def unlock(fd: int, start: int, length: int) -> None:
 
 
 def find_lock(fd: int, start: int, length: int) -> tuple[int, int] | None:
-    """(first byte, length) of any one lock of another description on these bytes; None if there is none.
+    """(first byte, length) of any one lock of another description on these bytes, shared or not; None without one.
 
     A length of ``TO_THE_END`` may come back.
     """
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack(fcntl.F_WRLCK, start, length))
     kind, _, first, num_bytes, _ = _FLOCK.unpack(answer)
     return None if kind == fcntl.F_UNLCK else (first, num_bytes)
+
+
+def _try(fd: int, kind: int, start: int, length: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(kind, start, length))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _pack(kind: int, start: int, length: int) -> bytes:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory import device_file, device_home, file_locks, libc, named_file
+from floodplain.memory import device_file, file_locks, libc, named_file
 from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_arena import HostArena, MappingBudget
@@ -78,8 +78,8 @@ class HostDevice:
         """Take zeroed pages that really have memory, in runs as long as can be; None if there are too few.
 
         Their memory is reserved at once, so that writing to a page never fails later (a full /dev/shm would end the
-        process with SIGBUS). What a dead owner left behind is erased. A visitor gets nothing of a device that was
-        removed: its home is gone, and nobody would see the pages.
+        process with SIGBUS). What a dead owner left behind is erased. A visitor gets nothing of a device whose file
+        was removed by hand: nobody would see the pages.
         """
         taken: list[Page] = []
         with self._mutex:
@@ -113,7 +113,7 @@ class HostDevice:
         return arena
 
     def close(self) -> None:
-        """Close all arenas and give up every page; at home, remove the device if nobody else owns any.
+        """Close all arenas and give up every page; the last one to leave a device removes it.
 
         A second call does nothing.
         """
@@ -124,9 +124,10 @@ class HostDevice:
                 arena.close()
             self.release([Page(page) for page in np.flatnonzero(self._is_owned).tolist()])
             self._is_open = False
-            if self._is_home and self._path is not None:
-                device_home.remove_if_idle(self._fd, self._path)
-            os.close(self._fd)
+            if self._path is None:
+                os.close(self._fd)
+            else:
+                named_file.leave(self._fd, self._path)
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +138,6 @@ class HostDevice:
         self.close()
 
     def _is_removed(self) -> bool:
-        """Asked when the pages are locked: whoever removes the file locks all of it first."""
         return not (self._is_home or self._path is None or named_file.is_named(self._fd, self._path))
 
     def _extent(self, first: int, count: int) -> tuple[int, int]:
@@ -201,7 +201,7 @@ def open_private_device(capacity_bytes: int) -> HostDevice:
 
 
 def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
-    """Attach to the machine's device ``name`` as a visitor, or create it; it stays until ``remove_device``.
+    """Attach to the machine's device ``name`` as a visitor, or create it; it is there while anybody has it open.
 
     Args:
         name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
@@ -214,24 +214,25 @@ def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -
     num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
     fd, found_pages = device_file.attach_or_create(path, num_pages)
     if found_pages != num_pages:
-        os.close(fd)
+        named_file.leave(fd, path)
         raise UserError(
             f"device {path} has {found_pages * PAGE_BYTES} bytes, not {num_pages * PAGE_BYTES}:"
-            " ask for its size, remove it or use another name"
+            " ask for its size or use another name"
         )
     return HostDevice(fd, num_pages, path)
 
 
 def open_home_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
-    """Open the machine's device ``name`` as the one engine that computes on it; see ``device_home``.
+    """Open the machine's device ``name`` as the one engine that computes on it, at home there while it lives.
 
-    Pages that others own, of a life of this engine before, stay theirs. The arguments are those of ``open_device``.
+    Pages that others own, of a life of this engine before, stay theirs; what an engine left behind that nobody has open
+    is replaced, whatever its size. The arguments are those of ``open_device``.
 
     Raises:
-        UserError: As there; or another engine is at home, or its pages are owned and it has another size.
+        UserError: As there; or another engine is at home, or it has another size and others have it open.
     """
     num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
-    return HostDevice(device_home.claim_home(path, num_pages), num_pages, path, is_home=True)
+    return HostDevice(device_file.claim(path, num_pages), num_pages, path, is_home=True)
 
 
 def attach_device(name: str, directory: Path | None = None) -> HostDevice:
@@ -246,11 +247,6 @@ def attach_device(name: str, directory: Path | None = None) -> HostDevice:
     """
     path = named_file.find_path(name, directory)
     return HostDevice(*device_file.attach(path), path)
-
-
-def remove_device(name: str, directory: Path | None = None) -> None:
-    """Remove the device's name; visitors keep their memory and get no more. No error if there is none."""
-    named_file.find_path(name, directory).unlink(missing_ok=True)
 
 
 def _choose_runs(runs: list[tuple[int, int]], num_pages: int) -> list[tuple[int, int]] | None:

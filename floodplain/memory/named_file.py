@@ -1,6 +1,11 @@
 """The files by which engines of one machine find each other's devices: where they lie, how they come to be, and whose.
 
 What is in them is the business of ``device_file`` (a host device, pages and all) and ``cuda_home`` (which GPU).
+
+Locks on the first bytes say who is there, and the kernel drops them with their holder, however it ends: everybody who
+has the file open shares one, and the engine that computes on the device, which is at home, has another one alone. The
+last one to leave removes the file. Where that one was killed, the next engine of the machine does (``sweep``). Whoever
+removes a file has all of it locked, so nobody is there, and whoever opened it meanwhile looks again.
 """
 
 from __future__ import annotations
@@ -12,35 +17,42 @@ import tempfile
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.memory import file_locks
+from floodplain.memory.file_locks import TO_THE_END
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a device, and of the member of a coordinator that computes on it."""
+
+_PREFIX = "floodplain-"
+_MAGIC = b"flood"  # headers of all kinds begin with it
+_HOME, _PRESENT = 0, 1  # the bytes whose locks say who is there
 
 
 def find_path(name: str, directory: Path | None) -> Path:
     """Where the device ``name`` lies; ``directory`` None is /dev/shm, or the temporary folder without one."""
     if not NAME.fullmatch(name):
         raise UserError(f"device name {name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
-    shared = Path("/dev/shm")
-    default = shared if shared.is_dir() else Path(tempfile.gettempdir())
-    return (directory or default) / f"floodplain-{name}"
+    return (directory or _default_directory()) / f"{_PREFIX}{name}"
 
 
 def open_or_create(path: Path, header: bytes, num_bytes: int) -> int:
-    """Open the file at ``path``, creating it if there is none; returns its descriptor.
+    """Open the file at ``path``, creating it if there is none; returns its descriptor, to be closed by ``leave``.
 
     Args:
         path: Where.
-        header: What it begins with if it is created.
+        header: What it begins with if it is created: "flood" and more.
         num_bytes: Its size if it is created; it has no blocks behind the header yet.
 
     Raises:
-        UserError: It cannot be opened, or the folder is missing.
+        UserError: It cannot be opened, is another user's or has another mode than 0600, or the folder is missing.
     """
     while True:
         try:
             fd = _try_create(path, header, num_bytes)
-            return _open(path) if fd is None else fd
+            if fd is None:
+                fd = _try_enter(path)
+            if fd is not None:
+                return fd
         except FileNotFoundError:  # removed between the two calls, or no folder at all
             if not path.parent.is_dir():
                 raise UserError(f"device folder {path.parent} does not exist: create it") from None
@@ -49,29 +61,77 @@ def open_or_create(path: Path, header: bytes, num_bytes: int) -> int:
 
 
 def open_existing(path: Path) -> int:
-    """Open the file at ``path``, which must be there; returns its descriptor.
+    """Open the file at ``path``, which must be there; returns its descriptor, to be closed by ``leave``.
 
     Raises:
-        UserError: There is none, or it cannot be opened.
+        UserError: There is none, it cannot be opened, is another user's or has another mode than 0600.
     """
     try:
-        return _open(path)
+        fd = _try_enter(path)
     except FileNotFoundError:
-        raise UserError(f"there is no device {path}: start the process that lends it, on this machine") from None
+        fd = None
     except OSError as error:
         raise UserError(f"cannot open device {path}: {error.strerror}") from None
+    if fd is None:
+        raise UserError(f"there is no device {path}: start the process that lends it, on this machine")
+    return fd
 
 
-def expect_own(fd: int, path: Path) -> os.stat_result:
-    """What the system says of a file that only this user can read or write.
+def claim(fd: int, path: Path) -> None:
+    """Be at home there, until ``leave`` or the end of this process.
 
     Raises:
-        UserError: It is another user's, has another mode, or is no file.
+        UserError: Another engine is.
     """
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o600:
-        raise UserError(f"{path} must be this user's own file with mode 0600: remove it or use another name")
-    return info
+    if not file_locks.try_lock(fd, _HOME, 1):
+        raise _taken(path)
+
+
+def expect_no_home(fd: int, path: Path) -> None:
+    """Raise the UserError of ``claim`` if somebody else is at home there."""
+    if has_home(fd):
+        raise _taken(path)
+
+
+def has_home(fd: int) -> bool:
+    """Whether somebody else is at home there."""
+    return file_locks.find_lock(fd, _HOME, 1) is not None
+
+
+def leave(fd: int, path: Path) -> None:
+    """Close the file with all its locks; the last one to leave removes it."""
+    file_locks.unlock(fd, 0, TO_THE_END)  # before looking, so that of two who leave at once one is the last
+    remove_if_alone(fd, path)
+    os.close(fd)
+
+
+def remove_if_alone(fd: int, path: Path) -> bool:
+    """Remove the file if nobody else has it open, and keep others out until ``fd`` is closed; whether that was so."""
+    if not file_locks.try_lock(fd, 0, TO_THE_END):
+        return False
+    if is_named(fd, path):
+        path.unlink(missing_ok=True)
+    return True
+
+
+def sweep(directory: Path | None = None) -> dict[str, int]:
+    """Remove what killed processes of this user left; the devices' names, with the bytes that they had in memory.
+
+    Args:
+        directory: See ``find_path``.
+    """
+    removed: dict[str, int] = {}
+    for path in (directory or _default_directory()).glob(f"{_PREFIX}*"):
+        try:
+            fd = _open_own(path)
+        except (OSError, UserError):  # somebody else's, or removed meanwhile
+            continue
+        is_ours = os.pread(fd, len(_MAGIC), 0) == _MAGIC
+        num_bytes = 512 * os.fstat(fd).st_blocks
+        if is_ours and remove_if_alone(fd, path):
+            removed[path.name.removeprefix(_PREFIX)] = num_bytes
+        os.close(fd)
+    return removed
 
 
 def is_named(fd: int, path: Path) -> bool:
@@ -82,8 +142,31 @@ def is_named(fd: int, path: Path) -> bool:
         return False
 
 
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _taken(path: Path) -> UserError:
+    return UserError(f"device {path} is another engine's, which runs: use another name")
+
+
+def _default_directory() -> Path:
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+
+
+def _open_own(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o600:
+        os.close(fd)
+        raise UserError(f"{path} must be this user's own file with mode 0600: remove it or use another name")
+    return fd
+
+
+def _try_enter(path: Path) -> int | None:
+    """Open the file and be one of those who have it open; None if it is just being removed."""
+    fd = _open_own(path)
+    if file_locks.try_share(fd, _PRESENT, 1) and is_named(fd, path):
+        return fd
+    os.close(fd)
+    return None
 
 
 def _try_create(path: Path, header: bytes, num_bytes: int) -> int | None:
@@ -93,6 +176,7 @@ def _try_create(path: Path, header: bytes, num_bytes: int) -> int | None:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, num_bytes)
         os.pwrite(fd, header, 0)
+        file_locks.try_share(fd, _PRESENT, 1)
         # open(2) names this way to give an O_TMPFILE a name. Only with a src_dir_fd, unused for an absolute path, does
         # Python call linkat, which follows the link.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)

@@ -15,8 +15,7 @@ from random import Random
 from typing import Any
 
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
-from floodplain.memory.host_device import remove_device
-from floodplain.memory.named_file import find_path
+from floodplain.memory.named_file import find_path, sweep
 from tests.chaos.engine import BASE, MAX_TOKENS, TTL_S
 from tests.support.calm import run_calmly
 from tests.support.fault_proxy import FaultProxy, NetworkFaults
@@ -192,8 +191,7 @@ class Cluster:
                 process.signal(signal.SIGCONT)
                 process.kill()
         self.proxy.__exit__(None, None, None)
-        for role in self.engines:
-            remove_device(self.name_of(role))
+        sweep()
 
 
 def wait_until(

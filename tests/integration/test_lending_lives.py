@@ -23,6 +23,7 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
+from floodplain.memory import named_file
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_device import HostDevice, open_device
 from floodplain.policy.lending import LendingSettings
@@ -127,11 +128,10 @@ def test_a_wrong_token_is_one_line_and_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 def test_who_neither_lends_nor_names_its_device_keeps_it_to_itself(coordinator: str) -> None:
-    before = {path.name for path in Path("/dev/shm").iterdir()}
     with closing(make_engine(coordinator, lend="off")) as engine:
         assert engine.neighbours is not None and engine.neighbours.lender is None
         assert engine.config.device_name is not None, "the coordinator calls it something"
-        assert {path.name for path in Path("/dev/shm").iterdir()} <= before
+        assert not file_of(engine).exists()
         assert engine.stats().lease_bytes == {}
     with closing(make_engine(coordinator, lend="off", device_name="named.device")) as engine:
         assert file_of(engine).exists()
@@ -159,6 +159,37 @@ def test_an_engine_that_ends_leaves_neighbours_what_they_have_and_the_next_one_g
             assert not consumer.held
             assert second.stats().num_failed_growths == 0
     assert not file_of(first).exists()
+
+
+LENDER = """
+import sys
+from pathlib import Path
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.memory import named_file
+named_file._default_directory = lambda: Path(sys.argv[2])
+engine = build_engine(EngineConfig(model="dummy:tiny-llama", coordinator=sys.argv[1], lend="auto", kv_memory=2**20))
+print(engine.config.device_name, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_next_engine_gives_back_what_a_killed_one_left_under_a_name_that_nobody_takes_again(
+    coordinator: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(named_file, "_default_directory", lambda: tmp_path)  # where no other test sweeps
+    command = [sys.executable, "-c", LENDER, coordinator, str(tmp_path)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
+        assert child.stdout is not None
+        name = child.stdout.readline().decode().strip()
+        file = tmp_path / f"floodplain-{name}"
+        with closing(make_engine(coordinator, lend="off")):
+            assert file.exists(), "its engine lives"
+        child.kill()
+    assert file.exists() and file.stat().st_blocks * 512 >= 2**20
+    with caplog.at_level("INFO", logger="floodplain"), closing(make_engine(coordinator, lend="off")):
+        assert not file.exists()
+        assert any(f"removed devices that killed engines left: {name}, " in message for message in caplog.messages)
 
 
 def test_bytes_that_a_stranger_holds_are_a_failed_growth_and_nothing_else(

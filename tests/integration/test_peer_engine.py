@@ -28,7 +28,7 @@ from floodplain.engine.peer_tier import PeerTier
 from floodplain.engine.shell import Engine
 from floodplain.memory import host_transfer
 from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device, remove_device
+from floodplain.memory.host_device import HostDevice, open_device
 from floodplain.memory.transfer import CopyResult
 from tests.support.calm import run_calmly
 from tests.support.lending import coordinating
@@ -49,7 +49,6 @@ class Neighbour:
 
     def __init__(self, url: str, deadline_s: float) -> None:
         self.name = f"peer-test-{os.getpid()}"
-        remove_device(self.name)
         self.device: HostDevice = open_device(self.name, NUM_PAGES * PAGE_BYTES)
         lent = LentDevice(
             capacity_bytes=NUM_PAGES * PAGE_BYTES, foreign_bytes=lambda: self.taken_pages * PAGE_BYTES,
@@ -69,7 +68,6 @@ class Neighbour:
     def close(self) -> None:
         self.agent.close()
         self.device.close()
-        remove_device(self.name)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +93,9 @@ def neighbourhood(
     patch.setattr(swap, "CHUNK_BYTES", PAGE_BYTES)
     with coordinating() as url, closing(Neighbour(url, deadline_s)) as neighbour:
         config = EngineConfig(
-            model="dummy:tiny-llama", kv_memory=24 * BLOCK_BYTES, swap="peer", coordinator=url, device_name="borrower",
-            swap_memory=host_blocks * BLOCK_BYTES, peer_memory=NUM_PAGES * PAGE_BYTES, **BASE,
+            model="dummy:tiny-llama", kv_memory=24 * BLOCK_BYTES, swap="peer", coordinator=url,
+            device_name=f"borrower-{os.getpid()}", swap_memory=host_blocks * BLOCK_BYTES,
+            peer_memory=NUM_PAGES * PAGE_BYTES, **BASE,
         )  # fmt: skip
         with closing(build_engine(config, ImpatientPolicy())) as engine:
             yield neighbour, engine

@@ -1,4 +1,4 @@
-"""A device and its home: one engine at a time, a file that goes with it, and what an engine before left behind."""
+"""A device and its home: one engine at a time, a file that goes with the last user, and what a killed one left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from floodplain.core.errors import UserError
 from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device, open_home_device, remove_device
+from floodplain.memory.host_device import HostDevice, attach_device, open_device, open_home_device
 
 SIZE = 16 * PAGE_BYTES
 
@@ -49,34 +49,31 @@ def test_pages_of_visitors_outlive_the_home_and_are_found_by_the_next_one(tmp_pa
         assert names_in(tmp_path) == ["floodplain-a"]
         with open_home_device("a", SIZE, tmp_path) as successor:
             assert (successor.num_foreign_pages(), successor.num_free_pages()) == (5, 11)
-    assert names_in(tmp_path) == ["floodplain-a"], "the last of its pages was freed when nobody was at home"
-    open_home_device("a", SIZE, tmp_path).close()
-    assert names_in(tmp_path) == []
+    assert names_in(tmp_path) == [], "the last visitor left when nobody was at home"
 
 
-def test_a_file_of_another_size_is_replaced_once_nobody_owns_a_page_of_it(tmp_path: Path) -> None:
+def test_a_home_of_another_size_waits_for_those_who_have_the_file_open(tmp_path: Path) -> None:
     with open_device("a", SIZE, tmp_path) as visitor:
-        pages = visitor.allocate(1)
-        assert pages is not None
+        assert visitor.allocate(1) is not None
         with pytest.raises(UserError, match=r"has 1048576 bytes, not 2097152, and others still own memory of it: wait"):
             open_home_device("a", 2 * SIZE, tmp_path)
-        visitor.release(pages)
-        with open_home_device("a", 2 * SIZE, tmp_path) as home:
-            assert home.num_free_pages() == 32
-            assert visitor.allocate(1) is None, "nobody would see what it holds of the old file"
-            assert visitor.num_owned_pages == 0
-            with open_device("a", 2 * SIZE, tmp_path) as again:
-                assert again.allocate(1) is not None
-                assert home.num_foreign_pages() == 1
+        with attach_device("a", tmp_path) as other:
+            assert other.num_foreign_pages() == 1, "the refused one left everything as it was"
+    with open_home_device("a", 2 * SIZE, tmp_path) as home:
+        assert home.num_free_pages() == 32
 
 
 def test_a_home_that_was_removed_by_hand_goes_on_and_removes_no_other(tmp_path: Path) -> None:
     first = open_home_device("a", SIZE, tmp_path)
-    remove_device("a", tmp_path)
+    visitor = attach_device("a", tmp_path)
+    (tmp_path / "floodplain-a").unlink()
     with open_home_device("a", SIZE, tmp_path) as second:
         assert first.allocate(3) is not None
-        first.close()
-        assert names_in(tmp_path) == ["floodplain-a"]
+        assert visitor.allocate(1) is None, "nobody would see what it holds of the old file"
+        assert visitor.num_owned_pages == 0
+        for one in (visitor, first):
+            one.close()
+            assert names_in(tmp_path) == ["floodplain-a"]
         assert second.num_foreign_pages() == 0
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, attach_device, open_device, open_private_device, remove_device
+from floodplain.memory.host_device import HostDevice, attach_device, open_device, open_private_device
 
 
 @pytest.fixture
@@ -136,14 +136,18 @@ def test_owned_pages_have_memory_and_free_ones_have_none(tmp_path: Path) -> None
         assert file.stat().st_blocks <= empty
 
 
-def test_the_object_outlives_its_users_and_is_for_this_user_only(tmp_path: Path) -> None:
-    open_device("kept", PAGE_BYTES, tmp_path).close()
-    file = tmp_path / "floodplain-kept"
+def test_a_device_is_there_while_anybody_has_it_open_and_for_this_user_only(tmp_path: Path) -> None:
+    file = tmp_path / "floodplain-shared"
+    first = open_device("shared", PAGE_BYTES, tmp_path)
     assert file.stat().st_mode & 0o777 == 0o600
-    open_device("kept", PAGE_BYTES, tmp_path).close()
-    remove_device("kept", tmp_path)
+    inode = file.stat().st_ino
+    with open_device("shared", PAGE_BYTES, tmp_path) as second:
+        first.close()
+        assert file.stat().st_ino == inode
+        assert second.allocate(1) == [0]
+        with attach_device("shared", tmp_path) as third:
+            assert third.num_foreign_pages() == 1
     assert not file.exists()
-    remove_device("kept", tmp_path)
 
 
 def test_descriptors_are_closed_on_exec(tmp_path: Path) -> None:
@@ -161,12 +165,12 @@ def _descriptors() -> set[int]:
 
 
 def test_attaching_refuses_what_does_not_match(tmp_path: Path) -> None:
-    open_device("a", 4 * PAGE_BYTES, tmp_path).close()
-    with pytest.raises(UserError, match="has 262144 bytes, not 524288"):
-        open_device("a", 8 * PAGE_BYTES, tmp_path)
-    (tmp_path / "floodplain-a").chmod(0o644)
-    with pytest.raises(UserError, match="mode 0600"):
-        open_device("a", 4 * PAGE_BYTES, tmp_path)
+    with open_device("a", 4 * PAGE_BYTES, tmp_path):
+        with pytest.raises(UserError, match="has 262144 bytes, not 524288"):
+            open_device("a", 8 * PAGE_BYTES, tmp_path)
+        (tmp_path / "floodplain-a").chmod(0o644)
+        with pytest.raises(UserError, match="mode 0600"):
+            open_device("a", 4 * PAGE_BYTES, tmp_path)
     for content in (b"", b"something else" * 9999):
         (tmp_path / "floodplain-b").unlink(missing_ok=True)
         (tmp_path / "floodplain-b").touch(0o600)
@@ -196,12 +200,13 @@ def test_attaching_makes_nothing_and_refuses_what_is_no_device(tmp_path: Path) -
     with pytest.raises(UserError, match="there is no device"):
         attach_device("absent", tmp_path / "absent")
     assert list(tmp_path.iterdir()) == []
-    open_device("a", PAGE_BYTES, tmp_path).close()
-    (tmp_path / "floodplain-link").symlink_to(tmp_path / "floodplain-a")
-    with pytest.raises(UserError, match="cannot open device"):
-        attach_device("link", tmp_path)
     file = tmp_path / "floodplain-a"
-    header = file.read_bytes()[:PAGE_BYTES]
+    with open_device("a", PAGE_BYTES, tmp_path):
+        (tmp_path / "floodplain-link").symlink_to(file)
+        with pytest.raises(UserError, match="cannot open device"):
+            attach_device("link", tmp_path)
+        header = file.read_bytes()[:PAGE_BYTES]
+    file.touch(0o600)
     lies = [_with_capacity(header, num_bytes) for num_bytes in (0, PAGE_BYTES + 1)]
     for content in (b"", b"x" * 2 * PAGE_BYTES, header, header + bytes(PAGE_BYTES + 1), *lies):
         file.write_bytes(content)

@@ -11,7 +11,7 @@ import torch
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_arena import MappingBudget
-from floodplain.memory.host_device import HostDevice, open_device, remove_device
+from floodplain.memory.host_device import HostDevice, open_device
 from floodplain.memory.peer import HostExtent, HostPeerMemory
 
 
@@ -81,7 +81,7 @@ def test_a_device_that_is_not_there_is_the_users_error(memory: HostPeerMemory) -
 
 def test_a_device_that_was_made_anew_is_found(owner: HostDevice, memory: HostPeerMemory, tmp_path: Path) -> None:
     allocate(memory, PAGE_BYTES).close()
-    remove_device("gpu0", tmp_path)
+    (tmp_path / "floodplain-gpu0").unlink()
     with open_device("gpu0", 4 * PAGE_BYTES, tmp_path) as second:
         allocate(memory, PAGE_BYTES)
         assert (owner.num_free_pages(), second.num_free_pages()) == (4, 3)
