@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path, default=HERE, help="folder for PART.json")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)  # before anything is measured that could not be written
     bench = Bench(args)
     for part in args.parts:
         measure: Callable[[Path], dict[str, Any]] = getattr(bench, part)
