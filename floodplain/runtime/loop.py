@@ -200,7 +200,7 @@ class Loop:
             elif len(tokens) >= seq.max_total:
                 finished[seq.seq_id] = FinishReason.LENGTH
         self.state.counters.num_generated_tokens += len(token_ids)
-        self.state.prices.learn(step.plan, now - step.issued_s)
+        self.state.prices.learn(*step.plan.count_work(), now - step.issued_s)
         for seq_id, reason in finished.items():
             self._end(self.state.sequences[seq_id], reason, now)
         if self._ended:

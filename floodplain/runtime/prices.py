@@ -10,7 +10,6 @@ that end first when a load begins are the short ones, and alone they would make 
 
 from __future__ import annotations
 
-from floodplain.core.plan import StepPlan
 from floodplain.core.view import Prices
 from floodplain.runtime.line import Line
 
@@ -46,9 +45,8 @@ class StepPrices:
         """The prices as of the last completed step; the same object until they change."""
         return self._prices
 
-    def learn(self, plan: StepPlan, duration_s: float) -> None:
-        """A step took this long."""
-        num_decodes, num_prefill = plan.count_work()
+    def learn(self, num_decodes: int, num_prefill: int, duration_s: float) -> None:
+        """A step of so many decodes and prompt tokens took this long."""
         if not (num_decodes or num_prefill) or duration_s <= 0:
             return
         self._line = self._line or _first_line(duration_s)

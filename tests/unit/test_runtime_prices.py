@@ -27,7 +27,7 @@ def plan(num_decodes: int, *chunks: int) -> StepPlan:
 def learned(*steps: tuple[StepPlan, float]) -> Prices:
     prices = StepPrices()
     for one, duration_s in steps:
-        prices.learn(one, duration_s)
+        prices.learn(*one.count_work(), duration_s)
     return prices.now
 
 
@@ -39,16 +39,16 @@ def serve(prices: StepPrices, num_prompt: int, num_rounds: int) -> None:
     """Ten streams in steps of 20 ms, 1 ms for a prompt token; in each round of six steps one ends after 60 decodes."""
     for _ in range(num_rounds):
         for _ in range(5):
-            prices.learn(plan(10), 0.02)
-        prices.learn(plan(10, num_prompt), 0.02 + 0.001 * num_prompt)
+            prices.learn(*plan(10).count_work(), 0.02)
+        prices.learn(*plan(10, num_prompt).count_work(), 0.02 + 0.001 * num_prompt)
         prices.learn_end(num_prompt)
 
 
 def test_the_share_of_prompts_is_that_of_the_work() -> None:
     """30 prompt tokens and 60 decodes cost 30 and 120 ms; 600 tokens, 600 ms."""
     prices = StepPrices()
-    prices.learn(plan(10), 0.02)
-    prices.learn(plan(10, 20), 0.04)
+    prices.learn(*plan(10).count_work(), 0.02)
+    prices.learn(*plan(10, 20).count_work(), 0.04)
     assert prices.now.prompt_share == 0.0  # nobody has ended
     serve(prices, 30, 100)
     assert prices.now.prompt_share == pytest.approx(30 / 150, rel=0.05)
@@ -60,14 +60,14 @@ def test_streams_that_go_on_count_although_the_short_ones_end_first() -> None:
     """After a few that want hardly anything, ten begin that have long answers, and one of them is done soon."""
     prices = StepPrices()
     for _ in range(8):
-        prices.learn(plan(1, 30), 0.05)
+        prices.learn(*plan(1, 30).count_work(), 0.05)
         prices.learn_end(30)
-    prices.learn(plan(1), 0.02)
+    prices.learn(*plan(1).count_work(), 0.02)
     assert prices.now.prompt_share > 0.5
     for _ in range(100):
-        prices.learn(plan(10), 0.02)
+        prices.learn(*plan(10).count_work(), 0.02)
     prices.learn_end(30)
-    prices.learn(plan(10), 0.02)
+    prices.learn(*plan(10).count_work(), 0.02)
     assert prices.now.prompt_share < 0.2
 
 
@@ -77,7 +77,7 @@ def test_one_long_prompt_is_no_load_of_long_prompts() -> None:
     serve(prices, 30, 200)
     for _ in range(3):
         serve(prices, 600, 1)
-        prices.learn(plan(10), 0.02)
+        prices.learn(*plan(10).count_work(), 0.02)
         shares.append(prices.now.prompt_share)
     assert shares[0] < 0.3 < shares[2]
 
@@ -85,7 +85,7 @@ def test_one_long_prompt_is_no_load_of_long_prompts() -> None:
 def test_a_request_that_computed_nothing_says_nothing() -> None:
     prices = StepPrices()
     prices.learn_end(0)
-    prices.learn(plan(10, 20), 0.04)
+    prices.learn(*plan(10, 20).count_work(), 0.04)
     assert prices.now.prompt_share == 0.0
 
 
@@ -164,9 +164,9 @@ def test_a_plan_that_only_moves_kv_says_nothing() -> None:
 
 def test_the_same_object_is_shown_until_something_is_learned() -> None:
     prices = StepPrices()
-    prices.learn(plan(2), 0.02)
+    prices.learn(*plan(2).count_work(), 0.02)
     shown = prices.now
-    prices.learn(plan(0), 0.5)
+    prices.learn(*plan(0).count_work(), 0.5)
     assert prices.now is shown
 
 
