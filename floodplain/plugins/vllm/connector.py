@@ -1,0 +1,188 @@
+"""vLLM's KV connector: the wires between our scheduler side (``desk``) and our worker side (``worker``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+
+from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.compat import expect_tested, find_version
+from floodplain.plugins.vllm.desk import Desk
+from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
+from floodplain.plugins.vllm.settings import read_settings
+from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Orders(KVConnectorMetadata):
+    """Carries ``StepOrders``."""
+
+    def __init__(self, orders: StepOrders) -> None:
+        self.orders = orders
+
+
+class Report(KVConnectorWorkerMetadata):
+    """Carries a ``WorkerReport``."""
+
+    def __init__(self, report: WorkerReport) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+        """See vLLM: what several workers say in one step."""
+        assert isinstance(other, Report)
+        return Report(self.report.merge(other.report))
+
+
+class FloodplainConnector(KVConnectorBase_V1):
+    """What ``--kv-transfer-config`` names."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config
+        expect_tested(find_version(), allow_untested=bool(extra.get("allow_untested")))
+        self._settings = read_settings(extra)
+        _expect_supported(vllm_config, kv_cache_config)
+        group = kv_cache_config.kv_cache_groups[0]
+        self._block_tokens = int(group.kv_cache_spec.block_size)
+        self._num_blocks = int(kv_cache_config.num_blocks)
+        block_bytes = int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
+        self._desk: Desk | None = None
+        self._worker: SwapWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            num_workers = vllm_config.parallel_config.tensor_parallel_size
+            self._desk = Desk(self._settings, block_bytes, self._block_tokens, num_workers)
+        self._num_slots = self._settings.swap_bytes // block_bytes
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """See vLLM: a copy that is lost is computed again."""
+        return False
+
+    # -- in the scheduler ------------------------------------------------------------------------------------------
+
+    @property
+    def desk(self) -> Desk:
+        """Of the scheduler's process."""
+        assert self._desk is not None, "asked in a worker"
+        return self._desk
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See vLLM."""
+        self.desk.books.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        """See vLLM."""
+        self.desk.roster.arrive(request)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM: its blocks can go; copies that still read some hold those."""
+        one = self.desk.roster.depart(request.request_id)
+        if one is not None:
+            self.desk.books.forget(one)
+        return False, None
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See vLLM: all but the last token, which is computed again for what follows it."""
+        one = self.desk.roster[request.request_id]
+        one.num_local_tokens = num_computed_tokens
+        num_more = min(self.desk.books.count_restorable(one), request.num_tokens - 1) - num_computed_tokens
+        return (num_more, True) if num_more > 0 else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See vLLM: it has the blocks into which it is restored."""
+        if num_external_tokens:
+            one = self.desk.roster[request.request_id]
+            num_tokens = one.num_local_tokens + num_external_tokens
+            self.desk.books.fetch(one, blocks.blocks[0], one.num_local_tokens, num_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """See vLLM."""
+        return Orders(self.desk.take_orders(is_idle=not scheduler_output.total_num_scheduled_tokens))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See vLLM."""
+        said = connector_output.kv_connector_worker_meta
+        if said is not None:
+            self.desk.note_report(said.report)
+
+    def has_pending_block_frees(self) -> bool:
+        """See vLLM: then it waits for a copy instead of sending one more request away."""
+        return self.desk.books.num_draining_blocks > 0
+
+    def has_pending_push_work(self) -> bool:
+        """See vLLM: steps go on until copies have ended, which hold blocks."""
+        return self.desk.books.num_in_flight > 0
+
+    def reset_cache(self) -> bool | None:
+        """See vLLM: what was computed with other weights is worth nothing."""
+        for one in self.desk.roster:
+            self.desk.books.forget(one)
+        return True
+
+    # -- in a worker -----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """See vLLM."""
+        blocks = CacheBlocks(kv_caches, self._num_blocks, self._block_tokens)
+        self._worker = SwapWorker(blocks, self._num_slots)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """See vLLM: called before each step computes; copies run beside it."""
+        assert isinstance(kv_connector_metadata, Orders) and self._worker is not None
+        self._worker.begin(kv_connector_metadata.orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """See vLLM: called after each step."""
+        assert self._worker is not None
+        arrived, failed = self._worker.finish()
+        return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """See vLLM."""
+        assert self._worker is not None
+        return Report(self._worker.take_report())
+
+    def shutdown(self) -> None:
+        """See vLLM."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See vLLM: copies have begun already."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """See vLLM: nobody computes before all of it is there. Where KV may come layer by layer, this is the place."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """See vLLM: blocks leave whole."""
+
+    def wait_for_save(self) -> None:
+        """See vLLM: copies hold their blocks, so nobody waits for them."""
+
+
+def _expect_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse what would be wrong, or what nobody has tried.
+
+    Raises:
+        UserError: One line, with what to change.
+    """
+    if vllm_config.scheduler_config.async_scheduling:
+        raise UserError("floodplain plans each step when the last one has ended: pass --no-async-scheduling")
+    if vllm_config.speculative_config is not None:
+        raise UserError("floodplain does not support speculative decoding in vLLM yet: leave it out")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise UserError("floodplain does not support pipeline parallelism in vLLM yet: use tensor parallelism")
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise UserError("floodplain swaps KV of models with one kind of attention: this one has several")
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise UserError('a copy that fails must be computed again: set "kv_load_failure_policy": "recompute"')

@@ -1,0 +1,44 @@
+"""What our scheduler side and our worker side tell each other in each step of vLLM. All of it can be pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from floodplain.core.plan import Transfer
+from floodplain.core.tiers import CopyTime
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """From the scheduler to every worker, with each step.
+
+    Attributes:
+        transfers: Copies to begin, before this step computes.
+        owners: vLLM's name of the request that each copy on its way back is for, by transfer.
+        is_idle: Nothing is computed in this step: a worker may wait for copies.
+    """
+
+    transfers: tuple[Transfer, ...] = ()
+    owners: dict[int, str] = field(default_factory=dict)
+    is_idle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """From the workers to the scheduler, after each step.
+
+    Attributes:
+        ended: Copies that ended: how many workers say so, and whether all of those have it whole.
+        copy_times: How long links were busy.
+    """
+
+    ended: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    copy_times: tuple[CopyTime, ...] = ()
+
+    def merge(self, other: WorkerReport) -> WorkerReport:
+        """Both together."""
+        ended = dict(self.ended)
+        for transfer_id, (num_workers, ok) in other.ended.items():
+            so_far, is_whole = ended.get(transfer_id, (0, True))
+            ended[transfer_id] = (so_far + num_workers, is_whole and ok)
+        return WorkerReport(ended, (*self.copy_times, *other.copy_times))

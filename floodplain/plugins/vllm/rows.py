@@ -1,0 +1,188 @@
+"""Freezes what our policies may see of vLLM's scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from floodplain.core.sequence import Status
+from floodplain.core.tiers import Link, Tier
+from floodplain.core.view import SequenceView, TierView
+from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.tracked import TrackedRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_NEVER = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What vLLM was told once.
+
+    Attributes:
+        num_blocks: Blocks of its pool.
+        block_tokens: Tokens of one.
+        max_batched_tokens: Most tokens in a step.
+        max_num_seqs: Most requests on the device.
+        max_model_len: Most tokens of a request.
+    """
+
+    num_blocks: int
+    block_tokens: int
+    max_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+class Blocks(Protocol):
+    """What vLLM knows of its blocks."""
+
+    def count_free(self) -> int:
+        """Blocks that can be given, by eviction of cached prefixes at need."""
+
+    def table(self, request_id: str) -> Sequence[Any]:
+        """A request's blocks, vLLM's objects."""
+
+    def find_prefix(self, request: Request) -> Sequence[Any]:
+        """Leading blocks of a request that are on the device by content; empty without prefix caching."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Everybody alive, by where they are.
+
+    Attributes:
+        running: On the device.
+        arrived: Their copies back have ended; they hold their blocks, and run from this step on.
+        loading: Their copies back are under way.
+        waiting: Everybody else.
+    """
+
+    running: tuple[TrackedRequest, ...]
+    arrived: tuple[TrackedRequest, ...]
+    loading: tuple[TrackedRequest, ...]
+    waiting: tuple[TrackedRequest, ...]
+
+
+class RowMaker:
+    """Makes rows of one step.
+
+    Args:
+        limits: Of the engine.
+        blocks: Of the engine.
+        books: Of swap space.
+        step: To be planned.
+    """
+
+    def __init__(self, limits: Limits, blocks: Blocks, books: SwapBooks, step: int) -> None:
+        self._limits, self._blocks, self._books, self._step = limits, blocks, books, step
+
+    def running(self, tracked: TrackedRequest) -> SequenceView:
+        """One that holds its blocks and computes."""
+        request, table = tracked.request, self._blocks.table(tracked.request.request_id)
+        num_computed = request.num_computed_tokens
+        is_decoding = request.num_tokens - num_computed == 1
+        room = len(table) * self._limits.block_tokens - num_computed
+        left = min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len) - request.num_tokens
+        return self._make(
+            tracked,
+            Status.RUNNING,
+            num_scheduled=num_computed,
+            num_blocks=len(table),
+            exclusive_blocks=sum(block.ref_cnt == 1 for block in table),
+            is_decoding=is_decoding,
+            block_due_step=self._step + room if is_decoding else _NEVER,
+            end_step=self._step + left if is_decoding else _NEVER,
+            num_backed_blocks=len(tracked.backups),
+        )
+
+    def loading(self, tracked: TrackedRequest) -> SequenceView:
+        """One that holds blocks which copies fill."""
+        table = self._blocks.table(tracked.request.request_id)
+        return self._make(tracked, Status.LOADING, num_blocks=len(table), num_backed_blocks=len(tracked.backups))
+
+    def absent(self, tracked: TrackedRequest) -> SequenceView:
+        """One that has nothing on the device but what it would find there by content."""
+        block_tokens = self._limits.block_tokens
+        found = self._blocks.find_prefix(tracked.request)[: (tracked.request.num_tokens - 1) // block_tokens]
+        restorable = self._books.count_restorable(tracked)
+        num_cached = len(found) * block_tokens
+        num_whole = -(-restorable // block_tokens)
+        return self._make(
+            tracked,
+            Status.SWAPPED if restorable or tracked.num_leaving else Status.WAITING,
+            num_cached_tokens=num_cached,
+            num_shared_blocks=sum(block.ref_cnt > 0 for block in found),
+            num_backed_blocks=max(0, num_whole - len(found)),
+            num_restorable_tokens=max(restorable, num_cached) if restorable else 0,
+        )
+
+    def _make(
+        self,
+        tracked: TrackedRequest,
+        status: Status,
+        *,
+        num_scheduled: int = 0,
+        num_blocks: int = 0,
+        exclusive_blocks: int = 0,
+        is_decoding: bool = False,
+        block_due_step: int = _NEVER,
+        end_step: int = _NEVER,
+        num_cached_tokens: int = 0,
+        num_shared_blocks: int = 0,
+        num_backed_blocks: int = 0,
+        num_restorable_tokens: int = 0,
+    ) -> SequenceView:
+        request = tracked.request
+        return SequenceView(
+            seq_id=tracked.seq_id,
+            status=status,
+            order_key=tracked.order_key,
+            client="",
+            num_prompt=request.num_prompt_tokens,
+            since_step=self._step,
+            num_tokens=request.num_tokens,
+            num_scheduled=num_scheduled,
+            num_blocks=num_blocks,
+            exclusive_blocks=exclusive_blocks,
+            is_decoding=is_decoding,
+            block_due_step=block_due_step,
+            end_step=end_step,
+            num_cached_tokens=num_cached_tokens,
+            num_shared_blocks=num_shared_blocks,
+            num_backed_blocks=num_backed_blocks,
+            num_restorable_tokens=num_restorable_tokens,
+            entered_step=tracked.entered_step,
+            last_token_s=tracked.last_token_s,
+            credit=tracked.credit,
+            is_leaving=tracked.num_leaving > 0 and status is Status.SWAPPED,
+        )
+
+
+def sort_rows(rows: Iterable[SequenceView]) -> tuple[SequenceView, ...]:
+    """In order of their keys."""
+    return tuple(sorted(rows, key=lambda row: row.order_key))
+
+
+def view_tiers(books: SwapBooks, block_bytes: int, link: Link) -> tuple[TierView, ...]:
+    """Swap space as a policy sees it; empty if there is none.
+
+    Args:
+        books: Of it.
+        block_bytes: Of one block, over all layers of one worker.
+        link: What copies cost.
+    """
+    num_slots = books.table.slots[Tier.HOST].num_slots
+    tier = TierView(
+        Tier.HOST,
+        books.table.num_available(Tier.HOST),
+        num_slots,
+        block_bytes / link.bandwidth,
+        link.latency_s,
+        books.num_outbound_blocks,
+        books.num_inbound_blocks,
+    )
+    return (tier,) if num_slots else ()

@@ -1,0 +1,173 @@
+"""vLLM's scheduler, steered by our policies: it plans each step as ``policy.decide`` says."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from floodplain.core.errors import UserError
+from floodplain.core.plan import Decision, PreemptionMode, Reason
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Status
+from floodplain.core.tiers import Tier
+from floodplain.core.view import View
+from floodplain.plugins.vllm.compat import SteeredScheduler
+from floodplain.plugins.vllm.connector import FloodplainConnector
+from floodplain.plugins.vllm.rows import Crowd, Limits, RowMaker, sort_rows, view_tiers
+from floodplain.plugins.vllm.tracked import TrackedRequest
+from floodplain.runtime.prices import StepPrices
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class FloodplainScheduler(SteeredScheduler):
+    """What ``--scheduler-cls`` names. Needs ``FloodplainConnector`` beside it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.connector, FloodplainConnector):
+            raise UserError("FloodplainScheduler needs FloodplainConnector beside it: see README, With vLLM")
+        self._desk = self.connector.desk
+        self._settings = self._desk.settings
+        self.policy_object = self._settings.make_policy()
+        self._rng = Random(self._settings.seed)
+        self._limits = Limits(
+            self.finder.num_blocks,
+            self.block_size,
+            self.max_num_scheduled_tokens,
+            self.max_num_active_reqs,
+            self.max_model_len,
+        )
+        self._prices = StepPrices()
+        self._step = -1
+        self._completion_step = self._arrival_step = -1
+        self._caps: dict[str, int] = {}
+        self._leaving: tuple[PreemptionMode, Reason] | None = None
+        self._was_running: set[SeqId] = set()
+        self._issued_s = 0.0
+
+    # -- what the policy sees --------------------------------------------------------------------------------------
+
+    def look(self) -> tuple[View, dict[SeqId, TrackedRequest]]:
+        """The view of the next step, and whom its names stand for."""
+        crowd = self._gather()
+        make = RowMaker(self._limits, self.finder, self._desk.books, self._step)
+        # Of a sequence, a policy reads the order key to say who waits in front of whom.
+        absent = sorted(crowd.waiting, key=self.policy_object.waiting_key)  # type: ignore[arg-type]
+        rows = [make.absent(one) for one in absent]
+        waiting = [row for row in rows if row.status is Status.WAITING]
+        num_free, link = self.finder.count_free(), self._desk.links.as_of(self._step)[Tier.HOST]
+        view = View(
+            step=self._step,
+            running=sort_rows(make.running(one) for one in (*crowd.running, *crowd.arrived)),
+            waiting=tuple(waiting[: self.policy_object.waiting_window]),
+            num_waiting=len(waiting),
+            swapped=sort_rows(row for row in rows if row.status is Status.SWAPPED),
+            loading=sort_rows(make.loading(one) for one in crowd.loading),
+            outstanding=frozenset(one.seq_id for one in crowd.arrived),
+            num_available_blocks=num_free,
+            num_blocks=self._limits.num_blocks,
+            block_tokens=self._limits.block_tokens,
+            max_batched_tokens=self._limits.max_batched_tokens,
+            max_num_seqs=self._limits.max_num_seqs,
+            tiers=view_tiers(self._desk.books, self._desk.block_bytes, link),
+            prices=self._prices.now,
+            num_draining_blocks=self._desk.books.num_draining_blocks,
+            num_empty_blocks=num_free,
+            key_credits={"": 0.0},
+            completion_step=self._completion_step,
+            arrival_step=self._arrival_step,
+        )
+        return view, {one.seq_id: one for one in self._desk.roster}
+
+    def _gather(self) -> Crowd:
+        roster = self._desk.roster
+        arrived, loading = self.take_arrived()
+        return Crowd(
+            tuple(roster[request.request_id] for request in self.running),
+            tuple(roster[request.request_id] for request in arrived),
+            tuple(roster[request.request_id] for request in loading),
+            tuple(roster[request.request_id] for request in self.iterate_ready()),
+        )
+
+    # -- what it decides -------------------------------------------------------------------------------------------
+
+    def plan(self) -> Iterable[str]:
+        """See ``SteeredScheduler``: ask the policy, and do what it says."""
+        self._step += 1
+        self._note_changes()
+        view, by_id = self.look()
+        decision = self.policy_object.decide(view, time.monotonic(), self._rng)
+        self._desk.record(view, decision)
+        self._apply(decision, by_id)
+        return [by_id[seq_id].request.request_id for seq_id in _newcomers(decision)]
+
+    def _note_changes(self) -> None:
+        roster = self._desk.roster
+        if roster.has_departure:
+            self._completion_step = self._step
+        if roster.has_arrival:
+            self._arrival_step = self._step
+        roster.has_arrival = roster.has_departure = False
+
+    def _apply(self, decision: Decision, by_id: dict[SeqId, TrackedRequest]) -> None:
+        for order in decision.preemptions:
+            self._leaving = (order.mode, order.reason)
+            self.send_away(by_id[order.seq_id].request)
+            self._leaving = None
+        for backup in decision.backups:
+            one = by_id[backup.seq_id]
+            table = self.finder.table(one.request.request_id)
+            self._desk.books.back_up(one, table, one.request.num_computed_tokens, backup.num_blocks)
+        self._caps = {by_id[seq_id].request.request_id: 1 for seq_id in decision.decodes}
+        for chunk in (*decision.chunks, *decision.admissions):
+            self._caps[by_id[chunk.seq_id].request.request_id] = chunk.num_tokens
+
+    def cap(self, request_id: str, num_tokens: int) -> int:
+        """See ``SteeredScheduler``: whom the policy did not name pauses."""
+        return self._caps.get(request_id, 0)
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def note_departure(self, request: Request) -> None:
+        """See ``SteeredScheduler``: vLLM may have sent it away itself, for want of blocks; then it swaps, too."""
+        mode, reason = self._leaving or (PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
+        one, books = self._desk.roster[request.request_id], self._desk.books
+        if mode is PreemptionMode.SWAP:
+            books.swap_out(one, self.finder.table(request.request_id), request.num_computed_tokens, reason)
+        else:
+            books.forget(one)
+
+    def note_step(self, output: SchedulerOutput) -> None:
+        """See ``SteeredScheduler``."""
+        running = {self._desk.roster[request.request_id].seq_id: request for request in self.running}
+        for seq_id, request in running.items():
+            if seq_id not in self._was_running:
+                one = self._desk.roster[request.request_id]
+                one.entered_step = self._step
+                self._desk.books.note_start(one)
+        self._was_running = set(running)
+        self._issued_s = time.monotonic()
+
+    def note_end(self, output: SchedulerOutput) -> None:
+        """See ``SteeredScheduler``: what it cost, and who got a token."""
+        now = time.monotonic()
+        sizes = list(output.num_scheduled_tokens.values())
+        num_single = sizes.count(1)
+        self._prices.learn(num_single, sum(sizes) - num_single, now - self._issued_s)
+        for request_id in output.num_scheduled_tokens:
+            one = self._desk.roster.find(request_id)
+            if one is not None and one.request.num_output_tokens > one.num_seen_tokens:
+                one.num_seen_tokens, one.last_token_s = one.request.num_output_tokens, now
+
+
+def _newcomers(decision: Decision) -> list[SeqId]:
+    """Who comes onto the device: first those whose copies can run beside this step."""
+    return [*(order.seq_id for order in decision.resumptions), *(chunk.seq_id for chunk in decision.admissions)]

@@ -1,0 +1,67 @@
+"""What users can tell the plug-in: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from floodplain.core.errors import UserError
+from floodplain.core.sizes import parse_size
+from floodplain.policy.base import Policy
+from floodplain.policy.registry import POLICIES, make_policy
+from floodplain.policy.settings import settings_for
+
+DEFAULT_POLICY = "paced"
+DEFAULT_SWAP_BYTES = 4 * 2**30
+
+_SHARING = {"slice": "slice_steps", "slice_ends": "slice_ends", "pace": "pace", "max_gap": "max_gap_s"}
+"""Names of flags, and of the fields of ``SharingSettings`` that they set."""
+
+
+@dataclass(frozen=True, slots=True)
+class PluginSettings:
+    """Checked settings.
+
+    Attributes:
+        policy: By name.
+        sharing: Fields of ``SharingSettings``.
+        swap_bytes: Host memory of each worker for swap space.
+        seed: Of the policy's random generator.
+    """
+
+    policy: str = DEFAULT_POLICY
+    sharing: Mapping[str, Any] | None = None
+    swap_bytes: int = DEFAULT_SWAP_BYTES
+    seed: int = 0
+
+    def make_policy(self) -> Policy:
+        """A new policy object.
+
+        Raises:
+            UserError: A value is out of its range.
+        """
+        return make_policy(self.policy, settings_for(self.policy, **(self.sharing or {})))
+
+
+def read_settings(extra: Mapping[str, Any]) -> PluginSettings:
+    """Check what stands in ``kv_connector_extra_config``.
+
+    Raises:
+        UserError: A name is unknown, or a value is out of its range.
+    """
+    known = ("policy", "swap_memory", "seed", "allow_untested", *_SHARING)
+    for name in extra:
+        if name not in known:
+            raise UserError(f"kv_connector_extra_config has {name!r}, which is none of {', '.join(known)}")
+    policy = extra.get("policy", DEFAULT_POLICY)
+    if policy not in POLICIES:
+        raise UserError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+    memory = extra.get("swap_memory", DEFAULT_SWAP_BYTES)
+    swap_bytes = memory if isinstance(memory, int) else parse_size(str(memory))
+    if swap_bytes < 0:
+        raise UserError(f"swap_memory must be at least 0 bytes, not {swap_bytes}")
+    sharing = {_SHARING[name]: value for name, value in extra.items() if name in _SHARING}
+    settings = PluginSettings(policy, sharing, swap_bytes, int(extra.get("seed", 0)))
+    settings.make_policy()
+    return settings

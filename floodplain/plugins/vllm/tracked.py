@@ -1,0 +1,96 @@
+"""What we know of a request of vLLM beside what vLLM knows itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from floodplain.core.backups import Backup
+from floodplain.core.request import OrderKey, SeqId
+from floodplain.core.served import weighted_work
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class TrackedRequest:
+    """One live request.
+
+    Attributes:
+        seq_id: Its name in decisions, given in order of arrival.
+        request: vLLM's own; read only.
+        credit: Served work that it was taken to have had when it arrived.
+        entered_step: The step in which it last came onto the device.
+        last_token_s: When it got its last token; None before the first.
+        num_seen_tokens: Output tokens that it had then.
+        backups: Of its leading full blocks, one each.
+        tail: Of its last, partly filled block, and how many leading tokens end there; it dies when the request runs
+            again.
+        num_leaving: Blocks of it that copies on their way out still read.
+        num_local_tokens: Leading tokens that vLLM found on the device when it last asked what we have of it.
+    """
+
+    __slots__ = (
+        "backups", "credit", "entered_step", "last_token_s", "num_leaving", "num_local_tokens", "num_seen_tokens",
+        "request", "seq_id", "tail",
+    )  # fmt: skip
+
+    def __init__(self, seq_id: SeqId, request: Request, credit: float) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.credit = credit
+        self.entered_step = 0
+        self.last_token_s: float | None = None
+        self.num_seen_tokens = 0
+        self.backups: list[Backup] = []
+        self.tail: tuple[Backup, int] | None = None
+        self.num_leaving = 0
+        self.num_local_tokens = 0
+
+    @property
+    def order_key(self) -> OrderKey:
+        """(priority, arrival, id)."""
+        return (self.request.priority, self.request.arrival_time, self.seq_id)
+
+    @property
+    def stream_work(self) -> float:
+        """What it counts between requests (``core.served``): its credit, and what it generated."""
+        return self.credit + weighted_work(0, self.request.num_output_tokens, self.request.priority)
+
+
+class Roster:
+    """All live requests, by vLLM's names for them."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, TrackedRequest] = {}
+        self._num_arrived = 0
+        self.has_arrival = self.has_departure = False
+        """Whether somebody came, or went, since ``take_changes``."""
+
+    def __getitem__(self, request_id: str) -> TrackedRequest:
+        return self._by_name[request_id]
+
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        return iter(self._by_name.values())
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def find(self, request_id: str) -> TrackedRequest | None:
+        """None if it is not alive."""
+        return self._by_name.get(request_id)
+
+    def arrive(self, request: Request) -> TrackedRequest:
+        """It begins at the least work that any live one was given (``core.served``)."""
+        credit = min((other.stream_work for other in self), default=0.0)
+        tracked = TrackedRequest(SeqId(self._num_arrived), request, credit)
+        self._num_arrived += 1
+        self._by_name[request.request_id] = tracked
+        self.has_arrival = True
+        return tracked
+
+    def depart(self, request_id: str) -> TrackedRequest | None:
+        """It has ended; None if it had already."""
+        tracked = self._by_name.pop(request_id, None)
+        self.has_departure = self.has_departure or tracked is not None
+        return tracked
