@@ -3,7 +3,7 @@
 .venv/bin/python benchmarks/engine/run.py [--rounds N] [--repeats N] [--dtypes bfloat16 float32]
 
 Engines take turns, each in a process of its own; every number is the median over rounds x repeats. vLLM must be set up
-once by setup_vllm.sh. Nothing else should run on the machine.
+once by tools/setup_vllm.sh. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     args = parser.parse_args()
-    subprocess.run([str(PYTHONS["floodplain"]), str(HERE / "export_model.py"), str(MODEL)], check=True)
+    subprocess.run([str(PYTHONS["floodplain"]), str(ROOT / "tools/export_smollm2.py"), str(MODEL)], check=True)
     results: dict[str, dict[str, Rows]] = {dtype: {engine: {} for engine in PYTHONS} for dtype in args.dtypes}
     for _ in range(args.rounds):
         for dtype, by_engine in results.items():

