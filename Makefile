@@ -1,11 +1,13 @@
 # make demo | test | check | chaos: each sets up .venv on first use and takes no set-up time afterwards.
+# make test-vllm sets up .venv-vllm, 3.5 GB.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := .venv-vllm/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
-.PHONY: setup demo test test-pure chaos check format clean
+.PHONY: setup demo test test-pure test-vllm chaos check format clean
 
 setup: $(STAMP)
 
@@ -26,6 +28,16 @@ test: $(STAMP)
 
 test-pure: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PURE)
+
+$(VLLM_STAMP): tools/setup_vllm.sh
+	PYTHON=$(PYTHON) tools/setup_vllm.sh
+	touch $(VLLM_STAMP)
+
+# A process holds one engine, so each file has a process. Warnings are vLLM's.
+test-vllm: $(VLLM_STAMP)
+	set -e; for file in tests/vllm/test_*.py; do \
+	    .venv-vllm/bin/python -m pytest --confcutdir=tests/vllm -W ignore $$file; \
+	done
 
 # More than a hundred faults in real processes, about ten minutes; its last result is committed.
 chaos: $(STAMP)

@@ -92,8 +92,8 @@ class SteeredScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._queue = TurnQueue()
-        self.waiting = self._queue
+        self._queue, self._holding = TurnQueue(), TurnQueue()
+        self.waiting, self.kv_holding_waiting = self._queue, self._holding
         self.finder = BlockFinder(self.kv_cache_manager)
 
     # -- for a subclass --------------------------------------------------------------------------------------------
@@ -129,15 +129,15 @@ class SteeredScheduler(Scheduler):
         Whoever's copies failed has no blocks any more, and waits like everybody else.
         """
         arrived, loading = [], []
-        for request in list(self.kv_holding_waiting):
+        for request in self._holding:
             if not self._handle_blocked_waiting_request(request):
                 loading.append(request)
             elif request.num_computed_tokens:
                 arrived.append(request)
             else:
-                self.kv_holding_waiting.remove_request(request)
+                self._holding.remove_request(request)
                 self.deferred_waiting.discard(request)
-                self.waiting.add_request(request)
+                self._queue.add_request(request)
         return arrived, loading
 
     def iterate_ready(self) -> Iterator[Request]:
@@ -153,7 +153,10 @@ class SteeredScheduler(Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """See vLLM."""
-        with self._queue.let_in(self.plan()):
+        newcomers = self.plan()
+        # vLLM stops at the first of those that hold blocks already if that gets no tokens.
+        arrived = [request.request_id for request in self._holding if self.cap(request.request_id, 1)]
+        with self._holding.let_in(arrived), self._queue.let_in(newcomers):
             output = super().schedule(throttle_prefills)
         self.note_step(output)
         return output

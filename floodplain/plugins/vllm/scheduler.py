@@ -119,15 +119,17 @@ class FloodplainScheduler(SteeredScheduler):
         roster.has_arrival = roster.has_departure = False
 
     def _apply(self, decision: Decision, by_id: dict[SeqId, TrackedRequest]) -> None:
-        for order in decision.preemptions:
-            self._leaving = (order.mode, order.reason)
-            self.send_away(by_id[order.seq_id].request)
+        for preemption in decision.preemptions:
+            self._leaving = (preemption.mode, preemption.reason)
+            self.send_away(by_id[preemption.seq_id].request)
             self._leaving = None
         for backup in decision.backups:
             one = by_id[backup.seq_id]
             table = self.finder.table(one.request.request_id)
             self._desk.books.back_up(one, table, one.request.num_computed_tokens, backup.num_blocks)
         self._caps = {by_id[seq_id].request.request_id: 1 for seq_id in decision.decodes}
+        for order in decision.resumptions:  # who finds all of its KV on the device needs no copy, and computes at once
+            self._caps[by_id[order.seq_id].request.request_id] = self._limits.block_tokens
         for chunk in (*decision.chunks, *decision.admissions):
             self._caps[by_id[chunk.seq_id].request.request_id] = chunk.num_tokens
 

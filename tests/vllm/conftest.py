@@ -1,0 +1,28 @@
+"""Set-up of the tests that run vLLM itself: `make test-vllm`. Each file has a process, which holds one engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# One process, so that scheduler and workers can be reached; the KV pool's size in blocks is given with each engine.
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "OMP_NUM_THREADS": "2",
+}
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder."""
+    folder = ROOT / "out/smollm2"
+    subprocess.run([sys.executable, str(ROOT / "tools/export_smollm2.py"), str(folder)], check=True)
+    return folder

@@ -1,0 +1,169 @@
+"""Engines of vLLM under test, stock and ours, and a load for both."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from floodplain.plugins.vllm.desk import Desk
+from floodplain.plugins.vllm.scheduler import FloodplainScheduler
+from floodplain.plugins.vllm.worker import SwapWorker
+
+BLOCK_TOKENS = 32
+MAX_MODEL_LEN = 512
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests, greedy, each with as many tokens as it asks for."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def params(self, index: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=self.lengths[index], ignore_eos=True)
+
+    def send(self, llm: LLM, indices: Sequence[int] | None = None) -> None:
+        for index in range(len(self)) if indices is None else indices:
+            prompt = {"prompt_token_ids": list(self.prompts[index])}
+            llm.llm_engine.add_request(str(index), prompt, self.params(index))
+
+
+def make_load(seed: int, num_requests: int, *, num_common: int = 0) -> Load:
+    """Random prompts, all of which begin with ``num_common`` tokens that are the same."""
+    rng = Random(seed)
+    common = [rng.randrange(10, 40_000) for _ in range(num_common)]
+    tails = ([rng.randrange(10, 40_000) for _ in range(rng.randrange(20, 180))] for _ in range(num_requests))
+    prompts = tuple((*common, *tail) for tail in tails)
+    return Load(prompts, tuple(rng.randrange(20, 100) for _ in range(num_requests)))
+
+
+def make_stock(model: Path, **flags: Any) -> LLM:
+    """vLLM as it comes, with room for everybody unless told otherwise."""
+    return LLM(
+        **{
+            "model": str(model), "dtype": "float32", "block_size": BLOCK_TOKENS, "num_gpu_blocks_override": 400,
+            "max_model_len": MAX_MODEL_LEN, "enable_prefix_caching": False, "enforce_eager": True,
+            "async_scheduling": False, "max_num_seqs": 32, "seed": 0,
+        }
+        | flags
+    )  # fmt: skip
+
+
+def make_ours(model: Path, settings: dict[str, Any], **flags: Any) -> LLM:
+    """vLLM with the plug-in."""
+    transfer = KVTransferConfig(
+        kv_connector="FloodplainConnector",
+        kv_connector_module_path="floodplain.plugins.vllm.connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=settings,
+    )
+    ours = {"scheduler_cls": "floodplain.plugins.vllm.scheduler.FloodplainScheduler", "kv_transfer_config": transfer}
+    return make_stock(model, **(ours | flags))
+
+
+def close(llm: LLM) -> None:
+    """So that another engine can be made in this process."""
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def scheduler_of(llm: LLM) -> FloodplainScheduler:
+    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    found = core.scheduler
+    assert isinstance(found, FloodplainScheduler)
+    return found
+
+
+def desk_of(llm: LLM) -> Desk:
+    return scheduler_of(llm)._desk
+
+
+def worker_of(llm: LLM) -> SwapWorker:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group()._worker  # type: ignore[attr-defined]
+    assert isinstance(worker, SwapWorker)
+    return worker
+
+
+@dataclass
+class Run:
+    """What came of a load.
+
+    Attributes:
+        tokens: Of each request that was not aborted, by index.
+        resumed: Tokens that each request that had got some already computed in the step in which it came back.
+        num_steps: Steps taken.
+    """
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    resumed: list[int] = field(default_factory=list)
+    num_steps: int = 0
+
+
+def drive(llm: LLM, load: Load, *, each_step: Callable[[int], None] = lambda step: None) -> Run:
+    """Serve a load to its end."""
+    run, scheduler = Run(), scheduler_of(llm)
+    planned = scheduler.note_step
+
+    def note(output: Any) -> None:
+        for request_id in output.scheduled_cached_reqs.resumed_req_ids:
+            if scheduler._desk.roster[request_id].request.num_output_tokens:
+                run.resumed.append(output.num_scheduled_tokens[request_id])
+        planned(output)
+
+    scheduler.note_step = note  # type: ignore[method-assign]
+    load.send(llm)
+    while llm.llm_engine.has_unfinished_requests():
+        each_step(run.num_steps)
+        run.num_steps += 1
+        run.tokens |= finished_tokens(llm)
+        assert run.num_steps < 20_000, "it does not end"
+    del scheduler.note_step
+    return run
+
+
+def finished_tokens(llm: LLM) -> dict[int, list[int]]:
+    """Take a step; the tokens of those that ended with it."""
+    return {int(o.request_id): list(o.outputs[0].token_ids) for o in llm.llm_engine.step() if o.finished}
+
+
+def serve_calmly(model: Path, load: Load) -> dict[int, list[int]]:
+    """What stock vLLM says with room for everybody; its engine is gone afterwards."""
+    llm = make_stock(model)
+    tokens: dict[int, list[int]] = {}
+    load.send(llm)
+    while llm.llm_engine.has_unfinished_requests():
+        tokens |= finished_tokens(llm)
+    close(llm)
+    return tokens
+
+
+def expect_nothing_left(llm: LLM) -> None:
+    """No block and no slot is anybody's, whatever was aborted or failed; copies that are under way may end first."""
+    scheduler, desk = scheduler_of(llm), desk_of(llm)
+    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    for _ in range(100):
+        if not desk.books.num_in_flight:
+            break
+        core.step_fn()
+    desk.books.table.check_integrity()
+    assert desk.books.num_in_flight == 0 and len(desk.roster) == 0
+    assert all(slots.num_taken == 0 for slots in desk.books.table.slots.values())
+    assert scheduler.finder.count_free() == scheduler.finder.num_blocks
+    assert not scheduler.running and not len(scheduler.waiting)

@@ -1,0 +1,80 @@
+"""The same with vLLM's prefix cache: blocks are shared, and some come back from the device itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
+
+from vllm import LLM
+
+from tests.vllm.engines import (
+    Load,
+    close,
+    desk_of,
+    drive,
+    expect_nothing_left,
+    make_load,
+    make_ours,
+    scheduler_of,
+    serve_calmly,
+)  # fmt: skip
+from tests.vllm.storm import StormPolicy
+
+
+@pytest.fixture(scope="module")
+def load() -> Load:
+    """Twelve requests that begin with the same 100 tokens: three blocks, and a part of the fourth."""
+    return make_load(seed=1, num_requests=12, num_common=100)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, load: Load) -> dict[int, list[int]]:
+    return serve_calmly(model, load)
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
+    flags = {"num_gpu_blocks_override": 36, "enable_prefix_caching": True}
+    llm = make_ours(model, {"policy": "paced", "swap_memory": "256MiB"}, **flags)
+    yield llm
+    close(llm)
+
+
+def test_tokens_are_the_same_where_prefixes_are_shared(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
+    found: list[int] = []
+    desk_of(llm).watchers.append(lambda view, now, _: found.extend(row.num_cached_tokens for row in view.waiting))
+    assert drive(llm, load).tokens == expected
+    assert max(found) >= 96, "the policy sees what requests will find on the device"
+    expect_nothing_left(llm)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_survive_a_storm_where_prefixes_are_shared(
+    llm: LLM, load: Load, expected: dict[int, list[int]], seed: int
+) -> None:
+    policy = scheduler_of(llm).policy_object = StormPolicy(seed, chance=0.1)
+    run = drive(llm, load)
+    assert run.tokens == expected
+    assert policy.num_sent_away > 30 and run.resumed
+    expect_nothing_left(llm)
+
+
+def test_other_weights_make_all_copies_worthless(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
+    """As after an update of the model: what lies in swap space is forgotten, and computed again."""
+    scheduler = scheduler_of(llm)
+    scheduler.policy_object = StormPolicy(seed=5, chance=0.1, recompute=0.0)
+    num_kept: list[int] = []
+
+    def reset(step: int) -> None:
+        if step % 10 == 9:
+            num_kept.append(sum(len(one.backups) for one in desk_of(llm).roster))
+            assert scheduler.reset_connector_cache()
+            assert not any(one.backups or one.tail for one in desk_of(llm).roster)
+
+    assert drive(llm, load, each_step=reset).tokens == expected
+    assert max(num_kept) > 10
+    expect_nothing_left(llm)
