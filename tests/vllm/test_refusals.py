@@ -1,0 +1,81 @@
+"""What the plug-in does not support is one line that says what to change, at the start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
+
+from floodplain.core.errors import UserError
+from floodplain.plugins.vllm import compat
+from floodplain.plugins.vllm.connector import _expect_supported
+from floodplain.plugins.vllm.turn_queue import TurnQueue
+
+
+def configs(**changes: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Those of an engine that is supported, but for ``changes``."""
+    values = {
+        "async_scheduling": False,
+        "speculative": None,
+        "pipeline": 1,
+        "groups": 1,
+        "policy": "recompute",
+    } | changes
+    vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=values["async_scheduling"]),
+        speculative_config=values["speculative"],
+        parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=values["policy"]),
+    )
+    return vllm_config, SimpleNamespace(kv_cache_groups=[None] * values["groups"])
+
+
+def test_what_is_supported_is_let_in() -> None:
+    _expect_supported(*configs())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"async_scheduling": True}, "pass --no-async-scheduling"),
+        ({"speculative": object()}, "speculative decoding"),
+        ({"pipeline": 2}, "pipeline parallelism"),
+        ({"groups": 2}, "one kind of attention"),
+        ({"policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
+    ],
+)
+def test_what_is_not_supported_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _expect_supported(*configs(**change))
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
+def test_versions_that_nobody_tried_are_refused_unless_asked_for(version: str) -> None:
+    with pytest.raises(UserError, match=f'vLLM {version} was not tested .* "allow_untested": true'):
+        compat.expect_tested(version, allow_untested=False)
+    compat.expect_tested(version, allow_untested=True)
+
+
+def test_the_version_here_was_tried() -> None:
+    compat.expect_tested(compat.find_version(), allow_untested=False)
+    compat.expect_tested("0.32.0+cpu", allow_untested=False)
+
+
+def test_every_method_that_vllm_calls_has_its_signature() -> None:
+    """A hook that vLLM calls otherwise, or no more, would steer nothing."""
+    import inspect
+
+    from vllm.v1.core.sched.request_queue import RequestQueue
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    ours = compat.SteeredScheduler
+    for name in ("schedule", "_preempt_request", "_reserve_prefill_lookahead", "_inflight_prefill_reserved_blocks"):
+        parameters = [list(inspect.signature(getattr(cls, name)).parameters) for cls in (Scheduler, ours)]
+        assert parameters[0] == parameters[1], name
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.count("self._reserve_prefill_lookahead(") == 2, "of those that run and those that come"
+    assert "self._preempt_request(" in source
+    assert set(RequestQueue.__abstractmethods__) <= set(dir(TurnQueue))

@@ -1,0 +1,131 @@
+"""vLLM's own server with the plug-in: streams, stop strings and clients that hang up, while everybody takes turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+START_S = 240.0
+NUM_TOKENS = 100
+PROMPTS = [f"Chapter {number}. Once upon a time there was a" for number in range(12)]
+TRANSFER = {
+    "kv_connector": "FloodplainConnector",
+    "kv_connector_module_path": "floodplain.plugins.vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"},
+}
+
+
+def command(model: Path, port: int) -> list[str]:
+    """As in the README, with a pool for a third of the requests."""
+    flags = {
+        "--model": model, "--served-model-name": "smollm2", "--port": port, "--dtype": "float32", "--block-size": 32,
+        "--num-gpu-blocks-override": 18, "--max-model-len": 512,
+        "--scheduler-cls": "floodplain.plugins.vllm.scheduler.FloodplainScheduler",
+        "--kv-transfer-config": json.dumps(TRANSFER),
+    }  # fmt: skip
+    words = [str(word) for pair in flags.items() for word in pair]
+    options = ["--no-async-scheduling", "--no-enable-prefix-caching", "--enforce-eager"]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *options]
+
+
+@pytest.fixture(scope="module")
+def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+    log = tmp_path_factory.mktemp("server") / "log"
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(command(model, port), env=environment, stdout=out, stderr=out) as server,
+    ):
+        try:
+            _wait(f"http://127.0.0.1:{port}", server, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+
+
+def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s and server.poll() is None:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        time.sleep(0.2)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def ask(url: str, prompt: str, *, stop: str | None = None, most_deltas: int = 10**6) -> str:
+    """The text of a streamed answer; hangs up after ``most_deltas`` pieces of it."""
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "stream": True}
+    body |= {"stop": stop} if stop else {"ignore_eos": True}
+    pieces = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+                if len(pieces) >= most_deltas:
+                    break
+    return "".join(pieces)
+
+
+def count(url: str, name: str) -> float:
+    return sum(
+        float(value) for value in re.findall(rf"^vllm:{name}{{.*}} (\S+)$", httpx.get(f"{url}/metrics").text, re.M)
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(url: str) -> dict[str, str]:
+    """One after the other there is room for each."""
+    texts = {prompt: ask(url, prompt) for prompt in PROMPTS}
+    assert count(url, "num_preemptions_total") == 0
+    return texts
+
+
+def test_streams_are_the_same_when_everybody_takes_turns(url: str, expected: dict[str, str]) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        texts = list(clients.map(lambda prompt: ask(url, prompt), PROMPTS))
+    assert dict(zip(PROMPTS, texts, strict=True)) == expected
+    assert count(url, "num_preemptions_total") > 5
+
+
+def test_stop_strings_end_streams_where_they_would_end_alone(url: str, expected: dict[str, str]) -> None:
+    stops = {prompt: text[120:126] for prompt, text in expected.items()}
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        texts = list(clients.map(lambda prompt: ask(url, prompt, stop=stops[prompt]), PROMPTS))
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert text == expected[prompt].split(stops[prompt])[0]
+
+
+def test_clients_that_hang_up_leave_nothing_behind(url: str, expected: dict[str, str]) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as clients:
+        most = [5 + 7 * index if index % 2 else 10**6 for index in range(len(PROMPTS))]
+        texts = list(clients.map(lambda prompt, most: ask(url, prompt, most_deltas=most), PROMPTS, most))
+    for index, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        assert expected[prompt].startswith(text) and (index % 2 or text == expected[prompt])
+    end_s = time.monotonic() + 30
+    while count(url, "num_requests_running") or count(url, "num_requests_waiting") or count(url, "kv_cache_usage_perc"):
+        assert time.monotonic() < end_s, "requests or blocks stay"
+        time.sleep(0.1)
