@@ -18,6 +18,7 @@ from floodplain.core.errors import UserError
 VERBS = {
     "demo": "serve a burst in three ways and show who waits for what",
     "serve": "serve a model over the OpenAI API",
+    "vllm": "serve a model by vLLM, with our scheduler and swap space in it",
     "bench": "measure an engine (offline) or any OpenAI server (serve)",
     "coordinator": "keep the leases of memory that engines lend each other",
     "leases": "who lends what to whom",

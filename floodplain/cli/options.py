@@ -29,7 +29,13 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ``UserError``: the caller decides how a program ends."""
+    """An argument parser whose errors are ``UserError``: the caller decides how a program ends.
+
+    Attributes:
+        rest: Where what follows ``--`` goes, untouched: flags of another program. None: there is no such thing.
+    """
+
+    rest: str | None = None
 
     def error(self, message: str) -> Any:
         """Raise what argparse would print."""
@@ -81,6 +87,17 @@ def resolve(parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mappi
     Raises:
         UserError: A value is malformed, a key is unknown, or a required one is missing; the message says where.
     """
+    rest = getattr(parser, "rest", None)
+    num_own = argv.index("--") if rest and "--" in argv else len(argv)
+    values = _resolve_own(parser, argv[:num_own], environ)
+    if rest:
+        setattr(values, rest, list(argv[num_own + 1 :]))
+    return values
+
+
+def _resolve_own(
+    parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]
+) -> argparse.Namespace:
     actions = {a.dest: a for a in parser._actions if a.default is not argparse.SUPPRESS}
     required = [action for action in actions.values() if action.required]
     for action in required:  # it may come from another source than the one that is read

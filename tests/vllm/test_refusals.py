@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm import compat
+from floodplain.plugins.vllm import compat, versions
 from floodplain.plugins.vllm.connector import _expect_supported
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 
@@ -55,13 +55,13 @@ def test_what_is_not_supported_is_refused(change: dict[str, Any], message: str) 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
 def test_versions_that_nobody_tried_are_refused_unless_asked_for(version: str) -> None:
     with pytest.raises(UserError, match=f'vLLM {version} was not tested .* "allow_untested": true'):
-        compat.expect_tested(version, allow_untested=False)
-    compat.expect_tested(version, allow_untested=True)
+        versions.expect_tested(version, allow_untested=False)
+    versions.expect_tested(version, allow_untested=True)
 
 
 def test_the_version_here_was_tried() -> None:
-    compat.expect_tested(compat.find_version(), allow_untested=False)
-    compat.expect_tested("0.32.0+cpu", allow_untested=False)
+    versions.expect_tested(versions.find_version(), allow_untested=False)
+    versions.expect_tested("0.32.0+cpu", allow_untested=False)
 
 
 def test_every_method_that_vllm_calls_has_its_signature() -> None:

@@ -13,10 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm.compat import expect_tested, find_version
 from floodplain.plugins.vllm.desk import Desk
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.settings import read_settings
+from floodplain.plugins.vllm.versions import expect_tested, find_version
 from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker
 
 if TYPE_CHECKING:

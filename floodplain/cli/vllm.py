@@ -1,0 +1,88 @@
+"""``floodplain vllm serve MODEL``: vLLM's own server with our scheduler and our swap space in it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, read_settings
+from floodplain.plugins.vllm.versions import expect_tested, find_version
+from floodplain.policy.registry import POLICIES
+
+OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--async-scheduling")
+"""Of vLLM, set here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmConfig:
+    """The flags of the verb."""
+
+    model: str = field(metadata={"positional": True, "help": "as vLLM wants it: a name of the hub, or a folder"})
+    policy: str = field(default=DEFAULT_POLICY, metadata={"choices": POLICIES, "help": "who runs next"})
+    slice: int | None = field(default=None, metadata={"help": "steps of a slice (default: the policy's own)"})
+    pace: float | None = field(default=None, metadata={"help": "paced: tokens per second of a stream that takes turns"})
+    max_gap: float | None = field(default=None, metadata={"help": "paced: seconds of silence that nobody should see"})
+    swap_memory: int = field(
+        default=DEFAULT_SWAP_BYTES, metadata={"size": True, "help": "host memory of each worker for swap space"}
+    )
+    allow_untested: bool = field(default=False, metadata={"help": "try a version of vLLM that nobody has tried"})
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    servers = verbs.add_parser("vllm", allow_abbrev=False).add_subparsers(metavar="serve")
+    about = (
+        "Run vLLM's server with our scheduler and our swap space in it. What follows -- goes to vLLM: -- --port 8000"
+    )
+    parser = add_verb(servers, "serve", about)
+    add_dataclass_flags(parser, VllmConfig)
+    parser.rest = "vllm_flags"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the command and become it.
+
+    Raises:
+        UserError: A flag is out of its range or not for here, or there is no vLLM that was tried.
+    """
+    config = dataclass_from(args, VllmConfig)
+    command = build_command(config, args.vllm_flags)
+    expect_tested(find_version(), allow_untested=config.allow_untested)
+    print(shlex.join(command), flush=True)
+    os.execv(command[0], command)
+
+
+def build_command(config: VllmConfig, flags: Sequence[str]) -> list[str]:
+    """The server's command line. It is what ``vllm serve`` runs, and works where vLLM goes by another name, too.
+
+    Raises:
+        UserError: A flag is out of its range, or set here already.
+    """
+    for flag in flags:
+        if flag.partition("=")[0] in (*OWN_FLAGS, "--model"):
+            raise UserError(f"{flag} is set by floodplain: leave it out")
+    extra = {name: getattr(config, name) for name in ("policy", "slice", "pace", "max_gap", "swap_memory")}
+    extra = {name: value for name, value in extra.items() if value is not None}
+    if config.allow_untested:
+        extra["allow_untested"] = True
+    read_settings(extra)
+    transfer = {
+        "kv_connector": "FloodplainConnector",
+        "kv_connector_module_path": "floodplain.plugins.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    return [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model, "--no-async-scheduling",
+        "--scheduler-cls", "floodplain.plugins.vllm.scheduler.FloodplainScheduler",
+        "--kv-transfer-config", json.dumps(transfer), *flags,
+    ]  # fmt: skip
