@@ -111,12 +111,13 @@ class FloodplainScheduler(SteeredScheduler):
         return [by_id[seq_id].request.request_id for seq_id in _newcomers(decision)]
 
     def _note_changes(self) -> None:
-        roster = self._desk.roster
-        if roster.has_departure:
+        has_arrival, departed = self._desk.roster.take_changes()
+        if departed:
             self._completion_step = self._step
-        if roster.has_arrival:
+        if has_arrival:
             self._arrival_step = self._step
-        roster.has_arrival = roster.has_departure = False
+        for one in departed:
+            self._prices.learn_end(one.request.num_prompt_tokens)
 
     def _apply(self, decision: Decision, by_id: dict[SeqId, TrackedRequest]) -> None:
         for preemption in decision.preemptions:

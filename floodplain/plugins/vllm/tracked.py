@@ -64,8 +64,8 @@ class Roster:
     def __init__(self) -> None:
         self._by_name: dict[str, TrackedRequest] = {}
         self._num_arrived = 0
-        self.has_arrival = self.has_departure = False
-        """Whether somebody came, or went, since ``take_changes``."""
+        self._has_arrival = False
+        self._departed: list[TrackedRequest] = []
 
     def __getitem__(self, request_id: str) -> TrackedRequest:
         return self._by_name[request_id]
@@ -86,11 +86,18 @@ class Roster:
         tracked = TrackedRequest(SeqId(self._num_arrived), request, credit)
         self._num_arrived += 1
         self._by_name[request.request_id] = tracked
-        self.has_arrival = True
+        self._has_arrival = True
         return tracked
 
     def depart(self, request_id: str) -> TrackedRequest | None:
         """It has ended; None if it had already."""
         tracked = self._by_name.pop(request_id, None)
-        self.has_departure = self.has_departure or tracked is not None
+        if tracked is not None:
+            self._departed.append(tracked)
         return tracked
+
+    def take_changes(self) -> tuple[bool, list[TrackedRequest]]:
+        """Whether somebody came, and who went, since the last call."""
+        changes = self._has_arrival, self._departed
+        self._has_arrival, self._departed = False, []
+        return changes
