@@ -1,0 +1,97 @@
+"""What the laws of swap space for vLLM's requests are tried on: a block pool, requests, copies, in plain contents.
+
+Blocks and slots hold the tokens whose KV they would hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from floodplain.core.plan import Transfer, TransferKind
+from floodplain.plugins.vllm.tracked import TrackedRequest
+
+BLOCK_TOKENS = 4
+Token = tuple[int, int]  # a text, and a position in it
+LOST: list[Token | None] = [None] * BLOCK_TOKENS
+
+
+@dataclass(eq=False)
+class Block:
+    """As vLLM's, and the tokens whose KV it holds."""
+
+    block_id: int
+    ref_cnt: int = 0
+    content: list[Token | None] = field(default_factory=LOST.copy)
+
+
+class Pool:
+    """As vLLM's: what is free is still found by its content until it is given."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(number) for number in range(num_blocks)]
+        self.free = list(self.blocks)
+
+    def give(self, num_blocks: int) -> list[Block]:
+        given, self.free = self.free[:num_blocks], self.free[num_blocks:]
+        assert all(block.ref_cnt == 0 for block in given)
+        for block in given:
+            block.ref_cnt = 1
+        return given
+
+    def find(self, text: int, most: int) -> list[Block]:
+        by_content = {tuple(block.content): block for block in self.blocks}
+        found: list[Block] = []
+        while len(found) < most and (block := by_content.get(tuple(tokens_of(text, len(found))))) is not None:
+            found.append(block)
+        return found
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if not block.ref_cnt:
+                self.free.remove(block)
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Sequence[Block]) -> None:
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            assert block.ref_cnt >= 0, "freed more often than taken"
+            if not block.ref_cnt:
+                self.free.append(block)
+
+
+@dataclass(eq=False)
+class Guest:
+    """A request of vLLM. It is ``on`` the device, or off it, or its copies back are under way."""
+
+    tracked: TrackedRequest
+    text: int
+    num_tokens: int
+    blocks: list[Block] = field(default_factory=list)
+    num_computed: int = 0
+    where: str = "off"
+    is_gone: bool = False
+
+
+@dataclass
+class Flight:
+    """A copy under way, and what its blocks held when it began."""
+
+    transfer: Transfer
+    guest: Guest
+    blocks: list[Block]
+    seen: list[list[Token | None]]
+
+    @property
+    def is_inbound(self) -> bool:
+        return self.transfer.kind is TransferKind.SWAP_IN
+
+
+def tokens_of(text: int, index: int) -> list[Token | None]:
+    return [(text, position) for position in range(index * BLOCK_TOKENS, (index + 1) * BLOCK_TOKENS)]
+
+
+def holds(content: Sequence[Token | None], text: int, index: int, num_tokens: int) -> bool:
+    """Whether all of a text's first tokens that stand in its block ``index`` are there."""
+    wanted = tokens_of(text, index)[: max(0, num_tokens - index * BLOCK_TOKENS)]
+    return list(content[: len(wanted)]) == wanted

@@ -1,0 +1,155 @@
+"""The scheduler's side of the plug-in for vLLM: a copy has ended when it has for every worker, and whole if for all."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.plan import Decision, Reason, TransferKind
+from floodplain.core.tiers import CopyTime, Tier
+from floodplain.core.view import View
+from floodplain.plugins.vllm.desk import FIRST_BANDWIDTH, Desk
+from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
+from floodplain.plugins.vllm.settings import PluginSettings
+from floodplain.plugins.vllm.tracked import TrackedRequest
+from tests.support.vllm_books import Block, Pool
+
+BLOCK_BYTES, BLOCK_TOKENS = 1024, 4
+
+
+class Office:
+    """A desk over a pool, and requests whose three blocks leave at once."""
+
+    def __init__(self, num_workers: int, num_slots: int = 32) -> None:
+        settings = PluginSettings(swap_bytes=num_slots * BLOCK_BYTES + BLOCK_BYTES - 1)
+        self.desk = Desk(settings, BLOCK_BYTES, BLOCK_TOKENS, num_workers)
+        self.pool = Pool(64)
+        self.desk.books.bind(self.pool)
+        self.names = (f"request-{number}" for number in count())
+
+    def arrive(self) -> TrackedRequest:
+        request = SimpleNamespace(request_id=next(self.names), num_output_tokens=0, priority=0, arrival_time=0.0)
+        return self.desk.roster.arrive(cast(Any, request))
+
+    def send_away(self) -> tuple[TrackedRequest, list[Block], int]:
+        """Somebody with ten tokens: who, its blocks, and the copy that began."""
+        one, blocks = self.arrive(), self.pool.give(3)
+        assert self.desk.books.swap_out(one, blocks, 10, Reason.SLICE_ENDED)
+        self.pool.free_blocks(blocks)
+        (transfer,) = self.desk.take_orders(is_idle=False).transfers
+        return one, blocks, transfer.transfer_id
+
+    def tell(self, ended: dict[int, tuple[int, bool]]) -> None:
+        self.desk.note_report(WorkerReport(ended))
+
+
+def test_a_copy_is_settled_when_both_workers_have_said_so() -> None:
+    office = Office(num_workers=2)
+    one, blocks, copy = office.send_away()
+    office.tell({copy: (1, True)})
+    office.tell({})
+    assert office.desk.books.num_in_flight == 1
+    assert all(block.ref_cnt == 1 for block in blocks)
+    assert office.desk.books.count_restorable(one) == 0
+    office.tell({copy: (1, True)})
+    assert office.desk.books.num_in_flight == 0
+    assert all(block.ref_cnt == 0 for block in blocks)
+    assert office.desk.books.count_restorable(one) == 10
+
+
+@pytest.mark.parametrize("said", [[(2, True)], [(1, True), (1, True)]])
+def test_in_how_many_steps_workers_say_so_makes_no_difference(said: list[tuple[int, bool]]) -> None:
+    office = Office(num_workers=2)
+    one, _, copy = office.send_away()
+    for words in said:
+        assert office.desk.books.num_in_flight == 1
+        office.tell({copy: words})
+    assert office.desk.books.num_in_flight == 0
+    assert office.desk.books.count_restorable(one) == 10
+
+
+@pytest.mark.parametrize("said", [[(2, False)], [(1, True), (1, False)], [(1, False), (1, True)]])
+def test_a_copy_that_one_worker_does_not_have_whole_is_not_whole(said: list[tuple[int, bool]]) -> None:
+    office = Office(num_workers=2)
+    one, blocks, copy = office.send_away()
+    for words in said:
+        office.tell({copy: words})
+    assert office.desk.books.num_in_flight == 0
+    assert all(block.ref_cnt == 0 for block in blocks)
+    assert office.desk.books.count_restorable(one) == 0
+    assert office.desk.books.table.is_at_rest
+
+
+def test_a_copy_back_that_one_worker_does_not_have_is_lost_for_all() -> None:
+    office = Office(num_workers=2)
+    one, _, copy = office.send_away()
+    office.tell({copy: (2, True)})
+    office.desk.books.fetch(one, office.pool.give(3), 0, 10)
+    orders = office.desk.take_orders(is_idle=True)
+    (transfer,) = orders.transfers
+    assert transfer.kind is TransferKind.SWAP_IN
+    assert orders == StepOrders((transfer,), {transfer.transfer_id: one.request.request_id}, is_idle=True)
+    office.tell({transfer.transfer_id: (1, False)})
+    assert office.desk.books.num_inbound_blocks == 3
+    office.tell({transfer.transfer_id: (1, True)})
+    assert office.desk.books.count_restorable(one) == 0
+    assert office.desk.books.num_resumed == 0
+
+
+@given(data=st.data(), num_workers=st.integers(1, 4), num_copies=st.integers(1, 4))
+def test_whatever_the_order_every_copy_is_settled_with_its_last_worker(
+    data: st.DataObject, num_workers: int, num_copies: int
+) -> None:
+    office = Office(num_workers)
+    copies = {copy: one for one, _, copy in (office.send_away() for _ in range(num_copies))}
+    words = data.draw(st.permutations([copy for copy in copies for _ in range(num_workers)]))
+    oks: dict[int, list[bool]] = {copy: [] for copy in copies}
+    while words:
+        num_now = data.draw(st.integers(1, len(words)))
+        report = WorkerReport()
+        for copy in words[:num_now]:
+            oks[copy].append(data.draw(st.booleans()))
+            report = report.merge(WorkerReport({copy: (1, oks[copy][-1])}))
+        office.desk.note_report(report)
+        words = words[num_now:]
+        assert office.desk.books.num_in_flight == sum(len(said) < num_workers for said in oks.values())
+    for copy, one in copies.items():
+        assert office.desk.books.count_restorable(one) == (10 if all(oks[copy]) else 0)
+
+
+def test_orders_are_given_once() -> None:
+    office = Office(num_workers=2)
+    office.send_away()
+    assert office.desk.take_orders(is_idle=False) == StepOrders()
+    assert office.desk.take_orders(is_idle=True) == StepOrders(is_idle=True)
+
+
+def test_slots_are_whole_blocks_of_what_was_given() -> None:
+    assert Office(num_workers=1, num_slots=5).desk.num_slots == 5
+    office = Office(num_workers=1, num_slots=0)
+    one = office.arrive()
+    assert not office.desk.books.swap_out(one, office.pool.give(1), 3, Reason.SLICE_ENDED)
+    assert (office.desk.books.num_refused, office.desk.books.num_in_flight) == (1, 0)
+
+
+def test_links_learn_from_every_worker() -> None:
+    office = Office(num_workers=2)
+    assert office.desk.links[Tier.HOST].bandwidth == FIRST_BANDWIDTH
+    for _ in range(20):
+        slow = CopyTime(Tier.HOST, False, 1, 10, 100 * 10 * BLOCK_BYTES / FIRST_BANDWIDTH)
+        office.desk.note_report(WorkerReport(copy_times=(slow, slow)))
+    assert office.desk.links[Tier.HOST].bandwidth < FIRST_BANDWIDTH
+
+
+def test_whoever_watches_is_told_of_every_decision() -> None:
+    desk = Office(num_workers=1).desk
+    told: list[tuple[View, float, Decision]] = []
+    desk.watchers.append(lambda view, now, decision: told.append((view, now, decision)))
+    view, decision = cast(View, object()), Decision()
+    desk.record(view, 7.5, decision)
+    assert told == [(view, 7.5, decision)]

@@ -1,0 +1,273 @@
+"""What policies see of vLLM's requests: rows that say the same as our own loop's would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.plan import Reason
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Status
+from floodplain.core.tiers import Link, Tier
+from floodplain.core.view import SequenceView, TierView
+from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows, view_tiers
+from floodplain.plugins.vllm.tracked import TrackedRequest
+from tests.support.vllm_books import Block, Pool
+
+TOKENS, STEP, NEVER = 4, 100, 2**62
+LIMITS = Limits(num_blocks=32, block_tokens=TOKENS, max_batched_tokens=64, max_num_seqs=8, max_model_len=64)
+
+
+class World:
+    """As ``Blocks``, with requests of ten tokens of prompt that may generate twenty."""
+
+    def __init__(self, num_slots: int = 16) -> None:
+        self.pool, self.books = Pool(LIMITS.num_blocks), SwapBooks(num_slots, TOKENS)
+        self.books.bind(self.pool)
+        self.tables: dict[str, list[Block]] = {}
+        self.by_content: dict[bytes, Block] = {}
+        self.make = RowMaker(LIMITS, self, self.books, STEP)
+
+    def count_free(self) -> int:
+        return len(self.pool.free)
+
+    def table(self, request_id: str) -> Sequence[Block]:
+        return self.tables.get(request_id, ())
+
+    def find_prefix(self, request: Any) -> Sequence[Block]:
+        return [self.by_content[content] for content in request.block_hashes if content in self.by_content]
+
+    def arrive(
+        self, number: int = 0, *, num_output: int = 0, max_tokens: int = 20, priority: int = 0
+    ) -> TrackedRequest:
+        request = SimpleNamespace(
+            request_id=f"request-{number}", num_prompt_tokens=10, num_tokens=10 + num_output, num_computed_tokens=0,
+            num_output_tokens=num_output, max_tokens=max_tokens, priority=priority, arrival_time=float(number),
+            block_hashes=[b"%d" % index for index in range((10 + num_output) // TOKENS)],
+        )  # fmt: skip
+        return TrackedRequest(SeqId(number), cast(Any, request), credit=0.5)
+
+    def run(self, one: TrackedRequest, num_computed: int) -> list[Block]:
+        """It is on the device, and has computed so many tokens."""
+        blocks = self.tables[one.request.request_id] = self.pool.give(-(-num_computed // TOKENS))
+        one.request.num_computed_tokens = num_computed
+        return blocks
+
+    def send_away(self, one: TrackedRequest, *, swaps: bool = True) -> None:
+        blocks = self.tables.pop(one.request.request_id)
+        if swaps:
+            self.books.swap_out(one, blocks, one.request.num_computed_tokens, Reason.SLICE_ENDED)
+        else:
+            self.books.forget(one)
+        self.pool.free_blocks(blocks)
+        one.request.num_computed_tokens = 0
+
+    def settle(self, ok: bool = True) -> None:
+        for transfer in self.books.take_due():
+            self.books.settle(transfer.transfer_id, ok)
+
+    def cache(self, num_blocks: int, num_held: int = 0) -> None:
+        """Leading blocks of everybody's content are on the device; some of them are held by somebody."""
+        given = self.pool.give(num_blocks)
+        self.by_content = {b"%d" % index: block for index, block in enumerate(given)}
+        self.pool.free_blocks(given[num_held:])
+
+
+def absent_counts(row: SequenceView) -> tuple[int, int, int, int]:
+    return (row.num_cached_tokens, row.num_shared_blocks, row.num_backed_blocks, row.num_restorable_tokens)
+
+
+# -- on the device -----------------------------------------------------------------------------------------------------
+
+
+@given(num_output=st.integers(1, 19), max_tokens=st.integers(20, 40), max_len=st.integers(30, 64))
+def test_a_decoding_row_says_which_step_needs_a_block_and_which_has_nothing_to_run(
+    num_output: int, max_tokens: int, max_len: int
+) -> None:
+    world = World()
+    one = world.arrive(num_output=num_output, max_tokens=max_tokens)
+    num_blocks, num_computed = len(world.run(one, 9 + num_output)), 9 + num_output
+    limits = Limits(LIMITS.num_blocks, TOKENS, 64, 8, max_model_len=max_len)
+    row = RowMaker(limits, world, world.books, STEP).running(one)
+    step, num_tokens, due_step = STEP, 10 + num_output, None
+    while num_tokens < min(10 + max_tokens, max_len):  # as vLLM runs it from then on, one token in every step
+        if due_step is None and num_computed == num_blocks * TOKENS:
+            due_step = step
+        step, num_tokens, num_computed = step + 1, num_tokens + 1, num_computed + 1
+    assert row.end_step == step
+    assert row.block_due_step == due_step or (due_step is None and row.block_due_step >= step)
+    assert (row.status, row.is_decoding, row.num_scheduled) == (Status.RUNNING, True, 9 + num_output)
+    assert (row.num_remaining, row.num_generated(STEP + 2)) == (1, num_output + 2)
+
+
+@pytest.mark.parametrize("num_computed", [0, 4, 7, 8])
+def test_a_prompt_in_chunks_says_what_is_left_of_it_and_no_step(num_computed: int) -> None:
+    world = World()
+    one = world.arrive()
+    world.run(one, num_computed)
+    row = world.make.running(one)
+    assert (row.is_decoding, row.block_due_step, row.end_step) == (False, NEVER, NEVER)
+    assert (row.num_remaining, row.num_blocks) == (10 - num_computed, -(-num_computed // TOKENS))
+
+
+def test_the_last_token_of_a_prompt_runs_as_any_token_does() -> None:
+    world = World()
+    one = world.arrive()
+    world.run(one, 9)
+    row = world.make.running(one)
+    assert (row.is_decoding, row.block_due_step, row.end_step) == (True, STEP + 3, STEP + 20)
+
+
+def test_blocks_that_others_or_copies_hold_are_not_its_own() -> None:
+    world = World()
+    one = world.arrive(num_output=8)
+    blocks = world.run(one, 17)
+    assert world.make.running(one).exclusive_blocks == 5
+    world.pool.touch(blocks[:1])
+    world.books.back_up(one, blocks, 17, most=3)
+    row = world.make.running(one)
+    assert (row.num_blocks, row.exclusive_blocks, row.num_backed_blocks) == (5, 2, 3)
+    assert not row.is_leaving, "who runs is there, whatever is written behind"
+    world.settle()
+    assert world.make.running(one).exclusive_blocks == 4
+
+
+def test_a_row_carries_what_ranks_its_request() -> None:
+    world = World()
+    one = world.arrive(3, num_output=2, priority=-1)
+    one.entered_step, one.last_token_s = 42, 7.25
+    row = world.make.absent(one)
+    assert (row.seq_id, row.order_key, row.client, row.num_prompt) == (3, (-1, 3.0, 3), "", 10)
+    assert (row.since_step, row.num_tokens, row.entered_step) == (STEP, 12, 42)
+    assert (row.last_token_s, row.credit) == (7.25, 0.5)
+
+
+def test_rows_stand_in_order_of_priority_then_arrival() -> None:
+    world = World()
+    rows = [world.make.absent(world.arrive(number, priority=priority)) for number, priority in enumerate([1, 0, 0, -1])]
+    assert [row.seq_id for row in sort_rows(reversed(rows))] == [3, 1, 2, 0]
+
+
+# -- off the device ----------------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_waits_and_has_nothing() -> None:
+    world = World()
+    row = world.make.absent(world.arrive())
+    assert (row.status, row.is_leaving, row.num_blocks) == (Status.WAITING, False, 0)
+    assert (row.num_remaining, row.is_decoding, absent_counts(row)) == (10, False, (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(("num_cached", "num_held"), [(1, 0), (2, 1), (3, 3)])
+def test_a_prefix_that_is_on_the_device_counts_with_those_who_hold_it(num_cached: int, num_held: int) -> None:
+    world = World()
+    world.cache(num_cached, num_held)
+    row = world.make.absent(world.arrive(num_output=8))
+    assert row.status is Status.WAITING
+    assert absent_counts(row) == (4 * num_cached, num_held, 0, 0)
+
+
+def test_the_last_token_is_computed_even_if_all_of_it_is_on_the_device() -> None:
+    world = World()
+    world.cache(3, num_held=3)
+    row = world.make.absent(world.arrive(num_output=2))  # twelve tokens: three full blocks
+    assert absent_counts(row) == (8, 2, 0, 0)
+
+
+def test_whoever_leaves_is_swapped_at_once_and_can_come_back_when_copies_have_ended() -> None:
+    world = World()
+    one = world.arrive(num_output=4)
+    world.run(one, 13)
+    world.send_away(one)
+    row = world.make.absent(one)
+    assert (row.status, row.is_leaving, absent_counts(row)) == (Status.SWAPPED, True, (0, 0, 0, 0))
+    assert world.books.num_draining_blocks == 4
+    world.settle()
+    row = world.make.absent(one)
+    assert (row.status, row.is_leaving, absent_counts(row)) == (Status.SWAPPED, False, (0, 0, 4, 13))
+
+
+def test_what_was_written_behind_can_be_restored_while_the_rest_is_on_its_way() -> None:
+    world = World()
+    one = world.arrive(num_output=4)
+    world.books.back_up(one, world.run(one, 13), 13, most=2)
+    world.settle()
+    world.send_away(one)
+    row = world.make.absent(one)
+    assert (row.status, row.is_leaving, absent_counts(row)) == (Status.SWAPPED, True, (0, 0, 2, 8))
+
+
+@pytest.mark.parametrize(("num_cached", "counts"), [(1, (4, 1, 3, 13)), (3, (12, 1, 1, 13))])
+def test_whoever_is_swapped_needs_no_copy_of_what_is_on_the_device(num_cached: int, counts: tuple[int, ...]) -> None:
+    world = World()
+    one = world.arrive(num_output=4)
+    world.run(one, 13)
+    world.send_away(one)
+    world.settle()
+    world.cache(num_cached, num_held=1)
+    assert absent_counts(world.make.absent(one)) == counts
+
+
+def test_what_is_on_the_device_beyond_the_copies_counts_as_restorable() -> None:
+    world = World()
+    one = world.arrive(num_output=4)
+    world.books.back_up(one, world.run(one, 13), 13, most=1)
+    world.settle()
+    world.send_away(one)
+    world.settle(ok=False)
+    world.cache(3)
+    assert absent_counts(world.make.absent(one)) == (12, 0, 0, 12)
+
+
+@pytest.mark.parametrize("num_slots", [0, 16])
+def test_whoever_is_to_be_computed_again_waits(num_slots: int) -> None:
+    world = World(num_slots)
+    one = world.arrive(num_output=4)
+    world.run(one, 13)
+    world.send_away(one, swaps=num_slots == 0)  # without slots, that is the same
+    row = world.make.absent(one)
+    assert (row.status, row.is_leaving, absent_counts(row)) == (Status.WAITING, False, (0, 0, 0, 0))
+    assert (row.num_remaining, row.num_generated(STEP)) == (14, 4)
+
+
+def test_a_copy_that_is_not_whole_leaves_it_waiting() -> None:
+    world = World()
+    one = world.arrive(num_output=4)
+    world.run(one, 13)
+    world.send_away(one)
+    world.settle(ok=False)
+    assert world.make.absent(one).status is Status.WAITING
+
+
+def test_whoever_comes_back_holds_its_blocks_meanwhile() -> None:
+    world = World()
+    one = world.arrive(num_output=4)
+    world.run(one, 13)
+    world.send_away(one)
+    world.settle()
+    world.books.fetch(one, world.run(one, 13), 0, 13)
+    row = world.make.loading(one)
+    assert (row.status, row.num_blocks, row.num_backed_blocks, row.is_leaving) == (Status.LOADING, 4, 3, False)
+    assert (row.is_decoding, row.num_scheduled, row.num_generated(STEP)) == (False, 0, 4)
+
+
+# -- swap space --------------------------------------------------------------------------------------------------------
+
+
+def test_swap_space_is_seen_with_what_its_link_costs() -> None:
+    world = World(num_slots=6)
+    one = world.arrive(num_output=4)
+    world.run(one, 13)
+    world.send_away(one)
+    link = Link(Tier.HOST, bandwidth=1000.0, latency_s=0.25)
+    assert view_tiers(world.books, 500, link) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 4, 0),)
+    world.settle()
+    world.books.fetch(one, world.run(one, 13), 4, 13)
+    assert view_tiers(world.books, 500, link) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 0, 3),)
+    assert view_tiers(World(num_slots=0).books, 500, link) == ()

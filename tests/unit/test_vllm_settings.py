@@ -1,0 +1,128 @@
+"""What users can tell the plug-in for vLLM: every name does what it says, and every refusal is one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, PluginSettings, read_settings
+from floodplain.policy.base import Policy
+from floodplain.policy.gate import GatedPolicy
+from floodplain.policy.registry import POLICIES, make_policy
+from floodplain.policy.settings import SLICE_ENDS, SLICE_STEPS, settings_for
+
+
+def shape(policy: Policy) -> tuple[type, type | None]:
+    """Its class, and that of what stands behind the gate."""
+    return type(policy), type(policy._inner) if isinstance(policy, GatedPolicy) else None
+
+
+def test_nothing_said_is_paced_and_four_gibibytes() -> None:
+    settings = read_settings({})
+    assert (settings.policy, settings.swap_bytes, settings.seed) == ("paced", DEFAULT_SWAP_BYTES, 0)
+    assert DEFAULT_SWAP_BYTES == 4 * 2**30
+    assert not settings.sharing
+    assert shape(settings.make_policy()) == shape(make_policy("paced"))
+    assert shape(PluginSettings().make_policy()) == shape(make_policy("paced"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_can_be_named(policy: str) -> None:
+    settings = read_settings({"policy": policy})
+    assert settings.policy == policy
+    assert shape(settings.make_policy()) == shape(make_policy(policy))
+
+
+def test_every_policy_object_is_a_new_one() -> None:
+    settings = read_settings({})
+    assert settings.make_policy() is not settings.make_policy()
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_bytes"),
+    [
+        ("256MiB", 256 * 2**20),
+        ("4GB", 4 * 10**9),
+        ("1048576", 2**20),
+        (12345, 12345),
+        (0, 0),
+    ],
+)
+def test_swap_memory_is_a_size_or_a_number_of_bytes(memory: str | int, num_bytes: int) -> None:
+    assert read_settings({"swap_memory": memory}).swap_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("slice", 7, "slice_steps"),
+        ("pace", 2.5, "pace"),
+        ("max_gap", 3.0, "max_gap_s"),
+        *(("slice_ends", end, "slice_ends") for end in SLICE_ENDS),
+    ],
+)
+def test_sharing_is_told_by_the_names_of_the_flags(name: str, value: Any, field: str) -> None:
+    settings = read_settings({name: value, "policy": "cfs"})
+    assert settings.sharing == {field: value}
+    assert getattr(settings_for("cfs", **settings.sharing), field) == value
+
+
+def test_what_is_not_told_is_as_the_policy_has_it() -> None:
+    settings = read_settings({"policy": "fair", "pace": 2.0})
+    assert settings.sharing == {"pace": 2.0}
+    assert settings_for("fair", **settings.sharing).slice_steps == SLICE_STEPS["fair"]
+
+
+def test_all_names_can_stand_together() -> None:
+    told = {
+        "policy": "cfs",
+        "swap_memory": "1GiB",
+        "seed": 3,
+        "allow_untested": True,
+        "slice": 4,
+        "slice_ends": "steps",
+        "pace": 1.0,
+        "max_gap": 9.0,
+    }
+    sharing = {"slice_steps": 4, "slice_ends": "steps", "pace": 1.0, "max_gap_s": 9.0}
+    assert read_settings(told) == PluginSettings("cfs", sharing, 2**30, 3)
+
+
+@pytest.mark.parametrize("value", [3, "3"])
+def test_the_seed_is_a_number(value: int | str) -> None:
+    assert read_settings({"seed": value}).seed == 3
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
+    assert read_settings({"allow_untested": value}) == read_settings({})
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        (
+            {"slices": 3},
+            "kv_connector_extra_config has 'slices', which is none of policy, swap_memory, seed, allow_untested, "
+            "slice, slice_ends, pace, max_gap",
+        ),
+        ({"policy": "lifo"}, "policy must be one of fcfs, cfs, fair, paced, not 'lifo'"),
+        ({"policy": None}, "policy must be one of fcfs, cfs, fair, paced, not None"),
+        ({"swap_memory": -1}, "swap_memory must be at least 0 bytes, not -1"),
+        ({"swap_memory": "plenty"}, "'plenty' is no size: write 256MiB, 4GB, or bytes"),
+        ({"swap_memory": None}, "'None' is no size: write 256MiB, 4GB, or bytes"),
+        ({"swap_memory": "1.3B"}, "'1.3B' is not a whole number of bytes"),
+        ({"swap_memory": "2000TiB"}, "'2000TiB' is out of range: sizes lie between 1 byte and 1024TiB"),
+        ({"slice": 0}, "--slice must be between 1 and 10000 steps, not 0"),
+        ({"slice_ends": "never"}, "--slice-ends must be one of steps, completion, arrival, not 'never'"),
+        ({"pace": 0}, "--pace must be above 0 tokens per second, not 0"),
+        ({"max_gap": 0}, "--max-gap must be above 0 seconds, not 0"),
+        ({"policy": "fcfs", "pace": -1}, "--pace must be above 0 tokens per second, not -1"),
+    ],
+)
+def test_a_refusal_is_one_line_that_says_what_is_wrong(told: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        read_settings(told)
+    assert str(refusal.value) == line

@@ -1,0 +1,229 @@
+"""The worker side of the plug-in for vLLM: whatever a cache looks like, what left comes back bit by bit, or fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.plan import Transfer, TransferKind
+from floodplain.core.request import SeqId
+from floodplain.core.tiers import CopyTime, Location, Tier
+from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
+from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker
+
+BLOCKS, HEADS, TOKENS, DIM = 6, 2, 4, 8
+SIZE = HEADS * TOKENS * DIM
+
+
+def together(seed: int) -> torch.Tensor:
+    """K and V of a block side by side: [blocks, 2 * heads, tokens, dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((BLOCKS, 2 * HEADS, TOKENS, DIM), generator=generator).to(torch.bfloat16)
+
+
+def apart(seed: int) -> torch.Tensor:
+    """All K in front of all V: [2, blocks, heads, tokens, dim]."""
+    return together(seed).reshape(2, BLOCKS, HEADS, TOKENS, DIM)
+
+
+def permuted(seed: int) -> torch.Tensor:
+    """Tokens in front of heads in memory, but not in the shape."""
+    whole = together(seed)
+    return whole.as_strided(whole.shape, (2 * SIZE, DIM, 2 * HEADS * DIM, 1))
+
+
+def in_a_larger_one(seed: int) -> torch.Tensor:
+    """It begins some way into its memory."""
+    room = torch.zeros((BLOCKS + 1, 2 * HEADS, TOKENS, DIM), dtype=torch.bfloat16)
+    room[1:] = together(seed)
+    return room[1:]
+
+
+SHAPES = [together, apart, permuted, in_a_larger_one]
+
+
+def part_of(cache: torch.Tensor, block: int) -> torch.Tensor:
+    """A block of one layer."""
+    return (cache[:, block] if cache.shape[0] == 2 else cache[block]).clone()
+
+
+def fill(cache: torch.Tensor, block: int) -> None:
+    (cache[:, block] if cache.shape[0] == 2 else cache[block]).fill_(-1)
+
+
+def order(number: int, kind: TransferKind, blocks: Sequence[int], slots: Sequence[int]) -> StepOrders:
+    """One copy, in a step that computes nothing."""
+    owners = {number: f"request-{number}"} if kind is TransferKind.SWAP_IN else {}
+    locations = tuple(Location(Tier.HOST, slot) for slot in slots)
+    ids = tuple(BlockId(block) for block in blocks)
+    return StepOrders((Transfer(number, kind, SeqId(0), ids, locations, None),), owners, is_idle=True)
+
+
+def finish(worker: SwapWorker) -> tuple[set[str], set[str], WorkerReport]:
+    """Look until a copy has ended; a look in an idle step waits for one."""
+    for _ in range(1000):
+        arrived, failed = worker.finish()
+        report = worker.take_report()
+        if report.ended:
+            return arrived, failed, report
+    raise AssertionError("no copy ended")
+
+
+def make_worker(caches: dict[str, torch.Tensor], num_slots: int = 8) -> SwapWorker:
+    return SwapWorker(CacheBlocks(caches, BLOCKS, TOKENS), num_slots)
+
+
+@pytest.fixture
+def caches() -> dict[str, torch.Tensor]:
+    return {f"layer.{seed}": together(seed) for seed in range(3)}
+
+
+@pytest.fixture
+def worker(caches: dict[str, torch.Tensor]) -> Iterator[SwapWorker]:
+    worker = make_worker(caches)
+    yield worker
+    worker.close()
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", SHAPES)
+def test_what_left_comes_back_in_other_blocks_bit_by_bit(make: Callable[[int], torch.Tensor]) -> None:
+    caches = {str(seed): make(seed) for seed in range(3)}
+    kept = {name: [part_of(cache, block) for block in range(BLOCKS)] for name, cache in caches.items()}
+    worker = make_worker(caches)
+    worker.begin(order(0, TransferKind.SWAP_OUT, [1, 4], [5, 0]))
+    assert finish(worker)[2].ended == {0: (1, True)}
+    for cache in caches.values():
+        fill(cache, 1)
+        fill(cache, 4)
+    worker.begin(order(1, TransferKind.SWAP_IN, [3, 2], [5, 0]))
+    assert finish(worker)[2].ended == {1: (1, True)}
+    worker.close()
+    for name, cache in caches.items():
+        for block, source in ((0, 0), (3, 1), (2, 4), (5, 5)):
+            assert torch.equal(part_of(cache, block), kept[name][source]), "and no other block was touched"
+        assert bool((part_of(cache, 1) == -1).all()) and bool((part_of(cache, 4) == -1).all())
+
+
+@pytest.mark.parametrize("make", SHAPES)
+def test_a_slot_has_room_for_a_block_of_all_layers(make: Callable[[int], torch.Tensor]) -> None:
+    layout = CacheBlocks({str(seed): make(seed) for seed in range(3)}, BLOCKS, TOKENS).layout
+    assert layout.block_bytes == 3 * 2 * SIZE * 2
+    assert layout.num_layers == (6 if make is apart else 3), "K and V that lie apart are two parts"
+
+
+def test_caches_are_seen_and_not_copied() -> None:
+    cache = permuted(0)
+    words = CacheBlocks({"0": cache}, BLOCKS, TOKENS).words[0]
+    cache[2, 1, 3, 5] = 42.0
+    assert words.data_ptr() == cache.data_ptr()
+    assert bool((words[2].view(torch.bfloat16) == 42.0).any())
+
+
+@pytest.mark.parametrize(
+    ("cache", "line"),
+    [
+        (together(0)[:4], r"layer has a KV cache of shape \(4, 4, 4, 8\), in which 6 blocks are not found"),
+        (together(0).reshape(3, 2, -1), "in which 6 blocks are not found"),
+        (together(0).reshape(4, BLOCKS, -1), "in which 6 blocks are not found"),
+        (together(0).reshape(2 * BLOCKS, -1)[::2], "layer are no pieces of memory side by side"),
+        (together(0).transpose(0, 1).contiguous().transpose(0, 1), "side by side"),
+        (together(0)[..., : DIM // 2], "side by side"),
+        (torch.zeros(1, 4, 8).expand(BLOCKS, 4, 8), "side by side"),
+        (torch.zeros(BLOCKS, 1, 8).expand(BLOCKS, 4, 8), "side by side"),
+        (torch.zeros(BLOCKS * 64).as_strided((BLOCKS, 4, 8), (32, 16, 1)), "side by side"),
+        (torch.zeros((BLOCKS, 3, 1), dtype=torch.bfloat16), "side by side"),  # no whole number of words
+        (torch.zeros((BLOCKS, 4, 8), device="meta"), "swaps on CPUs only so far"),
+    ],
+)
+def test_a_cache_in_which_a_block_is_no_piece_of_memory_is_refused(cache: torch.Tensor, line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        CacheBlocks({"layer": cache}, BLOCKS, TOKENS)
+
+
+def test_layers_of_several_sizes_are_refused() -> None:
+    with pytest.raises(UserError, match="blocks of several sizes"):
+        CacheBlocks({"one": together(0), "other": together(0).float()}, BLOCKS, TOKENS)
+
+
+@pytest.mark.parametrize("block", [-1, BLOCKS])
+def test_a_block_that_the_pool_does_not_have_is_our_own_mistake(worker: SwapWorker, block: int) -> None:
+    with pytest.raises(InvariantError, match="pool does not have"):
+        worker.begin(order(0, TransferKind.SWAP_OUT, [0, block], [0, 1]))
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def test_only_a_copy_back_is_somebodys_arrival_and_each_is_told_once(worker: SwapWorker) -> None:
+    worker.begin(order(0, TransferKind.BACKUP, [1], [2]))
+    arrived, failed, report = finish(worker)
+    assert (arrived, failed, report.ended) == (set(), set(), {0: (1, True)})
+    assert sum(copied.num_blocks for copied in report.copy_times if not copied.is_inbound) == 1
+    worker.begin(order(1, TransferKind.SWAP_IN, [3], [2]))
+    arrived, failed, report = finish(worker)
+    assert (arrived, failed, report.ended) == ({"request-1"}, set(), {1: (1, True)})
+    assert worker.finish() == (set(), set())
+    assert worker.take_report() == WorkerReport()
+
+
+def test_a_damaged_slot_is_a_copy_that_failed(worker: SwapWorker, caches: dict[str, torch.Tensor]) -> None:
+    worker.begin(order(0, TransferKind.SWAP_OUT, [0, 1], [0, 1]))
+    finish(worker)
+    worker.slots.words[1, 2, 7] ^= 1
+    worker.begin(order(1, TransferKind.SWAP_IN, [2, 3], [0, 1]))
+    assert finish(worker)[:2] == ({"request-1"}, {"request-1"})
+    worker.begin(order(2, TransferKind.SWAP_IN, [4], [0]))  # what is not damaged comes back all the same
+    arrived, failed, report = finish(worker)
+    assert (arrived, failed, report.ended) == ({"request-2"}, set(), {2: (1, True)})
+    assert torch.equal(caches["layer.2"][4], caches["layer.2"][0])
+
+
+def test_a_slot_that_nobody_wrote_is_a_copy_that_failed(worker: SwapWorker) -> None:
+    worker.begin(order(0, TransferKind.SWAP_IN, [0], [3]))
+    arrived, failed, report = finish(worker)
+    assert (arrived, failed, report.ended) == ({"request-0"}, {"request-0"}, {0: (1, False)})
+
+
+def test_copies_in_flight_end_before_it_closes_and_it_closes_twice(caches: dict[str, torch.Tensor]) -> None:
+    worker = make_worker(caches)
+    worker.begin(order(0, TransferKind.SWAP_OUT, [5], [7]))
+    worker.close()
+    worker.close()
+    for layer, cache in enumerate(caches.values()):
+        assert torch.equal(worker.slots.words[7, layer].view(torch.bfloat16), cache[5].flatten())
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+ENDED = st.dictionaries(st.integers(0, 5), st.tuples(st.integers(1, 3), st.booleans()))
+TIMES = st.lists(st.builds(CopyTime, st.just(Tier.HOST), st.booleans(), st.just(1), st.integers(1, 9), st.just(0.5)))
+REPORTS = st.builds(WorkerReport, ENDED, TIMES.map(tuple))
+
+
+@given(reports=st.lists(REPORTS, min_size=1))
+def test_merged_reports_count_workers_and_are_whole_only_if_all_are(reports: list[WorkerReport]) -> None:
+    merged = WorkerReport()
+    for report in reports:
+        merged = merged.merge(report)
+    for number in range(6):
+        said = [report.ended[number] for report in reports if number in report.ended]
+        assert merged.ended.get(number) == ((sum(n for n, _ in said), all(ok for _, ok in said)) if said else None)
+    assert merged.copy_times == tuple(copied for report in reports for copied in report.copy_times)
+
+
+@given(one=REPORTS, two=REPORTS, three=REPORTS)
+def test_reports_merge_in_any_order(one: WorkerReport, two: WorkerReport, three: WorkerReport) -> None:
+    before = (dict(one.ended), dict(two.ended))
+    assert one.merge(two).ended == two.merge(one).ended
+    assert one.merge(two).merge(three) == one.merge(two.merge(three))
+    assert one.merge(WorkerReport()) == WorkerReport().merge(one) == one
+    assert (one.ended, two.ended) == before, "merging changes neither"
