@@ -36,7 +36,7 @@ class Pool:
         given, self.free = self.free[:num_blocks], self.free[num_blocks:]
         assert all(block.ref_cnt == 0 for block in given)
         for block in given:
-            block.ref_cnt = 1
+            block.ref_cnt, block.content = 1, LOST.copy()
         return given
 
     def find(self, text: int, most: int) -> list[Block]:
