@@ -227,3 +227,9 @@ def test_reports_merge_in_any_order(one: WorkerReport, two: WorkerReport, three:
     assert one.merge(two).merge(three) == one.merge(two.merge(three))
     assert one.merge(WorkerReport()) == WorkerReport().merge(one) == one
     assert (one.ended, two.ended) == before, "merging changes neither"
+
+
+def test_parts_that_are_no_whole_bytes_for_k_and_v_of_a_token_are_refused() -> None:
+    """Slots would be smaller than blocks, and copies would write behind them."""
+    with pytest.raises(UserError, match="no whole number of bytes"):
+        CacheBlocks({"layer": torch.zeros(5, 4, 3, dtype=torch.uint8)}, 5, 4)

@@ -6,6 +6,7 @@ would, and lets them go when it has ended: nobody waits for it, and nothing is o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -80,7 +81,9 @@ class SwapBooks:
     @property
     def num_draining_blocks(self) -> int:
         """Blocks that only copies still hold."""
-        return sum(block.ref_cnt == 1 for copy in self._copies.values() for block in copy.held)
+        num_holds = Counter(block.block_id for copy in self._copies.values() for block in copy.held)
+        held = {block.block_id: block for copy in self._copies.values() for block in copy.held}
+        return sum(block.ref_cnt == num_holds[block_id] for block_id, block in held.items())
 
     def count_restorable(self, tracked: TrackedRequest) -> int:
         """Leading tokens that come back without computing."""

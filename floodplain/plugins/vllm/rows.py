@@ -110,10 +110,11 @@ class RowMaker:
         found = self._blocks.find_prefix(tracked.request)[: (tracked.request.num_tokens - 1) // block_tokens]
         restorable = self._books.count_restorable(tracked)
         num_cached = len(found) * block_tokens
+        is_leaving = bool(tracked.num_leaving and (tracked.backups or tracked.tail))  # and was not forgotten
         num_whole = -(-restorable // block_tokens)
         return self._make(
             tracked,
-            Status.SWAPPED if restorable or tracked.num_leaving else Status.WAITING,
+            Status.SWAPPED if restorable or is_leaving else Status.WAITING,
             num_cached_tokens=num_cached,
             num_shared_blocks=sum(block.ref_cnt > 0 for block in found),
             num_backed_blocks=max(0, num_whole - len(found)),

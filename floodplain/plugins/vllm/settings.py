@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.core.sizes import parse_size
+from floodplain.core.sizes import MAX_SIZE_BYTES, parse_size
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.policy.settings import settings_for
@@ -17,6 +17,12 @@ DEFAULT_SWAP_BYTES = 4 * 2**30
 
 _SHARING = {"slice": "slice_steps", "slice_ends": "slice_ends", "pace": "pace", "max_gap": "max_gap_s"}
 """Names of flags, and of the fields of ``SharingSettings`` that they set."""
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "policy": str, "swap_memory": (int, str), "seed": int, "allow_untested": bool,
+    "slice": int, "slice_ends": str, "pace": (int, float), "max_gap": (int, float),
+}  # fmt: skip
+"""Every setting, and what it may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +56,19 @@ def read_settings(extra: Mapping[str, Any]) -> PluginSettings:
     Raises:
         UserError: A name is unknown, or a value is out of its range.
     """
-    known = ("policy", "swap_memory", "seed", "allow_untested", *_SHARING)
-    for name in extra:
-        if name not in known:
-            raise UserError(f"kv_connector_extra_config has {name!r}, which is none of {', '.join(known)}")
+    for name, value in extra.items():
+        if name not in _TYPES:
+            raise UserError(f"kv_connector_extra_config has {name!r}, which is none of {', '.join(_TYPES)}")
+        if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] is not bool):
+            raise UserError(f"kv_connector_extra_config has a value for {name!r} of the wrong kind: {value!r}")
     policy = extra.get("policy", DEFAULT_POLICY)
     if policy not in POLICIES:
         raise UserError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
     memory = extra.get("swap_memory", DEFAULT_SWAP_BYTES)
-    swap_bytes = memory if isinstance(memory, int) else parse_size(str(memory))
-    if swap_bytes < 0:
-        raise UserError(f"swap_memory must be at least 0 bytes, not {swap_bytes}")
+    swap_bytes = memory if isinstance(memory, int) else parse_size(memory)
+    if not 0 <= swap_bytes <= MAX_SIZE_BYTES:
+        raise UserError(f"swap_memory must be between 0 and {MAX_SIZE_BYTES} bytes, not {swap_bytes}")
     sharing = {_SHARING[name]: value for name, value in extra.items() if name in _SHARING}
-    settings = PluginSettings(policy, sharing, swap_bytes, int(extra.get("seed", 0)))
+    settings = PluginSettings(policy, sharing, swap_bytes, extra.get("seed", 0))
     settings.make_policy()
     return settings

@@ -37,6 +37,10 @@ class CacheBlocks:
         if len(sizes) != 1:
             raise UserError("this model's layers keep blocks of several sizes: floodplain swaps those of one size")
         part_bytes = 4 * sizes.pop()
+        if part_bytes % (2 * block_tokens):
+            raise UserError(
+                "this model's blocks are no whole number of bytes for K and V of a token: they are not swapped"
+            )
         self.layout = KVLayout(
             num_layers=len(self.words), block_tokens=block_tokens, num_kv_heads=1,
             head_dim=part_bytes // (2 * block_tokens), dtype=torch.uint8,
