@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
@@ -26,12 +27,14 @@ RETURN_BEAT_S = 0.1
 """Between two beats of a lender whose bytes are on their way back: so soon it may say that it has seen them free."""
 BEATS_PER_TTL = 4
 """It beats at least so often in a TTL: a lost beat kills nobody."""
+RETIRE_S = 1.0
+"""At most so long an ending process waits to see free what its consumers have freed."""
 MIN_GAP_S = 0.02
 """Between two exchanges, however much there is to say."""
 
 
 class LeaseAgent:
-    """See the module. ``start`` it, and ``close`` it when its process has freed what it borrowed.
+    """See the module. ``start`` it, ``retire`` it when its process has freed what it borrowed, and ``close`` it.
 
     Args:
         client: Of the coordinators; the agent's own from now on.
@@ -51,6 +54,7 @@ class LeaseAgent:
         self._ttl_s = float("inf")
         self._has_more = threading.Event()
         self._closing = threading.Event()
+        self._is_retired = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="lease-agent", daemon=True)
 
     def start(self) -> None:
@@ -72,14 +76,40 @@ class LeaseAgent:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Say goodbye, and stop. Safe to call twice."""
-        if self._closing.is_set():
+    def retire(self) -> None:
+        """Stop, and tell the coordinator what is free of the device, while it can still be looked at: see ``Lender``.
+
+        Takes some milliseconds; at most a second if what was freed cannot be seen free. Safe to call twice.
+        """
+        if self._is_retired:
             return
+        self._is_retired = True
         self._closing.set()
         self._wake()
         if self._thread.ident is not None:
             self._thread.join()
+        if self.membership.retire():
+            self._say_last()
+
+    def _say_last(self) -> None:
+        """The first exchange tells what has become of the leases since the last beat, so there is always one."""
+        end_s = time.monotonic() + RETIRE_S
+        try:
+            while True:
+                self._has_more.clear()
+                self._exchange()
+                if self.problem or self.membership.has_retired or time.monotonic() > end_s:
+                    return
+                self._has_more.wait(RETURN_BEAT_S)
+        except UserError as error:
+            self._note_problem(str(error))
+
+    def close(self) -> None:
+        """Say goodbye, and stop. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.retire()
         farewell = self.membership.farewell()
         try:
             if farewell:

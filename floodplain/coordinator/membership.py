@@ -87,6 +87,7 @@ class Membership:
         self._device = device
         self._lender = None if device is None else Lender(self._side, device.capacity_bytes, device.deadline_s)
         self._own_bytes = 0
+        self._is_retiring = False
         self._unanswered: set[LeaseId] = set()
         self._cancelled: set[int] = set()
         self._recalls = RecallTimes()
@@ -184,7 +185,12 @@ class Membership:
         with self._lock:
             messages: list[Message] = [self._side.greeting()]
             if self._lender is not None and self._device is not None:
-                said = self._lender.say(self._own_bytes, self._device.foreign_bytes())
+                foreign_bytes = self._device.foreign_bytes()
+                said = (
+                    self._lender.say_last(foreign_bytes)
+                    if self._is_retiring
+                    else self._lender.say(self._own_bytes, foreign_bytes)
+                )
                 messages += [] if said is None else [said]
             for lease in self._grants():
                 if lease.request in self._cancelled:
@@ -216,6 +222,19 @@ class Membership:
         if is_new:
             self.on_news()
         return is_new
+
+    def retire(self) -> bool:
+        """From now on it lends nothing more, and wants nothing back; whether it may have something to say of that."""
+        with self._lock:
+            self._is_retiring = True
+            row = self._side.row
+            return self._lender is not None and row is not None and row.offered_bytes > 0
+
+    @property
+    def has_retired(self) -> bool:
+        """Whether, as far as it has heard, nothing of its device is put up but what consumers count on."""
+        with self._lock:
+            return self._lender is None or self._lender.has_said_all
 
     def farewell(self) -> list[Message]:
         """The last words of a process that has freed everything."""

@@ -86,15 +86,16 @@ class Neighbours:
             self._watch.start()
         self.agent.start()
 
-    def give_back(self) -> None:
-        """Free what is borrowed, before the copies to it lose their pool. Safe to call twice."""
+    def retire(self) -> None:
+        """Free what is borrowed and look after what was lent, before the engine's memory goes. Safe to call twice."""
         if self._watch is not None and self.peer_tier is not None:
             self._watch.close()
             self.peer_tier.close()
+        self.agent.retire()
 
     def close(self) -> None:
         """Say goodbye, when the engine has given back its memory. Safe to call twice."""
-        self.give_back()
+        self.retire()
         self.agent.close()
 
     @property

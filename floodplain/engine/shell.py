@@ -115,13 +115,13 @@ class Engine:
         return self.neighbours is not None and self.neighbours.is_moving
 
     def close(self) -> None:
-        """Give back all memory, and then say goodbye to the neighbours. Safe to call twice."""
+        """Give back all memory, and say goodbye to the neighbours. Safe to call twice."""
         with ExitStack() as closing:
             if self.neighbours is not None:
                 closing.callback(self.neighbours.close)
             closing.callback(self._executor.close)
             if self.neighbours is not None:
-                self.neighbours.give_back()
+                self.neighbours.retire()
 
     # -- requests --------------------------------------------------------------------------------------------------
 

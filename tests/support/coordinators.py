@@ -25,8 +25,8 @@ from tests.support.waiting import wait_until
 class RunningCoordinator:
     """``url`` is where it serves, and ``stop`` is what a signal does."""
 
-    def __init__(self, store: Store, tokens: TokenRing | None, ttl_s: float) -> None:
-        self._sock = bind("127.0.0.1", 0)
+    def __init__(self, store: Store, tokens: TokenRing | None, ttl_s: float, port: int) -> None:
+        self._sock = bind("127.0.0.1", port)
         self._sock.listen()
         self.url = url_of(self._sock)
         self.service = LeaseService(store, self.url, ttl_s, lease_clock)
@@ -60,10 +60,10 @@ class RunningCoordinator:
 
 @contextmanager
 def coordinating(
-    store: Store, *, tokens: TokenRing | None = None, ttl_s: float = 10.0, leads: bool = True
+    store: Store, *, tokens: TokenRing | None = None, ttl_s: float = 10.0, leads: bool = True, port: int = 0
 ) -> Iterator[RunningCoordinator]:
     """A coordinator that takes requests, and leads, if it will; it has ended, and its store is closed, at the end."""
-    running = RunningCoordinator(store, tokens, ttl_s)
+    running = RunningCoordinator(store, tokens, ttl_s, port)
     with closing(store):
         running.start()
         try:

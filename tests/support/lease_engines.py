@@ -14,7 +14,7 @@ from random import Random
 from floodplain.core.leases.borrower import Borrower
 from floodplain.core.leases.lender import Lender
 from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Message, Observe
+from floodplain.core.leases.messages import Leave, Message, Observe
 from floodplain.core.leases.rows import Shard
 from floodplain.core.leases.states import Lease, LeaseId
 
@@ -149,6 +149,13 @@ class Engines:
             process.goal_bytes = self.random.randint(0, CAPACITY)
         yield process.side.greeting()
         yield from self._lend(process) if process.is_producer else self._borrow(process)
+
+    def end(self, process: Process) -> Iterator[Message]:
+        """What a process says that ends as it should."""
+        if process.is_producer:
+            message = process.lender.say_last(self.foreign_bytes()[process.side.name])
+            yield from () if message is None else (message,)
+        yield Leave(process.side.name, process.side.stamp.generation)
 
     def _lend(self, process: Process) -> Iterator[Message]:
         """Its pool gives way to what it wants to lend, and takes what is not promised: there must be room."""

@@ -14,7 +14,7 @@ from random import Random
 
 from floodplain.core.leases.book import LeaseBook
 from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Leave, Message
+from floodplain.core.leases.messages import Message
 from floodplain.core.leases.rows import Member, Reply
 from floodplain.core.leases.states import TRANSITIONS, Lease, LeaseId
 from tests.support.lease_engines import BEAT_S, CAPACITY, TTL_S, Engines, Process, Timeline
@@ -135,7 +135,8 @@ class LeaseWorld:
         self.seen["killed"] += 1
         name = process.side.name
         if self.random.random() < 0.3:
-            self._send(process, Leave(name, process.side.stamp.generation))
+            for message in self.engines.end(process):
+                self._send(process, message)
         process.die()
         if self.engines.processes[name] is process:
             self.time.after(self.random.random() * 2 * TTL_S, lambda: self._start(name, process.is_producer))

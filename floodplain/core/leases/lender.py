@@ -66,6 +66,27 @@ class Lender:
         self._offered = (row.stamp, max(wanted, self._offered_at(row.stamp)))
         return Offer(row.name, row.stamp, wanted)
 
+    def say_last(self, foreign_bytes: int) -> Offer | Observe | None:
+        """The one thing to say before it leaves: nobody can be granted more, and what is owed is free, as seen now.
+
+        What consumers count on stays theirs. But if it never looked again, what they have freed would be owed until
+        there is another engine of its name.
+        """
+        row = self.member.row
+        if row is None or not self.member.has_joined:
+            return None
+        leased = sum(lease.num_bytes for lease in self.member.lent() if not lease.has_ended)
+        if leased < row.offered_bytes:
+            return Offer(row.name, row.stamp, leased)
+        return Observe(row.name, row.stamp, foreign_bytes) if self._is_settled(foreign_bytes) else None
+
+    @property
+    def has_said_all(self) -> bool:
+        """Whether nothing is put up but what consumers count on: then there is nothing to say before it leaves."""
+        row = self.member.row
+        counted_on = sum(lease.num_bytes for lease in self.member.lent() if not (lease.is_owed or lease.has_ended))
+        return row is None or row.offered_bytes == counted_on
+
     def _offered_at(self, stamp: Stamp) -> int:
         """The most that it has offered of a row as it stands: each of those messages may still arrive."""
         of_row, most_bytes = self._offered

@@ -1,0 +1,173 @@
+"""Processes that end one right after the other, between two beats: nothing stays owed, whatever the lender last heard.
+
+Nobody beats here by itself: the agents say something when they are woken, and at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.coordinator import agent as agents
+from floodplain.coordinator.client import CoordinatorClient
+from floodplain.coordinator.membership import Membership
+from floodplain.core.leases.lender import Lender
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.lent_pool import LentPool
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host_device import HostDevice, open_device
+from tests.support.coordinators import coordinating, open_store
+from tests.support.lending import QUICK, Consumer, Producer, Ticks
+from tests.support.swapping import BLOCK_BYTES
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+FLAGS: dict[str, Any] = {
+    "model": "dummy:tiny-llama", "dtype": "float32", "max_model_len": 128, "kv_memory": 128 * BLOCK_BYTES,
+    "swap": "none", "policy": "fcfs", "lend": "auto",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nobody_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("BEAT_S", "IDLE_BEAT_S", "RETURN_BEAT_S"):
+        monkeypatch.setattr(agents, name, 60.0)
+
+
+class Street:
+    """A coordinator, an engine that lends and a consumer that has borrowed some of it.
+
+    Args:
+        folder: For the store.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._coordinator = ExitStack()
+        self.url = self.start_coordinator(0)
+        name = f"ends-{os.getpid()}"
+        config = EngineConfig(coordinator=self.url, device_name=name, **FLAGS)
+        self.engine = build_engine(config, lending=QUICK)
+        self.engine.clock = Ticks()
+        self.producer = Producer(self.engine)
+        self.consumer = Consumer(self.url, self._visit(name), 4 * PAGE_BYTES)
+        self.consumer.agent.start()
+
+    def _visit(self, name: str) -> HostDevice:
+        device = self.producer.pool._device
+        assert isinstance(device, HostDevice)
+        return open_device(name, device.capacity_pages * PAGE_BYTES)
+
+    def start_coordinator(self, port: int) -> str:
+        """Where it is."""
+        return self._coordinator.enter_context(coordinating(open_store(self._folder), port=port)).url
+
+    def end_coordinator(self) -> None:
+        self._coordinator.close()
+
+    def restart_coordinator(self) -> None:
+        assert self.start_coordinator(int(self.url.rpartition(":")[2])) == self.url
+
+    def lend(self, num_leases: int) -> None:
+        """Until the coordinator knows that so many are held."""
+        end_s = time.monotonic() + 60.0
+        while [lease["state"] for lease in self.listing()["leases"]].count("held") < num_leases:
+            assert time.monotonic() < end_s, "nobody could borrow"
+            self.engine.step()
+            self.producer.wake()
+            self.consumer.turn()
+
+    def listing(self) -> dict[str, Any]:
+        with closing(CoordinatorClient(self.url)) as client:
+            return dict(client.list_leases())
+
+    def offered_bytes(self) -> dict[str, int]:
+        return {member["name"]: member["offered_bytes"] for member in self.listing()["members"]}
+
+    def close(self) -> None:
+        self.engine.close()
+        self.consumer.close()
+        self.end_coordinator()
+
+
+@pytest.fixture
+def street(tmp_path: Path) -> Iterator[Street]:
+    with closing(Street(tmp_path)) as street:
+        street.lend(3)
+        yield street
+
+
+def test_a_lender_that_ends_right_after_its_consumer_leaves_nothing_owed(street: Street) -> None:
+    street.consumer.close()
+    assert {lease["state"] for lease in street.listing()["leases"]} == {"released"}, "nobody may have looked by now"
+    street.engine.close()
+    assert street.listing()["leases"] == [] and not any(street.offered_bytes().values())
+
+
+def test_so_does_one_whose_coordinator_has_just_restarted(street: Street) -> None:
+    street.consumer.close()
+    street.end_coordinator()
+    street.restart_coordinator()
+    street.engine.close()
+    assert street.listing()["leases"] == [] and not any(street.offered_bytes().values())
+
+
+def test_what_neighbours_hold_stays_theirs_and_nobody_is_granted_more(street: Street) -> None:
+    held = {lease["lease_id"] for lease in street.listing()["leases"]}
+    street.engine.close()
+    rows = street.listing()["leases"]
+    assert {row["lease_id"] for row in rows} == held and {row["state"] for row in rows} == {"held"}
+    assert sum(street.offered_bytes().values()) == sum(row["num_bytes"] for row in rows)
+
+
+def test_it_waits_until_what_was_freed_is_seen_free(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver takes freed memory back a moment later."""
+    monkeypatch.setattr(agents, "RETURN_BEAT_S", 0.01)
+    looks, foreign_bytes = iter([12 * PAGE_BYTES] * 3), LentPool.foreign_bytes
+    assert isinstance(foreign_bytes, property) and foreign_bytes.fget is not None
+    see: Callable[[LentPool], int] = foreign_bytes.fget
+    street.consumer.close()
+    monkeypatch.setattr(LentPool, "foreign_bytes", property(lambda pool: next(looks, None) or see(pool)))
+    street.engine.close()
+    assert next(looks, None) is None and street.listing()["leases"] == []
+
+
+def test_it_does_not_wait_for_ever(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody still holds stays owed: its successor, or an operator, sees to it."""
+    monkeypatch.setattr(agents, "RETURN_BEAT_S", 0.01)
+    monkeypatch.setattr(agents, "RETIRE_S", 0.05)
+    street.consumer.close()
+    monkeypatch.setattr(LentPool, "foreign_bytes", property(lambda _: 12 * PAGE_BYTES))
+    street.engine.close()
+    assert [lease["state"] for lease in street.listing()["leases"]] == ["released"] * 3
+
+
+def test_without_its_last_words_leases_stay_owed(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the tests above."""
+    monkeypatch.setattr(Membership, "retire", lambda _: False)
+    street.consumer.close()
+    street.engine.close()
+    assert [lease["state"] for lease in street.listing()["leases"]] == ["released"] * 3
+
+
+def test_without_a_coordinator_it_ends_at_once_and_says_so(
+    street: Street, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[object] = []
+    say_last = Lender.say_last
+    monkeypatch.setattr(Lender, "say_last", lambda *args: said.append(args) or say_last(*args))
+    street.consumer.close()
+    street.end_coordinator()
+    street.engine.close()
+    assert len(said) == 1, "it tries once"
+    assert any("ends without a goodbye" in message for message in caplog.messages)
+    street.restart_coordinator()
+    wait_until(lambda: [lease["state"] for lease in street.listing()["leases"]] == ["released"] * 3)
