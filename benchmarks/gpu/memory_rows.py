@@ -56,7 +56,7 @@ class EngineLink:
         homes, sources = tuple(range(count)), tuple(range(count, 2 * count))
         self._copies = {OUT: BlockCopy(OUT, near, homes), IN: BlockCopy(IN, far, sources)}
         staging_blocks = max(1, staging_bytes // pool.layout.block_bytes)
-        self._engine = open_pool_copies(pool, slots, staging_blocks).start()
+        self._engine = open_pool_copies(pool, pool.device.torch_device, slots, staging_blocks).start()
         self._run(BlockCopy(OUT, far, sources))
 
     def copy(self, directions: tuple[Direction, ...]) -> None:

@@ -104,7 +104,7 @@ def measure_tiers(pool: KVPool, places: list[Place], seed: int) -> Iterator[Row]
     amount = len(blocks) * pool.layout.block_bytes / 1e9
     for place in places:
         slots = place.open_slots(pool.layout, len(blocks), max(1, CHUNK_BYTES // pool.layout.block_bytes))
-        engine = open_pool_copies(pool, slots, staging_blocks).start()
+        engine = open_pool_copies(pool, pool.device.torch_device, slots, staging_blocks).start()
         try:
             samples = _time_swaps(
                 engine, [(tuple(blocks[part]), tuple(range(part.start, part.stop))) for part in parts]
@@ -174,7 +174,7 @@ class CopyBench:
         self._pool.words[0].random_()
         order = random.Random(seed).sample(range(self._pool.num_blocks), self.num_blocks)
         self._order = np.array(order, dtype=np.int64)
-        self._end = PoolEnd(self._pool)
+        self._end = PoolEnd(self._pool, self._pool.device.torch_device)
         self._staging = torch.empty((self.num_blocks, *_row_shape(self.layout)), dtype=torch.int32, device="cuda")
         self._digests = torch.zeros(self.num_blocks, dtype=torch.int64, device="cuda")
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from floodplain.engine.peer_tier import BLOCKS_PER_RELOCATION
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine
-from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer import HostPeerMemory, PeerMemory
 from floodplain.memory.peer_slots import PeerSlots
 from floodplain.memory.slot_mover import HostSlotMover, LinkPair, SlotMover
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
+from floodplain.memory.transfer import BlockStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class PeerParts:
 
 
 def open_host_parts(
-    pool: KVPool, host: SwapSlots, slots: PeerSlots, near: EmulatedLink | None, far: EmulatedLink | None
+    pool: BlockStore, host: SwapSlots, slots: PeerSlots, near: EmulatedLink | None, far: EmulatedLink | None
 ) -> tuple[SwapTier, PeerParts]:
     """Of an engine on a CPU, whose neighbours are host devices of this machine.
 
@@ -47,11 +47,14 @@ def open_host_parts(
     return tier, PeerParts(HostPeerMemory(), slots, HostSlotMover(host, slots, pair).start())
 
 
-def open_cuda_parts(pool: KVPool, host: SwapSlots, slots: PeerSlots, staging_blocks: int) -> tuple[SwapTier, PeerParts]:
+def open_cuda_parts(
+    pool: BlockStore, device: torch.device, host: SwapSlots, slots: PeerSlots, staging_blocks: int
+) -> tuple[SwapTier, PeerParts]:
     """Of an engine on a GPU, whose neighbours are GPUs of this machine.
 
     Args:
         pool: Of the engine.
+        device: The GPU on which it lies.
         host: Its slots in host memory; page-locked.
         slots: On neighbours; without memory.
         staging_blocks: Gathered at a time for a copy to or from the pool.
@@ -62,7 +65,6 @@ def open_cuda_parts(pool: KVPool, host: SwapSlots, slots: PeerSlots, staging_blo
     from floodplain.memory.cuda_copies import CudaSlotMover, open_pool_copies
     from floodplain.memory.cuda_peer import CudaPeerMemory
 
-    device = pool.device.torch_device
     memory = CudaPeerMemory(device.index)
-    tier = SwapTier(slots, open_pool_copies(pool, slots, staging_blocks).start())
+    tier = SwapTier(slots, open_pool_copies(pool, device, slots, staging_blocks).start())
     return tier, PeerParts(memory, slots, CudaSlotMover(host, slots, device, BLOCKS_PER_RELOCATION).start())

@@ -104,8 +104,9 @@ def _add_peer_tier(
     peer_bytes = config.peer_memory or opened.host_slots * block_bytes
     slots = PeerSlots(pool.layout, chunk_slots, max(1, peer_bytes // (chunk_slots * block_bytes)))
     link, facts = _price_peer_link(opened, pool, emulated)
-    if pool.device.torch_device.type == "cuda":
-        tier, parts = open_cuda_parts(pool, host_slots, slots, max(1, LINK_STAGING_BYTES // block_bytes))
+    device = pool.device.torch_device
+    if device.type == "cuda":
+        tier, parts = open_cuda_parts(pool, device, host_slots, slots, max(1, LINK_STAGING_BYTES // block_bytes))
     else:
         near = None if emulated is None else _emulate_peer_link(emulated)
         tier, parts = open_host_parts(pool, host_slots, slots, near, emulated)
@@ -184,7 +185,7 @@ def _open_host_tier(pool: KVPool, num_slots: int, emulated: EmulatedLink | None)
         from floodplain.memory.cuda_copies import open_pool_copies
 
         staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
-        return slots, SwapTier(slots, open_pool_copies(pool, slots, staging_blocks).start())
+        return slots, SwapTier(slots, open_pool_copies(pool, pool.device.torch_device, slots, staging_blocks).start())
     slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
     return slots, SwapTier(slots, HostTransferEngine(pool, slots, emulated).start())
 

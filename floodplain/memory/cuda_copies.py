@@ -8,25 +8,27 @@ from floodplain.memory.cuda_driver import CudaDriver
 from floodplain.memory.cuda_lane import CudaLane
 from floodplain.memory.cuda_transfer import CudaTransferEngine
 from floodplain.memory.cuda_wires import PeerWire, PinnedEnd, PinnedWire, PoolEnd, Wire
-from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer_slots import PeerSlots
 from floodplain.memory.slot_mover import SlotMover, SlotStore
 from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.transfer import BlockStore
 
 
-def open_pool_copies(pool: KVPool, slots: SwapSlots | PeerSlots, staging_blocks: int) -> CudaTransferEngine:
+def open_pool_copies(
+    pool: BlockStore, device: torch.device, slots: SwapSlots | PeerSlots, staging_blocks: int
+) -> CudaTransferEngine:
     """The transfer engine of a KV pool on a GPU, not yet started.
 
     Args:
         pool: Its blocks move.
+        device: The GPU on which it lies.
         slots: Where to: page-locked, or on neighbours.
         staging_blocks: Blocks that are gathered at a time; each direction has such a buffer on the device.
 
     Raises:
         InvariantError: Slots in host memory are not page-locked.
     """
-    device = pool.device.torch_device
-    end, wire = PoolEnd(pool), _open_wire(slots, device)
+    end, wire = PoolEnd(pool, device), _open_wire(slots, device)
     return CudaTransferEngine(
         pool, slots, lambda direction: CudaLane(direction, device, pool.layout, end, wire, staging_blocks)
     )

@@ -16,11 +16,10 @@ import torch
 
 from floodplain.core.errors import InvariantError
 from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer_slots import PeerSlots
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import Direction
+from floodplain.memory.transfer import BlockStore, Direction
 
 
 class Wire(Protocol):
@@ -85,8 +84,8 @@ class End(Protocol):
 class PoolEnd:
     """See ``End``: the KV pool, whose scattered blocks a kernel of our own device gathers and scatters."""
 
-    def __init__(self, pool: KVPool) -> None:
-        self._device = pool.device.torch_device
+    def __init__(self, pool: BlockStore, device: torch.device) -> None:
+        self._device = device
         self._bases = torch.tensor([words.data_ptr() for words in pool.words], dtype=torch.int64, device=self._device)
 
     def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:

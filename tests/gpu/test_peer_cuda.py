@@ -50,7 +50,7 @@ class There:
         self.pool, self.producer = pool, producer
         self.memory = CudaPeerMemory(0, folder)
         self.peer, self.host = PeerSlots(LAYOUT, CHUNK_SLOTS, NUM_CHUNKS), SwapSlots(LAYOUT, NUM_SLOTS, is_pinned=True)
-        self.engine = open_pool_copies(pool, self.peer, STAGING_BLOCKS).start()
+        self.engine = open_pool_copies(pool, pool.device.torch_device, self.peer, STAGING_BLOCKS).start()
         self.mover = CudaSlotMover(self.host, self.peer, pool.device.torch_device, STAGING_BLOCKS).start()
         self._num_copies = 0
 
