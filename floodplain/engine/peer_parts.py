@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from floodplain.engine.peer_tier import BLOCKS_PER_RELOCATION
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine
