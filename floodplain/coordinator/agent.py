@@ -40,14 +40,17 @@ class LeaseAgent:
         client: Of the coordinators; the agent's own from now on.
         name: Of the member: of its device.
         device: What it may lend; None lends nothing.
+        is_last: No process will have that name after this one: when it has ended, nothing stays owed to it.
 
     Attributes:
         membership: What the process wants, has and may do.
         problem: Why the coordinator did not answer last; empty if it did.
     """
 
-    def __init__(self, client: CoordinatorClient, name: str, device: LentDevice | None = None) -> None:
-        self.membership = Membership(name, secrets.token_hex(16), device)
+    def __init__(
+        self, client: CoordinatorClient, name: str, device: LentDevice | None = None, *, is_last: bool = False
+    ) -> None:
+        self.membership = Membership(name, secrets.token_hex(16), device, is_last=is_last)
         self.membership.on_change = self._wake
         self.problem = ""
         self._client = client

@@ -22,6 +22,7 @@ class MemberRow(_Answer):
     revision: int
     offered_bytes: int
     last_request: int
+    is_gone: bool
 
 
 class LeaseRow(_Answer):

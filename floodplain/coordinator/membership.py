@@ -62,6 +62,7 @@ class Membership:
         instance: Drawn at the start of the process.
         device: What it may lend; None lends nothing.
         clock: See ``lease_clock``.
+        is_last: No process will have that name after this one.
 
     Attributes:
         version: Raised by every answer that brought something new: an engine looks at its leases when it has changed.
@@ -75,6 +76,8 @@ class Membership:
         instance: str,
         device: LentDevice | None = None,
         clock: Callable[[], float] = lease_clock,
+        *,
+        is_last: bool = False,
     ) -> None:
         self.name = name
         self.version = 0
@@ -87,7 +90,7 @@ class Membership:
         self._device = device
         self._lender = None if device is None else Lender(self._side, device.capacity_bytes, device.deadline_s)
         self._own_bytes = 0
-        self._is_retiring = False
+        self._is_retiring, self._is_last = False, is_last
         self._unanswered: set[LeaseId] = set()
         self._cancelled: set[int] = set()
         self._recalls = RecallTimes()
@@ -240,7 +243,8 @@ class Membership:
         """The last words of a process that has freed everything."""
         with self._lock:
             stamp = self._side.stamp
-            return [*self._borrower.say(), Leave(self.name, stamp.generation)] if self._side.has_joined else []
+            leave = Leave(self.name, stamp.generation, self._is_last)
+            return [*self._borrower.say(), leave] if self._side.has_joined else []
 
     # -- what is seen ------------------------------------------------------------------------------------------------
 

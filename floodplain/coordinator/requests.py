@@ -60,10 +60,11 @@ class LeaveMessage(_Part):
     kind: Literal["leave"]
     name: Name
     generation: Count
+    is_last: bool = False
 
     def to_core(self) -> core.Leave:
         """The value."""
-        return core.Leave(self.name, self.generation)
+        return core.Leave(self.name, self.generation, self.is_last)
 
 
 class HeartbeatMessage(_Part):

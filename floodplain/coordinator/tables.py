@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, String, Table
+from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, MetaData, String, Table
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised by whoever changes a table: a coordinator refuses a store of another schema."""
 
 METADATA = MetaData()
@@ -31,6 +31,7 @@ MEMBERS = Table(
     Column("revision", BigInteger, nullable=False),
     Column("offered_bytes", BigInteger, nullable=False),
     Column("last_request", BigInteger, nullable=False),
+    Column("is_gone", Boolean, nullable=False),
 )
 
 LEASES = Table(

@@ -77,13 +77,14 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
             coordinator refuses.
     """
     device, dtype = _torch_device(config.device), _torch_dtype(config.dtype)
-    client, name = open_client(config), config.device_name or default_device_name()
-    is_shared = config.lends or config.device_name is not None
+    client, is_named = open_client(config), config.device_name is not None
+    name, is_shared = config.device_name or default_device_name(), config.lends or is_named
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()
     if is_shared or client is not None:
         config = replace(config, device_name=name)
-    meet = partial(_meet, config, client, name, lending or LendingSettings().at_calm(config.lend_after))
+    settings = lending or LendingSettings().at_calm(config.lend_after)
+    meet = partial(_meet, config, client, name, settings, is_last=not is_named)
     with ExitStack() as on_failure:
         memory = DeviceMemory(config, source.config, device, dtype, name if is_shared else None)
         on_failure.callback(memory.close)
@@ -149,6 +150,8 @@ def _meet(
     loop: Loop,
     limits: PoolLimits,
     swap: OpenedSwap | None,
+    *,
+    is_last: bool,
 ) -> Neighbours | None:
     if client is None:
         return None
@@ -164,7 +167,7 @@ def _meet(
         lent_pool = open_lent_pool(pool, loop, limits)
         policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
     times = LenderTimes() if config.lease_look is None else LenderTimes(look_s=config.lease_look)
-    neighbours = meet_neighbours(client, name, lent_pool, policy, times, borrow)
+    neighbours = meet_neighbours(client, name, lent_pool, policy, times, borrow, is_last=is_last)
     try:
         neighbours.start()
     except BaseException:

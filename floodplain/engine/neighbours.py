@@ -145,6 +145,8 @@ def meet_neighbours(
     policy: LendingPolicy | None = None,
     times: LenderTimes | None = None,
     borrow: Callable[[LeaseClient], PeerTier] | None = None,
+    *,
+    is_last: bool = False,
 ) -> Neighbours:
     """The neighbours of an engine, not yet started.
 
@@ -155,12 +157,13 @@ def meet_neighbours(
         policy: How much of it.
         times: How often it looks.
         borrow: Makes what it borrows by; None borrows nothing.
+        is_last: No process will have that name after this one.
     """
     if lent_pool is None or policy is None:
-        agent = LeaseAgent(client, name)
+        agent = LeaseAgent(client, name, is_last=is_last)
         return Neighbours(agent, peer_tier=borrow(agent.membership) if borrow else None)
     device = LentDevice(capacity_bytes=lent_pool.full_bytes, foreign_bytes=lambda: lent_pool.foreign_bytes)
-    agent = LeaseAgent(client, name, device)
+    agent = LeaseAgent(client, name, device, is_last=is_last)
     membership = agent.membership
 
     def can_offer() -> bool:

@@ -47,23 +47,22 @@ class Street:
 
     Args:
         folder: For the store.
+        name: Of the engine's device; None lets it have one of its own.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str | None) -> None:
         self._folder = folder
         self._coordinator = ExitStack()
         self.url = self.start_coordinator(0)
-        name = f"ends-{os.getpid()}"
-        config = EngineConfig(coordinator=self.url, device_name=name, **FLAGS)
-        self.engine = build_engine(config, lending=QUICK)
+        self.engine = build_engine(EngineConfig(coordinator=self.url, device_name=name, **FLAGS), lending=QUICK)
         self.engine.clock = Ticks()
         self.producer = Producer(self.engine)
-        self.consumer = Consumer(self.url, self._visit(name), 4 * PAGE_BYTES)
+        self.consumer = Consumer(self.url, self._visit(), 4 * PAGE_BYTES)
         self.consumer.agent.start()
 
-    def _visit(self, name: str) -> HostDevice:
-        device = self.producer.pool._device
-        assert isinstance(device, HostDevice)
+    def _visit(self) -> HostDevice:
+        device, name = self.producer.pool._device, self.engine.config.device_name
+        assert isinstance(device, HostDevice) and name is not None
         return open_device(name, device.capacity_pages * PAGE_BYTES)
 
     def start_coordinator(self, port: int) -> str:
@@ -99,10 +98,13 @@ class Street:
 
 
 @pytest.fixture
-def street(tmp_path: Path) -> Iterator[Street]:
-    with closing(Street(tmp_path)) as street:
+def street(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Street]:
+    with closing(Street(tmp_path, getattr(request, "param", f"ends-{os.getpid()}"))) as street:
         street.lend(3)
         yield street
+
+
+unnamed = pytest.mark.parametrize("street", [None], indirect=True)
 
 
 def test_a_lender_that_ends_right_after_its_consumer_leaves_nothing_owed(street: Street) -> None:
@@ -126,6 +128,22 @@ def test_what_neighbours_hold_stays_theirs_and_nobody_is_granted_more(street: St
     rows = street.listing()["leases"]
     assert {row["lease_id"] for row in rows} == held and {row["state"] for row in rows} == {"held"}
     assert sum(street.offered_bytes().values()) == sum(row["num_bytes"] for row in rows)
+
+
+def test_a_named_device_that_ended_first_is_owed_what_its_successor_must_see_free(street: Street) -> None:
+    street.engine.close()
+    street.consumer.close()
+    assert [lease["state"] for lease in street.listing()["leases"]] == ["released"] * 3
+
+
+@unnamed
+def test_one_without_a_name_has_no_successor_so_nothing_stays_owed_to_it(street: Street) -> None:
+    street.engine.close()
+    assert len(street.listing()["leases"]) == 3, "its consumer has the memory still"
+    street.end_coordinator()
+    street.restart_coordinator()
+    street.consumer.close()
+    assert street.listing()["leases"] == [] and not any(street.offered_bytes().values())
 
 
 def test_it_waits_until_what_was_freed_is_seen_free(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:

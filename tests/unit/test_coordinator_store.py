@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from floodplain.coordinator import database
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
-from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA
+from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA, SCHEMA
 from floodplain.core.errors import UserError
 from floodplain.core.leases.rows import Member
 from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId
@@ -219,8 +219,8 @@ def test_who_resigns_leaves_the_rows_and_no_leader(store: Store) -> None:
 
 def test_a_store_of_another_schema_is_refused(url: str) -> None:
     with closing(Store.open(url)) as store, store._engine.begin() as connection:
-        connection.execute(BOOK.update().values(schema=2))
-    with pytest.raises(UserError, match="schema 2, and this is for schema 1: give another --store"):
+        connection.execute(BOOK.update().values(schema=SCHEMA + 1))
+    with pytest.raises(UserError, match=f"schema {SCHEMA + 1}, and this is for schema {SCHEMA}: give another --store"):
         Store.open(url)
 
 

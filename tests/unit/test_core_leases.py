@@ -268,6 +268,28 @@ def test_whoever_is_silent_for_a_ttl_loses_what_it_borrowed_and_withdraws_what_i
     assert desk.row("p").offered_bytes == 6  # owed bytes stay put up until they are seen free
 
 
+def test_when_the_last_of_a_name_has_ended_what_it_lent_is_settled_by_its_consumers_word() -> None:
+    desk = Desk()
+    [held], [granted] = desk.grant(1, 2), desk.grant(2, 2)
+    desk.report(held, LeaseEvent.HOLD)
+    desk.say(Leave("p", 1, is_last=True))
+    assert [lease.state for lease in desk.book.rows.leases.values()] == [LeaseState.HELD, LeaseState.GRANTED]
+    for lease, event in ((held, LeaseEvent.RELEASE), (granted, LeaseEvent.REFUSE)):
+        reply = desk.report(lease, event)
+        assert reply.outcome is Outcome.APPLIED and reply.leases[0].state is LeaseState.SETTLED
+    assert desk.row("p").offered_bytes == 0 and not desk.book.rows.leases
+
+
+def test_what_is_owed_when_the_last_of_a_name_ends_and_what_expires_then_is_settled_at_once() -> None:
+    desk = Desk()
+    [released], _ = desk.grant(1, 2), desk.grant(2, 2)
+    desk.report(released, LeaseEvent.RELEASE)
+    desk.say(Leave("p", 1, is_last=True))
+    assert [lease.state for lease in desk.book.rows.leases.values()] == [LeaseState.GRANTED]
+    desk.say(Leave("c", 1))
+    assert not desk.book.rows.leases and desk.row("p").offered_bytes == 0
+
+
 def test_a_process_takes_the_name_of_another_only_when_that_one_has_ended() -> None:
     desk = Desk()
     assert desk.say(Join("c", "c-2")).outcome is Outcome.DEFERRED

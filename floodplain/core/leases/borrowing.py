@@ -51,7 +51,10 @@ def report(table: LeaseTable, message: Report) -> Reply:
         return Reply(outcome, leases=(lease,), detail=f"lease {lease.lease_id} is {lease.state.value}")
     is_new_allocation = not lease.held_bytes and message.event is not LeaseEvent.REFUSE
     lease = lease.after(message.event, reason=message.reason)
-    table.put_lease(lease)
+    if lease.is_owed:
+        lease = table.owe(lease)
+    else:
+        table.put_lease(lease)
     if is_new_allocation:  # a look from before does not show it; who releases what it never reported may have had it
         table.revise(table.members[lease.producer])
     return Reply(Outcome.APPLIED, table.members[lease.consumer], (lease,))

@@ -18,10 +18,17 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A process ends as it should: it counts on nothing any more, and can be followed at once."""
+    """A process ends as it should: it counts on nothing any more, and can be followed at once.
+
+    Attributes:
+        name: Its name.
+        generation: Its incarnation.
+        is_last: Nobody will have that name again: its device goes with it.
+    """
 
     name: str
     generation: int
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

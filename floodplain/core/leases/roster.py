@@ -47,7 +47,13 @@ class Roster:
             )
         elif known.instance != message.instance:
             self.table.revise(
-                replace(known, instance=message.instance, generation=known.generation + 1, last_request=0)
+                replace(
+                    known,
+                    instance=message.instance,
+                    generation=known.generation + 1,
+                    last_request=0,
+                    is_gone=False,
+                )
             )
         return self._greet(message.name, now)
 
@@ -65,7 +71,7 @@ class Roster:
         known = self.table.members.get(message.name)
         if known is None or not self.is_life(known, message.generation):
             return Reply(Outcome.STALE, known)
-        self.end(message.name)
+        self.end(message.name, is_last=message.is_last)
         return Reply(Outcome.APPLIED, self.table.members[message.name])
 
     def end_silent(self, now: float) -> list[str]:
@@ -75,16 +81,20 @@ class Roster:
             self.end(name)
         return dead
 
-    def end(self, name: str) -> None:
+    def end(self, name: str, *, is_last: bool = False) -> None:
         """A life is over: what it borrowed is owed, what it put up and nobody has leased is withdrawn.
+
+        If it was the last of its name, nobody is left to see free what is owed to it, and nobody needs to.
 
         The rows of its producers change, so that nobody settles by a look from before: it may have allocated since.
         """
         self._seen_s.pop(name, None)
         for lease in self.table.of_consumer(name):
             if lease.allows(LeaseEvent.EXPIRE):
-                self.table.put_lease(lease.after(LeaseEvent.EXPIRE))
+                self.table.owe(lease.after(LeaseEvent.EXPIRE))
                 self.table.revise(self.table.members[lease.producer])
+        if is_last:
+            self._bury(name)
         member = self.table.members[name]
         self.table.revise(replace(member, instance="", offered_bytes=self.table.leased_bytes(name)))
 
@@ -101,6 +111,12 @@ class Roster:
         if outcome is Outcome.APPLIED and not self.is_life(known, stamp.generation):
             outcome = Outcome.STALE
         return None if outcome is Outcome.APPLIED else Reply(outcome, known)
+
+    def _bury(self, name: str) -> None:
+        self.table.put_member(replace(self.table.members[name], is_gone=True))
+        for lease in self.table.on_device(name):
+            if lease.is_owed:
+                self.table.owe(lease)
 
     def _greet(self, name: str, now: float) -> Reply:
         self._seen_s[name] = max(now, self._seen_s.get(name, now))  # who began with a grace keeps it

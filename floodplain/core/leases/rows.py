@@ -19,6 +19,8 @@ class Member:
         revision: How often what it lends has changed, or somebody has said that it allocated on the device.
         offered_bytes: What it has put up, leased bytes included.
         last_request: The number of its last request that was granted, in this generation.
+        is_gone: The last process of that name has ended, and the device with it. Nobody looks there any more, and no
+            pool needs what is owed there: it is settled at once.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Member:
     revision: int = 1
     offered_bytes: int = 0
     last_request: int = 0
+    is_gone: bool = False
 
     @property
     def stamp(self) -> Stamp:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.leases.rows import Member
-from floodplain.core.leases.states import Lease, LeaseId
+from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,17 @@ class LeaseTable:
         self.leases[lease.lease_id] = lease
         self._on_device[lease.producer][lease.lease_id] = lease
         self._of_consumer[lease.consumer][lease.lease_id] = lease
+
+    def owe(self, lease: Lease) -> Lease:
+        """Replace the row of a lease that is owed; where its device is gone with its last owner, it is settled."""
+        producer = self.members[lease.producer]
+        if not producer.is_gone:
+            self.put_lease(lease)
+            return lease
+        settled = lease.after(LeaseEvent.SETTLE)
+        self.put_lease(settled)
+        self.revise(replace(producer, offered_bytes=producer.offered_bytes - lease.num_bytes))
+        return settled
 
     def take_changes(self) -> Changes:
         """What has changed since this was last asked."""
