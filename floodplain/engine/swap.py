@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from floodplain.core.errors import UserError
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
@@ -22,7 +24,7 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer_slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
-from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
+from floodplain.memory.transfer import BlockCopy, BlockStore, Direction, TransferEngine
 
 LINK_STAGING_BYTES = 64 * 2**20
 """Gathered at a time on a device: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
@@ -75,7 +77,7 @@ def open_swap(config: EngineConfig, pool: KVPool) -> OpenedSwap | None:
     num_slots = _count_slots(config.swap_memory, pool)
     emulated = _emulated_link(config.hardware, pool.layout)
     with ExitStack() as on_failure:
-        slots, host = _open_host_tier(pool, num_slots, emulated)
+        slots, host = open_host_tier(pool, pool.device.torch_device, num_slots, emulated)
         on_failure.callback(_close_tier, host)
         link, facts = _describe_link(emulated, pool, host)
         opened = OpenedSwap(SwapSpace({Tier.HOST: host}), (SlotLedger(Tier.HOST, num_slots),), (link,), (facts,))
@@ -178,14 +180,24 @@ def _emulation_scale(layout: KVLayout) -> float:
     return common_scale(LINKS.values(), measure_copy_bandwidth(layout))
 
 
-def _open_host_tier(pool: KVPool, num_slots: int, emulated: EmulatedLink | None) -> tuple[SwapSlots, SwapTier]:
-    is_cuda = pool.device.torch_device.type == "cuda"
+def open_host_tier(
+    pool: BlockStore, device: torch.device, num_slots: int, emulated: EmulatedLink | None = None
+) -> tuple[SwapSlots, SwapTier]:
+    """Swap space in host memory, page-locked for a GPU, all of which is there when this returns.
+
+    Args:
+        pool: Its blocks leave for there.
+        device: Where the pool lies.
+        num_slots: Blocks that it holds.
+        emulated: On a CPU, paces the copies.
+    """
+    is_cuda = device.type == "cuda"
     slots = SwapSlots(pool.layout, num_slots, is_pinned=is_cuda)
     if is_cuda:
         from floodplain.memory.cuda_copies import open_pool_copies
 
         staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
-        return slots, SwapTier(slots, open_pool_copies(pool, pool.device.torch_device, slots, staging_blocks).start())
+        return slots, SwapTier(slots, open_pool_copies(pool, device, slots, staging_blocks).start())
     slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
     return slots, SwapTier(slots, HostTransferEngine(pool, slots, emulated).start())
 
