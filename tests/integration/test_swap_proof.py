@@ -97,15 +97,18 @@ class Storm:
                 self.outputs[seq_id] += delta.token_ids
                 self.logprobs[seq_id] += [entry.chosen for entry in delta.logprobs or ()]
             engine.loop.check_integrity()
-            self._strike()
+            self._strike(num_steps)
             num_steps += 1
             assert num_steps < 100_000, "the engine does not come to rest"
         return engine.stats()
 
-    def _strike(self) -> None:
+    def _strike(self, step: int) -> None:
+        """Somebody hangs up by chance; whatever the dice say, one who has begun."""
         seqs = list(self.engine.loop.state.sequences.values())
-        if seqs and self.dice.random() < 0.0015:
-            victim = self.dice.choice(seqs).seq_id
+        begun = [seq for seq in seqs if self.outputs.get(seq.seq_id)]
+        is_first = not self.aborted and bool(begun) and step > 200
+        if seqs and (self.dice.random() < 0.0015 or is_first):
+            victim = self.dice.choice(begun if is_first else seqs).seq_id
             if self.engine.finish(victim, FinishReason.ABORT):
                 self.aborted.add(victim)
         kept = [backup for seq in seqs for backup in (*seq.backups, *((seq.tail[0],) if seq.tail else ()))]
