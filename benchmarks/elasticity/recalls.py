@@ -15,7 +15,8 @@ from floodplain.cli.demo_watch import LendingSample, watching
 from floodplain.coordinator.membership import LentDevice
 
 NUM_SPIKE, SPIKE_TOKENS = 24, 32
-"""Requests at once, and tokens of each: more than what the lender kept has room for, and soon over."""
+"""Requests at once, and tokens of each: more than what the lender kept has room for. Who is served comes again until
+the memory is back: else a spike can be over before the lender's hold time is."""
 PATIENCE_S = 60.0
 POLL_S = 0.05
 
@@ -49,11 +50,13 @@ async def _recall_once(lender: Server, own: Sequence[Any], samples: list[Lending
     """What one recall of everything took: ``mean_s`` from the word, ``all_s`` from before the spike to the last."""
     await _wait(samples, lambda now: now.lent_bytes > 0 and now.peer_bytes > 0, f"round {number}: nothing is borrowed")
     before = samples[-1]
-    spike = asyncio.create_task(_spike(lender, own))
+    is_over = asyncio.Event()
+    spike = asyncio.create_task(_spike(lender, own, is_over))
     try:
         await _wait(samples, lambda now: now.lent_bytes == 0, f"round {number}: memory does not come back")
         after = samples[-1]
     finally:
+        is_over.set()
         await spike
     num_leases = after.num_recalls - before.num_recalls
     return {
@@ -66,11 +69,12 @@ async def _recall_once(lender: Server, own: Sequence[Any], samples: list[Lending
     }
 
 
-async def _spike(lender: Server, own: Sequence[Any]) -> None:
+async def _spike(lender: Server, own: Sequence[Any], is_over: asyncio.Event) -> None:
     requests = [replace(request, max_tokens=SPIKE_TOKENS) for request in own[:NUM_SPIKE]]
-    for records in await asyncio.gather(*(lender.send(request) for request in requests)):
-        if records[0].error is not None:
-            raise RuntimeError(f"the lender did not answer: {records[0].error}")
+    while not is_over.is_set():
+        for records in await asyncio.gather(*(lender.send(request) for request in requests)):
+            if records[0].error is not None:
+                raise RuntimeError(f"the lender did not answer: {records[0].error}")
 
 
 async def _wait(samples: list[LendingSample], is_so: Callable[[LendingSample], bool], complaint: str) -> None:
