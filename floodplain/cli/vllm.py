@@ -73,7 +73,7 @@ def build_command(config: VllmConfig, flags: Sequence[str]) -> list[str]:
     extra = {name: value for name, value in extra.items() if value is not None}
     if config.allow_untested:
         extra["allow_untested"] = True
-    read_settings(extra)
+    read_settings(extra, are_flags=True)
     transfer = {
         "kv_connector": "FloodplainConnector",
         "kv_connector_module_path": "floodplain.plugins.vllm.connector",

@@ -150,6 +150,14 @@ def test_whoever_watches_is_told_of_every_decision() -> None:
     desk = Office(num_workers=1).desk
     told: list[tuple[View, float, Decision]] = []
     desk.watchers.append(lambda view, now, decision: told.append((view, now, decision)))
-    view, decision = cast(View, object()), Decision()
+    view, decision = cast(View, SimpleNamespace(swapped=())), Decision()
     desk.record(view, 7.5, decision)
     assert told == [(view, 7.5, decision)]
+
+
+def test_gauges_are_of_the_last_decision_and_of_all_workers() -> None:
+    office = Office(num_workers=2)
+    office.send_away()
+    office.desk.record(cast(View, SimpleNamespace(swapped=(1,))), 0.0, Decision())
+    expected = {"requests_swapped": 1, "kv_bytes host": 3 * 2 * BLOCK_BYTES}
+    assert office.desk.tally.take() == {"counts": {}, "gauges": expected}

@@ -119,11 +119,11 @@ def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
         ({"swap_memory": None}, "kv_connector_extra_config has a value for 'swap_memory' of the wrong kind: None"),
         ({"swap_memory": "1.3B"}, "'1.3B' is not a whole number of bytes"),
         ({"swap_memory": "2000TiB"}, "'2000TiB' is out of range: sizes lie between 1 byte and 1024TiB"),
-        ({"slice": 0}, "--slice must be between 1 and 10000 steps, not 0"),
-        ({"slice_ends": "never"}, "--slice-ends must be one of steps, completion, arrival, not 'never'"),
-        ({"pace": 0}, "--pace must be above 0 tokens per second, not 0"),
-        ({"max_gap": 0}, "--max-gap must be above 0 seconds, not 0"),
-        ({"policy": "fcfs", "pace": -1}, "--pace must be above 0 tokens per second, not -1"),
+        ({"slice": 0}, "slice must be between 1 and 10000 steps, not 0"),
+        ({"slice_ends": "never"}, "slice_ends must be one of steps, completion, arrival, not 'never'"),
+        ({"pace": 0}, "pace must be above 0 tokens per second, not 0"),
+        ({"max_gap": 0}, "max_gap must be above 0 seconds, not 0"),
+        ({"policy": "fcfs", "pace": -1}, "pace must be above 0 tokens per second, not -1"),
     ],
 )
 def test_a_refusal_is_one_line_that_says_what_is_wrong(told: dict[str, Any], line: str) -> None:

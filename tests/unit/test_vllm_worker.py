@@ -141,7 +141,8 @@ def test_caches_are_seen_and_not_copied() -> None:
         (torch.zeros(BLOCKS, 1, 8).expand(BLOCKS, 4, 8), "side by side"),
         (torch.zeros(BLOCKS * 64).as_strided((BLOCKS, 4, 8), (32, 16, 1)), "side by side"),
         (torch.zeros((BLOCKS, 3, 1), dtype=torch.bfloat16), "side by side"),  # no whole number of words
-        (torch.zeros((BLOCKS, 4, 8), device="meta"), "swaps on CPUs only so far"),
+        (torch.zeros((BLOCKS, 4, 8), device="meta"), "one CPU or NVIDIA GPU per worker, not from meta"),
+        (torch.zeros(BLOCKS * 32 + 1, dtype=torch.bfloat16)[1:].view(BLOCKS, 4, 8), "side by side"),  # at an odd place
     ],
 )
 def test_a_cache_in_which_a_block_is_no_piece_of_memory_is_refused(cache: torch.Tensor, line: str) -> None:
@@ -233,3 +234,20 @@ def test_parts_that_are_no_whole_bytes_for_k_and_v_of_a_token_are_refused() -> N
     """Slots would be smaller than blocks, and copies would write behind them."""
     with pytest.raises(UserError, match="no whole number of bytes"):
         CacheBlocks({"layer": torch.zeros(5, 4, 3, dtype=torch.uint8)}, 5, 4)
+
+
+def test_what_moved_is_counted_once(worker: SwapWorker) -> None:
+    block_bytes = worker.slots.layout.block_bytes
+    for transfer_id, kind in enumerate((TransferKind.BACKUP, TransferKind.SWAP_OUT, TransferKind.SWAP_IN)):
+        slots = [0, 1] if kind is not TransferKind.SWAP_OUT else [2, 3]
+        worker.begin(order(transfer_id, kind, [0, 1], slots))
+        finish(worker)
+    counts = worker.tally.take()["counts"]
+    assert counts == {"swap_bytes_total out host": 4 * block_bytes, "swap_bytes_total in host": 2 * block_bytes}
+    assert worker.tally.take()["counts"] == {}
+
+
+def test_a_copy_that_failed_is_counted_with_its_problem(worker: SwapWorker) -> None:
+    worker.begin(order(0, TransferKind.SWAP_IN, [0], [1]))
+    finish(worker)
+    assert worker.tally.take()["counts"]["failed_transfers_total empty_slot"] == 1

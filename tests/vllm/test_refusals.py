@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +13,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm import compat, versions
-from floodplain.plugins.vllm.connector import _expect_supported
+from floodplain.plugins.vllm import compat, register, versions
+from floodplain.plugins.vllm.connector import FloodplainConnector, _expect_supported
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 
 
@@ -79,3 +82,18 @@ def test_every_method_that_vllm_calls_has_its_signature() -> None:
     assert source.count("self._reserve_prefill_lookahead(") == 2, "of those that run and those that come"
     assert "self._preempt_request(" in source
     assert set(RequestQueue.__abstractmethods__) <= set(dir(TurnQueue))
+
+
+def test_the_entry_point_makes_the_connector_known_and_may_run_twice() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for _ in range(2):
+        register.register()
+    assert KVConnectorFactory.get_connector_class_by_name(register.CONNECTOR) is FloodplainConnector
+
+
+def test_it_is_the_one_that_is_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    [path] = project["entry-points"]["vllm.general_plugins"].values()
+    module, _, name = path.partition(":")
+    assert getattr(importlib.import_module(module), name) is register.register

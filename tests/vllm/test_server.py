@@ -90,17 +90,16 @@ def ask(url: str, prompt: str, *, stop: str | None = None, most_deltas: int = 10
     return "".join(pieces)
 
 
-def count(url: str, name: str) -> float:
-    return sum(
-        float(value) for value in re.findall(rf"^vllm:{name}{{.*}} (\S+)$", httpx.get(f"{url}/metrics").text, re.M)
-    )
+def count(url: str, name: str, labels: str = "") -> float:
+    text = httpx.get(f"{url}/metrics").text
+    return sum(float(value) for value in re.findall(rf"^{name}{{.*{labels}.*}} (\S+)$", text, re.M))
 
 
 @pytest.fixture(scope="module")
 def expected(url: str) -> dict[str, str]:
     """One after the other there is room for each."""
     texts = {prompt: ask(url, prompt) for prompt in PROMPTS}
-    assert count(url, "num_preemptions_total") == 0
+    assert count(url, "vllm:num_preemptions_total") == 0
     return texts
 
 
@@ -108,7 +107,17 @@ def test_streams_are_the_same_when_everybody_takes_turns(url: str, expected: dic
     with ThreadPoolExecutor(len(PROMPTS)) as clients:
         texts = list(clients.map(lambda prompt: ask(url, prompt), PROMPTS))
     assert dict(zip(PROMPTS, texts, strict=True)) == expected
-    assert count(url, "num_preemptions_total") > 5
+    assert count(url, "vllm:num_preemptions_total") > 5
+
+
+def test_our_metrics_stand_beside_vllms(url: str, expected: dict[str, str]) -> None:
+    """After the turns that everybody took."""
+    assert count(url, "floodplain_preemptions_total") == count(url, "vllm:num_preemptions_total") > 5
+    assert count(url, "floodplain_preemptions_total", 'mode="swap"') > 5
+    out, back = (count(url, "floodplain_swap_bytes_total", f'direction="{way}".*tier="host"') for way in ("out", "in"))
+    assert 0 < back <= out
+    assert count(url, "floodplain_failed_transfers_total") == 0
+    assert count(url, "floodplain_requests_swapped") == 0 and count(url, "floodplain_kv_bytes") == 0
 
 
 def test_stop_strings_end_streams_where_they_would_end_alone(url: str, expected: dict[str, str]) -> None:
@@ -126,6 +135,10 @@ def test_clients_that_hang_up_leave_nothing_behind(url: str, expected: dict[str,
     for index, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
         assert expected[prompt].startswith(text) and (index % 2 or text == expected[prompt])
     end_s = time.monotonic() + 30
-    while count(url, "num_requests_running") or count(url, "num_requests_waiting") or count(url, "kv_cache_usage_perc"):
+    while (
+        count(url, "vllm:num_requests_running")
+        or count(url, "vllm:num_requests_waiting")
+        or count(url, "vllm:kv_cache_usage_perc")
+    ):
         assert time.monotonic() < end_s, "requests or blocks stay"
         time.sleep(0.1)

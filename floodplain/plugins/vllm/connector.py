@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.desk import Desk
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
+from floodplain.plugins.vllm.metrics import FloodplainMetrics, FloodplainStats
 from floodplain.plugins.vllm.settings import read_settings
 from floodplain.plugins.vllm.versions import expect_tested, find_version
 from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker
@@ -67,6 +68,28 @@ class FloodplainConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         """See vLLM: a copy that is lost is computed again."""
         return False
+
+    # -- metrics ---------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> FloodplainStats:
+        """See vLLM: each side counts what it sees."""
+        return FloodplainStats(data=(self._desk or self._require_worker()).tally.take())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FloodplainStats:
+        """See vLLM."""
+        return FloodplainStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FloodplainMetrics:
+        """See vLLM."""
+        return FloodplainMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- in the scheduler ------------------------------------------------------------------------------------------
 
@@ -138,19 +161,21 @@ class FloodplainConnector(KVConnectorBase_V1):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See vLLM: called before each step computes; copies run beside it."""
-        assert isinstance(kv_connector_metadata, Orders) and self._worker is not None
-        self._worker.begin(kv_connector_metadata.orders)
+        assert isinstance(kv_connector_metadata, Orders)
+        self._require_worker().begin(kv_connector_metadata.orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See vLLM: called after each step."""
-        assert self._worker is not None
-        arrived, failed = self._worker.finish()
+        arrived, failed = self._require_worker().finish()
         return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """See vLLM."""
-        assert self._worker is not None
-        return Report(self._worker.take_report())
+        return Report(self._require_worker().take_report())
+
+    def _require_worker(self) -> SwapWorker:
+        assert self._worker is not None, "asked before vLLM's caches were there, or in the scheduler"
+        return self._worker
 
     def shutdown(self) -> None:
         """See vLLM."""

@@ -10,6 +10,7 @@ from floodplain.core.view import View
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.settings import PluginSettings
+from floodplain.plugins.vllm.tally import Tally
 from floodplain.plugins.vllm.tracked import Roster
 from floodplain.runtime.links import Links
 
@@ -33,6 +34,7 @@ class Desk:
         self.num_slots = settings.swap_bytes // block_bytes
         self.roster = Roster()
         self.books = SwapBooks(self.num_slots, block_tokens)
+        self.tally = Tally()
         self.links = Links([Link(Tier.HOST, FIRST_BANDWIDTH)], block_bytes)
         self.watchers: list[Callable[[View, float, Decision], None]] = []
         """Told of every decision, and of the time it was made at: so that it can be made again elsewhere."""
@@ -41,6 +43,9 @@ class Desk:
 
     def record(self, view: View, now: float, decision: Decision) -> None:
         """A decision was made."""
+        num_taken = self.books.table.slots[Tier.HOST].num_taken
+        self.tally.set("requests_swapped", to=len(view.swapped))
+        self.tally.set("kv_bytes", Tier.HOST.value, to=num_taken * self.block_bytes * self._num_workers)
         for watch in self.watchers:
             watch(view, now, decision)
 

@@ -144,10 +144,12 @@ class FloodplainScheduler(SteeredScheduler):
         """See ``SteeredScheduler``: vLLM may have sent it away itself, for want of blocks; then it swaps, too."""
         mode, reason = self._leaving or (PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
         one, books = self._desk.roster[request.request_id], self._desk.books
-        if mode is PreemptionMode.SWAP:
-            books.swap_out(one, self.finder.table(request.request_id), request.num_computed_tokens, reason)
-        else:
+        table = self.finder.table(request.request_id)
+        is_kept = mode is PreemptionMode.SWAP and books.swap_out(one, table, request.num_computed_tokens, reason)
+        if not is_kept:
             books.forget(one)
+        became = PreemptionMode.SWAP if is_kept else PreemptionMode.RECOMPUTE
+        self._desk.tally.count("preemptions_total", became.value)
 
     def note_step(self, output: SchedulerOutput) -> None:
         """See ``SteeredScheduler``."""

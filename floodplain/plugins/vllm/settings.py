@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,8 +51,12 @@ class PluginSettings:
         return make_policy(self.policy, settings_for(self.policy, **(self.sharing or {})))
 
 
-def read_settings(extra: Mapping[str, Any]) -> PluginSettings:
+def read_settings(extra: Mapping[str, Any], *, are_flags: bool = False) -> PluginSettings:
     """Check what stands in ``kv_connector_extra_config``.
+
+    Args:
+        extra: Names and values.
+        are_flags: They were given as flags, and what is wrong is said of those.
 
     Raises:
         UserError: A name is unknown, or a value is out of its range.
@@ -70,5 +75,10 @@ def read_settings(extra: Mapping[str, Any]) -> PluginSettings:
         raise UserError(f"swap_memory must be between 0 and {MAX_SIZE_BYTES} bytes, not {swap_bytes}")
     sharing = {_SHARING[name]: value for name, value in extra.items() if name in _SHARING}
     settings = PluginSettings(policy, sharing, swap_bytes, extra.get("seed", 0))
-    settings.make_policy()
+    try:
+        settings.make_policy()
+    except UserError as error:  # which names them as flags
+        if are_flags:
+            raise
+        raise UserError(re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", "_"), str(error))) from None
     return settings

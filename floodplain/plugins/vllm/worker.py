@@ -9,12 +9,14 @@ import torch
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.plan import TransferKind
 from floodplain.core.tiers import Tier
-from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.engine.swap import open_host_tier
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.swap_space import SwapSpace, SwapTier
+from floodplain.memory.swap_space import SwapSpace
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
+from floodplain.plugins.vllm.tally import Tally
 
+_GPU_PIECE_BYTES = 16
+"""A lane of our kernels moves so many at a time (``memory.triton_copy``)."""
 _IDLE_WAIT_S = 0.05
 """For copies in a step that computes nothing, before vLLM looks for new requests again."""
 
@@ -27,11 +29,15 @@ class CacheBlocks:
         num_blocks: Of vLLM's pool.
         block_tokens: Of a block.
 
+    Attributes:
+        device: Where they lie.
+
     Raises:
-        UserError: A layer's part of a block is no single piece of memory.
+        UserError: A layer's part of a block is no single piece of memory, or they lie where nothing of ours copies.
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor], num_blocks: int, block_tokens: int) -> None:
+        self.device = _find_device(caches)
         self.words = tuple(part for name, cache in caches.items() for part in _split(name, cache, num_blocks))
         sizes = {part.shape[1] for part in self.words}
         if len(sizes) != 1:
@@ -45,12 +51,28 @@ class CacheBlocks:
             num_layers=len(self.words), block_tokens=block_tokens, num_kv_heads=1,
             head_dim=part_bytes // (2 * block_tokens), dtype=torch.uint8,
         )  # fmt: skip
+        if self.device.type == "cuda" and (part_bytes % _GPU_PIECE_BYTES or any(_is_skewed(w) for w in self.words)):
+            raise UserError("this model's blocks do not begin at whole 16 bytes, which copies on a GPU need")
         self._num_blocks = num_blocks
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
         """See ``BlockStore``."""
         if not all(0 <= block < self._num_blocks for block in blocks):
             raise InvariantError("a block is copied that vLLM's pool does not have")
+
+
+def _find_device(caches: Mapping[str, torch.Tensor]) -> torch.device:
+    devices = {cache.device for cache in caches.values()}
+    if len(devices) != 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        found = ", ".join(sorted(map(str, devices)))
+        raise UserError(
+            f"floodplain in vLLM swaps from one CPU or NVIDIA GPU per worker, not from {found or 'nothing'}"
+        )
+    return devices.pop()
+
+
+def _is_skewed(words: torch.Tensor) -> bool:
+    return words.data_ptr() % _GPU_PIECE_BYTES != 0
 
 
 def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
@@ -67,10 +89,9 @@ def _as_words(name: str, cache: torch.Tensor) -> torch.Tensor:
     dense = 1
     for stride, length in sorted(zip(cache.stride()[1:], cache.shape[1:], strict=True)):
         dense = dense * length if stride == dense or length == 1 else 0
-    if dense != size or cache.stride(0) != size or (size * cache.element_size()) % 4:
+    is_whole_words = not (size * cache.element_size() % 4 or cache.storage_offset() * cache.element_size() % 4)
+    if dense != size or cache.stride(0) != size or not is_whole_words:
         raise UserError(f"blocks in the KV cache of {name} are no pieces of memory side by side: use another backend")
-    if cache.device.type != "cpu":
-        raise UserError("floodplain in vLLM swaps on CPUs only so far: on a GPU use its own engine, `floodplain serve`")
     flat = torch.as_strided(cache, (num_blocks, size), (size, 1), cache.storage_offset())
     return flat.view(torch.int32)
 
@@ -84,10 +105,10 @@ class SwapWorker:
     """
 
     def __init__(self, blocks: CacheBlocks, num_slots: int) -> None:
-        slots = SwapSlots(blocks.layout, num_slots)
-        slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
-        self.slots = slots
-        self._space = SwapSpace({Tier.HOST: SwapTier(slots, HostTransferEngine(blocks, slots).start())})
+        self.slots, tier = open_host_tier(blocks, blocks.device, num_slots)
+        self._space = SwapSpace({Tier.HOST: tier})
+        self.tally = Tally()
+        self._counted = self._space.stats()
         self._owners: dict[int, str] = {}
         self._ended: list[tuple[int, bool]] = []
         self._is_idle = False
@@ -105,7 +126,18 @@ class SwapWorker:
         self._ended += ended
         owners = {transfer_id: self._owners.pop(transfer_id) for transfer_id, _ in ended if transfer_id in self._owners}
         failed = {owners[transfer_id] for transfer_id, ok in ended if transfer_id in owners and not ok}
+        if ended:
+            self._count()
         return set(owners.values()), failed
+
+    def _count(self) -> None:
+        """What has moved, and what was not whole, since the last time."""
+        before, self._counted = self._counted, self._space.stats()
+        for (direction, tier), num_bytes in self._counted.traffic_bytes.items():
+            moved = num_bytes - before.traffic_bytes.get((direction, tier), 0)
+            self.tally.count("swap_bytes_total", direction, tier, by=moved)
+        for problem, number in self._counted.failed_copies.items():
+            self.tally.count("failed_transfers_total", problem.value, by=number - before.failed_copies[problem])
 
     def take_report(self) -> WorkerReport:
         """What ended since the last call."""

@@ -1,0 +1,60 @@
+"""Our metrics where vLLM shows its own: through its connectors' statistics, in its log and at its ``/metrics``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from floodplain.plugins.vllm.tally import FAMILIES, merge
+
+
+class FloodplainStats(KVConnectorStats):
+    """See vLLM. ``data`` is what ``Tally.take`` gives."""
+
+    def reset(self) -> None:
+        """See vLLM."""
+        self.data = dict[str, Any]()
+
+    def aggregate(self, other: KVConnectorStats) -> FloodplainStats:
+        """See vLLM."""
+        return FloodplainStats(data=merge(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        """See vLLM: for a line of its log."""
+        return {**self.data.get("counts", {}), **self.data.get("gauges", {})}
+
+    def is_empty(self) -> bool:
+        """See vLLM."""
+        return not any(self.data.values())
+
+
+class FloodplainMetrics(KVConnectorPromMetrics):
+    """See vLLM. Every family is ``floodplain_`` and its name, with vLLM's labels before its own."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._families = {
+            name: metric_types[Gauge if family.is_gauge else Counter](
+                name=f"floodplain_{name}", documentation=family.text, labelnames=[*labelnames, *family.labels]
+            )
+            for name, family in FAMILIES.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """See vLLM."""
+        for name, number in transfer_stats_data.get("counts", {}).items():
+            self._labelled(name, engine_idx).inc(number)
+        for name, value in transfer_stats_data.get("gauges", {}).items():
+            self._labelled(name, engine_idx).set(value)
+
+    def _labelled(self, name: str, engine_idx: int) -> Any:
+        family, *labels = name.split()
+        return self._families[family].labels(*self.per_engine_labelvalues[engine_idx], *labels)

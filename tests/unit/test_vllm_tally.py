@@ -1,0 +1,48 @@
+"""Counts on their way through vLLM: nothing is told twice, nothing is lost, and of gauges the last value stands."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.plugins.vllm.tally import FAMILIES, Tally, merge
+
+NAMES = ("out", "in")
+
+
+def test_what_was_told_is_not_told_again() -> None:
+    tally = Tally()
+    tally.count("preemptions_total", "swap")
+    tally.count("preemptions_total", "swap", by=2)
+    tally.count("swap_bytes_total", "out", "host", by=0)
+    tally.set("requests_swapped", to=3)
+    assert tally.take() == {"counts": {"preemptions_total swap": 3}, "gauges": {"requests_swapped": 3}}
+    tally.set("requests_swapped", to=3)
+    assert tally.take() == {"counts": {}, "gauges": {}}
+    tally.set("requests_swapped", to=0)
+    assert tally.take() == {"counts": {}, "gauges": {"requests_swapped": 0}}, "a gauge that falls to 0 is news"
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9), st.booleans()), max_size=30))
+def test_merged_in_order_they_say_what_happened(events: list[tuple[str, int, bool]]) -> None:
+    tally, total, last = Tally(), Counter[str](), dict[str, float]()
+    merged: dict[str, Any] = {}
+    for name, number, is_taken in events:
+        tally.count("swap_bytes_total", name, "host", by=number)
+        total[f"swap_bytes_total {name} host"] += number
+        tally.set("requests_swapped", to=number)
+        last["requests_swapped"] = number
+        if is_taken:
+            merged = merge(merged, json.loads(json.dumps(tally.take())))  # it goes to another process
+    merged = merge(merged, tally.take())
+    assert merged["counts"] == {name: number for name, number in total.items() if number}
+    assert merged["gauges"] == last
+
+
+def test_names_have_as_many_labels_as_their_family() -> None:
+    for name, family in FAMILIES.items():
+        assert name.endswith("_total") is not family.is_gauge and family.text.endswith(".")
