@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any
 
 from benchmarks.elasticity.arms import SCALE, Arm
@@ -14,8 +15,9 @@ from floodplain.cli.demo_leases_load import Server
 from floodplain.cli.demo_watch import LendingSample, watching
 from floodplain.coordinator.membership import LentDevice
 
-NUM_SPIKE, SPIKE_TOKENS = 24, 32
-"""Requests at once, and tokens of each: more than what the lender kept has room for. Who is served comes again until
+NUM_SPIKE, SPIKE_TOKENS = 96, 32
+"""Requests at once, and tokens of each: nearly twice what the lender has room for when it lends least; of fewer it may serve
+all with what it has kept, and then it wants nothing back. Who is served comes again until
 the memory is back: else a spike can be over before the lender's hold time is."""
 PATIENCE_S = 60.0
 POLL_S = 0.05
@@ -70,7 +72,7 @@ async def _recall_once(lender: Server, own: Sequence[Any], samples: list[Lending
 
 
 async def _spike(lender: Server, own: Sequence[Any], is_over: asyncio.Event) -> None:
-    requests = [replace(request, max_tokens=SPIKE_TOKENS) for request in own[:NUM_SPIKE]]
+    requests = [replace(request, max_tokens=SPIKE_TOKENS) for request in islice(cycle(own), NUM_SPIKE)]
     while not is_over.is_set():
         for records in await asyncio.gather(*(lender.send(request) for request in requests)):
             if records[0].error is not None:

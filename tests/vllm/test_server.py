@@ -115,7 +115,7 @@ def test_our_metrics_stand_beside_vllms(url: str, expected: dict[str, str]) -> N
     assert count(url, "floodplain_preemptions_total") == count(url, "vllm:num_preemptions_total") > 5
     assert count(url, "floodplain_preemptions_total", 'mode="swap"') > 5
     out, back = (count(url, "floodplain_swap_bytes_total", f'direction="{way}".*tier="host"') for way in ("out", "in"))
-    assert 0 < back <= out
+    assert out > 0 and back > 0, "what was written once may come back often"
     assert count(url, "floodplain_failed_transfers_total") == 0
     assert count(url, "floodplain_requests_swapped") == 0 and count(url, "floodplain_kv_bytes") == 0
 
