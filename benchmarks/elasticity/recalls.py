@@ -16,9 +16,9 @@ from floodplain.cli.demo_watch import LendingSample, watching
 from floodplain.coordinator.membership import LentDevice
 
 NUM_SPIKE, SPIKE_TOKENS = 96, 32
-"""Requests at once, and tokens of each: nearly twice what the lender has room for when it lends least; of fewer it may serve
-all with what it has kept, and then it wants nothing back. Who is served comes again until
-the memory is back: else a spike can be over before the lender's hold time is."""
+"""Requests at once, and tokens of each: nearly twice what the lender has room for when it lends most. Of fewer it may
+serve all with what it has kept, and want nothing back. They come again until the memory is back, or a spike could be
+over before the lender's hold time is."""
 PATIENCE_S = 60.0
 POLL_S = 0.05
 
