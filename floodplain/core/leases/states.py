@@ -55,7 +55,7 @@ class LeaseEvent(Enum):
     EXPIRE = "expire"
     """The clock: its consumer has been silent for a TTL; or a new incarnation of the consumer has joined."""
     SETTLE = "settle"
-    """The producer: the bytes are free, I have looked."""
+    """The producer: the bytes are free, I have looked. Or nobody: its device is gone, and no pool will need them."""
     LOSE = "lose"
     """An operator: the device will not come back, and what was on it is gone."""
 
