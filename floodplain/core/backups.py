@@ -95,6 +95,17 @@ class BackupTable:
         self._writing.update(backups)
         return backups
 
+    def begin_write_from(self, tier: Tier, keys: Sequence[BlockKey]) -> list[Backup] | None:
+        """The same in ``tier`` as far as that has slots, and in others what finds none there."""
+        tiers = [tier, *(other for other in self.slots if other is not tier)]
+        if len(keys) > sum(self.num_available(one) for one in tiers):
+            return None
+        backups: list[Backup] = []
+        for one in tiers:
+            num_blocks = min(len(keys) - len(backups), self.num_available(one))
+            backups += self.begin_write(one, keys[len(backups) :][:num_blocks]) or []
+        return backups
+
     def commit_write(self, backups: Iterable[Backup]) -> None:
         """The outbound copy arrived: these backups are whole."""
         for backup in backups:

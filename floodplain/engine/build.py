@@ -77,7 +77,8 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
             coordinator refuses.
     """
     device, dtype = _torch_device(config.device), _torch_dtype(config.dtype)
-    client, is_named = open_client(config), config.device_name is not None
+    client = None if config.coordinator is None else open_client(config.coordinator, config.coordinator_token_file)
+    is_named = config.device_name is not None
     name, is_shared = config.device_name or default_device_name(), config.lends or is_named
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()

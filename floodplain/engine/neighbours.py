@@ -16,7 +16,6 @@ from floodplain.coordinator.agent import LeaseAgent
 from floodplain.coordinator.client import CoordinatorClient, read_token
 from floodplain.coordinator.membership import LentDevice
 from floodplain.core.leases.client import LeaseClient
-from floodplain.engine.config import EngineConfig
 from floodplain.engine.lending import LenderTimes, PoolLender
 from floodplain.engine.lent_pool import LentPool
 from floodplain.engine.peer_tier import PeerTier
@@ -57,6 +56,7 @@ class Neighbours:
         lent_pool: What the engine lends of; None lends nothing.
         lender: Who lends of it.
         peer_tier: What the engine borrows; None borrows nothing.
+        hurry: Called in the place of the tier's own, on a thread of its own, whenever there is news of leases.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class Neighbours:
         lent_pool: LentPool | None = None,
         lender: PoolLender | None = None,
         peer_tier: PeerTier | None = None,
+        hurry: Callable[[], float | None] | None = None,
     ) -> None:
         self.agent = agent
         self.lent_pool = lent_pool
         self.lender = lender
         self.peer_tier = peer_tier
-        self._watch = None if peer_tier is None else PeerWatch(peer_tier.hurry)
+        self._watch = None if peer_tier is None else PeerWatch(hurry or peer_tier.hurry)
         self._recall_times_s: deque[float] = deque(maxlen=MOST_RECALL_TIMES)
         self._num_recalls = 0
         self._mutex = threading.Lock()
@@ -126,16 +127,13 @@ class Neighbours:
             )
 
 
-def open_client(config: EngineConfig) -> CoordinatorClient | None:
-    """For the coordinator that the flags name; None if they name none. Nothing is sent yet.
+def open_client(addresses: str, token_file: str | None) -> CoordinatorClient:
+    """For the coordinators at these addresses, with commas between. Nothing is sent yet.
 
     Raises:
-        UserError: The address or the token's file is not usable.
+        UserError: An address or the token's file is not usable.
     """
-    if config.coordinator is None:
-        return None
-    token = None if config.coordinator_token_file is None else read_token(Path(config.coordinator_token_file))
-    return CoordinatorClient(config.coordinator, token)
+    return CoordinatorClient(addresses, None if token_file is None else read_token(Path(token_file)))
 
 
 def meet_neighbours(

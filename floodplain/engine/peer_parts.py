@@ -9,12 +9,16 @@ import torch
 from floodplain.engine.peer_tier import BLOCKS_PER_RELOCATION
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.peer import HostPeerMemory, PeerMemory
 from floodplain.memory.peer_slots import PeerSlots
 from floodplain.memory.slot_mover import HostSlotMover, LinkPair, SlotMover
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockStore
+
+CHUNK_BYTES = 32 * 2**20
+"""Of a lease, about: a recall takes back no more than it must, and a chunk is quick to empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,12 @@ class PeerParts:
     memory: PeerMemory
     slots: PeerSlots
     mover: SlotMover
+
+
+def make_peer_slots(layout: KVLayout, num_bytes: int) -> PeerSlots:
+    """For at most so much of the neighbours' memory, rounded down to whole chunks, but one at least."""
+    chunk_slots = max(1, CHUNK_BYTES // layout.block_bytes)
+    return PeerSlots(layout, chunk_slots, max(1, num_bytes // (chunk_slots * layout.block_bytes)))
 
 
 def open_host_parts(

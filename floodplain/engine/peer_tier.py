@@ -96,9 +96,12 @@ class PeerTier:
 
     def at_boundary(self, now: float) -> None:
         """Follow the coordinator: use what is granted, empty what is recalled. No step is outstanding."""
-        if now < self._next_look_s:
-            return
-        self._next_look_s = now + self._look_s
+        if now >= self._next_look_s:
+            self._next_look_s = now + self._look_s
+            self.look()
+
+    def look(self) -> None:
+        """The same, however short ago the last look was."""
         for relocation_id, arrived in self._mover.poll():
             self._relocations.settle(relocation_id, arrived)
         self._bury_forced()

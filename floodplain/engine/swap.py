@@ -16,12 +16,11 @@ from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
 from floodplain.engine.host_memory import available_bytes
-from floodplain.engine.peer_parts import PeerParts, open_cuda_parts, open_host_parts
+from floodplain.engine.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
 from floodplain.memory.emulated_link import EmulatedLink
 from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.peer_slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.memory.transfer import BlockCopy, BlockStore, Direction, TransferEngine
@@ -35,8 +34,6 @@ DEFAULT_AVAILABLE_SHARE = 0.25
 """Of the memory that is available: no more than this by default."""
 MOST_DEFAULT_CPU_BYTES = 2**31
 """By default where the pool lies in the same memory: all of it is touched at the start."""
-CHUNK_BYTES = 32 * 2**20
-"""Of a lease, about: a recall takes back no more than it must, and a chunk is quick to empty."""
 PEER_LINK = "nvlink4"
 """What is emulated between neighbours, where links are."""
 
@@ -102,9 +99,7 @@ def _add_peer_tier(
 ) -> OpenedSwap:
     """The same with a tier of slots on neighbours in front, as far as leases give it memory."""
     block_bytes = pool.layout.block_bytes
-    chunk_slots = max(1, CHUNK_BYTES // block_bytes)
-    peer_bytes = config.peer_memory or opened.host_slots * block_bytes
-    slots = PeerSlots(pool.layout, chunk_slots, max(1, peer_bytes // (chunk_slots * block_bytes)))
+    slots = make_peer_slots(pool.layout, config.peer_memory or opened.host_slots * block_bytes)
     link, facts = _price_peer_link(opened, pool, emulated)
     device = pool.device.torch_device
     if device.type == "cuda":

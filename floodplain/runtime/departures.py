@@ -152,11 +152,8 @@ class Departures:
         The policy counted a slot in ``tier`` for each block without a kept backup. Some turned out to have one that
         nobody kept, which took a slot of the tier where it lies: over all tiers there is room, if not in this one.
         """
-        backups: list[Backup] = []
-        for one in (tier, *(other for other in self._state.backups.slots if other is not tier)):
-            num_blocks = min(len(keys) - len(backups), self._state.backups.num_available(one))
-            backups += self._state.backups.begin_write(one, keys[len(backups) :][:num_blocks]) or []
-        if len(backups) < len(keys):
+        backups = self._state.backups.begin_write_from(tier, keys)
+        if backups is None:
             raise InvariantError(f"{len(keys)} blocks shall go to {tier}, which has fewer slots, with all others too")
         return backups
 

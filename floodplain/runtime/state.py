@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from floodplain.core.backups import Backup, BackupTable
@@ -182,6 +182,15 @@ class LoopState:
         if seq.tail is not None:
             self.backups.release(seq.tail[0])
             seq.tail = None
+
+    def is_on_device(self, backup: Backup) -> bool:
+        """See ``relocations.Keeper``."""
+        return self.ledger.find(backup.key) is not None
+
+    def swapped_backups(self) -> Iterator[list[Backup]]:
+        """See ``relocations.Keeper``."""
+        for seq in self.swapped:
+            yield seq.backups if seq.tail is None else [*seq.backups, seq.tail[0]]
 
     def drop_lost(self, lost: tuple[Backup, ...]) -> None:
         """Nobody keeps what is lost; a swapped sequence that has nothing left waits like a new one."""

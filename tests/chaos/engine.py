@@ -19,7 +19,7 @@ from typing import Any
 
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
-from floodplain.engine import neighbours, swap
+from floodplain.engine import neighbours, peer_parts
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
@@ -63,7 +63,7 @@ def build(role: str, url: str, name: str) -> Engine:
         flags = {"kv_memory": POOL_PAGES * PAGE_BYTES, "swap": "none", "policy": "fcfs", "lend": "auto"}
         neighbours.LentDevice = partial(neighbours.LentDevice, deadline_s=DEADLINE_S)  # type: ignore
         return build_engine(EngineConfig(**BASE, **flags, coordinator=url, device_name=name), lending=QUICK)
-    swap.CHUNK_BYTES = PAGE_BYTES
+    peer_parts.CHUNK_BYTES = PAGE_BYTES
     flags = {"kv_memory": 24 * BLOCK_BYTES, "swap": "peer", "swap_memory": 48 * BLOCK_BYTES}
     config = EngineConfig(**BASE, **flags, peer_memory=BORROWED_PAGES * PAGE_BYTES, coordinator=url, device_name=name)
     return build_engine(config, ImpatientPolicy())

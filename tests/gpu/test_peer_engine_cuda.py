@@ -19,7 +19,7 @@ from floodplain import LLM
 from floodplain.coordinator.agent import LeaseAgent
 from floodplain.coordinator.client import CoordinatorClient
 from floodplain.coordinator.membership import LentDevice
-from floodplain.engine import swap
+from floodplain.engine import peer_parts
 from floodplain.engine.peer_tier import PeerTier
 from floodplain.memory.cuda_driver import CudaDriver
 from floodplain.memory.cuda_home import claim_cuda_home
@@ -68,7 +68,7 @@ class Neighbour:
 @contextmanager
 def neighbourhood(patch: pytest.MonkeyPatch, deadline_s: float = PATIENCE_S) -> Iterator[tuple[Neighbour, LLM]]:
     """An engine that has borrowed all that its neighbour lends."""
-    patch.setattr(swap, "CHUNK_BYTES", CHUNK_BYTES)
+    patch.setattr(peer_parts, "CHUNK_BYTES", CHUNK_BYTES)
     flags = {"policy": "cfs", "swap_memory": 2**24, "peer_memory": NUM_CHUNKS * CHUNK_BYTES}
     with coordinating() as url, closing(Neighbour(url, deadline_s)) as neighbour:
         with load(DEVICE, kv_memory=TINY_POOL_BYTES, swap="peer", coordinator=url, **flags) as llm:

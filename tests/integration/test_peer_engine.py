@@ -16,22 +16,18 @@ from typing import Any
 
 import pytest
 
-from floodplain.coordinator.agent import LeaseAgent
-from floodplain.coordinator.client import CoordinatorClient
-from floodplain.coordinator.membership import LentDevice
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
-from floodplain.engine import swap
+from floodplain.engine import peer_parts
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.peer_tier import PeerTier
 from floodplain.engine.shell import Engine
 from floodplain.memory import host_transfer
 from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device
 from floodplain.memory.transfer import CopyResult
 from tests.support.calm import run_calmly
-from tests.support.lending import coordinating
+from tests.support.lending import Neighbour, coordinating
 from tests.support.parity import Reference, Verdict, judge
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
 
@@ -42,32 +38,6 @@ NUM_PAGES = 8
 DEADLINE_S = 1.5
 CHUNK_BLOCKS = PAGE_BYTES // BLOCK_BYTES
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-
-
-class Neighbour:
-    """A process with a device of which it uses nothing: it lends what it is told to lend."""
-
-    def __init__(self, url: str, deadline_s: float) -> None:
-        self.name = f"peer-test-{os.getpid()}"
-        self.device: HostDevice = open_device(self.name, NUM_PAGES * PAGE_BYTES)
-        lent = LentDevice(
-            capacity_bytes=NUM_PAGES * PAGE_BYTES, foreign_bytes=lambda: self.taken_pages * PAGE_BYTES,
-            deadline_s=deadline_s,
-        )  # fmt: skip
-        self.agent = LeaseAgent(CoordinatorClient(url), self.name, lent)
-        self.agent.start()
-        self.agent.membership.claim(0, 0)
-
-    @property
-    def taken_pages(self) -> int:
-        return NUM_PAGES - self.device.num_free_pages()
-
-    def lend(self, num_pages: int) -> None:
-        self.agent.membership.lend(num_pages * PAGE_BYTES)
-
-    def close(self) -> None:
-        self.agent.close()
-        self.device.close()
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +60,8 @@ def neighbourhood(
     patch: pytest.MonkeyPatch, deadline_s: float = 20.0, host_blocks: int = 64
 ) -> Iterator[tuple[Neighbour, Engine]]:
     """A neighbour that lends, and an engine that borrows a chunk of one page at a time."""
-    patch.setattr(swap, "CHUNK_BYTES", PAGE_BYTES)
-    with coordinating() as url, closing(Neighbour(url, deadline_s)) as neighbour:
+    patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
+    with coordinating() as url, closing(Neighbour(url, NUM_PAGES, deadline_s)) as neighbour:
         config = EngineConfig(
             model="dummy:tiny-llama", kv_memory=24 * BLOCK_BYTES, swap="peer", coordinator=url,
             device_name=f"borrower-{os.getpid()}", swap_memory=host_blocks * BLOCK_BYTES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import threading
 import time
@@ -15,6 +16,7 @@ from floodplain.coordinator.agent import LeaseAgent
 from floodplain.coordinator.client import CoordinatorClient
 from floodplain.coordinator.clock import lease_clock
 from floodplain.coordinator.desk import Desk
+from floodplain.coordinator.membership import LentDevice
 from floodplain.coordinator.run import CoordinatorServer
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.store import Store
@@ -25,7 +27,7 @@ from floodplain.engine.lent_pool import LentPool
 from floodplain.engine.shell import Engine
 from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice
+from floodplain.memory.host_device import HostDevice, open_device
 from floodplain.policy.lending import LendingDecision, LendingPolicy, LendingReason, LendingSettings, PoolLoad
 from floodplain.web.listen import bind, url_of
 
@@ -207,3 +209,29 @@ class Producer:
         assert self.num_blocks >= pool.least_blocks
         assert owned + foreign <= pool.full_bytes
         self.most_lent_bytes = max(self.most_lent_bytes, foreign)
+
+
+class Neighbour:
+    """A process with a device of which it uses nothing: it lends what it is told to lend."""
+
+    def __init__(self, url: str, num_pages: int, deadline_s: float) -> None:
+        self.name, self._num_pages = f"peer-test-{os.getpid()}", num_pages
+        self.device: HostDevice = open_device(self.name, num_pages * PAGE_BYTES)
+        lent = LentDevice(
+            capacity_bytes=num_pages * PAGE_BYTES, foreign_bytes=lambda: self.taken_pages * PAGE_BYTES,
+            deadline_s=deadline_s,
+        )  # fmt: skip
+        self.agent = LeaseAgent(CoordinatorClient(url), self.name, lent)
+        self.agent.start()
+        self.agent.membership.claim(0, 0)
+
+    @property
+    def taken_pages(self) -> int:
+        return self._num_pages - self.device.num_free_pages()
+
+    def lend(self, num_pages: int) -> None:
+        self.agent.membership.lend(num_pages * PAGE_BYTES)
+
+    def close(self) -> None:
+        self.agent.close()
+        self.device.close()
