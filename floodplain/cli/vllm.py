@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
@@ -32,6 +32,16 @@ class VllmConfig:
     max_gap: float | None = field(default=None, metadata={"help": "paced: seconds of silence that nobody should see"})
     swap_memory: int = field(
         default=DEFAULT_SWAP_BYTES, metadata={"size": True, "help": "host memory of each worker for swap space"}
+    )
+    coordinator: str | None = field(
+        default=None, metadata={"help": "borrow memory on neighbours: address of the coordinator of leases"}
+    )
+    coordinator_token_file: str | None = field(
+        default=None, metadata={"help": "this engine's token for the coordinator, in a file of mode 0600"}
+    )
+    device_name: str | None = field(default=None, metadata={"help": "by which the coordinator knows this engine"})
+    peer_memory: int | None = field(
+        default=None, metadata={"size": True, "help": "most memory that is borrowed (default: as --swap-memory)"}
     )
     allow_untested: bool = field(default=False, metadata={"help": "try a version of vLLM that nobody has tried"})
 
@@ -69,10 +79,8 @@ def build_command(config: VllmConfig, flags: Sequence[str]) -> list[str]:
     for flag in flags:
         if flag.partition("=")[0] in (*OWN_FLAGS, "--model"):
             raise UserError(f"{flag} is set by floodplain: leave it out")
-    extra = {name: getattr(config, name) for name in ("policy", "slice", "pace", "max_gap", "swap_memory")}
-    extra = {name: value for name, value in extra.items() if value is not None}
-    if config.allow_untested:
-        extra["allow_untested"] = True
+    extra = {one.name: getattr(config, one.name) for one in fields(config) if one.name != "model"}
+    extra = {name: value for name, value in extra.items() if value is not None and value is not False}
     read_settings(extra, are_flags=True)
     transfer = {
         "kv_connector": "FloodplainConnector",

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
-from floodplain.core.tiers import Location, Tier
+from floodplain.core.tiers import Location, SlotLedger, Tier
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from tests.support.vllm_books import BLOCK_TOKENS, LOST, Flight, Guest, Pool, Token, holds
@@ -35,8 +35,8 @@ class BooksMachine(RuleBasedStateMachine):
 
     @initialize(num_slots=st.sampled_from([0, 3, 9, 20]), num_blocks=st.sampled_from([5, 9, 20]))
     def begin(self, num_slots: int, num_blocks: int, num_guests: int = NUM_GUESTS) -> None:
-        self.num_arrived, self.num_slots = 0, num_slots
-        self.pool, self.books = Pool(num_blocks), SwapBooks(num_slots, BLOCK_TOKENS)
+        self.num_arrived = 0
+        self.pool, self.books = Pool(num_blocks), SwapBooks(self._make_slots(num_slots), BLOCK_TOKENS)
         self.books.bind(self.pool)
         self.guests: list[Guest] = []
         self.flights: list[Flight] = []
@@ -76,7 +76,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(index=INDEX, most=st.integers(1, 3))
     def back_up(self, index: int, most: int) -> None:
         guest = self._pick(index, "on")
-        self.books.back_up(guest.tracked, guest.blocks, guest.num_computed, most)
+        self.books.back_up(guest.tracked, guest.blocks, guest.num_computed, most, self._pick_tier(most))
         self._launch(guest)
 
     @is_anybody("on")
@@ -86,8 +86,9 @@ class BooksMachine(RuleBasedStateMachine):
         guest = self._pick(index, "on")
         if swaps:
             num_missing = -(-guest.num_computed // BLOCK_TOKENS) - len(guest.tracked.backups)
-            has_room = num_missing <= self.books.table.num_available(Tier.HOST)
-            kept = self.books.swap_out(guest.tracked, guest.blocks, guest.num_computed, Reason.SLICE_ENDED)
+            has_room = num_missing <= sum(map(self.books.backups.num_available, self.books.backups.slots))
+            tier = self._pick_tier(guest.num_tokens)
+            kept = self.books.swap_out(guest.tracked, guest.blocks, guest.num_computed, Reason.SLICE_ENDED, tier)
             assert kept == (guest.num_computed > 0 and has_room)
             assert kept or not (guest.tracked.backups or guest.tracked.tail)
         else:
@@ -113,6 +114,15 @@ class BooksMachine(RuleBasedStateMachine):
         while self.flights:
             self.settle(0)
 
+    # -- where to --------------------------------------------------------------------------------------------------
+
+    def _make_slots(self, num_slots: int) -> list[SlotLedger]:
+        return [SlotLedger(Tier.HOST, num_slots)]
+
+    def _pick_tier(self, number: int) -> Tier:
+        tiers = list(self.books.backups.slots)
+        return tiers[number % len(tiers)]
+
     # -- how -------------------------------------------------------------------------------------------------------
 
     def _pick(self, index: int, where: str) -> Guest:
@@ -120,7 +130,7 @@ class BooksMachine(RuleBasedStateMachine):
         return there[index % len(there)]
 
     def _arrive(self) -> None:
-        request = cast(Any, SimpleNamespace(request_id=f"request-{self.num_arrived}"))
+        request = cast(Any, SimpleNamespace(request_id=f"request-{self.num_arrived}", priority=0, arrival_time=0.0))
         tracked = TrackedRequest(SeqId(self.num_arrived), request, 0.0)
         self.guests.append(Guest(tracked, text=self.num_arrived % 2, num_tokens=10 + self.num_arrived % 5))
         self.num_arrived += 1
@@ -194,13 +204,15 @@ class BooksMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree_with_what_is_under_way(self) -> None:
-        self.books.table.check_integrity()
+        self.books.backups.check_integrity()
         sizes = Counter[bool]()
         leaving = Counter[TrackedRequest]()
         for flight in self.flights:
             sizes[flight.is_inbound] += len(flight.blocks)
             leaving[flight.guest.tracked] += len(flight.blocks) * (not flight.is_inbound)
-        assert (self.books.num_outbound_blocks, self.books.num_inbound_blocks) == (sizes[False], sizes[True])
+        for is_inbound in (False, True):
+            moving = [self.books.count_moving(tier, is_inbound=is_inbound) for tier in self.books.backups.slots]
+            assert sum(moving) == sizes[is_inbound]
         assert self.books.num_in_flight == len(self.flights)
         assert all(guest.tracked.num_leaving == leaving[guest.tracked] for guest in self.guests)
 
@@ -209,7 +221,7 @@ class BooksMachine(RuleBasedStateMachine):
         for guest in self.guests:
             tracked, num_tokens = guest.tracked, self.books.count_restorable(guest.tracked)
             assert num_tokens <= guest.num_tokens
-            known = [*tracked.backups, *([tracked.tail[0]] if tracked.tail else ())]
+            known = tracked.known_backups
             for index, backup in enumerate(known[: -(-num_tokens // BLOCK_TOKENS)]):
                 assert holds(self.slots[backup.location], guest.text, index, num_tokens)
             assert tracked.num_leaving or all(backup.is_whole for backup in known), "what is kept can come back"
@@ -220,4 +232,4 @@ class BooksMachine(RuleBasedStateMachine):
                 self._end(self.guests.pop())
             self.settle_all()
             assert all(block.ref_cnt == 0 for block in self.pool.blocks)
-            assert self.books.table.slots[Tier.HOST].num_free == self.num_slots
+            assert self.books.backups.is_at_rest

@@ -82,7 +82,7 @@ def test_a_copy_that_one_worker_does_not_have_whole_is_not_whole(said: list[tupl
     assert office.desk.books.num_in_flight == 0
     assert all(block.ref_cnt == 0 for block in blocks)
     assert office.desk.books.count_restorable(one) == 0
-    assert office.desk.books.table.is_at_rest
+    assert office.desk.books.backups.is_at_rest
 
 
 def test_a_copy_back_that_one_worker_does_not_have_is_lost_for_all() -> None:
@@ -95,7 +95,7 @@ def test_a_copy_back_that_one_worker_does_not_have_is_lost_for_all() -> None:
     assert transfer.kind is TransferKind.SWAP_IN
     assert orders == StepOrders((transfer,), {transfer.transfer_id: one.request.request_id}, is_idle=True)
     office.tell({transfer.transfer_id: (1, False)})
-    assert office.desk.books.num_inbound_blocks == 3
+    assert office.desk.books.count_moving(Tier.HOST, is_inbound=True) == 3
     office.tell({transfer.transfer_id: (1, True)})
     assert office.desk.books.count_restorable(one) == 0
     assert office.desk.books.num_resumed == 0
@@ -130,7 +130,7 @@ def test_orders_are_given_once() -> None:
 
 
 def test_slots_are_whole_blocks_of_what_was_given() -> None:
-    assert Office(num_workers=1, num_slots=5).desk.num_slots == 5
+    assert Office(num_workers=1, num_slots=5).desk.books.backups.num_available(Tier.HOST) == 5
     office = Office(num_workers=1, num_slots=0)
     one = office.arrive()
     assert not office.desk.books.swap_out(one, office.pool.give(1), 3, Reason.SLICE_ENDED)

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
-from floodplain.core.tiers import Link, Tier
+from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.core.view import SequenceView, TierView
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows, view_tiers
 from floodplain.plugins.vllm.tracked import TrackedRequest
+from floodplain.runtime.links import Links
 from tests.support.vllm_books import Block, Pool
 
 TOKENS, STEP, NEVER = 4, 100, 2**62
@@ -28,7 +29,7 @@ class World:
     """As ``Blocks``, with requests of ten tokens of prompt that may generate twenty."""
 
     def __init__(self, num_slots: int = 16) -> None:
-        self.pool, self.books = Pool(LIMITS.num_blocks), SwapBooks(num_slots, TOKENS)
+        self.pool, self.books = Pool(LIMITS.num_blocks), SwapBooks([SlotLedger(Tier.HOST, num_slots)], TOKENS)
         self.books.bind(self.pool)
         self.tables: dict[str, list[Block]] = {}
         self.by_content: dict[bytes, Block] = {}
@@ -130,7 +131,7 @@ def test_blocks_that_others_or_copies_hold_are_not_its_own() -> None:
     blocks = world.run(one, 17)
     assert world.make.running(one).exclusive_blocks == 5
     world.pool.touch(blocks[:1])
-    world.books.back_up(one, blocks, 17, most=3)
+    world.books.back_up(one, blocks, 17, most=3, tier=Tier.HOST)
     row = world.make.running(one)
     assert (row.num_blocks, row.exclusive_blocks, row.num_backed_blocks) == (5, 2, 3)
     assert not row.is_leaving, "who runs is there, whatever is written behind"
@@ -196,7 +197,7 @@ def test_whoever_leaves_is_swapped_at_once_and_can_come_back_when_copies_have_en
 def test_what_was_written_behind_can_be_restored_while_the_rest_is_on_its_way() -> None:
     world = World()
     one = world.arrive(num_output=4)
-    world.books.back_up(one, world.run(one, 13), 13, most=2)
+    world.books.back_up(one, world.run(one, 13), 13, most=2, tier=Tier.HOST)
     world.settle()
     world.send_away(one)
     row = world.make.absent(one)
@@ -217,7 +218,7 @@ def test_whoever_is_swapped_needs_no_copy_of_what_is_on_the_device(num_cached: i
 def test_what_is_on_the_device_beyond_the_copies_counts_as_restorable() -> None:
     world = World()
     one = world.arrive(num_output=4)
-    world.books.back_up(one, world.run(one, 13), 13, most=1)
+    world.books.back_up(one, world.run(one, 13), 13, most=1, tier=Tier.HOST)
     world.settle()
     world.send_away(one)
     world.settle(ok=False)
@@ -265,9 +266,9 @@ def test_swap_space_is_seen_with_what_its_link_costs() -> None:
     one = world.arrive(num_output=4)
     world.run(one, 13)
     world.send_away(one)
-    link = Link(Tier.HOST, bandwidth=1000.0, latency_s=0.25)
-    assert view_tiers(world.books, 500, link) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 4, 0),)
+    links = Links([Link(Tier.HOST, bandwidth=1000.0, latency_s=0.25)], 500)
+    assert view_tiers(world.books, 500, links) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 4, 0),)
     world.settle()
     world.books.fetch(one, world.run(one, 13), 4, 13)
-    assert view_tiers(world.books, 500, link) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 0, 3),)
-    assert view_tiers(World(num_slots=0).books, 500, link) == ()
+    assert view_tiers(world.books, 500, links) == (TierView(Tier.HOST, 2, 6, 0.5, 0.25, 0, 3),)
+    assert view_tiers(World(num_slots=0).books, 500, links) == ()

@@ -23,7 +23,7 @@ def test_nothing_said_is_paced_and_four_gibibytes() -> None:
     settings = read_settings({})
     assert (settings.policy, settings.swap_bytes, settings.seed) == ("paced", DEFAULT_SWAP_BYTES, 0)
     assert DEFAULT_SWAP_BYTES == 4 * 2**30
-    assert not settings.sharing
+    assert not settings.sharing and settings.coordinator is None
     assert shape(settings.make_policy()) == shape(make_policy("paced"))
     assert shape(PluginSettings().make_policy()) == shape(make_policy("paced"))
 
@@ -85,9 +85,14 @@ def test_all_names_can_stand_together() -> None:
         "slice_ends": "steps",
         "pace": 1.0,
         "max_gap": 9.0,
+        "coordinator": "http://c:1",
+        "coordinator_token_file": "token",
+        "device_name": "gpu-0",
+        "peer_memory": "3GiB",
     }
     sharing = {"slice_steps": 4, "slice_ends": "steps", "pace": 1.0, "max_gap_s": 9.0}
-    assert read_settings(told) == PluginSettings("cfs", sharing, 2**30, 3)
+    borrowing = ("http://c:1", "token", "gpu-0", 3 * 2**30)
+    assert read_settings(told) == PluginSettings("cfs", sharing, 2**30, 3, *borrowing)
 
 
 def test_the_seed_is_a_number() -> None:
@@ -105,7 +110,7 @@ def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
         (
             {"slices": 3},
             "kv_connector_extra_config has 'slices', which is none of policy, swap_memory, seed, allow_untested, "
-            "slice, slice_ends, pace, max_gap",
+            "slice, slice_ends, pace, max_gap, coordinator, coordinator_token_file, device_name, peer_memory",
         ),
         ({"policy": "lifo"}, "policy must be one of fcfs, cfs, fair, paced, not 'lifo'"),
         ({"policy": None}, "kv_connector_extra_config has a value for 'policy' of the wrong kind: None"),
@@ -124,6 +129,21 @@ def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
         ({"pace": 0}, "pace must be above 0 tokens per second, not 0"),
         ({"max_gap": 0}, "max_gap must be above 0 seconds, not 0"),
         ({"policy": "fcfs", "pace": -1}, "pace must be above 0 tokens per second, not -1"),
+        ({"peer_memory": "1GiB"}, "peer_memory needs coordinator: nobody else knows who lends memory"),
+        ({"device_name": "a"}, "device_name needs coordinator: nobody else knows who lends memory"),
+        (
+            {"coordinator_token_file": "t"},
+            "coordinator_token_file needs coordinator: nobody else knows who lends memory",
+        ),
+        ({"coordinator": 3}, "kv_connector_extra_config has a value for 'coordinator' of the wrong kind: 3"),
+        (
+            {"coordinator": "http://c:1", "device_name": "a b"},
+            "device_name 'a b' must be 1 to 64 letters, digits, '.', '_' or '-'",
+        ),
+        (
+            {"coordinator": "http://c:1", "peer_memory": 2**60},
+            f"peer_memory must be between 0 and {2**50} bytes, not {2**60}",
+        ),
     ],
 )
 def test_a_refusal_is_one_line_that_says_what_is_wrong(told: dict[str, Any], line: str) -> None:

@@ -162,8 +162,8 @@ def expect_nothing_left(llm: LLM) -> None:
         if not desk.books.num_in_flight:
             break
         core.step_fn()
-    desk.books.table.check_integrity()
+    desk.books.backups.check_integrity()
     assert desk.books.num_in_flight == 0 and len(desk.roster) == 0
-    assert all(slots.num_taken == 0 for slots in desk.books.table.slots.values())
+    assert all(slots.num_taken == 0 for slots in desk.books.backups.slots.values())
     assert scheduler.finder.count_free() == scheduler.finder.num_blocks
     assert not scheduler.running and not len(scheduler.waiting)

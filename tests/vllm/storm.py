@@ -36,15 +36,15 @@ class StormPolicy:
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         decision = self._calm.decide(view, now, rng)
         gone = {order.seq_id for order in decision.preemptions} | view.outstanding
-        room = sum(tier.num_free_slots for tier in view.tiers)
+        rooms = {tier.tier: tier.num_free_slots for tier in view.tiers}
         more = []
         for row in view.running:
             if row.seq_id in gone or self._dice.random() >= self._chance:
                 continue
-            is_lost = self._dice.random() < self._recompute or row.num_blocks > room
-            room -= 0 if is_lost else row.num_blocks
-            mode = PreemptionMode.RECOMPUTE if is_lost else PreemptionMode.SWAP
-            more.append(Preemption(row.seq_id, mode, Reason.SLICE_ENDED, None if is_lost else Tier.HOST))
+            is_lost = self._dice.random() < self._recompute
+            tier = None if is_lost else self._pick_tier(rooms, row.num_blocks)
+            mode = PreemptionMode.RECOMPUTE if tier is None else PreemptionMode.SWAP
+            more.append(Preemption(row.seq_id, mode, Reason.SLICE_ENDED, tier))
         self.num_sent_away += len(more)
         away = {order.seq_id for order in more}
         return replace(
@@ -54,3 +54,12 @@ class StormPolicy:
             chunks=tuple(chunk for chunk in decision.chunks if chunk.seq_id not in away),
             backups=tuple(order for order in decision.backups if order.seq_id not in away),
         )
+
+    def _pick_tier(self, rooms: dict[Tier, int], num_blocks: int) -> Tier | None:
+        """Any with room for all of it, which is taken then."""
+        found = [tier for tier, room in rooms.items() if room >= num_blocks]
+        if not found:
+            return None
+        tier = self._dice.choice(found)
+        rooms[tier] -= num_blocks
+        return tier

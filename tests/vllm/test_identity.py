@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test
 from vllm import LLM
 
 from floodplain.core.plan import Decision, PreemptionMode, TransferKind
+from floodplain.core.tiers import SlotLedger, Tier
 from floodplain.core.view import View
 from floodplain.memory.digest import SEED
 from floodplain.memory.swap_slots import EMPTY_DIGEST
@@ -112,7 +113,7 @@ def test_swap_space_that_is_too_small_costs_time_and_no_token(
     llm: LLM, load: Load, expected: dict[int, list[int]], num_slots: int
 ) -> None:
     scheduler = scheduler_of(llm)
-    books = scheduler._desk.books = SwapBooks(num_slots, BLOCK_TOKENS)
+    books = scheduler._desk.books = SwapBooks([SlotLedger(Tier.HOST, num_slots)], BLOCK_TOKENS)
     books.bind(scheduler.finder.pool)
     scheduler.policy_object = StormPolicy(seed=2)
     assert drive(llm, load).tokens == expected

@@ -24,20 +24,24 @@ def configs(**changes: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
         "async_scheduling": False,
         "speculative": None,
         "pipeline": 1,
+        "tensor": 1,
         "groups": 1,
         "policy": "recompute",
     } | changes
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=values["async_scheduling"]),
         speculative_config=values["speculative"],
-        parallel_config=SimpleNamespace(pipeline_parallel_size=values["pipeline"]),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=values["pipeline"], tensor_parallel_size=values["tensor"]
+        ),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=values["policy"]),
     )
     return vllm_config, SimpleNamespace(kv_cache_groups=[None] * values["groups"])
 
 
 def test_what_is_supported_is_let_in() -> None:
-    _expect_supported(*configs())
+    _expect_supported(*configs(), borrows=True)
+    _expect_supported(*configs(tensor=2), borrows=False)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +50,14 @@ def test_what_is_supported_is_let_in() -> None:
         ({"async_scheduling": True}, "pass --no-async-scheduling"),
         ({"speculative": object()}, "speculative decoding"),
         ({"pipeline": 2}, "pipeline parallelism"),
+        ({"tensor": 2}, "for one worker: leave coordinator out, or --tensor-parallel-size"),
         ({"groups": 2}, "one kind of attention"),
         ({"policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
     ],
 )
 def test_what_is_not_supported_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        _expect_supported(*configs(**change))
+        _expect_supported(*configs(**change), borrows=True)
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])

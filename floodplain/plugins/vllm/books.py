@@ -7,7 +7,7 @@ would, and lets them go when it has ended: nobody waits for it, and nothing is o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -42,17 +42,21 @@ class SwapBooks:
     """Owner of the slots of swap space.
 
     Args:
-        num_slots: Blocks that HOST takes.
+        slots: Of each tier, the nearest first.
         block_tokens: Tokens of a block.
+
+    Attributes:
+        backups: All copies, each of one request alone.
     """
 
-    def __init__(self, num_slots: int, block_tokens: int) -> None:
-        self.table = BackupTable([SlotLedger(Tier.HOST, num_slots)], retains=False)
+    def __init__(self, slots: Iterable[SlotLedger], block_tokens: int) -> None:
+        self.backups = BackupTable(slots, retains=False)
         self.num_resumed = self.num_refused = 0
         self._block_tokens = block_tokens
         self._holder: Holder | None = None
         self._ids = count()
         self._serials = count()
+        self._owner: dict[Backup, TrackedRequest] = {}  # of what somebody keeps
         self._copies: dict[int, _Copy] = {}
         self._due: list[Transfer] = []
         self._owners: dict[int, str] = {}
@@ -68,15 +72,10 @@ class SwapBooks:
         """Copies that have not ended."""
         return len(self._copies)
 
-    @property
-    def num_outbound_blocks(self) -> int:
-        """Blocks on their way out."""
-        return sum(len(copy.backups) for copy in self._copies.values() if not copy.is_inbound)
-
-    @property
-    def num_inbound_blocks(self) -> int:
-        """Blocks on their way back."""
-        return sum(len(copy.backups) for copy in self._copies.values() if copy.is_inbound)
+    def count_moving(self, tier: Tier, *, is_inbound: bool) -> int:
+        """Blocks on their way back from a tier, or out to it."""
+        copies = [copy for copy in self._copies.values() if copy.is_inbound == is_inbound]
+        return sum(backup.location.tier is tier for copy in copies for backup in copy.backups)
 
     @property
     def num_draining_blocks(self) -> int:
@@ -94,48 +93,60 @@ class SwapBooks:
 
     # -- out -------------------------------------------------------------------------------------------------------
 
-    def back_up(self, tracked: TrackedRequest, blocks: Sequence[Any], num_computed: int, most: int) -> None:
-        """Begin to write up to ``most`` more of its full blocks behind; as many as there are slots for.
+    def back_up(self, tracked: TrackedRequest, blocks: Sequence[Any], num_computed: int, most: int, tier: Tier) -> None:
+        """Begin to write up to ``most`` more of its full blocks behind; as many as ``tier`` has slots for.
 
         Args:
             tracked: Whose.
             blocks: Its block table, vLLM's objects.
             num_computed: Leading tokens that have KV there.
             most: Blocks.
+            tier: Where to.
         """
         first = len(tracked.backups)
-        wanted = min(most, num_computed // self._block_tokens - first, self.table.num_available(Tier.HOST))
+        wanted = min(most, num_computed // self._block_tokens - first, self.backups.num_available(tier))
         if wanted > 0:
-            tracked.backups += self._write(tracked, TransferKind.BACKUP, blocks[first : first + wanted], None)
+            tracked.backups += self._write(tracked, TransferKind.BACKUP, blocks[first : first + wanted], tier, None)
 
-    def swap_out(self, tracked: TrackedRequest, blocks: Sequence[Any], num_computed: int, reason: Reason) -> bool:
-        """It leaves the device: begin to write what has no copy yet.
+    def swap_out(
+        self,
+        tracked: TrackedRequest,
+        blocks: Sequence[Any],
+        num_computed: int,
+        reason: Reason,
+        tier: Tier | None = None,
+    ) -> bool:
+        """It leaves the device: begin to write what has no copy yet, to ``tier`` (None: the nearest) while that has
+        slots, and elsewhere what finds none.
 
         Returns:
             False, and nothing is kept of it, if that finds no room, or there is nothing to keep.
         """
         first, num_blocks = len(tracked.backups), -(-num_computed // self._block_tokens)
-        if not num_computed or num_blocks - first > self.table.num_available(Tier.HOST):
+        if not num_computed or num_blocks - first > sum(map(self.backups.num_available, self.backups.slots)):
             self.num_refused += num_computed > 0
             self.forget(tracked)
             return False
         if num_blocks > first:
-            backups = self._write(tracked, TransferKind.SWAP_OUT, blocks[first:num_blocks], reason)
+            nearest = next(iter(self.backups.slots))
+            backups = self._write(tracked, TransferKind.SWAP_OUT, blocks[first:num_blocks], tier or nearest, reason)
             if num_computed % self._block_tokens:
                 tracked.tail = (backups.pop(), num_computed)
             tracked.backups += backups
+        tracked.is_away = True
         return True
 
     def _write(
-        self, tracked: TrackedRequest, kind: TransferKind, blocks: Sequence[Any], reason: Reason | None
+        self, tracked: TrackedRequest, kind: TransferKind, blocks: Sequence[Any], tier: Tier, reason: Reason | None
     ) -> list[Backup]:
         assert self._holder is not None, "books are bound before blocks are given to anybody"
         keys = [BlockKey(b"%d:%d" % (tracked.seq_id, next(self._serials))) for _ in blocks]
-        backups = self.table.begin_write(Tier.HOST, keys)
+        backups = self.backups.begin_write_from(tier, keys)
         assert backups is not None, "the caller has counted the slots"
         for backup in backups:
             backup.is_private = True
-            self.table.keep(backup)
+            self.backups.keep(backup)
+            self._owner[backup] = tracked
         self._holder.touch(blocks)
         tracked.num_leaving += len(blocks)
         self._begin(kind, _Copy(tracked, False, tuple(backups), tuple(blocks)), blocks, reason)
@@ -146,25 +157,39 @@ class SwapBooks:
     def fetch(self, tracked: TrackedRequest, blocks: Sequence[Any], num_local: int, num_tokens: int) -> None:
         """Begin to restore its tokens from ``num_local``, whole blocks, to ``num_tokens`` into its block table."""
         first, end = num_local // self._block_tokens, -(-num_tokens // self._block_tokens)
-        known = [*tracked.backups, *([tracked.tail[0]] if tracked.tail is not None else ())]
-        backups = tuple(known[first:end])
-        self.table.begin_read(backups)
+        backups = tuple(tracked.known_backups[first:end])
+        self.backups.begin_read(backups)
         self._begin(TransferKind.SWAP_IN, _Copy(tracked, True, backups, ()), blocks[first:end], Reason.SLICE_BEGINS)
 
     def note_start(self, tracked: TrackedRequest) -> None:
         """It runs again: the copy of its last block will be out of date with its next token."""
-        if tracked.tail is not None:
-            self.table.release(tracked.tail[0])
-            tracked.tail = None
+        tracked.is_away = False
+        self._release_tail(tracked)
+
+    # -- slots that come and go (``runtime.relocations``) ------------------------------------------------------------
+
+    def is_on_device(self, backup: Backup) -> bool:
+        """See ``Keeper``: whoever is not away has all of it there."""
+        owner = self._owner.get(backup)
+        return owner is None or not owner.is_away
+
+    def swapped_backups(self) -> Iterator[list[Backup]]:
+        """See ``Keeper``."""
+        away = {owner for owner in self._owner.values() if owner.is_away}
+        for tracked in sorted(away, key=lambda one: one.order_key):
+            yield tracked.known_backups
+
+    def drop_lost(self, lost: tuple[Backup, ...]) -> None:
+        """See ``Keeper``."""
+        for tracked in {self._owner[backup] for backup in lost if backup in self._owner}:
+            self._drop_lost(tracked)
 
     # -- both ways -------------------------------------------------------------------------------------------------
 
     def forget(self, tracked: TrackedRequest) -> None:
         """Keep nothing of it any more."""
         self.note_start(tracked)
-        for backup in tracked.backups:
-            self.table.release(backup)
-        tracked.backups = []
+        self._release_from(tracked, 0)
 
     def take_due(self) -> list[Transfer]:
         """Copies to begin with the next step."""
@@ -186,17 +211,17 @@ class SwapBooks:
         self._holder.free_blocks(tuple(reversed(copy.held)))  # the last first, as vLLM does: the first are worth more
         copy.tracked.num_leaving -= len(copy.backups)
         if ok:
-            self.table.commit_write(copy.backups)
+            self.backups.commit_write(copy.backups)
         else:
-            self.table.abort_write(copy.backups)
+            self.backups.abort_write(copy.backups)
             self._drop_lost(copy.tracked)
 
     def _settle_inbound(self, copy: _Copy, ok: bool) -> None:
         self.num_resumed += ok
         if not ok:
             for backup in copy.backups:
-                self.table.lose(backup)
-        self.table.finish_read(copy.backups)
+                self.backups.lose(backup)
+        self.backups.finish_read(copy.backups)
         if not ok:
             self._drop_lost(copy.tracked)
 
@@ -204,11 +229,23 @@ class SwapBooks:
         """What follows a block that is lost is of no use."""
         num_kept = next((i for i, backup in enumerate(tracked.backups) if backup.is_lost), len(tracked.backups))
         is_short = num_kept < len(tracked.backups)
+        self._release_from(tracked, num_kept)
+        if is_short or (tracked.tail is not None and tracked.tail[0].is_lost):
+            self._release_tail(tracked)
+
+    def _release_from(self, tracked: TrackedRequest, num_kept: int) -> None:
         for backup in tracked.backups[num_kept:]:
-            self.table.release(backup)
+            self._release(backup)
         del tracked.backups[num_kept:]
-        if tracked.tail is not None and (is_short or tracked.tail[0].is_lost):
-            self.note_start(tracked)
+
+    def _release_tail(self, tracked: TrackedRequest) -> None:
+        if tracked.tail is not None:
+            self._release(tracked.tail[0])
+            tracked.tail = None
+
+    def _release(self, backup: Backup) -> None:
+        del self._owner[backup]
+        self.backups.release(backup)
 
     def _begin(self, kind: TransferKind, copy: _Copy, blocks: Sequence[Any], reason: Reason | None) -> None:
         transfer_id = next(self._ids)

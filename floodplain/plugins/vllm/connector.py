@@ -18,10 +18,12 @@ from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.metrics import FloodplainMetrics, FloodplainStats
 from floodplain.plugins.vllm.settings import read_settings
 from floodplain.plugins.vllm.versions import expect_tested, find_version
-from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker
+from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker, find_worker, introduce
 
 if TYPE_CHECKING:
     import torch
+
+    from floodplain.engine.peer_parts import PeerParts
 
 
 class Orders(KVConnectorMetadata):
@@ -49,10 +51,10 @@ class FloodplainConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        extra = transfer.kv_connector_extra_config
+        self._engine_id, extra = str(transfer.engine_id), transfer.kv_connector_extra_config
         expect_tested(find_version(), allow_untested=bool(extra.get("allow_untested")))
         self._settings = read_settings(extra)
-        _expect_supported(vllm_config, kv_cache_config)
+        _expect_supported(vllm_config, kv_cache_config, borrows=self._settings.coordinator is not None)
         group = kv_cache_config.kv_cache_groups[0]
         self._block_tokens = int(group.kv_cache_spec.block_size)
         self._num_blocks = int(kv_cache_config.num_blocks)
@@ -61,8 +63,19 @@ class FloodplainConnector(KVConnectorBase_V1):
         self._worker: SwapWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             num_workers = vllm_config.parallel_config.tensor_parallel_size
-            self._desk = Desk(self._settings, block_bytes, self._block_tokens, num_workers)
+            peer = None if self._settings.coordinator is None else self._find_peer()
+            self._desk = Desk(self._settings, block_bytes, self._block_tokens, num_workers, peer)
         self._num_slots = self._settings.swap_bytes // block_bytes
+
+    def _find_peer(self) -> PeerParts:
+        """What the worker of this process has for memory on neighbours."""
+        worker = find_worker(self._engine_id)
+        if worker is None or worker.peer is None:
+            raise UserError(
+                "floodplain borrows where vLLM's worker runs in its scheduler's process: "
+                "leave coordinator out, or --distributed-executor-backend"
+            )
+        return worker.peer
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -100,8 +113,12 @@ class FloodplainConnector(KVConnectorBase_V1):
         return self._desk
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """See vLLM."""
+        """See vLLM: everything is there now, and memory may be borrowed."""
         self.desk.books.bind(gpu_block_pool)
+        worker, borrowing = find_worker(self._engine_id), self.desk.borrowing
+        if worker is not None and borrowing is not None:
+            worker.before_close = borrowing.retire
+            borrowing.start()
 
     def on_new_request(self, request: Any) -> None:
         """See vLLM."""
@@ -109,9 +126,7 @@ class FloodplainConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM: its blocks can go; copies that still read some hold those."""
-        one = self.desk.roster.depart(request.request_id)
-        if one is not None:
-            self.desk.books.forget(one)
+        self.desk.depart(request.request_id)
         return False, None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -148,8 +163,7 @@ class FloodplainConnector(KVConnectorBase_V1):
 
     def reset_cache(self) -> bool | None:
         """See vLLM: what was computed with other weights is worth nothing."""
-        for one in self.desk.roster:
-            self.desk.books.forget(one)
+        self.desk.forget_all()
         return True
 
     # -- in a worker -----------------------------------------------------------------------------------------------
@@ -157,7 +171,10 @@ class FloodplainConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See vLLM."""
         blocks = CacheBlocks(kv_caches, self._num_blocks, self._block_tokens)
-        self._worker = SwapWorker(blocks, self._num_slots)
+        settings = self._settings
+        default_bytes = settings.swap_bytes if settings.peer_bytes is None else settings.peer_bytes
+        self._worker = SwapWorker(blocks, self._num_slots, default_bytes if settings.coordinator else 0)
+        introduce(self._engine_id, self._worker)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """See vLLM: called before each step computes; copies run beside it."""
@@ -181,6 +198,8 @@ class FloodplainConnector(KVConnectorBase_V1):
         """See vLLM."""
         if self._worker is not None:
             self._worker.close()
+        if self._desk is not None and self._desk.borrowing is not None:
+            self._desk.borrowing.close()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See vLLM: copies have begun already."""
@@ -195,7 +214,7 @@ class FloodplainConnector(KVConnectorBase_V1):
         """See vLLM: copies hold their blocks, so nobody waits for them."""
 
 
-def _expect_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+def _expect_supported(vllm_config: Any, kv_cache_config: Any, *, borrows: bool) -> None:
     """Refuse what would be wrong, or what nobody has tried.
 
     Raises:
@@ -207,6 +226,8 @@ def _expect_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise UserError("floodplain does not support speculative decoding in vLLM yet: leave it out")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise UserError("floodplain does not support pipeline parallelism in vLLM yet: use tensor parallelism")
+    if borrows and vllm_config.parallel_config.tensor_parallel_size > 1:
+        raise UserError("floodplain borrows memory for one worker: leave coordinator out, or --tensor-parallel-size")
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise UserError("floodplain swaps KV of models with one kind of attention: this one has several")
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 
 from floodplain.core.plan import Decision
-from floodplain.core.tiers import Link, Tier
+from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.core.view import View
+from floodplain.engine.neighbours import LeaseFacts
+from floodplain.engine.peer_parts import PeerParts
 from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.borrowing import Borrowing
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.plugins.vllm.tally import Tally
@@ -26,28 +30,55 @@ class Desk:
         block_bytes: Of one block, over all layers of one worker.
         block_tokens: Of one block.
         num_workers: That copy.
+        peer: What the worker has for memory on neighbours; None borrows nothing.
+
+    Attributes:
+        lock: Held while the books change, beside which a thread may look after leases.
     """
 
-    def __init__(self, settings: PluginSettings, block_bytes: int, block_tokens: int, num_workers: int) -> None:
+    def __init__(
+        self,
+        settings: PluginSettings,
+        block_bytes: int,
+        block_tokens: int,
+        num_workers: int,
+        peer: PeerParts | None = None,
+    ) -> None:
         self.settings = settings
         self.block_bytes = block_bytes
-        self.num_slots = settings.swap_bytes // block_bytes
+        slots = [SlotLedger(Tier.HOST, settings.swap_bytes // block_bytes)]
+        if peer is not None:
+            slots.insert(0, SlotLedger(Tier.PEER, 0))
         self.roster = Roster()
-        self.books = SwapBooks(self.num_slots, block_tokens)
+        self.books = SwapBooks(slots, block_tokens)
         self.tally = Tally()
-        self.links = Links([Link(Tier.HOST, FIRST_BANDWIDTH)], block_bytes)
+        self.links = Links([Link(one.tier, FIRST_BANDWIDTH) for one in slots], block_bytes)
+        self.lock = threading.Lock()
+        self.borrowing = None if peer is None else Borrowing(settings, self.books, peer, self.lock, self._is_idle)
         self.watchers: list[Callable[[View, float, Decision], None]] = []
         """Told of every decision, and of the time it was made at: so that it can be made again elsewhere."""
         self._num_workers = num_workers
+        self._seen_peers: set[str] = set()
+        self._seen_leases: Mapping[str, int] = {}
         self._ended: dict[int, tuple[int, bool]] = {}
 
     def record(self, view: View, now: float, decision: Decision) -> None:
         """A decision was made."""
-        num_taken = self.books.table.slots[Tier.HOST].num_taken
         self.tally.set("requests_swapped", to=len(view.swapped))
-        self.tally.set("kv_bytes", Tier.HOST.value, to=num_taken * self.block_bytes * self._num_workers)
+        for tier, slots in self.books.backups.slots.items():
+            self.tally.set("kv_bytes", tier.value, to=slots.num_taken * self.block_bytes * self._num_workers)
+        if self.borrowing is not None:
+            self._record_leases(self.borrowing.facts())
         for watch in self.watchers:
             watch(view, now, decision)
+
+    def _record_leases(self, facts: LeaseFacts) -> None:
+        self._seen_peers |= {peer for _, peer in facts.num_bytes}
+        for peer in self._seen_peers:
+            self.tally.set("lease_bytes", peer, to=facts.num_bytes.get(("consumer", peer), 0))
+        for outcome, number in facts.num_borrowed.items():
+            self.tally.count("borrowed_leases_total", outcome, by=number - self._seen_leases.get(outcome, 0))
+        self._seen_leases = facts.num_borrowed
 
     def take_orders(self, *, is_idle: bool) -> StepOrders:
         """What workers have to do in the next step."""
@@ -61,5 +92,23 @@ class Desk:
         for transfer_id, (num_workers, ok) in list(merged.items()):
             if num_workers == self._num_workers:
                 del merged[transfer_id]
-                self.books.settle(transfer_id, ok)
+                with self.lock:
+                    self.books.settle(transfer_id, ok)
         self._ended = merged
+
+    def depart(self, request_id: str) -> None:
+        """A request has ended, or was aborted: nothing is kept of it. Safe to call twice."""
+        one = self.roster.depart(request_id)
+        if one is not None:
+            with self.lock:
+                self.books.forget(one)
+
+    def forget_all(self) -> None:
+        """Nothing is kept of anybody."""
+        with self.lock:
+            for one in self.roster:
+                self.books.forget(one)
+
+    def _is_idle(self) -> bool:
+        """Nobody is here, nor any copy under way. Who comes next is planned for at a boundary first."""
+        return not len(self.roster) and not self.books.num_in_flight

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from floodplain.core.sequence import Status
-from floodplain.core.tiers import Link, Tier
 from floodplain.core.view import SequenceView, TierView
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.tracked import TrackedRequest
+from floodplain.runtime.links import Links
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -168,22 +168,24 @@ def sort_rows(rows: Iterable[SequenceView]) -> tuple[SequenceView, ...]:
     return tuple(sorted(rows, key=lambda row: row.order_key))
 
 
-def view_tiers(books: SwapBooks, block_bytes: int, link: Link) -> tuple[TierView, ...]:
-    """Swap space as a policy sees it; empty if there is none.
+def view_tiers(books: SwapBooks, block_bytes: int, links: Links) -> tuple[TierView, ...]:
+    """Swap space as a policy sees it, without the tiers that have no slots now.
 
     Args:
         books: Of it.
         block_bytes: Of one block, over all layers of one worker.
-        link: What copies cost.
+        links: What copies cost.
     """
-    num_slots = books.table.slots[Tier.HOST].num_slots
-    tier = TierView(
-        Tier.HOST,
-        books.table.num_available(Tier.HOST),
-        num_slots,
-        block_bytes / link.bandwidth,
-        link.latency_s,
-        books.num_outbound_blocks,
-        books.num_inbound_blocks,
+    return tuple(
+        TierView(
+            tier,
+            books.backups.num_available(tier),
+            slots.num_slots,
+            block_bytes / links[tier].bandwidth,
+            links[tier].latency_s,
+            books.count_moving(tier, is_inbound=False),
+            books.count_moving(tier, is_inbound=True),
+        )
+        for tier, slots in books.backups.slots.items()
+        if slots.num_slots
     )
-    return (tier,) if num_slots else ()

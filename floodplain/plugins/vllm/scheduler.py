@@ -9,10 +9,9 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from floodplain.core.errors import UserError
-from floodplain.core.plan import Decision, PreemptionMode, Reason
+from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
-from floodplain.core.tiers import Tier
 from floodplain.core.view import View
 from floodplain.plugins.vllm.compat import SteeredScheduler
 from floodplain.plugins.vllm.connector import FloodplainConnector
@@ -49,7 +48,7 @@ class FloodplainScheduler(SteeredScheduler):
         self._step = -1
         self._completion_step = self._arrival_step = -1
         self._caps: dict[str, int] = {}
-        self._leaving: tuple[PreemptionMode, Reason] | None = None
+        self._leaving: Preemption | None = None
         self._was_running: set[SeqId] = set()
         self._issued_s = 0.0
 
@@ -63,7 +62,7 @@ class FloodplainScheduler(SteeredScheduler):
         absent = sorted(crowd.waiting, key=self.policy_object.waiting_key)  # type: ignore[arg-type]
         rows = [make.absent(one) for one in absent]
         waiting = [row for row in rows if row.status is Status.WAITING]
-        num_free, link = self.finder.count_free(), self._desk.links.as_of(self._step)[Tier.HOST]
+        num_free = self.finder.count_free()
         view = View(
             step=self._step,
             running=sort_rows(make.running(one) for one in (*crowd.running, *crowd.arrived)),
@@ -77,7 +76,7 @@ class FloodplainScheduler(SteeredScheduler):
             block_tokens=self._limits.block_tokens,
             max_batched_tokens=self._limits.max_batched_tokens,
             max_num_seqs=self._limits.max_num_seqs,
-            tiers=view_tiers(self._desk.books, self._desk.block_bytes, link),
+            tiers=view_tiers(self._desk.books, self._desk.block_bytes, self._desk.links.as_of(self._step)),
             prices=self._prices.now,
             num_draining_blocks=self._desk.books.num_draining_blocks,
             num_empty_blocks=num_free,
@@ -103,6 +102,8 @@ class FloodplainScheduler(SteeredScheduler):
         """See ``SteeredScheduler``: ask the policy, and do what it says."""
         self._step += 1
         self._note_changes()
+        if self._desk.borrowing is not None:
+            self._desk.borrowing.at_boundary()
         view, by_id = self.look()
         now = time.monotonic()
         decision = self.policy_object.decide(view, now, self._rng)
@@ -121,13 +122,13 @@ class FloodplainScheduler(SteeredScheduler):
 
     def _apply(self, decision: Decision, by_id: dict[SeqId, TrackedRequest]) -> None:
         for preemption in decision.preemptions:
-            self._leaving = (preemption.mode, preemption.reason)
+            self._leaving = preemption
             self.send_away(by_id[preemption.seq_id].request)
             self._leaving = None
         for backup in decision.backups:
             one = by_id[backup.seq_id]
             table = self.finder.table(one.request.request_id)
-            self._desk.books.back_up(one, table, one.request.num_computed_tokens, backup.num_blocks)
+            self._desk.books.back_up(one, table, one.request.num_computed_tokens, backup.num_blocks, backup.tier)
         self._caps = {by_id[seq_id].request.request_id: 1 for seq_id in decision.decodes}
         for order in decision.resumptions:  # who finds all of its KV on the device needs no copy, and computes at once
             self._caps[by_id[order.seq_id].request.request_id] = self._limits.block_tokens
@@ -142,10 +143,12 @@ class FloodplainScheduler(SteeredScheduler):
 
     def note_departure(self, request: Request) -> None:
         """See ``SteeredScheduler``: vLLM may have sent it away itself, for want of blocks; then it swaps, too."""
-        mode, reason = self._leaving or (PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
         one, books = self._desk.roster[request.request_id], self._desk.books
-        table = self.finder.table(request.request_id)
-        is_kept = mode is PreemptionMode.SWAP and books.swap_out(one, table, request.num_computed_tokens, reason)
+        order = self._leaving or Preemption(one.seq_id, PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
+        table, num_computed = self.finder.table(request.request_id), request.num_computed_tokens
+        is_kept = order.mode is PreemptionMode.SWAP and books.swap_out(
+            one, table, num_computed, order.reason, order.tier
+        )
         if not is_kept:
             books.forget(one)
         became = PreemptionMode.SWAP if is_kept else PreemptionMode.RECOMPUTE

@@ -9,6 +9,7 @@ from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import MAX_SIZE_BYTES, parse_size
+from floodplain.memory.named_file import NAME
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.policy.settings import settings_for
@@ -22,8 +23,12 @@ _SHARING = {"slice": "slice_steps", "slice_ends": "slice_ends", "pace": "pace", 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "policy": str, "swap_memory": (int, str), "seed": int, "allow_untested": bool,
     "slice": int, "slice_ends": str, "pace": (int, float), "max_gap": (int, float),
+    "coordinator": str, "coordinator_token_file": str, "device_name": str, "peer_memory": (int, str),
 }  # fmt: skip
 """Every setting, and what it may be."""
+
+_BORROWING = ("coordinator_token_file", "device_name", "peer_memory")
+"""Settings that say something of a coordinator's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +40,20 @@ class PluginSettings:
         sharing: Fields of ``SharingSettings``.
         swap_bytes: Host memory of each worker for swap space.
         seed: Of the policy's random generator.
+        coordinator: Addresses; None borrows nothing.
+        coordinator_token_file: Of this engine's token.
+        device_name: By which the coordinator knows it; None draws one.
+        peer_bytes: Most that is borrowed; None is as much as ``swap_bytes``.
     """
 
     policy: str = DEFAULT_POLICY
     sharing: Mapping[str, Any] | None = None
     swap_bytes: int = DEFAULT_SWAP_BYTES
     seed: int = 0
+    coordinator: str | None = None
+    coordinator_token_file: str | None = None
+    device_name: str | None = None
+    peer_bytes: int | None = None
 
     def make_policy(self) -> Policy:
         """A new policy object.
@@ -69,12 +82,11 @@ def read_settings(extra: Mapping[str, Any], *, are_flags: bool = False) -> Plugi
     policy = extra.get("policy", DEFAULT_POLICY)
     if policy not in POLICIES:
         raise UserError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
-    memory = extra.get("swap_memory", DEFAULT_SWAP_BYTES)
-    swap_bytes = memory if isinstance(memory, int) else parse_size(memory)
-    if not 0 <= swap_bytes <= MAX_SIZE_BYTES:
-        raise UserError(f"swap_memory must be between 0 and {MAX_SIZE_BYTES} bytes, not {swap_bytes}")
     sharing = {_SHARING[name]: value for name, value in extra.items() if name in _SHARING}
-    settings = PluginSettings(policy, sharing, swap_bytes, extra.get("seed", 0))
+    settings = PluginSettings(
+        policy, sharing, _read_size("swap_memory", extra.get("swap_memory", DEFAULT_SWAP_BYTES)), extra.get("seed", 0),
+        **_read_borrowing(extra),
+    )  # fmt: skip
     try:
         settings.make_policy()
     except UserError as error:  # which names them as flags
@@ -82,3 +94,23 @@ def read_settings(extra: Mapping[str, Any], *, are_flags: bool = False) -> Plugi
             raise
         raise UserError(re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", "_"), str(error))) from None
     return settings
+
+
+def _read_size(name: str, value: int | str) -> int:
+    num_bytes = value if isinstance(value, int) else parse_size(value)
+    if not 0 <= num_bytes <= MAX_SIZE_BYTES:
+        raise UserError(f"{name} must be between 0 and {MAX_SIZE_BYTES} bytes, not {num_bytes}")
+    return num_bytes
+
+
+def _read_borrowing(extra: Mapping[str, Any]) -> dict[str, Any]:
+    alone = [name for name in _BORROWING if name in extra]
+    if alone and "coordinator" not in extra:
+        raise UserError(f"{alone[0]} needs coordinator: nobody else knows who lends memory")
+    name = extra.get("device_name")
+    if name is not None and not NAME.fullmatch(name):
+        raise UserError(f"device_name {name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
+    found = {name: extra[name] for name in ("coordinator", "coordinator_token_file", "device_name") if name in extra}
+    if "peer_memory" in extra:
+        found["peer_bytes"] = _read_size("peer_memory", extra["peer_memory"])
+    return found

@@ -32,6 +32,8 @@ FAMILIES: Mapping[str, Family] = {
     "kv_bytes": Family("Bytes of KV by tier, over all workers.", ("tier",), is_gauge=True),
     "preemptions_total": Family("Requests taken off the device, by what becomes of their KV.", ("mode",)),
     "swap_bytes_total": Family("Bytes of KV moved between device and tier, over all workers.", ("direction", "tier")),
+    "lease_bytes": Family("Bytes borrowed by leases that have not ended, by who lends them.", ("peer",), is_gauge=True),
+    "borrowed_leases_total": Family("Leases, by what became of them.", ("outcome",)),
     "failed_transfers_total": Family("Copies that were not whole, by problem.", ("problem",)),
 }
 

@@ -26,13 +26,14 @@ class TrackedRequest:
         backups: Of its leading full blocks, one each.
         tail: Of its last, partly filled block, and how many leading tokens end there; it dies when the request runs
             again.
+        is_away: Its KV is in swap space, and on the device as far as copies back have brought it.
         num_leaving: Blocks of it that copies on their way out still read.
         num_local_tokens: Leading tokens that vLLM found on the device when it last asked what we have of it.
     """
 
     __slots__ = (
-        "backups", "credit", "entered_step", "last_token_s", "num_leaving", "num_local_tokens", "num_seen_tokens",
-        "request", "seq_id", "tail",
+        "backups", "credit", "entered_step", "is_away", "last_token_s", "num_leaving", "num_local_tokens",
+        "num_seen_tokens", "request", "seq_id", "tail",
     )  # fmt: skip
 
     def __init__(self, seq_id: SeqId, request: Request, credit: float) -> None:
@@ -44,6 +45,7 @@ class TrackedRequest:
         self.num_seen_tokens = 0
         self.backups: list[Backup] = []
         self.tail: tuple[Backup, int] | None = None
+        self.is_away = False
         self.num_leaving = 0
         self.num_local_tokens = 0
 
@@ -51,6 +53,11 @@ class TrackedRequest:
     def order_key(self) -> OrderKey:
         """(priority, arrival, id)."""
         return (self.request.priority, self.request.arrival_time, self.seq_id)
+
+    @property
+    def known_backups(self) -> list[Backup]:
+        """All copies of it, in the order of its tokens."""
+        return self.backups if self.tail is None else [*self.backups, self.tail[0]]
 
     @property
     def stream_work(self) -> float:

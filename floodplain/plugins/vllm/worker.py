@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from weakref import WeakValueDictionary
 
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.plan import TransferKind
 from floodplain.core.tiers import Tier
-from floodplain.engine.swap import open_host_tier
+from floodplain.engine.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
+from floodplain.engine.swap import LINK_STAGING_BYTES, open_host_tier
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.swap_space import SwapSpace
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.tally import Tally
 
@@ -101,12 +104,23 @@ class SwapWorker:
 
     Args:
         blocks: vLLM's.
-        num_slots: Of swap space.
+        num_slots: Of swap space in host memory.
+        peer_bytes: Of swap space on neighbours, at most; 0 has none.
+
+    Attributes:
+        peer: Without memory, until somebody in this process borrows some for it.
+        before_close: Called before swap space is given back.
     """
 
-    def __init__(self, blocks: CacheBlocks, num_slots: int) -> None:
-        self.slots, tier = open_host_tier(blocks, blocks.device, num_slots)
-        self._space = SwapSpace({Tier.HOST: tier})
+    def __init__(self, blocks: CacheBlocks, num_slots: int, peer_bytes: int = 0) -> None:
+        self.slots, host = open_host_tier(blocks, blocks.device, num_slots)
+        self.peer: PeerParts | None = None
+        self.before_close: Callable[[], None] = lambda: None
+        tiers = {Tier.HOST: host}
+        if peer_bytes:
+            near, self.peer = _open_peer_tier(blocks, self.slots, peer_bytes)
+            tiers = {Tier.PEER: near, **tiers}
+        self._space = SwapSpace(tiers)
         self.tally = Tally()
         self._counted = self._space.stats()
         self._owners: dict[int, str] = {}
@@ -146,4 +160,29 @@ class SwapWorker:
 
     def close(self) -> None:
         """Let the copies in flight end. Safe to call twice."""
+        self.before_close()
+        if self.peer is not None:
+            self.peer.mover.close()
         self._space.close()
+
+
+_HERE: WeakValueDictionary[str, SwapWorker] = WeakValueDictionary()
+"""Workers of this process, by vLLM's name of the engine."""
+
+
+def introduce(engine_id: str, worker: SwapWorker) -> None:
+    """It can be found by its engine's name, if the scheduler is in this process, too."""
+    _HERE[engine_id] = worker
+
+
+def find_worker(engine_id: str) -> SwapWorker | None:
+    """None if it is in another process."""
+    return _HERE.get(engine_id)
+
+
+def _open_peer_tier(blocks: CacheBlocks, host: SwapSlots, num_bytes: int) -> tuple[SwapTier, PeerParts]:
+    slots = make_peer_slots(blocks.layout, num_bytes)
+    if blocks.device.type == "cuda":
+        staging_blocks = max(1, LINK_STAGING_BYTES // blocks.layout.block_bytes)
+        return open_cuda_parts(blocks, blocks.device, host, slots, staging_blocks)
+    return open_host_parts(blocks, host, slots, None, None)

@@ -1,0 +1,155 @@
+"""What the plug-in borrows for vLLM's worker: looked after at boundaries, and by a thread while nobody is there.
+
+A real coordinator and a device that lends; a worker over caches like vLLM's, without vLLM.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from floodplain.core.errors import UserError
+from floodplain.engine import peer_parts
+from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.plugins.vllm.borrowing import Borrowing
+from floodplain.plugins.vllm.desk import Desk
+from floodplain.plugins.vllm.settings import read_settings
+from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker, find_worker, introduce
+from tests.support.lending import Neighbour, coordinating
+from tests.support.vllm_books import Pool
+
+NUM_BLOCKS, BLOCK_TOKENS, NUM_PAGES = 8, 4, 4
+BLOCK_BYTES = 2 * BLOCK_TOKENS * 64
+
+
+class Inside:
+    """A scheduler's desk and its worker, in one process."""
+
+    def __init__(self, url: str) -> None:
+        told = {"coordinator": url, "swap_memory": 64 * BLOCK_BYTES, "peer_memory": NUM_PAGES * PAGE_BYTES}
+        settings = read_settings(told)
+        cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
+        self.worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS, BLOCK_TOKENS), 64, settings.peer_bytes or 0)
+        self.desk = Desk(settings, BLOCK_BYTES, BLOCK_TOKENS, 1, self.worker.peer)
+        self.desk.books.bind(Pool(NUM_BLOCKS))
+        assert self.desk.borrowing is not None
+        self.borrowing: Borrowing = self.desk.borrowing
+        self.worker.before_close = self.borrowing.retire
+        self.borrowing.start()
+
+    @property
+    def num_held(self) -> int:
+        return len(self.borrowing._tier._held)
+
+    def arrive(self) -> None:
+        request = SimpleNamespace(request_id="a", num_output_tokens=0, priority=0, arrival_time=0.0)
+        self.desk.roster.arrive(cast(Any, request))
+
+    def close(self) -> None:
+        self.worker.close()
+        self.borrowing.close()
+
+
+@contextmanager
+def neighbourhood(patch: pytest.MonkeyPatch, deadline_s: float = 20.0) -> Iterator[tuple[Neighbour, Inside]]:
+    patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
+    with coordinating() as url, closing(Neighbour(url, NUM_PAGES, deadline_s)) as neighbour:
+        neighbour.lend(NUM_PAGES)
+        with closing(Inside(url)) as inside:
+            wait_until(lambda: inside.num_held == NUM_PAGES)
+            yield neighbour, inside
+        assert neighbour.taken_pages == 0, "borrowed memory stays taken"
+
+
+def wait_until(is_so: Callable[[], bool], patience_s: float = 20.0) -> None:
+    end_s = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < end_s, "it never happened"
+        time.sleep(1e-3)
+
+
+def test_without_a_boundary_idle_memory_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with neighbourhood(monkeypatch) as (neighbour, inside):
+        for _ in range(3):
+            neighbour.lend(0)
+            wait_until(lambda: neighbour.taken_pages == 0)
+            neighbour.lend(NUM_PAGES)
+            wait_until(lambda: inside.num_held == NUM_PAGES)
+        assert inside.borrowing.facts().num_borrowed["forced"] == 0
+
+
+def test_while_somebody_is_there_only_boundaries_touch_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    with neighbourhood(monkeypatch) as (neighbour, inside):
+        inside.arrive()
+        recalled = inside.borrowing._neighbours.agent.membership.to_free
+        neighbour.lend(0)
+        wait_until(lambda: len(recalled()) == NUM_PAGES)
+        inside.borrowing._hurry()
+        assert inside.num_held == NUM_PAGES
+        inside.borrowing.at_boundary()
+        assert inside.num_held == 0
+        assert inside.borrowing.facts().num_borrowed["returned"] == NUM_PAGES
+
+
+def test_whoever_leaves_last_leaves_the_rest_to_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No boundary follows the last abort; no news comes any more, either."""
+    with neighbourhood(monkeypatch) as (neighbour, inside):
+        inside.arrive()
+        neighbour.lend(0)
+        wait_until(lambda: len(inside.borrowing._neighbours.agent.membership.to_free()) == NUM_PAGES)
+        inside.desk.depart("a")
+        wait_until(lambda: neighbour.taken_pages == 0)
+        assert inside.borrowing.facts().num_borrowed["forced"] == 0
+
+
+def test_at_the_deadline_memory_goes_whoever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with neighbourhood(monkeypatch, deadline_s=0.6) as (neighbour, inside):
+        inside.arrive()
+        neighbour.lend(0)
+        wait_until(lambda: neighbour.taken_pages == 0)
+        wait_until(lambda: inside.borrowing.facts().num_borrowed["forced"] == NUM_PAGES)  # counted after it is told
+        inside.borrowing.at_boundary()
+        assert not inside.desk.books.backups.slots[next(iter(inside.desk.books.backups.slots))].num_slots
+
+
+def test_what_is_borrowed_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with neighbourhood(monkeypatch) as (neighbour, inside):
+        view = cast(Any, SimpleNamespace(swapped=()))
+        inside.desk.record(view, 0.0, cast(Any, None))
+        said = inside.desk.tally.take()
+        assert said["gauges"][f"lease_bytes {neighbour.name}"] == NUM_PAGES * PAGE_BYTES
+        assert said["counts"]["borrowed_leases_total granted"] == NUM_PAGES
+        neighbour.lend(0)
+        wait_until(lambda: neighbour.taken_pages == 0)
+        wait_until(lambda: not inside.borrowing.facts().num_bytes)
+        inside.desk.record(view, 0.0, cast(Any, None))
+        said = inside.desk.tally.take()
+        assert said["gauges"][f"lease_bytes {neighbour.name}"] == 0
+        assert said["counts"] == {"borrowed_leases_total returned": NUM_PAGES}
+
+
+def test_a_token_file_that_is_not_there_is_one_line_and_leaves_nothing() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    told = read_settings({"coordinator": "http://127.0.0.1:1", "coordinator_token_file": "no-such-file"})
+    cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
+    worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS, BLOCK_TOKENS), 4, 4096)
+    with closing(worker), pytest.raises(UserError, match="no-such-file"):
+        Desk(told, BLOCK_BYTES, BLOCK_TOKENS, 1, worker.peer)
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_a_worker_is_found_by_its_engines_name_while_it_lives() -> None:
+    cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
+    worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS, BLOCK_TOKENS), 4)
+    introduce("engine-1", worker)
+    assert find_worker("engine-1") is worker and find_worker("engine-2") is None
+    worker.close()
+    del worker
+    assert find_worker("engine-1") is None
