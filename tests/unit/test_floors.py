@@ -18,7 +18,7 @@ ROOT = Path(floodplain.__file__).parent
 
 FLOORS = [
     ["core"],
-    ["cost", "workload", "observe", "web"],
+    ["cost", "files", "workload", "observe", "web"],
     ["policy", "memory"],
     ["runtime", "coordinator"],
     ["engine", "plugins", "sim"],
