@@ -9,7 +9,8 @@ import torch
 
 from floodplain.core.errors import UserError
 from floodplain.engine.hf_tokenizer import HfTokenizer
-from floodplain.engine.models.config import ModelConfig, parse_hf_config
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.hf_config import parse_hf_config
 from floodplain.files.parsing import parsing, read_json_object, reason_of
 from floodplain.files.reading import is_file
 
@@ -83,7 +84,7 @@ def _read_config(path: Path, name: str) -> ModelConfig:
         raise UserError(f"{path} is missing; MODEL must be a folder with a complete Hugging Face model")
     content = read_json_object(path)
     with parsing(path):
-        return parse_hf_config(content, name)
+        return parse_hf_config(content, name, str(path))
 
 
 def _read_index(path: Path) -> dict[str, str]:
