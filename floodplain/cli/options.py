@@ -23,7 +23,7 @@ from floodplain.core.sizes import format_size, parse_size
 C = TypeVar("C")
 
 ENVIRONMENT_PREFIX = "FLOODPLAIN_"
-_TYPO_SIMILARITY = 0.8
+_SIMILARITY, _TYPO_SIMILARITY = 0.5, 0.8
 _UNSET = object()
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -33,9 +33,11 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         rest: Where what follows ``--`` goes, untouched: flags of another program. None: there is no such thing.
+        rest_owner: That program.
     """
 
     rest: str | None = None
+    rest_owner = ""
 
     def error(self, message: str) -> Any:
         """Raise what argparse would print."""
@@ -105,7 +107,10 @@ def _resolve_own(
     typed, unknown = _given(parser, actions, argv)
     if unknown:
         known = [option for action in actions.values() for option in action.option_strings]
-        raise UserError(f"unknown argument {unknown[0]}{_nearest(unknown[0].partition('=')[0], known)}")
+        wrong = unknown[0].partition("=")[0]  # what follows may be a secret
+        where = _where_rest_goes(parser, wrong)
+        near = _nearest(wrong, known, _TYPO_SIMILARITY if where else _SIMILARITY)
+        raise UserError(f"unknown argument {wrong}{near}{where}")
     from_environment = _from_environment(parser, actions, environ)
     path = typed.get("config", from_environment.get("config"))
     values = _from_file(parser, actions, Path(path)) if path else {}
@@ -192,9 +197,14 @@ def _is_switch(action: argparse.Action) -> bool:
     return action.nargs == 0
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
+def _nearest(name: str, known: Iterable[str], similarity: float = _SIMILARITY) -> str:
+    near = difflib.get_close_matches(name, known, 1, similarity)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _where_rest_goes(parser: argparse.ArgumentParser, name: str) -> str:
+    owner: str = getattr(parser, "rest_owner", "") if name.startswith("-") else ""
+    return f": flags of {owner} follow --, as in {parser.prog} MODEL -- {name} VALUE" if owner else ""
 
 
 def _add_flag(container: Any, item: Field[Any], hint: Any) -> None:

@@ -9,16 +9,20 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
+from floodplain.cli.masking import mask_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, read_settings
-from floodplain.plugins.vllm.versions import expect_tested, find_version
+from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 from floodplain.policy.registry import POLICIES
 
-OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--async-scheduling")
+OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--async-scheduling", "--model")
 """Of vLLM, set here."""
+
+NO_ASYNC = "each step is planned when the last one has ended: vLLM runs with --no-async-scheduling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ class VllmConfig:
     peer_memory: int | None = field(
         default=None, metadata={"size": True, "help": "most memory that is borrowed (default: as --swap-memory)"}
     )
-    allow_untested: bool = field(default=False, metadata={"help": "try a version of vLLM that nobody has tried"})
+    allow_untested: bool = field(default=False, metadata={"help": "try a version of vLLM that is untested"})
 
 
 def add_parser(verbs: Any) -> None:
@@ -54,31 +58,51 @@ def add_parser(verbs: Any) -> None:
     )
     parser = add_verb(servers, "serve", about)
     add_dataclass_flags(parser, VllmConfig)
-    parser.rest = "vllm_flags"
+    parser.rest, parser.rest_owner = "vllm_flags", "vLLM"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the command and become it.
+    """Print the command, without its secrets, and become it.
 
     Raises:
         UserError: A flag is out of its range or not for here, or there is no vLLM that was tried.
     """
     config = dataclass_from(args, VllmConfig)
-    command = build_command(config, args.vllm_flags)
-    expect_tested(find_version(), allow_untested=config.allow_untested)
-    print(shlex.join(command), flush=True)
+    name, version = find_distribution()
+    command = build_command(config, args.vllm_flags, find_server(name))
+    expect_tested(version, allow_untested=config.allow_untested, how="pass --allow-untested")
+    print(shlex.join(mask_command(command, os.environ)), flush=True)
+    if not args.quiet:
+        print(f"floodplain: {NO_ASYNC}", file=sys.stderr, flush=True)
     os.execv(command[0], command)
 
 
-def build_command(config: VllmConfig, flags: Sequence[str]) -> list[str]:
-    """The server's command line. It is what ``vllm serve`` runs, and works where vLLM goes by another name, too.
+def find_server(distribution: str) -> list[str]:
+    """The words that begin vLLM's server, in front of the model.
+
+    ``vllm serve`` looks for a distribution that is called vllm, and fails where vLLM goes by another name.
+    """
+    script = Path(sys.executable).with_name("vllm")
+    if distribution == "vllm" and os.access(script, os.X_OK):
+        return [str(script), "serve"]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+
+
+def build_command(config: VllmConfig, flags: Sequence[str], server: Sequence[str]) -> list[str]:
+    """The server's command line.
+
+    Args:
+        config: Our flags.
+        flags: Of vLLM.
+        server: As ``find_server`` has it.
 
     Raises:
         UserError: A flag is out of its range, or set here already.
     """
     for flag in flags:
-        if flag.partition("=")[0] in (*OWN_FLAGS, "--model"):
-            raise UserError(f"{flag} is set by floodplain: leave it out")
+        name = flag.partition("=")[0]  # what follows may be a secret
+        if name.startswith("--") and _is_own(name.replace("_", "-").partition(".")[0]):
+            raise UserError(f"{name} is set by floodplain: leave it out")
     extra = {one.name: getattr(config, one.name) for one in fields(config) if one.name != "model"}
     extra = {name: value for name, value in extra.items() if value is not None and value is not False}
     read_settings(extra, are_flags=True)
@@ -86,11 +110,15 @@ def build_command(config: VllmConfig, flags: Sequence[str]) -> list[str]:
         "kv_connector": "FloodplainConnector",
         "kv_connector_module_path": "floodplain.plugins.vllm.connector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
     return [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", config.model, "--no-async-scheduling",
+        *server, config.model, "--no-async-scheduling",
         "--scheduler-cls", "floodplain.plugins.vllm.scheduler.FloodplainScheduler",
         "--kv-transfer-config", json.dumps(transfer), *flags,
     ]  # fmt: skip
+
+
+def _is_own(name: str) -> bool:
+    """Whether vLLM takes ``name`` for a flag that is set here; it accepts the beginning of one, too."""
+    return len(name) > len("--") and any(flag.startswith(name) for flag in OWN_FLAGS)

