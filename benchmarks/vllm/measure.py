@@ -45,7 +45,6 @@ def make_engine(way: str, model: str, kv_tokens: int) -> LLM:
             kv_connector="FloodplainConnector",
             kv_connector_module_path="floodplain.plugins.vllm.connector",
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
             kv_connector_extra_config={"policy": way, "swap_memory": "1GiB"},
         )
     return LLM(**flags)

@@ -62,12 +62,11 @@ def make_stock(model: Path, **flags: Any) -> LLM:
 
 
 def make_ours(model: Path, settings: dict[str, Any], **flags: Any) -> LLM:
-    """vLLM with the plug-in."""
+    """vLLM with the plug-in, and with vLLM's defaults for what it does not need."""
     transfer = KVTransferConfig(
         kv_connector="FloodplainConnector",
         kv_connector_module_path="floodplain.plugins.vllm.connector",
         kv_role="kv_both",
-        kv_load_failure_policy="recompute",
         kv_connector_extra_config=settings,
     )
     ours = {"scheduler_cls": "floodplain.plugins.vllm.scheduler.FloodplainScheduler", "kv_transfer_config": transfer}

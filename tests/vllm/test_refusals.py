@@ -26,7 +26,6 @@ def configs(**changes: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
         "pipeline": 1,
         "tensor": 1,
         "groups": 1,
-        "policy": "recompute",
     } | changes
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=values["async_scheduling"]),
@@ -34,7 +33,6 @@ def configs(**changes: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=values["pipeline"], tensor_parallel_size=values["tensor"]
         ),
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=values["policy"]),
     )
     return vllm_config, SimpleNamespace(kv_cache_groups=[None] * values["groups"])
 
@@ -52,7 +50,6 @@ def test_what_is_supported_is_let_in() -> None:
         ({"pipeline": 2}, "pipeline parallelism"),
         ({"tensor": 2}, "for one worker: leave coordinator out, or --tensor-parallel-size"),
         ({"groups": 2}, "one kind of attention"),
-        ({"policy": "fail"}, '"kv_load_failure_policy": "recompute"'),
     ],
 )
 def test_what_is_not_supported_is_refused(change: dict[str, Any], message: str) -> None:
@@ -68,7 +65,7 @@ def test_versions_that_nobody_tried_are_refused_unless_asked_for(version: str) -
 
 
 def test_the_version_here_was_tried() -> None:
-    versions.expect_tested(versions.find_version(), allow_untested=False)
+    versions.expect_tested(versions.find_distribution()[1], allow_untested=False)
     versions.expect_tested("0.32.0+cpu", allow_untested=False)
 
 

@@ -28,13 +28,12 @@ TRANSFER = {
     "kv_connector": "FloodplainConnector",
     "kv_connector_module_path": "floodplain.plugins.vllm.connector",
     "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"},
 }
 
 
 def command(model: Path, port: int) -> list[str]:
-    """As in the README, with a pool for a third of the requests."""
+    """As in the README, with vLLM's defaults, and with a pool for a third of the requests."""
     flags = {
         "--model": model, "--served-model-name": "smollm2", "--port": port, "--dtype": "float32", "--block-size": 32,
         "--num-gpu-blocks-override": 18, "--max-model-len": 512,
@@ -42,7 +41,7 @@ def command(model: Path, port: int) -> list[str]:
         "--kv-transfer-config": json.dumps(TRANSFER),
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
-    options = ["--no-async-scheduling", "--no-enable-prefix-caching", "--enforce-eager"]
+    options = ["--no-enable-prefix-caching", "--enforce-eager"]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *options]
 
 

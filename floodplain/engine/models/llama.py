@@ -70,9 +70,8 @@ class LlamaStem:
         self._embedding = params["embedding"]
         self._norm = params["norm"]
         self._eps = config.norm_eps
-        rope = config.rope or RopeConfig()
-        self._frequencies = inverse_frequencies(rope, config.shape.head_dim).to(self._embedding.device)
-        self._rope_scale = rope.attention_factor
+        frequencies = inverse_frequencies(config.rope or RopeConfig(), config.shape.head_dim)
+        self._frequencies = frequencies.to(self._embedding.device)
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Activations [T, hidden] of the tokens."""
@@ -80,7 +79,7 @@ class LlamaStem:
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """The rotation at these positions."""
-        return rotation(positions, self._frequencies, self._embedding.dtype, self._rope_scale)
+        return rotation(positions, self._frequencies, self._embedding.dtype)
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         """The final norm."""

@@ -58,6 +58,7 @@ class SteeredScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.recompute_kv_load_failures = True  # a copy that fails is computed again, whatever vLLM's default is
         self._queue, self._holding = TurnQueue(), TurnQueue()
         self.waiting, self.kv_holding_waiting = self._queue, self._holding
         self.finder = BlockFinder(self.kv_cache_manager)

@@ -230,5 +230,3 @@ def _expect_supported(vllm_config: Any, kv_cache_config: Any, *, borrows: bool) 
         raise UserError("floodplain borrows memory for one worker: leave coordinator out, or --tensor-parallel-size")
     if len(kv_cache_config.kv_cache_groups) != 1:
         raise UserError("floodplain swaps KV of models with one kind of attention: this one has several")
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        raise UserError('a copy that fails must be computed again: set "kv_load_failure_policy": "recompute"')
