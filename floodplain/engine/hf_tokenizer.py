@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.engine.chat_template import template_errors
 from floodplain.engine.tokenizer import Message
 
 
@@ -84,16 +85,12 @@ class HfTokenizer:
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Tokens of a conversation by the model's own template."""
-        from jinja2 import TemplateError
-
         if not self.has_chat_template:
             raise UserError("this model has no chat template; use completions instead")
-        try:
+        with template_errors():
             tokens = self._tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
             )
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"the chat template refuses these messages: {error}") from None
         return list(tokens)
 
 

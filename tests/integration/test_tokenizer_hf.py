@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import RequestRefused, UserError
+from floodplain.engine import chat_template, hf_tokenizer
 from floodplain.engine.hf_tokenizer import HfTokenizer
 from floodplain.engine.tokenizer import StreamDecoder
 from tests.support.examples import examples
@@ -106,6 +108,46 @@ def test_chat_template(tokenizer: HfTokenizer) -> None:
     assert tokenizer.decode(tokenizer.apply_chat_template(messages)).replace(" ", "") == "<|turn|>theplain"
     with pytest.raises(UserError, match="the chat template refuses these messages: no x"):
         tokenizer.apply_chat_template([{"role": "x", "content": ""}])
+
+
+@pytest.mark.parametrize(
+    ("template", "quoted"),
+    [
+        ({"rag": "a", "tool_use": "b"}, "multiple chat templates"),
+        ("{{ 'abc'.index('z') }}", "ValueError: substring not found"),
+        ("{{ '{q}'.format() }}", "KeyError: 'q'"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ nothing.name }}", "'nothing' is undefined"),
+        ("{{ messages[7].content }}", "no element 7"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+        ("{% for m in messages %}", "endfor"),
+        ("{{ raise_exception('say \\n please') }}", "say please"),
+        ("{{ raise_exception('x' * 10000) }}", "xxx"),
+        ("{% include 'other' %}", "no loader"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+    ],
+)
+def test_any_failure_of_a_template_is_one_line_that_quotes_it(
+    folder: Path, template: str | dict[str, str], quoted: str
+) -> None:
+    broken = HfTokenizer.from_folder(folder)
+    broken._tokenizer.chat_template = template
+    with pytest.raises(RequestRefused, match="the chat template refuses these messages") as caught:
+        broken.apply_chat_template([{"role": "user", "content": "a"}])
+    message = str(caught.value)
+    assert quoted in message and "\n" not in message and len(message) < 400
+    assert caught.value.field == "messages"
+
+
+def test_a_template_that_does_not_end_is_stopped(tokenizer: HfTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, endless = sys.gettrace(), "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", endless)
+    monkeypatch.setattr(hf_tokenizer, "template_errors", lambda: chat_template.template_errors(max_render_s=0.05))
+    with pytest.raises(RequestRefused, match=r"longer than 0\.05 seconds"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+    assert sys.gettrace() is before
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:

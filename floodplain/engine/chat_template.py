@@ -1,0 +1,60 @@
+"""Chat templates are programs from the model's folder: they may fail in any way, or never end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from floodplain.core.errors import RequestRefused
+
+MAX_RENDER_S = 10.0
+"""How long a template may run: a thousand times what a long conversation takes."""
+
+_TEMPLATE_FILE = "<template>"
+"""The file name that Jinja compiles templates under."""
+_MAX_QUOTED_CHARS = 300
+
+
+class TemplateTooSlow(Exception):
+    """A template ran longer than ``MAX_RENDER_S``."""
+
+
+@contextmanager
+def template_errors(max_render_s: float = MAX_RENDER_S) -> Generator[None]:
+    """Turn every failure of the template that is rendered inside into one refusal of the messages.
+
+    Raises:
+        RequestRefused: The template failed or took too long; the message quotes the template's own.
+    """
+    try:
+        with _time_limit(max_render_s):
+            yield
+    except Exception as error:  # the template is a program, of which any exception may come: KeyError, OverflowError...
+        reason = " ".join(str(error).split())[:_MAX_QUOTED_CHARS]
+        kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+        raise RequestRefused(f"the chat template refuses these messages: {kind}{reason}", field="messages") from None
+
+
+@contextmanager
+def _time_limit(max_render_s: float) -> Generator[None]:
+    """Stop a template at the first line that it begins too late. Traces this thread; other code is not slowed."""
+    end_s = time.monotonic() + max_render_s
+
+    def check(frame: FrameType, event: str, argument: object) -> Any:
+        if time.monotonic() > end_s:
+            raise TemplateTooSlow(f"it ran longer than {max_render_s:g} seconds")
+        return check
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        return check if frame.f_code.co_filename == _TEMPLATE_FILE else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
