@@ -30,12 +30,14 @@ def run(args: argparse.Namespace) -> int:
 
     from floodplain.server.auth import KeyRing, check_exposure
     from floodplain.server.run import serve
+    from floodplain.web.limits import limit_connections
     from floodplain.web.listen import bind, url_of
 
     if config.fair_by == "key" and server_config.api_key_file is None:
         raise UserError("--fair-by key needs --api-key-file: without keys all requests are one client's")
     keys = KeyRing.from_file(server_config.api_key_file) if server_config.api_key_file else None
     check_exposure(server_config.host, keys)
+    limits = limit_connections(server_config.max_connections)
     with closing(bind(server_config.host, server_config.port)) as sock:
         from floodplain.engine.async_engine import AsyncEngine
 
@@ -47,5 +49,6 @@ def run(args: argparse.Namespace) -> int:
             is_json = args.format == "json"
             print(json.dumps({"url": url, "model": model}) if is_json else f"{model} is served at {url}", flush=True)
 
-        serve(engine, sock, keys=keys, drain_timeout_s=server_config.drain_timeout, on_ready=say_ready)
+        drain_timeout_s = server_config.drain_timeout
+        serve(engine, sock, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=say_ready, limits=limits)
     return 0

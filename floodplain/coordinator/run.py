@@ -17,6 +17,7 @@ from floodplain.coordinator.settings import CoordinatorConfig, default_store
 from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing, check_exposure
 from floodplain.web.gate import DrainSwitch
+from floodplain.web.limits import ConnectionLimits, limit_connections
 from floodplain.web.listen import bind, url_of
 from floodplain.web.serving import StoppableServer
 
@@ -33,13 +34,16 @@ class CoordinatorServer(StoppableServer):
         desk: Not yet open.
         tokens: Who may use ``/v1``; None lets everybody in.
         on_ready: Called once the server takes requests.
+        limits: What connections are allowed.
     """
 
-    def __init__(self, desk: Desk, tokens: TokenRing | None, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, desk: Desk, tokens: TokenRing | None, on_ready: Callable[[], None], limits: ConnectionLimits
+    ) -> None:
         self._desk = desk
         self._drain = DrainSwitch()
         app = create_app(desk, drain=self._drain, tokens=tokens)
-        super().__init__(app, closing_s=CLOSING_S, on_ready=on_ready)
+        super().__init__(app, closing_s=CLOSING_S, on_ready=on_ready, limits=limits)
 
     @property
     def failure(self) -> BaseException | None:
@@ -65,6 +69,7 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
     """
     tokens = TokenRing.from_file(config.token_file) if config.token_file else None
     check_exposure(config.host, tokens)
+    limits = limit_connections(config.max_connections)
     store_url = config.store or default_store()
     with closing(bind(config.host, config.port)) as sock, closing(Store.open(store_url)) as store:
         url = config.url or url_of(sock)
@@ -72,7 +77,8 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
         logger.info("coordinator config %s", json.dumps(settings, default=str))
         service = LeaseService(store, url, config.ttl, lease_clock)
         _leave_out_of_collections()
-        CoordinatorServer(Desk(service), tokens, lambda: on_ready(url, store.shown_url)).serve_on(sock)
+        server = CoordinatorServer(Desk(service), tokens, lambda: on_ready(url, store.shown_url), limits)
+        server.serve_on(sock)
 
 
 def _leave_out_of_collections() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.web.limits import MAX_CONNECTIONS_HELP, check_max_connections
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 
@@ -40,6 +41,7 @@ class CoordinatorConfig:
     ttl: float = field(
         default=10.0, metadata={"help": "seconds of silence after which a member is taken for dead", "metavar": "S"}
     )
+    max_connections: int | None = field(default=None, metadata={"help": MAX_CONNECTIONS_HELP, "metavar": "N"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -48,6 +50,7 @@ class CoordinatorConfig:
             raise UserError(f"--url must be like http://HOST:PORT, not {self.url!r}")
         if not 1 <= self.ttl <= 3600:
             raise UserError(f"--ttl must be between 1 and 3600 seconds, not {self.ttl}")
+        check_max_connections(self.max_connections)
 
 
 def default_store() -> str:

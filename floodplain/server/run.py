@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import time
 from collections.abc import Callable
 
 from floodplain.server.app import create_app
 from floodplain.server.auth import KeyRing
 from floodplain.server.protocol import ServingEngine
 from floodplain.web.gate import DrainSwitch
+from floodplain.web.limits import ConnectionLimits
 from floodplain.web.serving import StoppableServer
 
-CLOSING_GRACE_S = 5
+CLOSING_GRACE_S = 2
 """How long connections may take to close once nothing is computed for them any more."""
 
 
@@ -25,17 +27,27 @@ class Server(StoppableServer):
         keys: Who may use ``/v1``; None lets everybody in.
         drain_timeout_s: After so long, what still runs is aborted.
         on_ready: Called once the server takes requests.
+        limits: What connections are allowed.
+        clock: Monotonic seconds, for the limits.
     """
 
     def __init__(
-        self, engine: ServingEngine, *, keys: KeyRing | None, drain_timeout_s: float, on_ready: Callable[[], None]
+        self,
+        engine: ServingEngine,
+        *,
+        keys: KeyRing | None,
+        drain_timeout_s: float,
+        on_ready: Callable[[], None],
+        limits: ConnectionLimits,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._drain = DrainSwitch()
         self._drain_timeout_s = drain_timeout_s
         self._drains: set[asyncio.Task[None]] = set()
         app = create_app(engine, drain=self._drain, keys=keys)
-        super().__init__(app, closing_s=math.ceil(drain_timeout_s) + CLOSING_GRACE_S, on_ready=on_ready)
+        closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
+        super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits, clock=clock)
 
     @property
     def failure(self) -> BaseException | None:
@@ -57,6 +69,7 @@ def serve(
     keys: KeyRing | None,
     drain_timeout_s: float,
     on_ready: Callable[[], None],
+    limits: ConnectionLimits,
 ) -> None:
     """Serve on ``sock`` until SIGINT or SIGTERM; then drain and return.
 
@@ -64,4 +77,5 @@ def serve(
         UserError: Somebody else listens on the port by now.
         BaseException: What ended the engine's step loop, if that is why the server stopped.
     """
-    Server(engine, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=on_ready).serve_on(sock)
+    server = Server(engine, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=on_ready, limits=limits)
+    server.serve_on(sock)

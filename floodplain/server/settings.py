@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.web.limits import MAX_CONNECTIONS_HELP, check_max_connections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +26,11 @@ class ServerConfig:
     drain_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running requests get when the server stops", "metavar": "S"}
     )
+    max_connections: int | None = field(default=None, metadata={"help": MAX_CONNECTIONS_HELP, "metavar": "N"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise UserError(f"--port must be between 0 and 65535, not {self.port}")
         if not 0 <= self.drain_timeout <= 86400:
             raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")
+        check_max_connections(self.max_connections)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -14,10 +16,18 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from floodplain.core.errors import UserError
+from floodplain.web.acceptor import Acceptor
+from floodplain.web.limits import ConnectionLimits
 from floodplain.web.listen import url_of
 
-KEEP_ALIVE_S = 30
-"""How long an idle connection is kept: longer than most clients', so that they close first."""
+LISTEN_BACKLOG = 128
+"""Connections that the kernel keeps until they are accepted."""
+
+TICKS_PER_SWEEP = 10
+"""uvicorn ticks ten times a second; connections are checked once a second."""
+
+SHUTDOWN_SWEEP_S = 0.1
+"""How often connections are checked once the server has been stopped."""
 
 
 class StoppableServer(uvicorn.Server):
@@ -27,10 +37,23 @@ class StoppableServer(uvicorn.Server):
         app: What is served; its lifespan starts and closes what lies behind.
         closing_s: How long connections may take to close once the server has been stopped.
         on_ready: Called once the server takes requests.
+        limits: What connections are allowed.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, app: ASGIApp, *, closing_s: int, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        closing_s: int,
+        on_ready: Callable[[], None],
+        limits: ConnectionLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._on_ready = on_ready
+        self._limits = limits
+        self._clock = clock
+        self._acceptors: list[Acceptor] = []
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -38,7 +61,8 @@ class StoppableServer(uvicorn.Server):
             server_header=False,
             lifespan="on",
             ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S,
+            interface="asgi3",
+            timeout_keep_alive=math.ceil(limits.idle_s),
             timeout_graceful_shutdown=closing_s,
         )
         super().__init__(config)
@@ -63,7 +87,7 @@ class StoppableServer(uvicorn.Server):
             BaseException: ``failure``.
         """
         try:
-            sock.listen()
+            sock.listen(LISTEN_BACKLOG)
         except OSError as error:
             raise UserError(f"cannot listen on {url_of(sock)} ({error.strerror}): choose another --port") from error
         self.run(sockets=[sock])
@@ -71,13 +95,44 @@ class StoppableServer(uvicorn.Server):
             raise self.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, then say so."""
-        await super().startup(sockets)
+        """Start as uvicorn does, accept connections under our limits, then say so."""
+        await super().startup([])
+        self._acceptors = [
+            Acceptor(sock, self.config, self.server_state, self.lifespan.state, self._limits, self._clock)
+            for sock in sockets or ()
+        ]
+        for acceptor in self._acceptors:
+            acceptor.open()
         self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
         """Called ten times a second; whether to exit."""
+        if counter % TICKS_PER_SWEEP == 0:
+            self.sweep()
         return await super().on_tick(counter) or self.failure is not None
+
+    def sweep(self) -> None:
+        """Close connections whose time is over. On the event loop."""
+        for acceptor in self._acceptors:
+            acceptor.sweep()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, then stop as uvicorn does, which does not wait for half a request."""
+        for acceptor in self._acceptors:
+            acceptor.close()
+        sweeping = asyncio.create_task(self._shut_down_connections())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            sweeping.cancel()
+
+    async def _shut_down_connections(self) -> None:
+        """Also those that were being accepted when the server was stopped, and those that stall later."""
+        while True:
+            await asyncio.sleep(SHUTDOWN_SWEEP_S)
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
+            self.sweep()
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -15,6 +15,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.server.auth import KeyRing
 from floodplain.server.run import Server
+from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 
 FINISHED_LIFECYCLE_S = (10.0, (10.5, 10.6, 10.8))
@@ -171,7 +172,13 @@ class RunningServer:
         self.url = url_of(self._sock)
         self._is_ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server = Server(engine, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=self._note_ready)
+        self._server = Server(
+            engine,
+            keys=keys,
+            drain_timeout_s=drain_timeout_s,
+            on_ready=self._note_ready,
+            limits=limit_connections(None),
+        )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]})
 
     def _note_ready(self) -> None:

@@ -17,6 +17,7 @@ from floodplain.coordinator.run import CoordinatorServer
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing
+from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 from tests.support.hooked_store import HookedStore
 from tests.support.waiting import wait_until
@@ -32,7 +33,7 @@ class RunningCoordinator:
         self.service = LeaseService(store, self.url, ttl_s, lease_clock)
         self._is_ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server = CoordinatorServer(Desk(self.service), tokens, self._note_ready)
+        self._server = CoordinatorServer(Desk(self.service), tokens, self._note_ready, limit_connections(None))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]})
 
     @property

@@ -29,6 +29,7 @@ from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_device import HostDevice, open_device
 from floodplain.policy.lending import LendingDecision, LendingPolicy, LendingReason, LendingSettings, PoolLoad
+from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 
 QUICK = LendingSettings(calm_s=0.5, busy_s=0.05, window_s=1.0, rate_window_s=0.4, rise_sigmas=1e9)
@@ -70,7 +71,9 @@ def _coordinate(folder: Path, ttl_s: float, tokens: TokenRing | None, port: int)
         loops.append(asyncio.get_running_loop())
         ready.set()
 
-    server = CoordinatorServer(Desk(LeaseService(store, url_of(sock), ttl_s, lease_clock)), tokens, note_ready)
+    server = CoordinatorServer(
+        Desk(LeaseService(store, url_of(sock), ttl_s, lease_clock)), tokens, note_ready, limit_connections(None)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:

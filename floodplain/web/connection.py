@@ -1,0 +1,225 @@
+"""One HTTP connection with bounds on its time, its headers and its pipeline: uvicorn's protocol, and what it lacks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from floodplain.web.counted_transport import CountedTransport
+from floodplain.web.errors import ApiError, error_body
+from floodplain.web.limits import ConnectionLimits
+
+
+class Reading(Enum):
+    """Which part of a request the connection expects next."""
+
+    NOTHING = auto()
+    HEAD = auto()
+    BODY = auto()
+
+
+class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
+    """One connection. It reads into a buffer of fixed size, so that one read gives the parser little work.
+
+    Args:
+        config: uvicorn's.
+        server_state: uvicorn's; holds all open connections.
+        app_state: What the application's lifespan keeps.
+        limits: The bounds.
+        clock: Monotonic seconds.
+        buffer: Where bytes are read to. Connections of one event loop may share it.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        limits: ConnectionLimits,
+        clock: Callable[[], float],
+        buffer: bytearray,
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._limits = limits
+        self._clock = clock
+        self._buffer = memoryview(buffer)
+        self._reading = Reading.HEAD
+        self._since_s = clock()
+        self._has_begun = False
+        self._is_refused = False
+        self._problem: tuple[int, str] | None = None
+        self._num_headers = self._num_head_bytes = self._num_raw_bytes = 0
+        self._num_sent_bytes, self._sent_s = 0, self._since_s
+
+    # -- asyncio's side --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See ``asyncio.Protocol``."""
+        assert isinstance(transport, asyncio.Transport)
+        self._counted = CountedTransport(transport)
+        super().connection_made(self._counted)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See ``asyncio.BufferedProtocol``."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See ``asyncio.BufferedProtocol``."""
+        self.data_received(bytes(self._buffer[:nbytes]))
+
+    def data_received(self, data: bytes) -> None:
+        """Parse ``data``; refuse a request that is malformed or too large."""
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        if self._reading is Reading.HEAD:
+            self._num_raw_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            return  # RFC 9110, 7.8: a server may ignore the header
+        except httptools.HttpParserError:
+            self._refuse(*(self._problem or (400, "the request is not valid HTTP/1.1")))
+            return
+        if self._reading is Reading.HEAD and self._num_raw_bytes > self._limits.max_head_bytes:
+            self._refuse(*self._head_problem())
+
+    # -- the parser's side -----------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        if len(self.pipeline) >= self._limits.max_pipelined:
+            raise _Stop
+        super().on_message_begin()
+        self._turn(Reading.HEAD)
+        self._has_begun = True
+        self._num_headers = self._num_head_bytes = self._num_raw_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the request line."""
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header."""
+        self._num_headers += 1
+        self._count_head(len(name) + len(value) + len(b": \r\n"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The application is called from here on."""
+        self._turn(Reading.BODY)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The last byte of a request."""
+        self._turn(Reading.NOTHING)
+        super().on_message_complete()
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > self._limits.max_head_bytes or self._num_headers > self._limits.max_headers:
+            self._problem = self._head_problem()
+            raise _Stop
+
+    def _head_problem(self) -> tuple[int, str]:
+        limits = self._limits
+        return 431, f"the headers are over {limits.max_head_bytes} bytes, or over {limits.max_headers}: send fewer"
+
+    # -- the server's side -----------------------------------------------------------------------------------------
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """Since when the client has done nothing for a running request; None if one is being answered."""
+        is_stalled = self._clock() - self._sent_s > self._limits.linger_s
+        if self.transport is None or self.transport.is_closing() or (self._is_answering and not is_stalled):
+            return None
+        return self._sent_s if self._is_answering else self._since_s
+
+    def on_response_complete(self) -> None:
+        """The connection is idle from here on, or the next request of the pipeline runs."""
+        if self._reading is Reading.NOTHING:
+            self._since_s = self._clock()
+        super().on_response_complete()
+
+    def check(self) -> None:
+        """Close the connection if its client was given all the time that there is. Called about once a second."""
+        limits, now_s = self._limits, self._clock()
+        if self._counted.num_waiting_bytes == 0 or self._counted.num_sent_bytes > self._num_sent_bytes:
+            self._num_sent_bytes, self._sent_s = self._counted.num_sent_bytes, now_s
+        if now_s - self._sent_s > limits.stalled_s:
+            self.transport.abort()
+        elif self._is_answering or self.transport.is_closing():
+            if self._reading is not Reading.NOTHING:
+                self._since_s = now_s
+        elif self._is_refused:
+            if now_s - self._since_s > limits.linger_s:
+                self.transport.abort()
+        elif now_s - self._since_s > self._reading_s:
+            self._give_up()
+
+    def shutdown(self) -> None:
+        """The server stops: half a request is refused, a whole one is answered."""
+        if self._reading is Reading.BODY and not self._is_answering and not self._is_refused:
+            self._refuse(503, "the server is stopping: send requests elsewhere")
+        else:
+            super().shutdown()
+
+    @property
+    def _reading_s(self) -> float:
+        limits = self._limits
+        return {Reading.NOTHING: limits.idle_s, Reading.HEAD: limits.head_s, Reading.BODY: limits.body_s}[self._reading]
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a request that was received whole, or whose answer has begun, has no whole answer yet."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return False
+        return bool(self.pipeline) or cycle.response_started or not cycle.more_body
+
+    def _turn(self, reading: Reading) -> None:
+        self._reading, self._since_s = reading, self._clock()
+
+    def _give_up(self) -> None:
+        if self._reading is Reading.NOTHING or not self._has_begun:
+            self.transport.close()
+        else:
+            self._refuse(408, f"the request was not there whole after {self._reading_s:g} seconds: send it again")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Take no more of this connection; say why if no answer is on its way."""
+        self._is_refused, self._since_s = True, self._clock()
+        if self._is_answering and self._reading is not Reading.BODY:
+            self.cycle.keep_alive = False
+        elif self._is_answering or (
+            self.cycle is not None and self._reading is Reading.BODY and self.cycle.response_complete
+        ):
+            self.transport.close()
+        else:
+            self._drop_half_a_request()
+            self.transport.write(_refusal(status, message))
+            self.transport.write_eof()
+
+    def _drop_half_a_request(self) -> None:
+        if self._reading is Reading.BODY:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+
+class _Stop(Exception):
+    """Stops the parser."""
+
+
+def _refusal(status: int, message: str) -> bytes:
+    body = json.dumps(error_body(ApiError(status, message))[1]).encode()
+    head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+    return STATUS_LINE[status] + head + body

@@ -1,0 +1,73 @@
+"""Bounds on connections: how many, and what each may take. Light to import: the command line is built from it."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+from floodplain.core.errors import UserError
+
+RESERVED_FILES = 64
+"""Open files that are left to everything except connections: the model, the store, other services, accepted sockets."""
+
+MOST_BY_DEFAULT = 4096
+"""The default of ``--max-connections`` where the limit of open files would allow more."""
+
+LEAST_CONNECTIONS = 8
+"""With fewer, a few probes and scrapers would keep requests out."""
+
+MAX_CONNECTIONS_HELP = "connections that may be open at once (default: ulimit -n less 64, at most 4096)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """What one connection may take, and how many there may be.
+
+    Attributes:
+        max_connections: Most open connections. At this many, the one that has waited longest without a running request
+            is closed to make room.
+        head_s: Seconds from the start of a request, or of the connection, to the end of the headers.
+        body_s: Seconds from there to the end of the body.
+        idle_s: Seconds between requests. Longer than most clients keep connections, so that they close first.
+        stalled_s: Seconds in which a client must take some bytes of an answer that waits for it.
+        linger_s: Seconds in which a client may still read why its connection is being closed.
+        max_head_bytes: Most bytes of the request line and the headers.
+        max_headers: Most headers.
+        max_pipelined: Most requests that may wait behind the one that is being answered; the connection closes after
+            these.
+    """
+
+    max_connections: int
+    head_s: float = 10.0
+    body_s: float = 60.0
+    idle_s: float = 30.0
+    stalled_s: float = 60.0
+    linger_s: float = 2.0
+    max_head_bytes: int = 2**16
+    max_headers: int = 100
+    max_pipelined: int = 16
+
+
+def limit_connections(asked: int | None) -> ConnectionLimits:
+    """The limits for ``--max-connections``; None takes what the limit of open files leaves.
+
+    Raises:
+        UserError: The limit of open files is too low for so many.
+    """
+    num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    most = MOST_BY_DEFAULT if num_files == resource.RLIM_INFINITY else num_files - RESERVED_FILES
+    if most < (asked or LEAST_CONNECTIONS):
+        flag = "" if asked is None else f"--max-connections {asked} needs more: "
+        needed = (asked or LEAST_CONNECTIONS) + RESERVED_FILES
+        raise UserError(f"{flag}this process may open {num_files} files: run ulimit -n {needed} first")
+    return ConnectionLimits(max_connections=asked or min(most, MOST_BY_DEFAULT))
+
+
+def check_max_connections(asked: int | None) -> None:
+    """Refuse a value of ``--max-connections`` that no machine could use.
+
+    Raises:
+        UserError: It is out of its range.
+    """
+    if asked is not None and not LEAST_CONNECTIONS <= asked <= 2**20:
+        raise UserError(f"--max-connections must be between {LEAST_CONNECTIONS} and {2**20}, not {asked}")

@@ -1,0 +1,136 @@
+"""A small service under connection limits, on a thread, with a clock that stands still until a test moves it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from starlette.types import Receive, Scope, Send
+
+from floodplain.web.limits import ConnectionLimits
+from floodplain.web.listen import bind
+from floodplain.web.serving import StoppableServer
+
+LIMITS = ConnectionLimits(
+    max_connections=32,
+    head_s=10.0,
+    body_s=60.0,
+    idle_s=30.0,
+    stalled_s=20.0,
+    linger_s=2.0,
+    max_head_bytes=2000,
+    max_headers=20,
+    max_pipelined=4,
+)
+
+
+class Clock:
+    """Seconds that only a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class LimitedServer(StoppableServer):
+    """``/hold`` answers when ``release`` is set, ``/flood`` with 64 MiB, any other path with the length of the body."""
+
+    failure = None
+
+    def __init__(self, limits: ConnectionLimits = LIMITS, sock: socket.socket | None = None) -> None:
+        self.clock = Clock()
+        self.paths: list[str] = []
+        self.release = asyncio.Event()
+        self.port = 0
+        self._is_ready = threading.Event()
+        self._sock = sock or bind("127.0.0.1", 0)
+        super().__init__(self._answer, closing_s=30, on_ready=self._note_ready, limits=limits, clock=self.clock)
+        self._thread = threading.Thread(target=self.serve_on, args=(self._sock,))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self.port = self._sock.getsockname()[1]
+        self._thread.start()
+        assert self._is_ready.wait(10)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Run ``function`` on the server's event loop, and everything that it left for later."""
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (function(), self._loop.call_soon(done.set)))
+        assert done.wait(10)
+
+    def pass_time(self, seconds: float) -> None:
+        """Let time go on, and check the connections."""
+        self.clock.now_s += seconds
+        self.call(self.sweep)
+
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        """A client that has sent something, which the server has read."""
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        client.sendall(sent)
+        return client
+
+    def settle(self, num_connections: int) -> None:
+        """Return once so many connections are open."""
+        seen: list[int] = []
+        for _ in range(500):
+            self.call(lambda: seen.append(len(self.server_state.connections)))
+            if seen[-1] == num_connections:
+                return
+            threading.Event().wait(0.005)
+        raise AssertionError(f"{seen[-1]} connections, not {num_connections}")
+
+    def stop_and_join(self, timeout_s: float = 20) -> bool:
+        """Stop the server; whether it has ended in time."""
+        if self.is_alive:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self.stop)
+        self._thread.join(timeout_s)
+        return not self.is_alive
+
+    def _note_ready(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._is_ready.set()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            for kind in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{kind}.complete"})
+            return
+        self.paths.append(scope["path"])
+        num_bytes, has_more = 0, True
+        while has_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            num_bytes, has_more = num_bytes + len(message["body"]), message["more_body"]
+        if scope["path"] == "/hold":
+            await self.release.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(1000 if scope["path"] == "/flood" else 0):
+            await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+        await send({"type": "http.response.body", "body": b"%d" % num_bytes, "more_body": False})
+
+
+@contextmanager
+def limited(limits: ConnectionLimits = LIMITS, sock: socket.socket | None = None) -> Iterator[LimitedServer]:
+    """A server that has ended when the context is left."""
+    server = LimitedServer(limits, sock)
+    server.start()
+    try:
+        yield server
+    finally:
+        if server.is_alive:
+            server.call(server.release.set)
+        assert server.stop_and_join()
