@@ -2,6 +2,9 @@
 
 It beats, says what its process wants and has done, and learns. While no coordinator answers, everything stays as it is:
 nothing new is borrowed, what is held is held on to, and recalls wait.
+
+Only that thread uses the network. ``start``, ``retire`` and ``close`` wait for it, each for a stated time at most, so
+whatever answers in the place of a coordinator can neither hold up the engine's start nor its end.
 """
 
 from __future__ import annotations
@@ -10,12 +13,17 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
-from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
+from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
 from floodplain.coordinator.membership import LentDevice, Membership
 from floodplain.core.errors import UserError
+from floodplain.core.leases.rows import Reply
+from floodplain.core.leases.states import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +39,10 @@ RETIRE_S = 1.0
 """At most so long an ending process waits to see free what its consumers have freed."""
 MIN_GAP_S = 0.02
 """Between two exchanges, however much there is to say."""
+START_S = 5.0
+"""At most so long a process waits at its start for the first exchange."""
+LAST_WORDS_S = 5.0
+"""At most so long a process that ends waits for the exchange under way and for each of its last ones."""
 
 
 class LeaseAgent:
@@ -45,6 +57,8 @@ class LeaseAgent:
     Attributes:
         membership: What the process wants, has and may do.
         problem: Why the coordinator did not answer last; empty if it did.
+        failures: Exchanges that failed, by problem: ``unreachable``, ``refused`` (a token, a message), or ``malformed``
+            (what answers is no coordinator). All of them are survived.
     """
 
     def __init__(
@@ -53,21 +67,31 @@ class LeaseAgent:
         self.membership = Membership(name, secrets.token_hex(16), device, is_last=is_last)
         self.membership.on_change = self._wake
         self.problem = ""
+        self.failures: Counter[str] = Counter()
         self._client = client
         self._ttl_s = float("inf")
+        self._refusal = ""
+        self._first: Future[None] = Future()
         self._has_more = threading.Event()
-        self._closing = threading.Event()
-        self._is_retired = self._is_closed = False
+        self._is_ending, self._has_retired = threading.Event(), threading.Event()
+        self._may_leave = threading.Event()
+        self._is_abandoned = False
         self._thread = threading.Thread(target=self._run, name="lease-agent", daemon=True)
 
     def start(self) -> None:
-        """Join, and go on in the background. Without a coordinator it goes on trying.
+        """Join, and go on in the background. Without a coordinator it goes on trying; so it does after ``START_S``.
 
         Raises:
             UserError: The coordinator refuses: the token is wrong, or the name.
         """
-        self._exchange()
         self._thread.start()
+        try:
+            self._first.result(START_S)
+        except TimeoutError:
+            logger.warning("no coordinator has answered in %g s: leases wait until one does", START_S)
+        except UserError:
+            self._end()
+            raise
 
     def __enter__(self) -> Self:
         """Start it."""
@@ -82,38 +106,84 @@ class LeaseAgent:
     def retire(self) -> None:
         """Stop, and tell the coordinator what is free of the device, while it can still be looked at: see ``Lender``.
 
-        Takes some milliseconds; at most a second if what was freed cannot be seen free. Safe to call twice.
+        Takes some milliseconds; at most a second if what was freed cannot be seen free, and ``LAST_WORDS_S`` longer if
+        the coordinator does not answer. The device is not looked at afterwards. Safe to call twice.
         """
-        if self._is_retired:
-            return
-        self._is_retired = True
-        self._closing.set()
+        self._is_ending.set()
         self._wake()
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self.membership.retire():
+        if self._has_started and not self._has_retired.wait(RETIRE_S + LAST_WORDS_S):
+            self._abandon()
+
+    def close(self) -> None:
+        """Say goodbye, and stop; after ``LAST_WORDS_S`` without. Safe to call twice."""
+        self.retire()
+        self._end()
+        if not self._has_started:
+            self._client.close()
+
+    @property
+    def _has_started(self) -> bool:
+        return self._thread.ident is not None
+
+    def _end(self) -> None:
+        """Let the thread leave, and wait for it."""
+        self._is_ending.set()
+        self._may_leave.set()
+        self._wake()
+        if self._has_started and not self._is_abandoned:
+            self._thread.join(LAST_WORDS_S)
+            if self._thread.is_alive():
+                self._abandon()
+
+    def _abandon(self) -> None:
+        """The thread is stuck, in the look-up of a host's name, say: it ends with the process."""
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            logger.warning("%s ends while an exchange with the coordinator is stuck", self.membership.name)
+
+    def _wake(self) -> None:
+        self._has_more.set()
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+            while not self._is_ending.wait(MIN_GAP_S):
+                self._has_more.wait(self._pause_s())
+                self._has_more.clear()
+                self._exchange()
             self._say_last()
+        finally:
+            self._has_retired.set()
+        self._may_leave.wait()
+        self._say_goodbye()
+
+    def _begin(self) -> None:
+        """The first exchange, for which ``start`` waits: it alone hands a refusal on."""
+        try:
+            self._try_exchange()
+        except UserError as error:
+            self._note_failure(error)
+            self._first.set_exception(error)
+        except BaseException as error:
+            self._first.set_exception(error)
+            raise
+        else:
+            self._first.set_result(None)
 
     def _say_last(self) -> None:
         """The first exchange tells what has become of the leases since the last beat, so there is always one."""
-        end_s = time.monotonic() + RETIRE_S
-        try:
-            while True:
-                self._has_more.clear()
-                self._exchange()
-                if self.problem or self.membership.has_retired or time.monotonic() > end_s:
-                    return
-                self._has_more.wait(RETURN_BEAT_S)
-        except UserError as error:
-            self._note_problem(str(error))
-
-    def close(self) -> None:
-        """Say goodbye, and stop. Safe to call twice."""
-        if self._is_closed:
+        if self._is_abandoned or not self.membership.retire():
             return
-        self._is_closed = True
-        self.retire()
-        farewell = self.membership.farewell()
+        end_s = time.monotonic() + RETIRE_S
+        while not self._is_abandoned:
+            self._has_more.clear()
+            self._exchange()
+            if self.problem or self.membership.has_retired or time.monotonic() > end_s:
+                return
+            self._has_more.wait(RETURN_BEAT_S)
+
+    def _say_goodbye(self) -> None:
+        farewell = [] if self._is_abandoned else self.membership.farewell()
         try:
             if farewell:
                 self._client.send(farewell)
@@ -122,38 +192,45 @@ class LeaseAgent:
         finally:
             self._client.close()
 
-    def _wake(self) -> None:
-        self._has_more.set()
-
-    def _run(self) -> None:
-        while not self._closing.wait(MIN_GAP_S):
-            self._has_more.wait(self._pause_s())
-            self._has_more.clear()
-            try:
-                self._exchange()
-            except UserError as error:
-                self._note_problem(str(error))
-
     def _pause_s(self) -> float:
         wanted_s = BEAT_S if self.membership.has_leases else IDLE_BEAT_S
         if self.membership.expects_bytes:
             wanted_s = RETURN_BEAT_S
-        return min(wanted_s, self._ttl_s / BEATS_PER_TTL)
+        return max(RETURN_BEAT_S, min(wanted_s, self._ttl_s / BEATS_PER_TTL))
 
     def _exchange(self) -> None:
+        """Say what there is to say, and learn; a failure is counted, and everything stays as it is."""
+        try:
+            self._try_exchange()
+        except UserError as error:
+            self._note_failure(error)
+
+    def _try_exchange(self) -> None:
         messages, sent_s = self.membership.collect()
         try:
             answer = self._client.send(messages)
         except CoordinatorUnreachable as error:
-            self._note_problem(str(error))
+            self._note_failure(error)
             return
         self._note_problem("")
         self._ttl_s = answer.ttl_s
-        for reply in answer.replies:
-            if reply.detail:
-                logger.debug("%s: %s", self.membership.name, reply.detail)
+        self._note_refusals(answer.replies)
         if self.membership.learn(messages, answer.replies, answer.ttl_s, sent_s):
             self._wake()
+
+    def _note_refusals(self, replies: Sequence[Reply]) -> None:
+        """Log what the coordinator will not do, however often it is asked: once for each reason."""
+        for reply in replies:
+            logger.debug("%s: %s %s", self.membership.name, reply.outcome.value, reply.detail)
+        refusal = next((reply.detail for reply in replies if reply.outcome is Outcome.CONFLICT), "")
+        if refusal and refusal != self._refusal:
+            logger.warning("the coordinator refuses: %s", refusal)
+        self._refusal = refusal
+
+    def _note_failure(self, error: CoordinatorUnreachable | UserError) -> None:
+        kinds = {CoordinatorUnreachable: "unreachable", NotACoordinator: "malformed"}
+        self.failures[kinds.get(type(error), "refused")] += 1
+        self._note_problem(str(error))
 
     def _note_problem(self, problem: str) -> None:
         if problem and not self.problem:

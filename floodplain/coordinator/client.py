@@ -5,13 +5,15 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from floodplain.coordinator.wire import check_listing, decode_reply, encode_message
+from floodplain.coordinator.exchange import AnswerTooLong, DeadlineConnection
+from floodplain.coordinator.fields import WireError
+from floodplain.coordinator.wire import Answer, check_listing, decode_answer, decode_reply, encode_message
 from floodplain.core.errors import UserError
 from floodplain.core.leases.messages import Message
 from floodplain.core.leases.rows import Reply
@@ -20,24 +22,16 @@ from floodplain.web.bearer import read_secret_lines
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 2.0
-_UNAVAILABLE = 503
+_NONE = "what answers as coordinator is none"
+_MAX_SHOWN_CHARS = 500
 
 
 class CoordinatorUnreachable(Exception):
     """No coordinator answers, or none of them leads: ask again. The message says why, of the one asked last."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the coordinator says to a batch of messages.
-
-    Attributes:
-        ttl_s: Seconds of silence after which it takes a member for dead.
-        replies: In the order of the messages.
-    """
-
-    ttl_s: float
-    replies: tuple[Reply, ...]
+class NotACoordinator(UserError):
+    """What answers is no coordinator of this version: its answer has another shape."""
 
 
 class CoordinatorClient:
@@ -46,7 +40,7 @@ class CoordinatorClient:
     Args:
         urls: Of all coordinators on one store, with commas between them; the one that leads is found.
         token: Sent with every request; None if they ask for none.
-        timeout_s: Of connecting, and of every read.
+        timeout_s: Of a whole exchange with one of them.
 
     Raises:
         UserError: An address is none.
@@ -58,7 +52,7 @@ class CoordinatorClient:
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}".encode()  # as the token file has it, not Latin-1
         self._timeout_s = timeout_s
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: DeadlineConnection | None = None
 
     def send(self, messages: Sequence[Message]) -> Answer:
         """Say all of this at once.
@@ -68,12 +62,7 @@ class CoordinatorClient:
             UserError: The coordinator refuses to listen: a wrong token, a message that it does not take.
         """
         body = self._ask("POST", "/v1/messages", {"messages": [encode_message(message) for message in messages]})
-        answer = _understood(
-            lambda: Answer(float(body["ttl_s"]), tuple(decode_reply(reply) for reply in body["replies"]))
-        )
-        if len(answer.replies) != len(messages):
-            raise UserError(f"what answers as coordinator is none: {len(answer.replies)} answers to {len(messages)}")
-        return answer
+        return _understood(lambda: decode_answer(body, [message.name for message in messages]))
 
     def list_leases(self) -> Mapping[str, Any]:
         """Everything that the coordinator knows; see ``answers.Listing``.
@@ -83,8 +72,7 @@ class CoordinatorClient:
             UserError: The coordinator refuses.
         """
         body = self._ask("GET", "/v1/leases")
-        _understood(lambda: check_listing(body))
-        return body
+        return _understood(lambda: check_listing(body))
 
     def forget(self, name: str) -> Reply:
         """Say that a device will not come back.
@@ -102,43 +90,40 @@ class CoordinatorClient:
             self._connection.close()
             self._connection = None
 
-    def _ask(self, method: str, path: str, body: Any = None) -> Mapping[str, Any]:
+    def _ask(self, method: str, path: str, body: Any = None) -> object:
         """Ask one coordinator after the other, the one that answered last first."""
         problem = ""
         for _ in range(len(self._urls)):
             try:
                 status, text = self._exchange(method, path, None if body is None else json.dumps(body))
+            except AnswerTooLong:
+                self.close()
+                raise NotACoordinator(f"{_NONE}: {_shown(self._urls[0])} sends too much") from None
             except (OSError, http.client.HTTPException) as error:
                 problem = f"{_shown(self._urls[0])} does not answer: {error or type(error).__name__}"
             else:
-                if status < 400:
+                if status == 200:
                     return _read(text)
                 problem = f"{_shown(self._urls[0])} answers {status}: {_message_of(text)}"
                 if status < 500 and status != 429:
-                    raise UserError(problem)
+                    raise UserError(_one_line(problem))
             self.close()
             self._urls.append(self._urls.pop(0))
-        raise CoordinatorUnreachable(problem)
+        raise CoordinatorUnreachable(_one_line(problem))
 
     def _exchange(self, method: str, path: str, body: str | None) -> tuple[int, bytes]:
         """One request; over a new connection if the old one turns out to have been closed between two of them."""
-        was_open = self._connection is not None
+        deadline_s = time.monotonic() + self._timeout_s
+        if self._connection is None:
+            self._connection = DeadlineConnection(*self._urls[0])
+        was_open = self._connection.is_open
         try:
-            return self._exchange_once(method, path, body)
+            return self._connection.exchange(method, path, body, self._headers, deadline_s)
         except (ConnectionError, http.client.BadStatusLine):
+            self._connection.close()
             if not was_open:
                 raise
-            self.close()
-            return self._exchange_once(method, path, body)
-
-    def _exchange_once(self, method: str, path: str, body: str | None) -> tuple[int, bytes]:
-        if self._connection is None:
-            scheme, host, port = self._urls[0]
-            kind = http.client.HTTPSConnection if scheme == "https" else http.client.HTTPConnection
-            self._connection = kind(host, port, timeout=self._timeout_s)
-        self._connection.request(method, path, body, self._headers)
-        response = self._connection.getresponse()
-        return response.status, response.read()
+            return self._connection.exchange(method, path, body, self._headers, deadline_s)
 
 
 def read_token(path: Path) -> str:
@@ -176,22 +161,30 @@ def _shown(url: tuple[str, str, int | None]) -> str:
 def _understood(decode: Callable[[], T]) -> T:
     try:
         return decode()
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"what answers as coordinator is none of this version: {error!r}") from error
+    except WireError as error:
+        raise NotACoordinator(f"{_NONE} of this version: {error}") from error
 
 
-def _read(text: bytes) -> Mapping[str, Any]:
+def _read(text: bytes) -> object:
     try:
-        body = json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
-        raise UserError("what answers as coordinator is none: it sends no JSON object")
-    return body
+        raise NotACoordinator(f"{_NONE}: it sends no JSON") from None
+
+
+def _refuse_constant(name: str) -> object:
+    """JSON has no NaN and no infinity, whatever Python's parser takes for one."""
+    raise ValueError(name)
 
 
 def _message_of(text: bytes) -> str:
     try:
-        return " ".join(str(json.loads(text)["error"]["message"]).split())
+        return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return "no reason given"
+
+
+def _one_line(text: str) -> str:
+    """What a stranger sent, as a terminal may show it."""
+    line = " ".join(text.split())
+    return "".join(letter if letter.isprintable() else "?" for letter in line[:_MAX_SHOWN_CHARS])

@@ -1,21 +1,43 @@
 """Messages and answers as JSON. Standard library only: agents use it on bare GPU images.
 
-A message is an object of its fields with its ``kind`` beside them; stamps and shards are objects of theirs.
+A message is an object of its fields with its ``kind`` beside them; stamps and shards are objects of theirs. An answer
+becomes values whose types and ranges are checked, or it is a ``WireError``: nothing else comes out of ``decode_...``.
+Fields that are unknown here are left out: the coordinator may be newer.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
-from dataclasses import asdict, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from floodplain.coordinator.fields import IDENTITY, MAX_SECONDS, NAME, REASON, Fields, WireError
 from floodplain.core.leases.messages import Message
 from floodplain.core.leases.rows import Member, Reply
 from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
 
+LEAST_TTL_S, MOST_TTL_S = 1e-3, 3600.0
+"""A coordinator takes members for dead after a time in this range."""
+MAX_UNIX_S = 1e11
+"""The year 5138."""
+
 _MEMBER_FIELDS = tuple(field.name for field in fields(Member))
 _LEASE_FIELDS = tuple(field.name for field in fields(Lease))
+_OUTCOMES = {outcome.value: outcome for outcome in Outcome}
+_STATES = {state.value: state for state in LeaseState}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the coordinator says to a batch of messages.
+
+    Attributes:
+        ttl_s: Seconds of silence after which it takes a member for dead.
+        replies: In the order of the messages.
+    """
+
+    ttl_s: float
+    replies: tuple[Reply, ...]
 
 
 def encode_message(message: Message) -> dict[str, Any]:
@@ -47,40 +69,112 @@ def encode_reply(reply: Reply) -> dict[str, Any]:
     }
 
 
-def decode_lease(row: Mapping[str, Any]) -> Lease:
+def decode_answer(value: object, names: Sequence[str]) -> Answer:
+    """The answer to a batch of messages.
+
+    Args:
+        value: As it was parsed.
+        names: Of the members that the messages were from. A reply is about the member that it is for.
+
+    Raises:
+        WireError: It is no such answer.
+    """
+    answer = Fields(value, "the answer")
+    replies = tuple(decode_reply(one) for one in answer.items("replies"))
+    if len(replies) != len(names):
+        raise WireError(f"{len(replies)} answers came to {len(names)} messages")
+    for name, reply in zip(names, replies, strict=True):
+        _check_is_for(name, reply)
+    return Answer(answer.seconds("ttl_s", LEAST_TTL_S, MOST_TTL_S), replies)
+
+
+def decode_reply(value: object) -> Reply:
+    """What became of a message, as it was encoded.
+
+    Raises:
+        WireError: It is no such value.
+    """
+    reply = Fields(value, "a reply")
+    return Reply(
+        outcome=reply.one_of("outcome", _OUTCOMES),
+        member=None if reply.get("member") is None else decode_member(reply.get("member")),
+        leases=tuple(decode_lease(row) for row in reply.items("leases")),
+        due_in_s=_decode_times(reply.mapping("due_in_s")),
+        detail=reply.line("detail"),
+    )
+
+
+def decode_member(value: object) -> Member:
+    """A member's row, as it was encoded.
+
+    Raises:
+        WireError: It is no such row.
+    """
+    row = Fields(value, "a member")
+    return Member(
+        name=row.text("name", NAME),
+        instance=row.text("instance", IDENTITY) if row.get("instance") != "" else "",
+        generation=row.count("generation", 1),
+        revision=row.count("revision", 1),
+        offered_bytes=row.count("offered_bytes"),
+        last_request=row.count("last_request"),
+        is_gone=row.flag("is_gone"),
+    )
+
+
+def decode_lease(value: object) -> Lease:
     """A lease's row, as it was encoded.
 
     Raises:
-        KeyError, ValueError: It is no such row. A field that is unknown here is left out: the coordinator may be newer.
+        WireError: It is no such row.
     """
-    known = {name: row[name] for name in _LEASE_FIELDS}
-    return Lease(**{**known, "state": LeaseState(row["state"])})
-
-
-def check_listing(listing: Mapping[str, Any]) -> None:
-    """See whether an answer is a ``Listing``.
-
-    Raises:
-        KeyError, TypeError: It is none.
-    """
-    members, leases = listing["members"], listing["leases"]
-    wanted = (*_MEMBER_FIELDS, "is_living", "leased_bytes"), (*_LEASE_FIELDS, "granted_unix_s", "due_in_s")
-    for rows, names in zip((members, leases), wanted, strict=True):
-        for row in rows:
-            operator.itemgetter(*names)(row)
-
-
-def decode_reply(answer: Mapping[str, Any]) -> Reply:
-    """An answer, as it was encoded.
-
-    Raises:
-        KeyError, TypeError, ValueError: It is no such answer.
-    """
-    member = answer["member"]
-    return Reply(
-        outcome=Outcome(answer["outcome"]),
-        member=None if member is None else Member(**{name: member[name] for name in _MEMBER_FIELDS}),
-        leases=tuple(decode_lease(row) for row in answer["leases"]),
-        due_in_s={LeaseId(lease_id): float(due_s) for lease_id, due_s in answer["due_in_s"].items()},
-        detail=str(answer["detail"]),
+    row = Fields(value, "a lease")
+    return Lease(
+        lease_id=LeaseId(row.text("lease_id", IDENTITY)),
+        request=row.count("request", 1),
+        producer=row.text("producer", NAME),
+        consumer=row.text("consumer", NAME),
+        num_bytes=row.count("num_bytes", 1),
+        generation=row.count("generation", 1),
+        state=row.one_of("state", _STATES),
+        revision=row.count("revision", 1),
+        held_bytes=row.count("held_bytes"),
+        deadline_s=None if row.get("deadline_s") is None else row.seconds("deadline_s"),
+        reason=row.text("reason", REASON),
     )
+
+
+def check_listing(value: object) -> Mapping[str, Any]:
+    """The same value, if it is a ``Listing``.
+
+    Raises:
+        WireError: It is none.
+    """
+    listing = Fields(value, "the listing")
+    for one in listing.items("members"):
+        decode_member(one)
+        row = Fields(one, "a member")
+        row.flag("is_living")
+        row.count("leased_bytes")
+    for one in listing.items("leases"):
+        decode_lease(one)
+        row = Fields(one, "a lease")
+        row.seconds("granted_unix_s", most=MAX_UNIX_S)
+        if row.get("due_in_s") is not None:
+            row.seconds("due_in_s", -MAX_UNIX_S, MAX_SECONDS)
+    assert isinstance(value, Mapping)
+    return value
+
+
+def _decode_times(values: Mapping[str, Any]) -> Mapping[LeaseId, float]:
+    if not all(IDENTITY.fullmatch(lease_id) for lease_id in values):
+        raise WireError(f"a key of due_in_s is not a string like {IDENTITY.pattern}")
+    times = Fields(values, "due_in_s")
+    return {LeaseId(lease_id): times.seconds(lease_id) for lease_id in values}
+
+
+def _check_is_for(name: str, reply: Reply) -> None:
+    if reply.member is not None and reply.member.name != name:
+        raise WireError(f"a reply to {name} is about another member")
+    if any(name not in (lease.producer, lease.consumer) for lease in reply.leases):
+        raise WireError(f"a reply to {name} has a lease of others")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any
 from floodplain.core.errors import UserError
 from floodplain.engine.chat_template import template_errors
 from floodplain.engine.tokenizer import Message
+from floodplain.files.parsing import read_json_object
+from floodplain.files.reading import is_file
 
 
 class HfTokenizer:
@@ -109,14 +111,13 @@ def _from_pretrained(folder: Path, **options: str) -> Any:
 
 def _configured_eos(folder: Path) -> list[int]:
     path = folder / "generation_config.json"
-    if not path.is_file():
+    if not is_file(path):
         return []
-    try:
-        eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path}: cannot be read ({error})") from None
-    many = eos if isinstance(eos, list) else [eos]
-    return [int(token) for token in many if token is not None]
+    eos = read_json_object(path).get("eos_token_id")
+    many = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int for token in many):
+        raise UserError(f"{path}: eos_token_id must be a whole number or a list of them, not {reprlib.repr(eos)}")
+    return many
 
 
 @lru_cache(maxsize=1)

@@ -39,6 +39,7 @@ class LeaseFacts:
         num_borrowed: Leases of a consumer by what became of them, since the start: ``granted`` and made slots,
             ``refused`` for want of memory; of the granted, ``returned`` empty, or ``forced`` out of its hands at the
             deadline.
+        failed_exchanges: Exchanges with the coordinator that failed, by problem (``LeaseAgent.failures``).
     """
 
     num_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class LeaseFacts:
     recall_times_s: tuple[float, ...] = ()
     num_failed_growths: int = 0
     num_borrowed: Mapping[str, int] = field(default_factory=dict)
+    failed_exchanges: Mapping[str, int] = field(default_factory=dict)
 
 
 class Neighbours:
@@ -124,6 +126,7 @@ class Neighbours:
                 tuple(self._recall_times_s),
                 0 if self.lent_pool is None else self.lent_pool.num_failed_growths,
                 {} if self.peer_tier is None else self.peer_tier.totals.by_outcome(),
+                dict(self.agent.failures),
             )
 
 

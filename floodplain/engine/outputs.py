@@ -64,7 +64,8 @@ class EngineStats:
     ``limited_steps`` counts steps whose decision was limited, by reason (``core.plan.LIMITS``). ``lease_bytes`` is what
     is lent (``producer``) or borrowed (``consumer``) by (role, the other end); of ``num_recalls`` recalls that ended,
     ``recall_times_s`` has the seconds of the last; ``num_failed_growths`` counts failures to take back what was free.
-    ``borrowed_leases`` counts what became of a consumer's leases (``engine.neighbours.LeaseFacts.num_borrowed``).
+    ``borrowed_leases`` counts what became of a consumer's leases (``engine.neighbours.LeaseFacts.num_borrowed``), and
+    ``failed_exchanges`` exchanges with the coordinator that failed, by problem.
     """
 
     num_running: int = 0
@@ -94,3 +95,4 @@ class EngineStats:
     recall_times_s: tuple[float, ...] = ()
     num_failed_growths: int = 0
     borrowed_leases: dict[str, int] = field(default_factory=dict)
+    failed_exchanges: dict[str, int] = field(default_factory=dict)

@@ -66,4 +66,5 @@ def take_snapshot(
         recall_times_s=leases.recall_times_s,
         num_failed_growths=leases.num_failed_growths,
         borrowed_leases=dict(leases.num_borrowed),
+        failed_exchanges=dict(leases.failed_exchanges),
     )

@@ -61,6 +61,8 @@ class StatsView(Protocol):
     @property
     def borrowed_leases(self) -> Mapping[str, int]: ...  # noqa: D102
     @property
+    def failed_exchanges(self) -> Mapping[str, int]: ...  # noqa: D102
+    @property
     def num_prompt_tokens(self) -> int: ...  # noqa: D102
     @property
     def num_generated_tokens(self) -> int: ...  # noqa: D102
@@ -164,6 +166,8 @@ class ServingMetrics(Collector):
         yield self._counter("lease_failed_growths", text, {(): stats.num_failed_growths})
         text = "Leases of a consumer by what became of them."
         yield self._counter("borrowed_leases", text, _by_one(stats.borrowed_leases), "outcome")
+        text = "Exchanges with the coordinator that failed."
+        yield self._counter("coordinator_failures", text, _by_one(stats.failed_exchanges), "problem")
         num_new = min(stats.num_recalls - self._num_recalls, len(stats.recall_times_s))
         self._recalls.observe(stats.recall_times_s[len(stats.recall_times_s) - num_new :])
         self._num_recalls = stats.num_recalls

@@ -106,10 +106,7 @@ class CompletionReply:
         if delta.logprobs is None:
             return None
         tokens = [self._tokenizer.decode([token]) for token in delta.token_ids]
-        tops = [
-            {token: entry.chosen, **{self._tokenizer.decode([other]): value for other, value in entry.top}}
-            for token, entry in zip(tokens, delta.logprobs, strict=True)
-        ]
+        tops = [self._top(token, entry) for token, entry in zip(tokens, delta.logprobs, strict=True)]
         offsets, offset = [], self._offsets.get(index, 0)
         for token in tokens:
             offsets.append(offset)
@@ -117,6 +114,13 @@ class CompletionReply:
         self._offsets[index] = offset
         chosen = [entry.chosen for entry in delta.logprobs]
         return CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=tops, text_offset=offsets)
+
+    def _top(self, token: str, entry: TokenLogprobs) -> dict[str, float]:
+        """Values by text. Of tokens with one text, the chosen one stays, else the likeliest."""
+        top = {token: entry.chosen}
+        for other, value in entry.top:
+            top.setdefault(self._tokenizer.decode([other]), value)
+        return top
 
 
 class ChatReply:

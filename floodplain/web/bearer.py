@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hmac
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from floodplain.core.errors import UserError
+from floodplain.files.reading import decode, read_file
 
+MAX_SECRETS_BYTES = 2**24
+"""Of one file of secrets."""
 T = TypeVar("T")
 
 
@@ -23,13 +25,10 @@ def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
     Raises:
         UserError: The file is unreadable, or others may use it.
     """
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the {kind} {path}: {error}") from error
-    if mode & 0o077:
-        raise UserError(f"others may use the {kind} {path} (mode {mode:04o}): run chmod 600 {path}")
+    content = read_file(path, MAX_SECRETS_BYTES, kind)
+    text = decode(content.data, path, kind)
+    if content.mode & 0o077:
+        raise UserError(f"others may use the {kind} {path} (mode {content.mode:04o}): run chmod 600 {path}")
     lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1)]
     return [(number, words) for number, words in lines if words and not words[0].startswith("#")]
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from floodplain.web.errors import ApiError, error_response
+from floodplain.web.head import answer_head_as_get
 
 CLIENT_SCOPE_KEY = "floodplain.client"
 """Where a request's scope holds who sends it, as ``Authenticator.client_of`` says; absent when everybody is let in."""
@@ -50,6 +51,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope, send = answer_head_as_get(scope, send)
         try:
             self._admit(scope)
         except ApiError as refusal:

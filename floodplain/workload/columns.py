@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import csv
-import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.files.parsing import parse_json
+from floodplain.files.reading import read_text
 
+MAX_TABLE_BYTES = 2**31
+"""Of one trace, pool of lengths or file of prompts."""
 PROMPT_COLUMNS = ("prompt_tokens", "contexttokens", "request tokens", "input_length")
 OUTPUT_COLUMNS = ("output_tokens", "generatedtokens", "response tokens", "output_length")
 MOST_TOKENS = 10**9
 """In one prompt or output: more is a mistake in the file."""
-
-
-def read_text(path: Path) -> str:
-    """Return the file's text.
-
-    Raises:
-        UserError: It cannot be opened, or is no UTF-8 text.
-    """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start}): give a CSV or JSONL file") from error
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
@@ -37,7 +26,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
     Raises:
         UserError: The file is unreadable, empty or no CSV, or a row has too few or too many values.
     """
-    lines = csv.reader(read_text(path).splitlines(), strict=True)
+    lines = csv.reader(read_text(path, MAX_TABLE_BYTES).splitlines(), strict=True)
     try:
         found = [(lines.line_num, values) for values in lines if values]
     except csv.Error as error:
@@ -57,13 +46,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     Raises:
         UserError: A line is not a JSON object.
     """
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path, MAX_TABLE_BYTES).split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not JSON: {error.msg}") from error
+        row = parse_json(line, f"{path} line {number}")
         if not isinstance(row, dict):
             raise UserError(f"{path} line {number} is not a JSON object")
         yield number, row

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
 
 from floodplain.core.errors import UserError
@@ -23,6 +21,7 @@ from floodplain.workload.columns import (
     read_csv,
     read_jsonl,
 )
+from floodplain.workload.times import TraceClock
 
 TIME_COLUMNS = ("t_s", "timestamp")
 MOONCAKE_BLOCK_TOKENS = 512
@@ -92,8 +91,8 @@ def load_trace(path: Path) -> Trace:
     """Read a trace.
 
     CSV: ``t_s`` (seconds) or ``timestamp`` (seconds or a date), with prompt and output tokens under our names or those
-    of the Azure and BurstGPT files. ``.jsonl``: Mooncake's ``timestamp`` (ms), ``input_length``, ``output_length`` and,
-    optionally, ``hash_ids``.
+    of the Azure and BurstGPT files. ``.jsonl``: Mooncake's ``timestamp`` (ms or a date), ``input_length``,
+    ``output_length`` and, optionally, ``hash_ids``. Dates are in UTC unless they carry an offset.
 
     Raises:
         UserError: Unreadable, wrong columns (the message lists what was found and what would do), or no usable row.
@@ -112,15 +111,17 @@ def _csv_rows(path: Path) -> Iterator[TraceRow]:
     time_column = find_column(path, header, TIME_COLUMNS)
     prompt_column = find_column(path, header, PROMPT_COLUMNS)
     output_column = find_column(path, header, OUTPUT_COLUMNS)
+    clock = TraceClock(path)
     for row in rows:
         yield TraceRow(
-            _parse_time(path, row[time_column]),
+            clock.seconds(row[time_column]),
             parse_count(path, prompt_column, row[prompt_column]),
             parse_count(path, output_column, row[output_column]),
         )
 
 
 def _mooncake_rows(path: Path) -> Iterator[TraceRow]:
+    clock = TraceClock(path, units_per_s=1000)
     for number, row in read_jsonl(path):
         missing = [name for name in ("timestamp", "input_length", "output_length") if name not in row]
         if missing:
@@ -131,26 +132,11 @@ def _mooncake_rows(path: Path) -> Iterator[TraceRow]:
         if not (isinstance(prefix_ids, list) and all(type(i) is int and i >= 0 for i in prefix_ids)):
             raise UserError(f"{path} line {number}: hash_ids must be a list of whole numbers")
         yield TraceRow(
-            _parse_time(path, row["timestamp"]) / 1e3,
+            clock.seconds(row["timestamp"]),
             parse_count(path, "input_length", row["input_length"]),
             parse_count(path, "output_length", row["output_length"]),
             tuple(prefix_ids),
         )
-
-
-def _parse_time(path: Path, value: object) -> float:
-    """Return seconds (or the file's own unit) from a number, or from a date in ISO form."""
-    text = str(value).strip()
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            seconds = (datetime.fromisoformat(text).replace(tzinfo=None) - datetime(1970, 1, 1)).total_seconds()
-        except ValueError:
-            seconds = math.nan
-    if not math.isfinite(seconds):
-        raise UserError(f"{path}: a timestamp must be a number or an ISO date, not {text!r}")
-    return seconds
 
 
 def save_trace(path: Path, rows: Sequence[TraceRow]) -> None:

@@ -40,6 +40,13 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordin
         yield coordinator
 
 
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/leases", "/openapi.json", "/nowhere"])
+def test_head_answers_as_get_without_a_body(running: RunningCoordinator, path: str) -> None:
+    head, get = httpx.head(running.url + path), httpx.get(running.url + path)
+    assert (head.status_code, head.headers["content-type"]) == (get.status_code, get.headers["content-type"])
+    assert head.content == b""
+
+
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,18 @@ def test_wrong_paths_and_methods_have_an_error_body(server: RunningServer, metho
     assert ("allow" in response.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(
+    "path", ["/health", "/version", "/metrics", "/v1/models", "/v1/models/fake", "/v1/models/x", "/nowhere"]
+)
+def test_head_answers_as_get_without_a_body(server: RunningServer, path: str) -> None:
+    head, get = httpx.head(server.url + path), httpx.get(server.url + path)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    unsteady = {"date", "content-length"} if path == "/metrics" else {"date"}  # its numbers grow
+    assert {k: v for k, v in head.headers.items() if k not in unsteady} == {
+        k: v for k, v in get.headers.items() if k not in unsteady
+    }
+
+
 def test_a_declared_body_that_is_too_large_is_not_read(server: RunningServer) -> None:
     with socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=10) as sock:  # type: ignore[arg-type]
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"

@@ -61,5 +61,5 @@ REPLIES = st.builds(
     member=st.none() | MEMBERS,
     leases=st.lists(LEASES, max_size=4).map(tuple),
     due_in_s=st.dictionaries(IDENTITIES.map(LeaseId), st.floats(0, 86400), max_size=4),
-    detail=st.text(max_size=80),
+    detail=st.text(max_size=80).filter(str.isprintable),
 )

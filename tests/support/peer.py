@@ -16,6 +16,10 @@ def answer(body: bytes, status: int = 200, headers: str = "") -> bytes:
     return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n{headers}\r\n".encode() + body
 
 
+DRIP_S = 0.01
+"""Between two bytes of an answer that never ends."""
+DRIP = b"\n~"
+"""What an answer ends with after which a byte comes now and then, for ever."""
 HANG_UP = b""
 HANG_UP_AFTER = b"\n#"
 """What an answer ends with after which the connection is closed."""
@@ -33,6 +37,7 @@ class Peer:
     def __init__(self, listener: socket.socket, answers: list[bytes | None]) -> None:
         self.url, self.requests, self.num_connections = url_of(listener), list[bytes](), 0
         self._listener, self._sockets = listener, list[socket.socket]()
+        self._closed = threading.Event()
         self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for each in answers:
             self._answers.put(each)
@@ -55,7 +60,9 @@ class Peer:
             text = self._answers.get()
             if text is None:
                 return
-            connection.sendall(text)
+            connection.sendall(text.removesuffix(DRIP))
+            while text.endswith(DRIP) and not self._closed.wait(DRIP_S):
+                connection.sendall(b" ")
             if text == HANG_UP or text.endswith(HANG_UP_AFTER):
                 connection.close()
                 return
@@ -74,6 +81,7 @@ class Peer:
 
     def close(self) -> None:
         """Hang up on everybody."""
+        self._closed.set()
         for connection in [self._listener, *self._sockets]:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, read_token
+from floodplain.coordinator import exchange
+from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator, read_token
 from floodplain.coordinator.wire import encode_reply
 from floodplain.core.errors import UserError
 from floodplain.core.leases.messages import Heartbeat
 from floodplain.core.leases.rows import Reply
 from floodplain.core.leases.states import Outcome
 from floodplain.web.listen import bind, url_of
-from tests.support.peer import HANG_UP, HANG_UP_AFTER, answer, answering
+from tests.support.peer import DRIP, HANG_UP, HANG_UP_AFTER, answer, answering
 
 REPLY = Reply(Outcome.APPLIED)
 BEAT = Heartbeat("ann", 1)
@@ -122,6 +123,64 @@ def test_who_never_answers_costs_the_timeout_once(is_kept: bool) -> None:
         with pytest.raises(CoordinatorUnreachable, match="does not answer: timed out"):
             client.send([BEAT])
         assert 0.3 <= time.monotonic() - began_s < 0.6
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nX: ",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;",
+    ],
+)
+def test_an_answer_that_drips_costs_the_timeout_once(begun: bytes) -> None:
+    with answering(begun + DRIP) as peer, closing(CoordinatorClient(peer.url, timeout_s=0.15)) as client:
+        began_s = time.monotonic()
+        with pytest.raises(CoordinatorUnreachable, match="does not answer: timed out"):
+            client.send([BEAT])
+        assert 0.15 <= time.monotonic() - began_s < 2
+
+
+def test_an_answer_may_not_be_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "MAX_ANSWER_BYTES", 1000)
+    fits, too_long = (answer(b" " * (size - 2) + b"{}") for size in (1000, 1001))
+    chunks = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b" " * 1000 + b"\r\n1\r\n \r\n"
+    with answering(fits, too_long, chunks + DRIP) as peer, closing(CoordinatorClient(peer.url)) as client:
+        with pytest.raises(NotACoordinator, match="the answer has no replies"):
+            client.send([BEAT])
+        for _ in range(2):
+            with pytest.raises(NotACoordinator, match="sends too much"):
+                client.send([BEAT])
+
+
+@pytest.mark.parametrize("head", [b"X: y\r\n" * 200, b"X: " + b"y" * 70_000 + b"\r\n"])
+def test_endless_headers_are_no_answer(head: bytes) -> None:
+    with (
+        answering(b"HTTP/1.1 200 OK\r\n" + head + DRIP) as peer,
+        closing(CoordinatorClient(peer.url)) as client,
+        pytest.raises(CoordinatorUnreachable, match="does not answer: "),
+    ):
+        client.send([BEAT])
+
+
+@pytest.mark.parametrize("status", [201, 204, 301, 302, 307])
+def test_only_200_is_an_answer(status: int) -> None:
+    with (
+        answering(answer(b"", status, "Location: http://127.0.0.1:1/\r\n")) as peer,
+        closing(CoordinatorClient(peer.url)) as client,
+        pytest.raises(UserError, match=f"answers {status}"),
+    ):
+        client.send([BEAT])
+
+
+def test_a_strangers_words_are_shown_in_one_printable_line() -> None:
+    for wild in (refusal(400, "\033[2J\nno\0" + "x" * 9000), b"\033]0;HTTP\r\n" + HANG_UP_AFTER):
+        with answering(wild) as peer, closing(CoordinatorClient(peer.url)) as client:
+            with pytest.raises((UserError, CoordinatorUnreachable)) as caught:
+                client.send([BEAT])
+            assert str(caught.value).isprintable() and len(str(caught.value)) <= 500
 
 
 def test_who_does_not_even_accept_costs_the_timeout_too() -> None:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from floodplain.coordinator.answers import ReplyBody
+from floodplain.coordinator.fields import Fields, WireError
+from floodplain.coordinator.membership import LentDevice, Membership
 from floodplain.coordinator.requests import MAX_MESSAGES, MessageBatch
 from floodplain.coordinator.wire import (
     check_listing,
+    decode_answer,
     decode_lease,
     decode_reply,
     encode_lease,
     encode_message,
     encode_reply,
 )
-from floodplain.core.leases.messages import Message
-from floodplain.core.leases.rows import Reply
-from floodplain.core.leases.states import Lease
+from floodplain.core.leases.messages import Heartbeat, Join, Message
+from floodplain.core.leases.rows import Member, Reply, Shard
+from floodplain.core.leases.states import Lease, LeaseId, Outcome
 from tests.support import lease_values
 from tests.support.examples import examples
 
@@ -122,6 +128,97 @@ def test_a_message_that_no_member_says_is_refused(message: dict[str, Any], chang
         batch({**message, **change})
 
 
+# -- what a stranger answers -------------------------------------------------------------------------------------------
+
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-1, 2),
+    st.sampled_from([10**400, -(10**400), 2**63, 2**64, 1e300, -1e300, 5e-324]),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(["bob", "granted", "../bob", "\033[2J", "x" * 5000]),
+)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner))
+
+
+@st.composite
+def spoilt_answers(draw: st.DrawFn) -> Any:
+    """An answer to two messages of ``bob`` in which one value, at any depth, was replaced or left out."""
+    replies = draw(st.lists(lease_values.REPLIES, min_size=2, max_size=2))
+    answer = {"ttl_s": draw(st.floats(0.1, 3600)), "replies": [encode_reply(for_bob(reply)) for reply in replies]}
+    answer = through_json(answer)
+    place: Any = answer
+    while True:
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = draw(st.sampled_from(keys))
+        if isinstance(place[key], dict | list) and place[key] and draw(st.integers(0, 4)):
+            place = place[key]
+            continue
+        if draw(st.booleans()):
+            place[key] = draw(VALUES)
+        elif draw(st.booleans()):
+            del place[key]
+        return answer
+
+
+def for_bob(reply: Reply) -> Reply:
+    """The same about one member, who lends the first of the leases and borrows the others."""
+    member = reply.member and replace(reply.member, name="bob")
+    ends = ({"producer": "bob"} if not index else {"consumer": "bob"} for index in range(len(reply.leases)))
+    leases = tuple(replace(lease, **end) for lease, end in zip(reply.leases, ends, strict=True))
+    return replace(reply, member=member, leases=leases)
+
+
+def live_through(answer: Any) -> None:
+    """A member that lends and borrows takes in an answer, if it can be read, and goes on."""
+    membership = Membership("bob", "i1", LentDevice(capacity_bytes=100, foreign_bytes=lambda: 0), lambda: 1.0)
+    membership.ask([Shard(1)])
+    membership.lend(50)
+    messages = [Join("bob", "i1"), Heartbeat("bob", 1)]
+    try:
+        told = decode_answer(answer, [message.name for message in messages])
+    except WireError as error:
+        assert str(error).isprintable() and len(str(error)) < 300
+        return
+    assert membership.learn(messages, told.replies, told.ttl_s, 0.5) in (True, False)
+    for lease in membership.to_allocate():
+        membership.allocated(lease.lease_id)
+    for lease_id in membership.to_free():
+        membership.freed(lease_id)
+    assert 0 <= membership.claim(60, 10) <= 100 and membership.promised_bytes >= 0
+    assert all(size > 0 for size in membership.lease_bytes().values())
+    assert membership.has_leases in (True, False) and membership.expects_bytes in (True, False)
+    for said in (membership.collect()[0], [membership.retire()], membership.collect()[0], membership.farewell()):
+        json.dumps([encode_message(message) for message in said if not isinstance(message, bool)])
+
+
+@settings(max_examples=examples(150))
+@given(answer=spoilt_answers())
+def test_an_answer_of_any_shape_is_values_or_one_kind_of_error(answer: Any) -> None:
+    live_through(answer)
+
+
+@settings(max_examples=examples(100))
+@given(value=VALUES)
+def test_any_json_is_values_or_one_kind_of_error(value: Any) -> None:
+    for read in (lambda: decode_answer(value, ["bob"]), lambda: decode_reply(value), lambda: check_listing(value)):
+        with suppress(WireError):
+            read()
+
+
+def test_a_reader_that_lets_all_types_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the law above fails where a field's type is not checked."""
+    lease = Lease(LeaseId("l1"), 1, "ann", "bob", 5, 1)
+    reply = encode_reply(Reply(Outcome.APPLIED, Member("bob", "i1"), (lease,)))
+    spoilt = {**reply, "leases": [{**reply["leases"][0], "num_bytes": "many"}]}
+    answer = {"ttl_s": 10.0, "replies": [spoilt, reply]}
+    live_through(answer)
+    monkeypatch.setattr(Fields, "count", lambda fields, name, least=0: fields.get(name))
+    with pytest.raises(TypeError):
+        live_through(answer)
+
+
 @pytest.mark.parametrize("number", [0, MAX_MESSAGES + 1])
 def test_a_batch_of_none_or_of_too_many_is_refused(number: int) -> None:
     batch(*[JOIN] * MAX_MESSAGES)
@@ -141,5 +238,5 @@ def test_a_batch_of_none_or_of_too_many_is_refused(number: int) -> None:
     ],
 )
 def test_a_listing_that_is_none_is_noticed(listing: dict[str, Any]) -> None:
-    with pytest.raises((KeyError, TypeError)):
+    with pytest.raises(WireError):
         check_listing(listing)

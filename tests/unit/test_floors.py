@@ -18,7 +18,7 @@ ROOT = Path(floodplain.__file__).parent
 
 FLOORS = [
     ["core"],
-    ["cost", "workload", "observe", "web"],
+    ["cost", "files", "workload", "observe", "web"],
     ["policy", "memory"],
     ["runtime", "coordinator"],
     ["engine", "plugins", "sim"],
@@ -41,7 +41,10 @@ BARE_GPU_IMAGE = {"torch", "numpy"}
 KERNELS = {"floodplain.memory.triton_copy", "floodplain.engine.attention.paged_decode"}
 """Files of Triton kernels: imported inside the functions that run on CUDA, so no other module may need them."""
 
-MEMBER = {f"floodplain.coordinator.{name}" for name in ("agent", "client", "clock", "membership", "wire")}
+MEMBER = {
+    f"floodplain.coordinator.{name}"
+    for name in ("agent", "client", "clock", "exchange", "fields", "membership", "wire")
+}
 """What an engine's process has of the coordinator: it imports where the data plane does."""
 
 

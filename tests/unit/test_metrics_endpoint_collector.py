@@ -27,6 +27,7 @@ PROMISED = {
     "lease_bytes": "gauge",
     "lease_failed_growths_total": "counter",
     "borrowed_leases_total": "counter",
+    "coordinator_failures_total": "counter",
     "lease_recall_seconds": "histogram",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
@@ -47,6 +48,7 @@ LABELS = {
     "limited_steps_total": {"reason"},
     "lease_bytes": {"role", "peer"},
     "borrowed_leases_total": {"outcome"},
+    "coordinator_failures_total": {"problem"},
 }
 
 
@@ -66,6 +68,7 @@ def test_the_names_types_and_labels_are_the_promised_ones() -> None:
         limited_steps={"crowded": 0},
         lease_bytes={("producer", "b"): 5},
         borrowed_leases={"forced": 0},
+        failed_exchanges={"malformed": 0},
     )
     families = scrape(ServingMetrics("m", lambda: stats))
     assert {name.removeprefix("floodplain_"): f.type for name, f in families.items()} == PROMISED  # type: ignore[attr-defined]
@@ -120,6 +123,7 @@ def test_leases_are_seen_by_role_and_peer_and_each_recall_once() -> None:
         recall_times_s=(0.2, 3.0),
         num_failed_growths=1,
         borrowed_leases={"granted": 8, "forced": 2},
+        failed_exchanges={"unreachable": 3},
     )
     metrics = ServingMetrics("m", lambda: now)
 
@@ -131,6 +135,7 @@ def test_leases_are_seen_by_role_and_peer_and_each_recall_once() -> None:
     assert value_of(metrics, "floodplain_lease_failed_growths_total") == 1
     assert value_of(metrics, "floodplain_borrowed_leases_total", outcome="granted") == 8
     assert value_of(metrics, "floodplain_borrowed_leases_total", outcome="forced") == 2
+    assert value_of(metrics, "floodplain_coordinator_failures_total", problem="unreachable") == 3
     assert recalls() == (2, pytest.approx(3.2))
     now = EngineStats(num_recalls=5, recall_times_s=(3.0, 1.0, 1.0, 0.5))
     assert recalls() == (5, pytest.approx(5.7))

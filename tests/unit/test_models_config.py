@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.engine.models.config import ModelConfig, RopeConfig, parse_hf_config
+from floodplain.engine.models.config import ModelConfig, RopeConfig
+from floodplain.engine.models.hf_config import parse_hf_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,21 +86,46 @@ def test_families_differ_where_they_should() -> None:
         (LLAMA, {"architectures": None}, "architectures is None"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type='yarn' is not supported"),
-        (LLAMA, {"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "rope_type='dynamic' is not supported"),
-        (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "the field 'factor' is missing"),
-        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
-        (LLAMA, {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
-        (LLAMA, {"head_dim": 15}, "must be even"),
-        (LLAMA, {"vocab_size": 0}, "every size must be positive"),
-        (LLAMA, {"vocab_size": "many"}, "a field has a wrong value"),
+        (LLAMA, {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "one alone"),
+        (LLAMA, {"model_type": "mistral"}, "model_type='mistral' is not supported, only 'llama'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type='proportional'"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "rope_scaling.type='linear'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, "the field 'rope_scaling.factor' is missing"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 8}}, "rope_scaling.alpha=8"),
+        (LLAMA, {"rope_scaling": "linear"}, "rope_scaling='linear' must be an object"),
+        (
+            LLAMA,
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_parameters.rope_theta=500000.0",
+        ),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
+        (LLAMA, {"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads=3"),
+        (LLAMA, {"head_dim": 15}, "head_dim=15 must be even"),
+        (LLAMA, {"vocab_size": 0}, "vocab_size=0 must be a whole number"),
+        (LLAMA, {"vocab_size": "many"}, "vocab_size='many' must be a whole number"),
+        (LLAMA, {"num_hidden_layers": 2.5}, "num_hidden_layers=2.5"),
+        (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers=True"),
+        (LLAMA, {"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
+        (LLAMA, {"rms_norm_eps": 10**400}, "rms_norm_eps=1000"),
+        (LLAMA, {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
+        (LLAMA, {"logits_scaling": 8.0}, "logits_scaling=8.0 is not supported"),
+        (LLAMA, {"final_softcap": 30.0}, "final_softcap=30.0 is not supported: no code reads this key"),
         (LLAMA, {"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding_window=128"),
         (
             LLAMA,
-            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 128},
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 128,
+                "max_window_layers": 1,
+            },
             "sliding_window=128",
         ),
-        (LLAMA, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types='sliding_attention'"),
+        (
+            LLAMA,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types=['full_attention', 'sliding_attention']",
+        ),
         (OPT, {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32"),
         (OPT, {"activation_function": "gelu"}, "activation_function='gelu'"),
     ],

@@ -39,6 +39,27 @@ def test_events_put_together_as_text_are_the_json_they_stand_for(
         assert set(last) == {*event, "usage"}
 
 
+@given(st.integers(0, 255), st.lists(st.integers(0, 255), unique=True, max_size=20), st.data())
+def test_the_chosen_token_keeps_its_value_whatever_shares_its_text(
+    chosen: int, others: list[int], data: st.DataObject
+) -> None:
+    """Bytes from 128 on are half characters: they all have one text."""
+    values = sorted(data.draw(st.lists(st.floats(-9, -1), min_size=len(others), max_size=len(others))), reverse=True)
+    by_id = dict(zip(others, values, strict=True))
+    own = by_id.get(chosen, -9.5)
+    delta = OutputDelta("", (chosen,), "stop", (TokenLogprobs(own, tuple(by_id.items())),))
+    tokenizer = ByteTokenizer()
+    scores = CompletionReply("m", tokenizer, False).body([delta], Tally(1).usage()).choices[0].logprobs
+    assert scores is not None
+    assert scores.top_logprobs[0][scores.tokens[0]] == scores.token_logprobs[0] == own
+    for text, value in scores.top_logprobs[0].items():
+        same = [by_id[token] for token in others if tokenizer.decode([token]) == text]
+        assert value == (own if text == scores.tokens[0] else max(same))
+    chat = ChatReply("m", tokenizer, False).body([delta], Tally(1).usage()).choices[0].logprobs
+    assert chat is not None and chat.content[0].logprob == own
+    assert [entry.logprob for entry in chat.content[0].top_logprobs] == values
+
+
 def test_the_bytes_of_half_characters_put_together_are_the_text() -> None:
     euro = tuple("€!".encode())
     scores = tuple(TokenLogprobs(-0.1, ((token, -0.1),)) for token in euro)

@@ -35,7 +35,7 @@ def ask(
 
     drain = DrainSwitch()
     drain.is_draining = is_draining
-    scope: Scope = {"type": "http", "path": path, "headers": [(b"authorization", authorization)]}
+    scope: Scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"authorization", authorization)]}
     asyncio.run(Gate(app, drain, authenticator, max_body_bytes=9)(scope, receive, send))
     return sent[0]["status"], clients[0] if clients else None
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from floodplain.core.errors import UserError
+from floodplain.engine.hf_tokenizer import _configured_eos
 from floodplain.engine.models import llama
 from floodplain.engine.models.load import load_decoder
 from floodplain.engine.weights import open_model as open_model_module
@@ -147,7 +150,7 @@ def test_broken_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[1]")
     assert "must hold a JSON object" in refusal(folder)
     (folder / "config.json").write_text("{")
-    assert "cannot be read" in refusal(folder)
+    assert "is not JSON" in refusal(folder)
 
 
 def test_weights_that_do_not_fit_the_configuration_are_named(tmp_path: Path) -> None:
@@ -179,3 +182,62 @@ def test_seeds_make_dummies_differ() -> None:
     first, same, other = (logits_of(DummyModel("tiny-llama", seed)) for seed in (1, 1, 2))
     assert torch.equal(first, same)
     assert not torch.allclose(first, other)
+
+
+def test_gguf_headers_that_state_more_than_the_file_holds_are_refused(tmp_path: Path) -> None:
+    def key(name: bytes, kind: int, value: bytes) -> bytes:
+        return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+    def array(kind: int, count: int) -> bytes:
+        return key(b"a", 9, struct.pack("<IQ", kind, count))
+
+    def tensor(num_dimensions: int) -> bytes:
+        return struct.pack("<Q", 1) + b"t" + struct.pack("<I", num_dimensions) + b"\0" * 200
+
+    many = 2**62
+    headers = {
+        "ends inside": [
+            (0, many, b""),
+            (many, 0, b""),
+            (0, 1, struct.pack("<Q", many)),
+            (0, 1, key(b"a", 8, b"\xff" * 8)),
+        ],
+        "elements": [(0, 1, array(0, many)), (0, 1, array(8, many)), (0, 1, array(9, many))],
+        "nested": [(0, 1, key(b"a", 9, struct.pack("<IQ", 9, 1) * 50_000))],
+        "unknown type 99": [(0, 1, key(b"a", 99, b"")), (0, 1, array(99, 1))],
+        "dimensions": [(1, 0, tensor(5)), (1, 0, tensor(2**31))],
+    }
+    path = tmp_path / "m.gguf"
+    for reason, cases in headers.items():
+        for num_tensors, num_keys, content in cases:
+            path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + content)
+            assert reason in refusal(path)
+
+
+def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    write_folder(folder)
+    (folder / "model.safetensors").rename(tmp_path / "stolen.safetensors")
+    for file in ("../stolen.safetensors", "/dev/zero", str(tmp_path / "stolen.safetensors"), "", 5):
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict.fromkeys(dummy_weights(), file)})
+        )
+        assert "not a file of this folder" in refusal(folder)
+    os.mkfifo(folder / "pipe")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"model.embed_tokens.weight": "pipe"}}')
+    assert "not a regular file" in refusal(folder)
+
+
+@pytest.mark.parametrize("value", ["x", 1.5, True, ["1"], {"a": 1}])
+def test_an_end_of_sequence_that_is_no_token_is_refused(tmp_path: Path, value: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(UserError, match="eos_token_id must be a whole number"):
+        _configured_eos(tmp_path)
+
+
+def test_names_that_cannot_be_looked_up_are_no_model(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.gguf"
+    loop.symlink_to(loop)
+    for name in ("x" * 300, "a\0b", str(loop), "/dev/zero"):
+        assert "there is no model" in refusal(name)

@@ -49,6 +49,27 @@ def test_recorded_failures_are_counted_not_replayed(tmp_path: Path) -> None:
     assert load_trace(write(tmp_path, "burst.csv", BURSTGPT)).num_skipped == 1
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "gap_s"),
+    [
+        ("2024-05-10 00:00:00+00:00", "2024-05-10 02:00:01+02:00", 1.0),
+        ("2024-05-10T00:00:00Z", "2024-05-09T19:30:00.25-04:30", 0.25),
+        ("2024-05-10 00:00:00", "2024-05-10 05:30:02+05:30", 2.0),
+        ("2024-12-31 23:59:59", "2025-01-01", 1.0),
+        ("1715299200", "1715299203.5", 3.5),
+    ],
+)
+def test_dates_with_an_offset_and_dates_in_utc_are_one_time_line(
+    tmp_path: Path, first: str, second: str, gap_s: float
+) -> None:
+    lines = [f"{second},2,6", f"{first},1,5"]
+    csv = write(tmp_path, "t.csv", "\n".join(["timestamp,prompt_tokens,output_tokens", *lines, ""]))
+    assert load_trace(csv).rows == (TraceRow(0.0, 1, 5), TraceRow(gap_s, 2, 6))
+    jsonl = "".join(f'{{"timestamp": "{when}", "input_length": 1, "output_length": 1}}\n' for when in (first, second))
+    unit_s = 1e-3 if first.isdigit() else 1.0  # numbers of a JSONL trace are milliseconds
+    assert load_trace(write(tmp_path, "t.jsonl", jsonl)).rows[1].arrival_s == pytest.approx(gap_s * unit_s)
+
+
 def test_options_scale_before_they_cut(tmp_path: Path) -> None:
     trace = load_trace(write(tmp_path, "a.csv", AZURE)).scaled(
         speedup=5.0, length_scale=0.5, max_input=190, max_output=30, limit=2
@@ -69,6 +90,7 @@ def test_options_scale_before_they_cut(tmp_path: Path) -> None:
         ("x.csv", "t_s,prompt_tokens,output_tokens\nnan,2,3\n", ("timestamp", "'nan'")),
         ("x.csv", "t_s,prompt_tokens,output_tokens\nyesterday,2,3\n", ("yesterday",)),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n1,2,0\n", ("no request",)),
+        ("x.csv", "timestamp,prompt_tokens,output_tokens\n1,2,3\n2024-05-10,2,3\n", ("numbers", "dates", "one way")),
         ("x.csv", "", ("empty",)),
         ("x.csv", 't_s,prompt_tokens,output_tokens\n1,"2"2,3\n', ("line 2", "not CSV")),
         ("x.csv", 't_s,prompt_tokens,output_tokens\n1,"2,3\n', ("line 2", "not CSV")),

@@ -70,8 +70,9 @@ class LlamaStem:
         self._embedding = params["embedding"]
         self._norm = params["norm"]
         self._eps = config.norm_eps
-        frequencies = inverse_frequencies(config.rope or RopeConfig(), config.shape.head_dim)
-        self._frequencies = frequencies.to(self._embedding.device)
+        rope = config.rope or RopeConfig()
+        self._frequencies = inverse_frequencies(rope, config.shape.head_dim).to(self._embedding.device)
+        self._rope_scale = rope.attention_factor
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Activations [T, hidden] of the tokens."""
@@ -79,7 +80,7 @@ class LlamaStem:
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """The rotation at these positions."""
-        return rotation(positions, self._frequencies, self._embedding.dtype)
+        return rotation(positions, self._frequencies, self._embedding.dtype, self._rope_scale)
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         """The final norm."""

@@ -14,7 +14,9 @@ from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.hf_tokenizer import HfTokenizer
 from floodplain.engine.models.config import ModelConfig, RopeConfig
+from floodplain.engine.weights.gguf_header import check_header
 from floodplain.engine.weights.gguf_metadata import read_gguf, shared_with_transformers
+from floodplain.files.parsing import parsing, reason_of
 
 _STEM_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -47,7 +49,8 @@ class GgufFile:
         self._path = path
         self._reader = _open(path)
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self.config = self._parse_config()
+        with parsing(path):
+            self.config = self._parse_config()
 
     def fill(self, target: torch.Tensor, name: str) -> None:
         """Write one tensor, expanded, into ``target``."""
@@ -113,10 +116,10 @@ class GgufFile:
 
 def _open(path: Path) -> Any:
     try:
+        check_header(path)
         return read_gguf(path, path.stat().st_mtime_ns)
-    except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path}: cannot be read as a .gguf file, is it complete? ({reason})") from None
+    except Exception as error:  # the parser raises whatever the file leads it to
+        raise UserError(f"{path}: cannot be read as a .gguf file, is it complete? ({reason_of(error)})") from error
 
 
 @lru_cache(maxsize=2)
@@ -129,10 +132,8 @@ def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
 def _expand(tensor: Any, path: Path) -> np.ndarray[Any, np.dtype[np.float32]]:
     from gguf.quants import dequantize
 
-    try:
+    with parsing(f"{path}: {tensor.name}"):
         weights = dequantize(tensor.data, tensor.tensor_type)
-    except (NotImplementedError, ValueError) as error:
-        raise UserError(f"{path}: {tensor.name} cannot be expanded ({error})") from None
     return np.array(weights, dtype=np.float32)  # a copy, for the reader's arrays are read-only views of the file
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,10 @@ import torch
 
 from floodplain.core.errors import UserError
 from floodplain.engine.hf_tokenizer import HfTokenizer
-from floodplain.engine.models.config import parse_hf_config
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.hf_config import parse_hf_config
+from floodplain.files.parsing import parsing, read_json_object, reason_of
+from floodplain.files.reading import is_file
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -25,7 +27,7 @@ class HfFolder:
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.resolve().name
-        self.config = parse_hf_config(_read_json(folder / "config.json"), self.name)
+        self.config = _read_config(folder / "config.json", self.name)
         self._folder = folder
         self._open_files: dict[str, Any] = {}
         self._file_of = self._index()
@@ -44,36 +46,30 @@ class HfFolder:
         return HfTokenizer.from_folder(self._folder)
 
     def _index(self) -> dict[str, str]:
-        if (self._folder / _INDEX).is_file():
-            index = _read_json(self._folder / _INDEX).get("weight_map")
-            if not isinstance(index, dict):
-                raise UserError(f"{self._folder / _INDEX}: weight_map is missing")
-            return {str(name): str(file) for name, file in index.items()}
-        if not (self._folder / _SINGLE).is_file():
+        if is_file(self._folder / _INDEX):
+            return _read_index(self._folder / _INDEX)
+        if not is_file(self._folder / _SINGLE):
             raise UserError(
                 f"{self._folder}: neither {_SINGLE} nor {_INDEX} is there; convert the weights to safetensors"
             )
         return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
 
     def _open(self, file: str) -> Any:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import safe_open
 
         if file not in self._open_files:
+            path = self._folder / file
+            if not is_file(path):  # a pipe would block
+                raise UserError(f"{path}: cannot be read, is it complete? (it is missing, or not a regular file)")
             try:
-                self._open_files[file] = safe_open(self._folder / file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise UserError(
-                    f"{self._folder / file}: cannot be read, is it complete? ({_one_line(error)})"
-                ) from None
+                self._open_files[file] = safe_open(path, framework="pt")
+            except Exception as error:  # the format is parsed in Rust, which raises several kinds
+                raise UserError(f"{path}: cannot be read, is it complete? ({reason_of(error)})") from None
         return self._open_files[file]
 
     def _read(self, file: str, name: str) -> torch.Tensor:
-        from safetensors import SafetensorError
-
-        try:
+        with parsing(f"{self._folder / file}: {name}"):
             tensor: torch.Tensor = self._open(file).get_tensor(name)
-        except SafetensorError as error:
-            raise UserError(f"{self._folder / file}: {name} cannot be read ({_one_line(error)})") from None
         return tensor
 
 
@@ -83,17 +79,20 @@ def _copy(target: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
     target.copy_(tensor)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; MODEL must be a folder with a complete Hugging Face model") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({_one_line(error)})") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must hold a JSON object")
-    return content
+def _read_config(path: Path, name: str) -> ModelConfig:
+    if not is_file(path):
+        raise UserError(f"{path} is missing; MODEL must be a folder with a complete Hugging Face model")
+    content = read_json_object(path)
+    with parsing(path):
+        return parse_hf_config(content, name, str(path))
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor; every file lies in the folder itself."""
+    index = read_json_object(path).get("weight_map")
+    if not isinstance(index, dict):
+        raise UserError(f"{path}: weight_map is missing")
+    for file in index.values():
+        if not (isinstance(file, str) and file and Path(file).name == file):
+            raise UserError(f"{path}: weight_map names {str(file)[:80]!r}, which is not a file of this folder")
+    return index

@@ -10,6 +10,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.parameters import WeightSource
 from floodplain.engine.tokenizer import Tokenizer
+from floodplain.files.reading import is_file, is_folder
 
 _FORMS = "a Hugging Face folder, a .gguf file, smollm2, or dummy:NAME"
 
@@ -51,11 +52,11 @@ def open_model(model: str, seed: int = 0) -> ModelSource:
 
         return DummyModel(model.removeprefix("dummy:"), seed)
     path = Path(model)
-    if path.is_dir():
+    if is_folder(path):
         from floodplain.engine.weights.hf_folder import HfFolder
 
         return HfFolder(path)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and is_file(path):
         return _open_gguf(path, path.stem)
     raise UserError(f"there is no model at {model!r}; MODEL is {_FORMS}")
 

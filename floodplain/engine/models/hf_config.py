@@ -1,0 +1,195 @@
+"""What a HF ``config.json`` says a model is; what the code here does not compute is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from floodplain.core.errors import UserError
+from floodplain.cost.model_shape import ModelShape
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.fields import Fields
+from floodplain.engine.models.hf_keys import HARMLESS_KEYS, NEUTRAL_VALUES
+from floodplain.engine.models.hf_rope import parse_rope
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How transformers reads the keys of one ``model_type``.
+
+    Attributes:
+        architecture: Its class.
+        attention_bias: Which projections ``attention_bias`` is for; ``fixed``: query, key and value have biases.
+        mlp_bias: Whether the key of this name is read.
+        kv_heads: ``num_key_value_heads`` if the key is absent; None: as many as query heads.
+        head_dim: The same of ``head_dim``; None: by the hidden size.
+        window: ``sliding_window`` if the key is absent.
+        switches_window: ``use_sliding_window`` says whether there is one.
+        qk_norm: Query and key heads are normalised.
+    """
+
+    architecture: str
+    attention_bias: Literal["none", "fixed", "all"] = "none"
+    mlp_bias: bool = False
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    switches_window: bool = False
+    qk_norm: bool = False
+
+
+_LLAMA_LIKE = {
+    "llama": _Family("LlamaForCausalLM", attention_bias="all", mlp_bias=True),
+    "mistral": _Family("MistralForCausalLM", kv_heads=8, window=4096),
+    "qwen2": _Family("Qwen2ForCausalLM", attention_bias="fixed", kv_heads=32, window=4096, switches_window=True),
+    "qwen3": _Family(
+        "Qwen3ForCausalLM",
+        attention_bias="all",
+        kv_heads=32,
+        head_dim=128,
+        window=4096,
+        switches_window=True,
+        qk_norm=True,
+    ),
+}
+_ARCHITECTURES = {**{family.architecture: name for name, family in _LLAMA_LIKE.items()}, "OPTForCausalLM": "opt"}
+
+
+def parse_hf_config(config: Mapping[str, Any], name: str, where: str = "config.json") -> ModelConfig:
+    """Read the mapping in a HF ``config.json``.
+
+    Args:
+        config: The mapping.
+        name: What the shape will be called.
+        where: The file, for messages.
+
+    Raises:
+        UserError: A key is missing or malformed, asks for something that is not supported, or is not known here; the
+            message names it.
+    """
+    fields = Fields(config, where)
+    fields.require("quantization_config", None, {})
+    model_type = _model_type(fields)
+    parsed = _parse_opt(fields, name) if model_type == "opt" else _parse_llama(fields, name, _LLAMA_LIKE[model_type])
+    fields.refuse_unread(HARMLESS_KEYS, NEUTRAL_VALUES)
+    return parsed
+
+
+def _model_type(fields: Fields) -> str:
+    """By ``architectures``, ``model_type`` or both, which must agree."""
+    listed = fields.value("architectures", None)
+    model_type = fields.value("model_type", None)
+    if listed is None and model_type in _ARCHITECTURES.values():
+        return str(model_type)
+    architecture = listed[0] if isinstance(listed, list) and len(listed) == 1 else listed
+    found = _ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
+    if found is None:
+        raise UserError(
+            f"{fields.where}: architectures is {architecture!r}; supported are {', '.join(_ARCHITECTURES)}, one alone"
+        )
+    fields.require("model_type", found, None)
+    return found
+
+
+def _parse_llama(fields: Fields, name: str, family: _Family) -> ModelConfig:
+    fields.require("hidden_act", "silu", "swish")
+    heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    head_dim = fields.whole_or_none("head_dim", family.head_dim) or _split_evenly(fields, hidden, heads)
+    kv_heads = fields.whole_or_none("num_key_value_heads", family.kv_heads) or heads
+    if heads % kv_heads:
+        raise fields.refusal("num_attention_heads", f"must be a multiple of num_key_value_heads={kv_heads}")
+    if head_dim % 2:
+        raise UserError(f"{fields.where}: head_dim={head_dim} must be even for rotary positions")
+    rope, context = parse_rope(fields, head_dim, fields.whole("max_position_embeddings"))
+    has_bias = _attention_bias(fields, family)
+    shape = ModelShape(
+        name=name,
+        num_layers=fields.whole("num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=fields.whole("intermediate_size"),
+        vocab_size=fields.whole("vocab_size"),
+        max_position=context,
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=has_bias or family.attention_bias == "fixed",
+    )
+    _refuse_sliding_window(fields, family, shape)
+    return ModelConfig(
+        shape=shape,
+        rope=rope,
+        norm_eps=fields.number("rms_norm_eps"),
+        o_bias=has_bias,
+        mlp_bias=family.mlp_bias and fields.flag("mlp_bias", False),
+        qk_norm=family.qk_norm,
+    )
+
+
+def _split_evenly(fields: Fields, hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise fields.refusal("num_attention_heads", f"must divide hidden_size={hidden}")
+    return hidden // heads
+
+
+def _attention_bias(fields: Fields, family: _Family) -> bool:
+    """Whether all four projections have biases."""
+    if family.attention_bias == "all":
+        return fields.flag("attention_bias", False)
+    if family.attention_bias == "fixed":  # Qwen2 has its three biases whatever this key says, and never the fourth
+        fields.value("attention_bias", None)
+    return False
+
+
+def _refuse_sliding_window(fields: Fields, family: _Family, shape: ModelShape) -> None:
+    is_on, first = True, 0
+    if family.switches_window:
+        is_on, first = fields.flag("use_sliding_window", False), fields.whole("max_window_layers", 28, least=0)
+    window = fields.whole_or_none("sliding_window", family.window) if is_on else fields.value("sliding_window", None)
+    types = fields.value("layer_types", None)
+    if types is None:
+        slides = first < shape.num_layers
+    else:
+        slides = _has_sliding_layers(fields, types, shape.num_layers)
+        if slides and not (family.switches_window and is_on and window is not None):
+            raise fields.refusal("layer_types", "is not supported, only 'full_attention' for every layer")
+        slides = slides or not family.switches_window  # Mistral's window is for every layer
+    if is_on and slides and window is not None and window < shape.max_position:
+        raise UserError(
+            f"{fields.where}: sliding_window={window} is not supported: texts may have {shape.max_position} tokens; "
+            f"set it to null and max_position_embeddings to at most {window}"
+        )
+
+
+def _has_sliding_layers(fields: Fields, types: object, num_layers: int) -> bool:
+    full, sliding = ("full_attention", "attention"), ("sliding_attention",)
+    if not isinstance(types, list) or len(types) != num_layers or not all(one in full + sliding for one in types):
+        raise fields.refusal("layer_types", f"must name the attention of {num_layers} layers, 'full_attention' each")
+    return any(one in sliding for one in types)
+
+
+def _parse_opt(fields: Fields, name: str) -> ModelConfig:
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    fields.require("activation_function", "relu")
+    fields.require("enable_bias", True)
+    fields.require("layer_norm_elementwise_affine", True)
+    fields.require("_remove_final_layer_norm", False)
+    fields.require("word_embed_proj_dim", hidden, None)
+    head_dim = _split_evenly(fields, hidden, heads)
+    shape = ModelShape(
+        name=name,
+        family="opt",
+        num_layers=fields.whole("num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        ffn_size=fields.whole("ffn_dim"),
+        vocab_size=fields.whole("vocab_size"),
+        max_position=fields.whole("max_position_embeddings"),
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        qkv_bias=True,
+    )
+    norm_first = fields.flag("do_layer_norm_before", True)
+    return ModelConfig(shape=shape, rope=None, o_bias=True, mlp_bias=True, norm_first=norm_first)

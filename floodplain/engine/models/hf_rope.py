@@ -1,0 +1,126 @@
+"""Rotary positions as ``config.json`` says them: ``rope_scaling``, ``rope_parameters``, and keys at the top level.
+
+Precedence is that of transformers 5: ``rope_scaling`` replaces ``rope_parameters``, ``rope_type`` goes before ``type``,
+and numbers inside the mapping go before those at the top level, except ``original_max_position_embeddings``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from floodplain.engine.models.config import RopeConfig
+from floodplain.engine.models.fields import Fields
+
+_HARMLESS = ("finetuned",)
+_SCALED_TYPES = ("llama3", "yarn", "longrope")
+_TYPES = ("default", "linear", "dynamic", *_SCALED_TYPES)
+
+
+def parse_rope(config: Fields, head_dim: int, max_position: int) -> tuple[RopeConfig, int]:
+    """Read all keys of rotary positions.
+
+    Args:
+        config: The whole ``config.json``.
+        head_dim: Numbers of a head.
+        max_position: ``max_position_embeddings``.
+
+    Returns:
+        The rotary positions and the longest context, in tokens: ``linear`` and ``yarn`` stretch it; ``dynamic`` and
+        ``longrope``, whose frequencies depend on the length of a text, end before these change.
+    """
+    config.require("partial_rotary_factor", 1.0, 1, None)
+    scaling, parameters = config.child("rope_scaling"), config.child("rope_parameters")
+    rope = scaling or parameters or Fields({}, config.where)
+    rope.require("partial_rotary_factor", 1.0, 1, None)
+    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+    kind, original = _read_kind(rope), config.whole_or_none("original_max_position_embeddings")
+    if kind in _SCALED_TYPES:
+        inner = rope.whole("original_max_position_embeddings", max_position, least=2)
+        found = _parse_scaled(kind, rope, theta, head_dim, (original or inner, max_position))
+    elif kind == "linear":
+        found = _stretched(RopeConfig(theta, "linear", rope.number("factor")), max_position)
+    else:
+        if kind == "dynamic":
+            rope.number("factor")  # of contexts beyond max_position
+        found = RopeConfig(theta), max_position
+    rope.refuse_unread(_HARMLESS)
+    if scaling is not None and parameters is not None:
+        _refuse_what_is_replaced(parameters, scaling, theta)
+    return found
+
+
+def _read_kind(rope: Fields) -> str:
+    kind = rope.text("rope_type", rope.value("type", "default"))
+    rope.require("rope_type" if "rope_type" in rope else "type", "default", *_TYPES)
+    if "type" in rope:
+        rope.require("type", kind)
+    return kind
+
+
+def _stretched(rope: RopeConfig, context: int) -> tuple[RopeConfig, int]:
+    return rope, int(context * max(rope.factor, 1.0))
+
+
+def _parse_scaled(
+    kind: str, rope: Fields, theta: float, head_dim: int, contexts: tuple[int, int]
+) -> tuple[RopeConfig, int]:
+    original, max_position = contexts
+    if kind == "llama3":
+        return _parse_llama3(rope, theta, original), max_position
+    if kind == "yarn":
+        found, stretched = _stretched(_parse_yarn(rope, theta, original, max_position), original)
+        return found, max(stretched, max_position)
+    return _parse_longrope(rope, theta, head_dim, contexts), min(original, max_position)
+
+
+def _parse_llama3(rope: Fields, theta: float, original: int) -> RopeConfig:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.refusal("high_freq_factor", f"must be above low_freq_factor={low:g}")
+    return RopeConfig(theta, "llama3", rope.number("factor"), low, high, original)
+
+
+def _parse_yarn(rope: Fields, theta: float, original: int, max_position: int) -> RopeConfig:
+    factor = max_position / original if rope.value("factor") is None else rope.number("factor")
+    scale, of_all = rope.number_or_none("mscale"), rope.number_or_none("mscale_all_dim")
+    inferred = yarn_attention(factor, scale) / yarn_attention(factor, of_all) if scale and of_all else None
+    if theta <= 1.0:
+        raise rope.refusal("rope_theta", "must be above 1 for yarn")
+    return RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=original,
+        beta_fast=rope.number_or_none("beta_fast") or 32.0,
+        beta_slow=rope.number_or_none("beta_slow") or 1.0,
+        truncate=rope.flag("truncate", True),
+        attention_factor=rope.number_or_none("attention_factor") or inferred or yarn_attention(factor),
+    )
+
+
+def yarn_attention(factor: float, scale: float = 1.0) -> float:
+    """What YaRN multiplies cosines and sines by, for a context that is ``factor`` times as long."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _parse_longrope(rope: Fields, theta: float, head_dim: int, contexts: tuple[int, int]) -> RopeConfig:
+    original, max_position = contexts
+    factor = rope.number_or_none("factor") or max_position / original
+    attention = rope.number_or_none("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    rope.numbers("long_factor", head_dim // 2)  # of longer contexts
+    divisors = rope.numbers("short_factor", head_dim // 2)
+    return RopeConfig(theta, attention_factor=attention, divisors=divisors)
+
+
+def _refuse_what_is_replaced(parameters: Fields, scaling: Fields, theta: float) -> None:
+    """``rope_scaling`` replaces ``rope_parameters``: what that says must be the same, or nothing."""
+    for key in parameters:
+        if key in ("rope_type", "type"):
+            parameters.require(key, "default", scaling.value("rope_type", scaling.value("type", "default")))
+        elif key == "rope_theta":
+            parameters.require(key, theta, int(theta))
+        elif key in scaling:
+            parameters.require(key, scaling.value(key))
+    parameters.refuse_unread()

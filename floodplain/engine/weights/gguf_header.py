@@ -1,0 +1,97 @@
+"""Checks that the header of a ``.gguf`` file lies inside the file, before a parser trusts its counts.
+
+The parsers of ``gguf`` and ``transformers`` loop over the counts that a file states, and read past its end without
+noticing. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+
+from floodplain.files.reading import is_file
+
+MAX_ELEMENTS = 2**22
+"""In all arrays together: three times a vocabulary of 262,144 tokens with scores, types and merges."""
+MAX_DEPTH = 4
+MAX_DIMENSIONS = 4
+"""Of a tensor, as in ggml."""
+_STRING, _ARRAY = 8, 9
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+
+def check_header(path: Path) -> None:
+    """Walk metadata and tensor table of the file.
+
+    Raises:
+        OSError, ValueError: It is no ``.gguf`` file, ends inside its header, or states more than is sensible.
+    """
+    if not is_file(path):
+        raise ValueError("it is not a regular file")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            _Walk(data).walk()
+        except struct.error:
+            raise ValueError("it ends inside its header") from None
+
+
+class _Walk:
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._position = 4
+        self._num_elements = 0
+        self._order = "<"
+
+    def walk(self) -> None:
+        if self._data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        if not self._number("I") & 0xFFFF:  # a version of the other byte order
+            self._order = ">"
+        num_tensors, num_keys = self._number("Q"), self._number("Q")
+        for _ in range(num_keys):
+            self._skip_string()
+            self._skip_value(self._number("I"), depth=0)
+        for _ in range(num_tensors):
+            self._skip_string()
+            num_dimensions = self._number("I")
+            if num_dimensions > MAX_DIMENSIONS:
+                raise ValueError(f"a tensor has {num_dimensions} dimensions")
+            self._skip(8 * num_dimensions + 12)  # sizes, type, offset
+
+    def _number(self, kind: str) -> int:
+        value: int
+        (value,) = struct.unpack_from(self._order + kind, self._data, self._position)
+        self._position += struct.calcsize(self._order + kind)
+        return value
+
+    def _skip(self, num_bytes: int) -> None:
+        self._position += num_bytes
+        if self._position > len(self._data):
+            raise ValueError("it ends inside its header")
+
+    def _skip_string(self) -> None:
+        self._skip(self._number("Q"))
+
+    def _skip_value(self, kind: int, depth: int) -> None:
+        if kind in _SCALAR_BYTES:
+            self._skip(_SCALAR_BYTES[kind])
+        elif kind == _STRING:
+            self._skip_string()
+        elif kind == _ARRAY:
+            self._skip_array(depth + 1)
+        else:
+            raise ValueError(f"a value has the unknown type {kind}")
+
+    def _skip_array(self, depth: int) -> None:
+        kind, count = self._number("I"), self._number("Q")
+        self._num_elements += count
+        if self._num_elements > MAX_ELEMENTS:
+            raise ValueError(f"its arrays have more than {MAX_ELEMENTS} elements")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"arrays are nested deeper than {MAX_DEPTH} levels")
+        if kind in _SCALAR_BYTES:
+            self._skip(count * _SCALAR_BYTES[kind])
+            return
+        for _ in range(count):
+            self._skip_value(kind, depth)

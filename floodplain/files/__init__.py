@@ -1,0 +1,1 @@
+"""Files that users name: read within bounds, and every fault of one is one line."""

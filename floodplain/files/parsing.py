@@ -1,0 +1,85 @@
+"""Turns anything that a parser of a user's file can raise into one line that names the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.files.reading import read_text
+
+MAX_JSON_BYTES = 2**26
+"""Of one JSON file. The largest that are known, indices of checkpoints with many shards, have a few MB."""
+_MAX_REASON = 200
+_RUST_PANIC = "PanicException"  # of pyo3: what a bug in a parser written in Rust raises; derives from BaseException
+
+
+@contextmanager
+def parsing(source: object) -> Iterator[None]:
+    """While the context is open, every exception becomes a UserError that begins with ``source``.
+
+    Parsers raise whatever a hostile file leads them to: RecursionError, OverflowError, MemoryError, IndexError, a panic
+    of Rust code. None of them tells the user which file to change.
+
+    Args:
+        source: The file, perhaps with a line.
+
+    Raises:
+        UserError: For all but a UserError, which passes, an InvariantError, and an interruption.
+    """
+    try:
+        yield
+    except (UserError, InvariantError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != _RUST_PANIC:
+            raise
+        raise UserError(f"{source}: cannot be read ({reason_of(error)})") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What an exception says, in one line of bounded length; its type if the message alone says too little."""
+    message = " ".join(str(error).split())[:_MAX_REASON]
+    if isinstance(error, OSError | ValueError) and message:
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def parse_json(text: str, source: object) -> Any:
+    """The value of a JSON text. NaN, Infinity and numbers beyond a float are refused.
+
+    Args:
+        text: The whole text.
+        source: The file, perhaps with a line; errors begin with it.
+
+    Raises:
+        UserError: It is not JSON, or is nested too deeply.
+    """
+    with parsing(source):
+        try:
+            return json.loads(text, parse_float=_finite, parse_constant=_finite)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{source} is not JSON: {error.msg} (character {error.pos})") from error
+
+
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UserError: It cannot be read, is not JSON, or is another value than an object.
+    """
+    content = parse_json(read_text(path, max_bytes), path)
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold a JSON object")
+    return content
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:20]} is not finite")
+    return number

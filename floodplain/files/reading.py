@@ -1,0 +1,109 @@
+"""Reads files that users name: regular ones, up to a bound, without ever waiting for bytes."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from floodplain.core.errors import UserError
+from floodplain.core.sizes import format_size
+
+_CHUNK_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    """What a file held when it was read.
+
+    Attributes:
+        data: All of its bytes.
+        mode: Its permission bits.
+    """
+
+    data: bytes
+    mode: int
+
+
+def read_file(path: Path, max_bytes: int, kind: str = "file") -> FileContent:
+    """The bytes and the mode of a regular file of at most ``max_bytes``.
+
+    A pipe or a device is refused: reading one may block, or never end.
+
+    Args:
+        path: The file.
+        max_bytes: More are refused.
+        kind: What the file is to its owner, such as ``API key file``: errors call it that.
+
+    Raises:
+        UserError: It is missing, unreadable, too large or not a regular file; the message names it.
+    """
+    named = _named(path, kind)
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise UserError(f"{named}: it is {_kind(mode)}, and a regular file is needed")
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            data = _read_bounded(file, max_bytes)
+            mode = os.fstat(fd).st_mode
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
+        raise UserError(f"{named}: {getattr(error, 'strerror', None) or error}") from error
+    if len(data) > max_bytes:
+        raise UserError(f"{named}: it is larger than {format_size(max_bytes)}, the most that is read here")
+    return FileContent(data, stat.S_IMODE(mode))
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a regular file of at most ``max_bytes``, in UTF-8 with or without a byte order mark.
+
+    Raises:
+        UserError: As ``read_file``; or it is not UTF-8.
+    """
+    return decode(read_file(path, max_bytes).data, path)
+
+
+def decode(data: bytes, path: Path, kind: str = "file") -> str:
+    """``data`` of the file at ``path`` as text.
+
+    Raises:
+        UserError: It is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{_named(path, kind)}: it is not UTF-8 text (byte {error.start})") from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether a regular file is there; False also where the path cannot be looked up."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there; False also where the path cannot be looked up."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def _named(path: Path, kind: str) -> str:
+    return f"cannot read {path}" if kind == "file" else f"cannot read the {kind} {path}"
+
+
+def _read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
+    """At most one chunk more than ``max_bytes``; a file's size is not asked, for it may lie (as in /proc) or change."""
+    data = bytearray()
+    while len(data) <= max_bytes and (chunk := file.read(_CHUNK_BYTES)):
+        data += chunk
+    return bytes(data)
+
+
+def _kind(mode: int) -> str:
+    return "a folder" if stat.S_ISDIR(mode) else "a pipe" if stat.S_ISFIFO(mode) else "a device or socket"

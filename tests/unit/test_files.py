@@ -1,0 +1,93 @@
+"""Files that users name: one place reads them, one place turns what parsers raise into a line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.files.parsing import parse_json, parsing, read_json_object
+from floodplain.files.reading import read_file, read_text
+
+
+def refusal(path: Path, max_bytes: int = 100) -> str:
+    with pytest.raises(UserError) as caught:
+        read_text(path, max_bytes)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"cannot read {path}")
+    return message
+
+
+def test_a_file_is_read_up_to_its_bound_and_not_beyond(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text("\ufeffäb", encoding="utf-8")
+    assert read_text(path, 6) == "äb"
+    assert "larger than 5B" in refusal(path, 5)
+    with path.open("wb") as file:
+        file.truncate(2**40)  # sparse: reading all of it would not end
+    assert "larger than 1KiB" in refusal(path, 1024)
+    path.write_bytes(b"x")
+    path.chmod(0o640)
+    assert read_file(path, 1).mode == 0o640
+
+
+def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path: Path) -> None:
+    pipe, loop, dangling = tmp_path / "pipe", tmp_path / "loop", tmp_path / "dangling"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    dangling.symlink_to(tmp_path / "nothing")
+    assert "it is a pipe" in refusal(pipe)
+    assert "it is a folder" in refusal(tmp_path)
+    assert "it is a device" in refusal(Path("/dev/zero"))
+    assert "symbolic links" in refusal(loop)
+    assert "No such file" in refusal(dangling)
+    assert "File name too long" in refusal(tmp_path / ("x" * 300))
+    assert "null byte" in refusal(tmp_path / "a\0b")
+
+
+def test_bytes_that_are_not_utf_8_are_named_by_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"ab\xff")
+    assert "not UTF-8 text (byte 2)" in refusal(path)
+
+
+class PanicException(BaseException):
+    """As parsers in Rust raise it."""
+
+
+@pytest.mark.parametrize(
+    "error", [RecursionError("deep\n\nstack"), MemoryError(), KeyError("a"), OSError(5, "broken"), PanicException("p")]
+)
+def test_whatever_a_parser_raises_becomes_one_line_with_the_file(error: BaseException) -> None:
+    with pytest.raises(UserError) as caught, parsing("f.bin"):
+        raise error
+    message = str(caught.value)
+    assert message.startswith("f.bin: cannot be read (")
+    assert "\n" not in message
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [InvariantError("bug"), KeyboardInterrupt(), SystemExit(3), UserError("says more")])
+def test_bugs_and_interruptions_are_not_taken_for_bad_files(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, parsing("f"):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "9" * 5000, "1e999", "NaN", "[-Infinity]", "{", "", '{"a":1}}'])
+def test_json_that_no_program_means_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UserError, match=r"^f line 3") as caught:
+        parse_json(text, "f line 3")
+    assert len(str(caught.value)) < 300
+
+
+def test_json_is_read_as_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    path.write_text('{"a": [1, 2.5, null]}')
+    assert read_json_object(path) == {"a": [1, 2.5, None]}
+    path.write_text("[1]")
+    with pytest.raises(UserError, match="must hold a JSON object"):
+        read_json_object(path)
