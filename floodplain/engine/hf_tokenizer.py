@@ -11,8 +11,11 @@ from typing import Any
 from floodplain.core.errors import UserError
 from floodplain.engine.chat_template import template_errors
 from floodplain.engine.tokenizer import Message
-from floodplain.files.parsing import read_json_object
+from floodplain.engine.tokenizer_view import VOCABULARIES, view_of_file, view_of_folder
+from floodplain.files.parsing import parsing, read_json_object
 from floodplain.files.reading import is_file
+
+_FAULT = "the tokenizer cannot be loaded"
 
 
 class HfTokenizer:
@@ -44,10 +47,11 @@ class HfTokenizer:
         Raises:
             UserError: There is none, or it cannot be read.
         """
-        files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-        if not any((folder / file).is_file() for file in files):
-            raise UserError(f"{folder}: the tokenizer is missing; one of {', '.join(files)} must be there")
-        return cls(_from_pretrained(folder), _configured_eos(folder))
+        if not any(is_file(folder / file) for file in VOCABULARIES):
+            raise UserError(f"{folder}: the tokenizer is missing; one of {', '.join(VOCABULARIES)} must be there")
+        more_eos = _configured_eos(folder)
+        with view_of_folder(folder) as view, parsing(folder, _FAULT):
+            return cls(_from_pretrained(view), more_eos)
 
     @classmethod
     def from_gguf(cls, path: Path) -> HfTokenizer:
@@ -56,7 +60,8 @@ class HfTokenizer:
         Raises:
             UserError: There is none, or it cannot be read.
         """
-        return cls(_from_pretrained(path.parent, gguf_file=path.name))
+        with view_of_file(path) as view, parsing(path, _FAULT):
+            return cls(_from_pretrained(view.parent, gguf_file=view.name))
 
     @property
     def has_chat_template(self) -> bool:
@@ -99,13 +104,9 @@ class HfTokenizer:
 def _from_pretrained(folder: Path, **options: str) -> Any:
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options)
-    except Exception as error:  # the tokenizers library raises nothing more specific
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{folder}: the tokenizer cannot be loaded ({reason})") from None
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
     if not tokenizer.is_fast:
-        raise UserError(f"{folder}: only fast tokenizers (tokenizer.json) are supported")
+        raise UserError("only fast tokenizers (tokenizer.json) are supported")
     return tokenizer
 
 

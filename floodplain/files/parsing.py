@@ -19,7 +19,7 @@ _RUST_PANIC = "PanicException"  # of pyo3: what a bug in a parser written in Rus
 
 
 @contextmanager
-def parsing(source: object) -> Iterator[None]:
+def parsing(source: object, fault: str = "cannot be read") -> Iterator[None]:
     """While the context is open, every exception becomes a UserError that begins with ``source``.
 
     Parsers raise whatever a hostile file leads them to: RecursionError, OverflowError, MemoryError, IndexError, a panic
@@ -27,6 +27,7 @@ def parsing(source: object) -> Iterator[None]:
 
     Args:
         source: The file, perhaps with a line.
+        fault: What is wrong then.
 
     Raises:
         UserError: For all but a UserError, which passes, an InvariantError, and an interruption.
@@ -38,7 +39,7 @@ def parsing(source: object) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != _RUST_PANIC:
             raise
-        raise UserError(f"{source}: cannot be read ({reason_of(error)})") from error
+        raise UserError(f"{source}: {fault} ({reason_of(error)})") from error
 
 
 def reason_of(error: BaseException) -> str:

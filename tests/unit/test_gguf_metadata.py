@@ -1,13 +1,12 @@
-"""The quick reader finds what the package's own finds, and is lent to nobody else."""
+"""The quick reader finds what the package's own finds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import gguf
-import pytest
 
-from floodplain.engine.weights.gguf_metadata import read_gguf, shared_with_transformers
+from floodplain.engine.weights.gguf_metadata import read_gguf
 from floodplain.engine.weights.open_model import packaged_smollm2
 
 
@@ -41,13 +40,3 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     path.unlink()  # what is mapped stays as it is
     write(path, "after")
     assert contents(read_gguf(path, 2))["general.name"] == "after"
-
-
-def test_only_this_file_is_shared_and_only_for_a_while(tmp_path: Path) -> None:
-    path, other = write(tmp_path / "a.gguf", "a"), write(tmp_path / "b.gguf", "b")
-    reader, original = read_gguf(path, 0), gguf.GGUFReader
-    with pytest.raises(RuntimeError), shared_with_transformers(path, reader):
-        assert gguf.GGUFReader(str(path)) is reader
-        assert contents(gguf.GGUFReader(other, "r"))["general.name"] == "b"
-        raise RuntimeError
-    assert gguf.GGUFReader is original

@@ -15,7 +15,7 @@ from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.hf_tokenizer import HfTokenizer
 from floodplain.engine.models.config import ModelConfig, RopeConfig
 from floodplain.engine.weights.gguf_header import check_header
-from floodplain.engine.weights.gguf_metadata import read_gguf, shared_with_transformers
+from floodplain.engine.weights.gguf_metadata import read_gguf
 from floodplain.files.parsing import parsing, reason_of
 
 _STEM_NAMES = {
@@ -124,9 +124,8 @@ def _open(path: Path) -> Any:
 
 @lru_cache(maxsize=2)
 def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
-    """See ``read_gguf``. Nothing changes a tokenizer, so that engines can share it."""
-    with shared_with_transformers(path, read_gguf(path, changed_ns)):
-        return HfTokenizer.from_gguf(path)
+    """The tokenizer of the file as it was at ``changed_ns``. Nothing changes a tokenizer, so that engines share it."""
+    return HfTokenizer.from_gguf(path)
 
 
 def _expand(tensor: Any, path: Path) -> np.ndarray[Any, np.dtype[np.float32]]:

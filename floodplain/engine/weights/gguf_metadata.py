@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,24 +35,3 @@ def read_gguf(path: Path, changed_ns: int) -> Any:
             self._data = mapped.view(np.ndarray)
 
     return PlainReader(path)
-
-
-@contextmanager
-def shared_with_transformers(path: Path, reader: Any) -> Iterator[None]:
-    """While the context is open, whoever makes a ``gguf.GGUFReader`` of this file gets the one that is there.
-
-    ``transformers`` reads the whole metadata again to make a tokenizer, which takes longer than all the rest of
-    loading, and has no way to be given them.
-    """
-    import gguf
-
-    original = gguf.GGUFReader
-
-    def find(wanted: Any, *args: Any, **options: Any) -> Any:
-        return reader if Path(wanted) == path else original(wanted, *args, **options)
-
-    gguf.GGUFReader = find
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = original

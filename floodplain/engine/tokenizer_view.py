@@ -1,0 +1,127 @@
+"""A temporary folder that holds a tokenizer's data, for a loader that would also run code that a model brings.
+
+``AutoTokenizer`` takes class names, Python modules and paths from a model's folder. It is given a folder of links and
+copies instead, in which nothing but data is left. Whatever else lies beside the data is not seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from floodplain.core.errors import UserError
+from floodplain.files.parsing import read_json_object
+from floodplain.files.reading import is_file
+
+logger = logging.getLogger(__name__)
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""One of these must be there."""
+_DATA = (*VOCABULARIES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
+_TEMPLATES = "additional_chat_templates"
+_TOKENIZER_CONFIG, _MODEL_CONFIG = "tokenizer_config.json", "config.json"
+MAX_DATA_BYTES = 2**28
+"""Of one file of data. The largest that are known have a few dozen MB."""
+
+CLASSES = (
+    "PreTrainedTokenizer", "TokenizersBackend", "LlamaTokenizer", "CodeLlamaTokenizer", "GPT2Tokenizer",
+    "GPTNeoXTokenizer", "GemmaTokenizer", "Qwen2Tokenizer",
+)  # fmt: skip
+"""Classes of transformers that a folder may name, also with ``Fast`` behind it."""
+_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt", "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}  # fmt: skip
+_SETTINGS = frozenset((
+    "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "additional_special_tokens",
+    "bos_token", "chat_template", "clean_up_tokenization_spaces", "cls_token", "do_lower_case", "eos_token", "errors",
+    "extra_special_tokens", "fix_mistral_regex", "legacy", "mask_token", "model_max_length", "pad_token", "sep_token",
+    "split_special_tokens", "tokenizer_class", "trim_offsets", "unk_token", "use_default_system_prompt",
+))  # fmt: skip
+"""Keys of ``tokenizer_config.json`` that say how text becomes tokens; the others name code, files or training."""
+
+
+@contextmanager
+def view_of_folder(folder: Path) -> Iterator[Path]:
+    """A view of the tokenizer in a Hugging Face folder, while the context is open.
+
+    Raises:
+        UserError: The folder names a class of tokenizer that is not supported, or a file is not as it must be.
+    """
+    with _temporary_folder() as view:
+        for name in _DATA:
+            _link(folder / name, view / name)
+        for template in (folder / _TEMPLATES).glob("*.jinja"):
+            (view / _TEMPLATES).mkdir(exist_ok=True)
+            _link(template, view / _TEMPLATES / template.name)
+        for name, select in ((_TOKENIZER_CONFIG, _tokenizer_settings), (_MODEL_CONFIG, _model_settings)):
+            if is_file(folder / name):
+                settings = select(read_json_object(folder / name), folder / name)
+                (view / name).write_text(json.dumps(settings), encoding="utf-8")
+        yield view
+
+
+@contextmanager
+def view_of_file(path: Path) -> Iterator[Path]:
+    """A link to one file in a folder of its own, while the context is open."""
+    with _temporary_folder() as view:
+        link = view / f"model{path.suffix}"
+        link.symlink_to(path.resolve())
+        yield link
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="floodplain-tokenizer-")
+    except OSError as error:
+        raise UserError(f"no temporary folder can be made ({error.strerror}): set TMPDIR to one that can be") from error
+    with folder as name:
+        yield Path(name)
+
+
+def _link(path: Path, link: Path) -> None:
+    if not is_file(path):
+        return
+    if path.stat().st_size > MAX_DATA_BYTES:
+        raise UserError(f"{path} has more than {MAX_DATA_BYTES} bytes, too many for a tokenizer")
+    link.symlink_to(path.resolve())
+
+
+def _tokenizer_settings(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    _check_class(content.get("tokenizer_class"), path)
+    if content.get("auto_map"):
+        logger.warning("%s: auto_map is ignored, because no code of a model is run", path)
+    return {key: value for key, value in content.items() if key in _SETTINGS or _is_token(key, value)}
+
+
+def _is_token(key: str, value: object) -> bool:
+    """Tokens with names of the model's own, such as ``image_token``."""
+    return key.endswith("_token") and isinstance(value, str)
+
+
+def _model_settings(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    _check_class(content.get("tokenizer_class"), path)
+    architectures = content.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    model_type = content.get("model_type")
+    if model_type not in _MODEL_TYPES.values():
+        model_type = _MODEL_TYPES.get(str(architecture))
+    settings = {
+        "model_type": model_type,
+        **{key: content.get(key) for key in ("tokenizer_class", "transformers_version")},
+    }
+    return {key: value for key, value in settings.items() if isinstance(value, str)}
+
+
+def _check_class(name: object, path: Path) -> None:
+    if name is not None and str(name).removesuffix("Fast") not in CLASSES:
+        supported = ", ".join(CLASSES)
+        raise UserError(
+            f"{path}: tokenizer_class={str(name)[:80]!r} is not supported, only {supported} (or those + Fast)"
+        )

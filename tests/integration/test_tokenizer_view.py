@@ -1,0 +1,220 @@
+"""What a folder says of a tokenizer is read as AutoTokenizer reads it; what it says of code is not read at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import transformers
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from floodplain.core.errors import UserError
+from floodplain.engine.hf_tokenizer import HfTokenizer
+from floodplain.engine.tokenizer_view import view_of_folder
+
+TEXTS = ["the river", " floods  the plain", "<s>r\u00eaverie</s> 1234", "", "\n\u6cb3<|turn|> x"]
+CORPUS = ["the river floods the plain", "r\u00eaverie 1234 \u6cb3\u5ddd"] * 3
+SPECIAL = ["<unk>", "<s>", "</s>", "<|turn|>"]
+TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
+
+
+def byte_level(post: bool = False) -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    )
+    if post:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+def metaspace() -> Backend:
+    backend = Backend(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    letters = [f"<0x{byte:02X}>" for byte in range(256)]
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=340, special_tokens=[*SPECIAL, *letters]))
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = content["added_tokens"][: len(SPECIAL)]
+    content["post_processor"] = json.loads(
+        processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)]).__getstate__()
+    )
+    return Backend.from_str(json.dumps(content))
+
+
+def write(folder: Path, architecture: str, tokenizer_class: str | None, backend: Backend, **settings: Any) -> None:
+    types = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "OPTForCausalLM": "opt"}
+    config = {"architectures": [architecture], "model_type": types.get(architecture, "mistral")}
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "4.40.0"}))
+    named = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class}
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["<|turn|>"]}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**tokens, "chat_template": TEMPLATE, "model_max_length": 10**30, **named, **settings})
+    )
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def split(folder: Path) -> None:
+    """The older form of a byte-level tokenizer: a vocabulary and its merges."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    pairs = (merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"])
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs, ""]))
+
+
+def opt(folder: Path) -> None:
+    write(
+        folder,
+        "OPTForCausalLM",
+        "GPT2Tokenizer",
+        byte_level(),
+        add_bos_token=True,
+        add_prefix_space=False,
+        errors="replace",
+    )
+    split(folder)
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>"}')
+
+
+FAMILIES: dict[str, Callable[[Path], None]] = {
+    "llama 2": lambda folder: write(folder, "LlamaForCausalLM", "LlamaTokenizer", metaspace(), legacy=False),
+    "llama 2, legacy, no bos": lambda folder: write(
+        folder, "LlamaForCausalLM", "LlamaTokenizerFast", metaspace(), legacy=True, add_bos_token=False
+    ),
+    "llama 2, no prefix space": lambda folder: write(
+        folder, "LlamaForCausalLM", "LlamaTokenizer", metaspace(), add_prefix_space=False
+    ),
+    "llama 3": lambda folder: write(folder, "LlamaForCausalLM", "PreTrainedTokenizerFast", byte_level(post=True)),
+    "llama, other kind": lambda folder: write(folder, "LlamaForCausalLM", "LlamaTokenizer", byte_level(post=True)),
+    "mistral": lambda folder: write(folder, "MistralForCausalLM", "LlamaTokenizer", metaspace()),
+    "smollm2": lambda folder: write(folder, "LlamaForCausalLM", "GPT2Tokenizer", byte_level(), unk_token="<unk>"),
+    "no class": lambda folder: write(folder, "LlamaForCausalLM", None, byte_level(post=True)),
+    "qwen2": lambda folder: write(
+        folder, "Qwen2ForCausalLM", "Qwen2Tokenizer", byte_level(), bos_token=None, pad_token="<unk>"
+    ),
+    "qwen3": lambda folder: write(folder, "Qwen3ForCausalLM", "Qwen2Tokenizer", byte_level()),
+    "opt": opt,
+}  # fmt: skip
+
+
+def everything(tokenizer: Any) -> list[Any]:
+    tokens = [tokenizer.encode(text, add_special_tokens=special) for text in TEXTS for special in (True, False)]
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "the plain"}], tokenize=False)
+    texts = [tokenizer.decode(ids) for ids in tokens]
+    return [tokens, chat, texts, len(tokenizer), tokenizer.eos_token_id, sorted(map(str, tokenizer.all_special_tokens))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_view_gives_the_tokens_of_the_folder(tmp_path: Path, family: str) -> None:
+    FAMILIES[family](tmp_path)
+    own = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True, trust_remote_code=False)
+    assert everything(HfTokenizer.from_folder(tmp_path)._tokenizer) == everything(own)
+
+
+def test_families_differ_where_settings_do(tmp_path: Path) -> None:
+    """Negative control: a view that lost these settings would give other tokens."""
+    seen = set()
+    for family in ("llama 2", "llama 2, no prefix space", "smollm2", "llama 3", "opt"):
+        folder = tmp_path / family
+        folder.mkdir()
+        FAMILIES[family](folder)
+        seen.add(str(everything(HfTokenizer.from_folder(folder)._tokenizer)))
+    assert len(seen) == 5
+
+
+EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nclass Evil: pass\n"
+MAP = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evil"}
+
+
+def plant_code(folder: Path, file: str, **more: Any) -> None:
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**content, "auto_map": MAP, **more}))
+    (folder / "evil.py").write_text(EVIL)
+
+
+def test_code_beside_a_tokenizer_is_not_run_and_said_to_be_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    FAMILIES["llama 3"](tmp_path)
+    before = everything(HfTokenizer.from_folder(tmp_path)._tokenizer)
+    plant_code(tmp_path, "tokenizer_config.json", gguf_file="m.gguf", tokenizer_file="/etc/passwd", init_inputs=[1])
+    plant_code(tmp_path, "config.json")
+    with caplog.at_level(logging.WARNING):
+        assert everything(HfTokenizer.from_folder(tmp_path)._tokenizer) == before
+    assert "auto_map is ignored" in caplog.text
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("name", ["Evil", "AutoTokenizer", "Trainer", "evil.Evil", "", 5, ["LlamaTokenizer"]])
+def test_a_class_that_is_not_listed_is_refused_by_name(tmp_path: Path, file: str, name: object) -> None:
+    FAMILIES["llama 3"](tmp_path)
+    plant_code(tmp_path, file, tokenizer_class=name)
+    with pytest.raises(UserError, match=f"{file}: tokenizer_class=.* is not supported, only"):
+        HfTokenizer.from_folder(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_gguf_file_is_read_without_its_neighbours(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for add, value in (
+        (writer.add_block_count, 1), (writer.add_context_length, 8), (writer.add_embedding_length, 8),
+        (writer.add_feed_forward_length, 8), (writer.add_head_count, 1), (writer.add_layer_norm_rms_eps, 1e-5),
+    ):  # fmt: skip
+        add(value)
+    backend = byte_level()
+    model = json.loads(backend.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(model["vocab"], key=model["vocab"].get))
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(model["vocab"]) - len(SPECIAL)))
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    writer.add_eos_token_id(2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    alone = HfTokenizer.from_gguf(path).encode(TEXTS[0])
+    plant_code(tmp_path, "tokenizer_config.json", tokenizer_class="Evil", chat_template="stranger")
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "chat_template.jinja").write_text("stranger")
+    beside = HfTokenizer.from_gguf(path)
+    assert beside.encode(TEXTS[0]) == alone == backend.encode(TEXTS[0]).ids
+    assert not beside.has_chat_template
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_view_holds_data_alone_and_is_gone_afterwards(tmp_path: Path) -> None:
+    FAMILIES["opt"](tmp_path)
+    plant_code(tmp_path, "tokenizer_config.json")
+    (tmp_path / "tokenizer.model").mkdir()
+    os.mkfifo(tmp_path / "chat_template.jinja")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tools.jinja").write_text(TEMPLATE)
+    with view_of_folder(tmp_path) as view:
+        found = {str(path.relative_to(view)) for path in view.rglob("*") if path.is_file()}
+        assert found == {
+            "additional_chat_templates/tools.jinja", "config.json", "merges.txt", "special_tokens_map.json",
+            "tokenizer_config.json", "vocab.json",
+        }  # fmt: skip
+        assert "auto_map" not in (view / "tokenizer_config.json").read_text()
+    assert not view.exists()
+
+
+def test_without_a_temporary_folder_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAMILIES["opt"](tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match=r"no temporary folder can be made .* set TMPDIR"):
+        HfTokenizer.from_folder(tmp_path)
