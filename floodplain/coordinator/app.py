@@ -20,6 +20,7 @@ from floodplain.coordinator.answers import Health, Listing, ReplyBatch, ReplyBod
 from floodplain.coordinator.desk import Desk, NotLeading
 from floodplain.coordinator.message_route import MessageRoute
 from floodplain.coordinator.metrics import CoordinatorMetrics
+from floodplain.coordinator.origin import LOOPBACK_ONLY, OriginGate, OwnNames
 from floodplain.coordinator.requests import MessageBatch, Name
 from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing, first_refused
 from floodplain.coordinator.wire import encode_reply
@@ -28,16 +29,17 @@ from floodplain.web.errors import ApiError, describe_errors, install_error_handl
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.strict_json import JsonRoute
 
-MAX_BODY_BYTES = 2**20
-"""A thousand messages; a host's members say less."""
+MAX_BODY_BYTES = 2**18
+"""A thousand messages; a host's members say less. A megabyte would be parsed for a tenth of a second."""
 
 ERRORS = describe_errors(
     {
         400: "The request is malformed; `param` names the field.",
         401: "No token, or a wrong one.",
-        403: "The token's role does not allow it.",
+        403: "The token's role does not allow it; or `Host` or `Origin` is not this service's.",
         404: "No such path.",
         413: "The body is too large.",
+        415: "The body is not declared as `application/json`.",
         429: "Too many messages wait.",
         503: "This coordinator does not lead, is stopping, or has no store: ask again, or ask another one.",
     }
@@ -93,13 +95,20 @@ class LeaseRoutes:
         return _json(encode_reply(await self._desk.ask(jobs.forget(name))))
 
 
-def create_app(desk: Desk, *, drain: DrainSwitch | None = None, tokens: TokenRing | None = None) -> ASGIApp:
+def create_app(
+    desk: Desk,
+    *,
+    drain: DrainSwitch | None = None,
+    tokens: TokenRing | None = None,
+    names: OwnNames = LOOPBACK_ONLY,
+) -> ASGIApp:
     """The application; its lifespan opens and closes ``desk``.
 
     Args:
         desk: Not yet open.
         drain: Turned on by whoever stops the server; None if nobody will.
         tokens: Who may use ``/v1``; None lets everybody do everything.
+        names: By which it may be asked for, beside those of this machine's loopback.
     """
 
     @asynccontextmanager
@@ -115,7 +124,8 @@ def create_app(desk: Desk, *, drain: DrainSwitch | None = None, tokens: TokenRin
     routes = LeaseRoutes(desk)
     app.include_router(routes.router())
     _add_service_routes(app, desk, routes.answered)
-    return Gate(MessageRoute(app, routes.answer), drain or DrainSwitch(), tokens, MAX_BODY_BYTES)
+    gate = Gate(MessageRoute(app, routes.answer), drain or DrainSwitch(), tokens, MAX_BODY_BYTES)
+    return OriginGate(gate, names)
 
 
 def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, Outcome]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from floodplain.core.leases import messages as core
 from floodplain.core.leases.rows import Shard
@@ -12,6 +12,8 @@ from floodplain.core.leases.states import LeaseEvent, LeaseId, Stamp
 
 MAX_MESSAGES = 1024
 MAX_SHARDS = 64
+MAX_FIELDS = 16
+"""Of any object in a batch, known fields and others."""
 MAX_DEADLINE_S = 86400.0
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Of a member: of its device.")]
@@ -126,7 +128,7 @@ class RequestMessage(_Part):
     name: Name
     generation: Count
     number: Number
-    shards: Annotated[list[ShardPart], Field(min_length=1, max_length=MAX_SHARDS)]
+    shards: Annotated[list[ShardPart], FailFast(), Field(min_length=1, max_length=MAX_SHARDS)]
 
     def to_core(self) -> core.Request:
         """The value."""
@@ -166,4 +168,4 @@ AnyMessage = Annotated[
 class MessageBatch(_Part):
     """Messages, handled in their order and committed together."""
 
-    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[AnyMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from floodplain.coordinator.app import create_app
 from floodplain.coordinator.clock import lease_clock
 from floodplain.coordinator.desk import Desk
+from floodplain.coordinator.origin import LOOPBACK_ONLY, OwnNames
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.settings import CoordinatorConfig, default_store
 from floodplain.coordinator.store import Store
@@ -35,14 +36,20 @@ class CoordinatorServer(StoppableServer):
         tokens: Who may use ``/v1``; None lets everybody in.
         on_ready: Called once the server takes requests.
         limits: What connections are allowed.
+        names: By which it may be asked for, beside those of this machine's loopback.
     """
 
     def __init__(
-        self, desk: Desk, tokens: TokenRing | None, on_ready: Callable[[], None], limits: ConnectionLimits
+        self,
+        desk: Desk,
+        tokens: TokenRing | None,
+        on_ready: Callable[[], None],
+        limits: ConnectionLimits,
+        names: OwnNames = LOOPBACK_ONLY,
     ) -> None:
         self._desk = desk
         self._drain = DrainSwitch()
-        app = create_app(desk, drain=self._drain, tokens=tokens)
+        app = create_app(desk, drain=self._drain, tokens=tokens, names=names)
         super().__init__(app, closing_s=CLOSING_S, on_ready=on_ready, limits=limits)
 
     @property
@@ -77,7 +84,8 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
         logger.info("coordinator config %s", json.dumps(settings, default=str))
         service = LeaseService(store, url, config.ttl, lease_clock)
         _leave_out_of_collections()
-        server = CoordinatorServer(Desk(service), tokens, lambda: on_ready(url, store.shown_url), limits)
+        names = OwnNames.of(config.host, config.url)
+        server = CoordinatorServer(Desk(service), tokens, lambda: on_ready(url, store.shown_url), limits, names)
         server.serve_on(sock)
 
 

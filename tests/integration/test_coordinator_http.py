@@ -5,17 +5,22 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from fastapi import Response
 
-from floodplain.coordinator import clerk
+from floodplain.coordinator import clerk, message_route
 from floodplain.coordinator.app import MAX_BODY_BYTES
+from floodplain.coordinator.requests import MAX_FIELDS
 from floodplain.coordinator.tokens import TokenRing
+from floodplain.web.errors import ApiError, error_response
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
 from tests.support.hooked_store import HookedStore
 
 JSON = {"Content-Type": "application/json"}
+JOIN = b'{"kind": "join", "name": "page", "instance": "i1"}'
 TOKENS = "root\nproducer gpu-* lends\nconsumer bob borrows\n"
 
 
@@ -167,10 +172,77 @@ def test_a_token_lets_in_what_its_role_may_say_for_its_names_and_a_batch_only_as
         assert httpx.delete(f"{guarded.url}/v1/members/bob", headers=other).status_code == 403
 
 
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "evil.example"}, "wrong_host"),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, "wrong_host"),
+        ({"Origin": "http://evil.example"}, "wrong_origin"),
+        ({"Origin": "null"}, "wrong_origin"),
+        ({"Origin": "http://127.0.0.1:1"}, "wrong_origin"),
+    ],
+)
+def test_a_page_of_elsewhere_reads_nothing_and_changes_nothing(
+    running: RunningCoordinator, headers: dict[str, str], code: str
+) -> None:
+    before = httpx.get(f"{running.url}/v1/leases").json()
+    body = {"messages": [join("page")]}
+    paths = [("GET", "/health"), ("GET", "/metrics"), ("GET", "/v1/leases"), ("GET", "/openapi.json"), ("GET", "/none")]
+    for method, path in [("POST", "/v1/messages"), ("DELETE", "/v1/members/page"), *paths]:
+        json = body if method == "POST" else None
+        response = httpx.request(method, running.url + path, json=json, headers=headers)
+        assert (response.status_code, error_of(response)["code"]) == (403, code)
+    assert httpx.get(f"{running.url}/v1/leases").json() == before
+
+
+@pytest.mark.parametrize(
+    "kinds", [[], ["text/plain"], ["text/plain; application/json"], ["application/json", "text/plain"], ["multipart/x"]]
+)
+def test_a_body_of_another_type_changes_nothing(running: RunningCoordinator, kinds: list[str]) -> None:
+    before = httpx.get(f"{running.url}/v1/leases").json()
+    headers = [("Content-Type", kind) for kind in kinds]
+    response = httpx.post(f"{running.url}/v1/messages", content=b'{"messages": [%s]}' % JOIN, headers=headers)
+    assert (response.status_code, error_of(response)["code"]) == (415, "unsupported_media_type")
+    assert httpx.get(f"{running.url}/v1/leases").json() == before
+
+
+def test_json_may_name_its_charset_and_its_own_origin(running: RunningCoordinator) -> None:
+    headers = {"Content-Type": "Application/JSON; charset=utf-8", "Origin": running.url}
+    response = httpx.post(f"{running.url}/v1/messages", content=b'{"messages": [%s]}' % JOIN, headers=headers)
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "wide",
+    [
+        {f"f{i}": 1 for i in range(9000)},
+        {"messages": [{"kind": "join", **{f"f{i}": 1 for i in range(9000)}}]},
+        {"messages": [{"kind": "offer", "stamp": {f"f{i}": 1 for i in range(9000)}}]},
+        {"messages": [{"kind": "request", "shards": [{f"f{i}": 1 for i in range(9000)}]}]},
+        {"messages": [{"kind": "join"}] * 9000},
+        {"messages": [{"kind": "request", "shards": [{"a": 1}] * 64}] * 300},
+    ],
+)
+def test_a_batch_of_many_faults_becomes_a_few_errors(
+    running: RunningCoordinator, wide: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many faults a body has, few of them are made into errors on the event loop."""
+    found: list[int] = []
+
+    def count(error: Any, *headers: Any) -> Response:
+        found.append(1 if isinstance(error, ApiError) else len(error.errors()))
+        return error_response(error, *headers)
+
+    monkeypatch.setattr(message_route, "error_response", count)
+    response = httpx.post(f"{running.url}/v1/messages", json=wide)
+    assert response.status_code == 400 and error_of(response)
+    assert 0 < sum(found) <= 2 * MAX_FIELDS
+
+
 def test_a_body_that_is_too_large_is_not_read(running: RunningCoordinator) -> None:
     host, port = running.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
-        head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
         sock.sendall(head.encode())
         assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
     chunks = (b" " * 2**18 for _ in range(MAX_BODY_BYTES // 2**18 + 2))

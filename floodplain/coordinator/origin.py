@@ -1,0 +1,111 @@
+"""Refuses what a web page can make a browser send: a page that is open on a machine speaks for nobody there.
+
+A page reaches a service of its reader's machine or network by its address, or by a name of its own that it points there
+(DNS rebinding). In the first case the browser names the page in ``Origin``; in the second ``Host`` has the page's name.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from floodplain.web.errors import ApiError, error_response
+from floodplain.web.listen import is_loopback
+
+_MAX_SHOWN_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class OwnNames:
+    """By which names a service may be asked for.
+
+    Attributes:
+        hosts: Host names and addresses, in lower case, beside those of this machine's loopback.
+        origins: Origins of pages that it, or the proxy before it, serves itself.
+        any_address: Whether numeric addresses do, whichever they are: no page can have one for a name.
+    """
+
+    hosts: frozenset[str] = frozenset()
+    origins: frozenset[str] = frozenset()
+    any_address: bool = False
+
+    @classmethod
+    def of(cls, host: str, url: str | None) -> OwnNames:
+        """The names of a service that listens on ``host``, and that others reach at ``url`` (None if that is where)."""
+        told = urlsplit(url or "")
+        is_everywhere = _is_address(host) and ipaddress.ip_address(host).is_unspecified
+        names = {host, told.hostname or "", socket.gethostname() if is_everywhere else ""} - {""}
+        origins = {f"{told.scheme}://{told.netloc}"} if told.netloc else set()
+        return cls(
+            frozenset(name.lower() for name in names), frozenset(origin.lower() for origin in origins), is_everywhere
+        )
+
+    def has_host(self, host: str) -> bool:
+        """Whether a ``Host`` header names this service."""
+        name = (_split(f"//{host}").hostname or "").lower()
+        return name in self.hosts or is_loopback(name) or (self.any_address and _is_address(name))
+
+    def has_origin(self, origin: str, host: str) -> bool:
+        """Whether an ``Origin`` header names a page of this service, which was asked for as ``host``."""
+        return origin.lower() in self.origins or _split(origin).netloc.lower() == host.lower() != ""
+
+
+LOOPBACK_ONLY = OwnNames()
+"""Of a service that only this machine uses."""
+
+
+class OriginGate:
+    """ASGI middleware that refuses requests by their ``Host`` and ``Origin`` alone.
+
+    Args:
+        app: What lies behind.
+        names: Of the service.
+    """
+
+    def __init__(self, app: ASGIApp, names: OwnNames) -> None:
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer it."""
+        refusal = self._find_refusal(scope) if scope["type"] == "http" else None
+        await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
+
+    def _find_refusal(self, scope: Scope) -> ApiError | None:
+        hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+        host = hosts[0] if len(hosts) == 1 else ""
+        if not self._names.has_host(host):
+            told = f"this service is not {_shown(host)}: ask it by the --host or --url that it was started with"
+            return ApiError(403, told, code="wrong_host")
+        wrong = next((origin for origin in origins if not self._names.has_origin(origin, host)), None)
+        if wrong is None:
+            return None
+        return ApiError(403, f"pages of {_shown(wrong)} may not use this service", code="wrong_origin")
+
+
+def _values(scope: Scope, name: bytes) -> Sequence[str]:
+    return [value.decode("latin-1").strip() for key, value in scope["headers"] if key == name]
+
+
+def _shown(text: str) -> str:
+    return repr(text[:_MAX_SHOWN_CHARS])
+
+
+def _split(text: str) -> SplitResult:
+    try:
+        parts = urlsplit(text)
+        return parts if parts.hostname is not None and (parts.port or 0) >= 0 else urlsplit("")
+    except ValueError:
+        return urlsplit("")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
