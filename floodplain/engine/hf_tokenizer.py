@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.chat_template import template_errors
 from floodplain.engine.tokenizer import Message
 from floodplain.engine.tokenizer_view import VOCABULARIES, view_of_file, view_of_folder
-from floodplain.files.parsing import parsing, read_json_object
+from floodplain.files.parsing import parsing
 from floodplain.files.reading import is_file
 
 _FAULT = "the tokenizer cannot be loaded"
@@ -26,7 +25,7 @@ class HfTokenizer:
         more_eos_token_ids: Tokens that end a sequence beside the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Any, more_eos_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, more_eos_token_ids: Collection[int] = ()) -> None:
         from tokenizers.decoders import ByteLevel
 
         own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
@@ -41,17 +40,20 @@ class HfTokenizer:
         self._bytes_of_token: dict[int, bytes] = {}
 
     @classmethod
-    def from_folder(cls, folder: Path) -> HfTokenizer:
-        """The tokenizer in a Hugging Face folder, with the ends of sequence of ``generation_config.json``.
+    def from_folder(cls, folder: Path, more_eos_token_ids: Collection[int] = ()) -> HfTokenizer:
+        """The tokenizer in a Hugging Face folder.
+
+        Args:
+            folder: The folder.
+            more_eos_token_ids: Tokens that end a sequence beside the tokenizer's own.
 
         Raises:
             UserError: There is none, or it cannot be read.
         """
         if not any(is_file(folder / file) for file in VOCABULARIES):
             raise UserError(f"{folder}: the tokenizer is missing; one of {', '.join(VOCABULARIES)} must be there")
-        more_eos = _configured_eos(folder)
         with view_of_folder(folder) as view, parsing(folder, _FAULT):
-            return cls(_from_pretrained(view), more_eos)
+            return cls(_from_pretrained(view), more_eos_token_ids)
 
     @classmethod
     def from_gguf(cls, path: Path) -> HfTokenizer:
@@ -108,17 +110,6 @@ def _from_pretrained(folder: Path, **options: str) -> Any:
     if not tokenizer.is_fast:
         raise UserError("only fast tokenizers (tokenizer.json) are supported")
     return tokenizer
-
-
-def _configured_eos(folder: Path) -> list[int]:
-    path = folder / "generation_config.json"
-    if not is_file(path):
-        return []
-    eos = read_json_object(path).get("eos_token_id")
-    many = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(type(token) is int for token in many):
-        raise UserError(f"{path}: eos_token_id must be a whole number or a list of them, not {reprlib.repr(eos)}")
-    return many
 
 
 @lru_cache(maxsize=1)

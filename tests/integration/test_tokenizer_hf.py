@@ -67,13 +67,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tokenizer.chat_template = TEMPLATE
     path = tmp_path_factory.mktemp(request.param.__name__)
     tokenizer.save_pretrained(path)
-    (path / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
     return path
 
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> HfTokenizer:
-    return HfTokenizer.from_folder(folder)
+    return HfTokenizer.from_folder(folder, [1, 2])
 
 
 def test_special_tokens_and_ends_of_sequence(tokenizer: HfTokenizer) -> None:

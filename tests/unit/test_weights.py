@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from floodplain.core.errors import UserError
-from floodplain.engine.hf_tokenizer import _configured_eos
 from floodplain.engine.models import llama
 from floodplain.engine.models.load import load_decoder
 from floodplain.engine.weights import open_model as open_model_module
@@ -231,9 +230,10 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["x", 1.5, True, ["1"], {"a": 1}])
 def test_an_end_of_sequence_that_is_no_token_is_refused(tmp_path: Path, value: object) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(UserError, match="eos_token_id must be a whole number"):
-        _configured_eos(tmp_path)
+    folder = write_folder(tmp_path)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert "generation_config.json: eos_token_id=" in refusal(folder)
+    assert "config.json: eos_token_id=" in refusal(write_folder(folder, eos_token_id=value))
 
 
 def test_names_that_cannot_be_looked_up_are_no_model(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from floodplain.engine.models.linear import Linear, MakeProjection, PackedLinear
 from floodplain.engine.models.ops import LayerOps, layer_ops
 from floodplain.engine.models.parameters import Allocate, ParameterSpec, Part, WeightSource, load_buffer
 from floodplain.engine.native.ops import native_ops
+
+HEAD_NAME = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,16 @@ _FAMILIES = {
     "llama": _Family(llama.stem_specs, llama.layer_specs, llama.LlamaStem, llama.LlamaLayer),
     "opt": _Family(opt.stem_specs, opt.layer_specs, opt.OptStem, opt.OptLayer),
 }
+
+
+def parameter_parts(config: ModelConfig) -> Iterator[Part]:
+    """All that ``load_decoder`` reads from a checkpoint, one part after another."""
+    family = _FAMILIES[config.shape.family]
+    yield from (part for spec in family.stem_specs(config) for part in spec.parts)
+    if not config.shape.tied_embeddings:
+        yield from _head_spec(config).parts
+    for index in range(config.shape.num_layers):
+        yield from (part for spec in family.layer_specs(config, index) for part in spec.parts)
 
 
 def load_decoder(
@@ -96,9 +108,12 @@ def _load_head(
 ) -> Projection:
     if config.shape.tied_embeddings:
         return project(embedding, None)
-    spec = ParameterSpec("head", (Part("lm_head.weight", tuple(embedding.shape)),))
-    _, params = load_buffer([spec], source, dtype, _torch_allocate(device))
+    _, params = load_buffer([_head_spec(config)], source, dtype, _torch_allocate(device))
     return project(params["head"], None)
+
+
+def _head_spec(config: ModelConfig) -> ParameterSpec:
+    return ParameterSpec("head", (Part(HEAD_NAME, (config.shape.vocab_size, config.shape.hidden_size)),))
 
 
 def _torch_allocate(device: torch.device) -> Allocate:

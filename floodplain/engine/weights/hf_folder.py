@@ -2,97 +2,110 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from floodplain.core.errors import UserError
 from floodplain.engine.hf_tokenizer import HfTokenizer
 from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.fields import Fields
 from floodplain.engine.models.hf_config import parse_hf_config
-from floodplain.files.parsing import parsing, read_json_object, reason_of
+from floodplain.engine.models.load import HEAD_NAME, parameter_parts
+from floodplain.engine.weights.checkpoint import Format, match_tensors
+from floodplain.engine.weights.safetensors_files import SafetensorsFiles
+from floodplain.files.parsing import parsing, read_json_object
 from floodplain.files.reading import is_file
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+logger = logging.getLogger(__name__)
+
+_OTHER_WEIGHTS = {
+    "hf_quant_config.json": "quantised weights",
+    "quant_config.json": "quantised weights",
+    "quantize_config.json": "quantised weights",
+    "quantization_config.json": "quantised weights",
+    "adapter_config.json": "an adapter beside the weights",
+}
+_PLAIN_KINDS = ("F64", "F32", "F16", "BF16")
+
+
+def _stored_names(name: str) -> tuple[str, ...]:
+    """Checkpoints of the bare decoder leave out the prefix ``model.``."""
+    return name, name.removeprefix("model.")
+
+
+_FORMAT = Format(
+    config="config.json",
+    names=_stored_names,
+    harmless=re.compile(r"(.+\.)?(rotary_emb\.inv_freq|attn\.masked_bias|decoder\.version)"),
+    is_plain=_PLAIN_KINDS.__contains__,
+    layer=re.compile(r"(?:model\.)?(?:decoder\.)?layers\.(\d+)\."),
+    layers_key="num_hidden_layers",
+    size_keys={
+        "vocab_size": lambda shape: shape.vocab_size,
+        "hidden_size": lambda shape: shape.hidden_size,
+        "num_attention_heads * head_dim": lambda shape: shape.q_size,
+        "num_key_value_heads * head_dim": lambda shape: shape.kv_size,
+        "head_dim": lambda shape: shape.head_dim,
+        "intermediate_size or ffn_dim": lambda shape: shape.ffn_size,
+        "max_position_embeddings + 2": lambda shape: shape.max_position + 2,
+    },
+)
 
 
 class HfFolder:
     """A model in ``folder``; its name is the folder's.
 
     Raises:
-        UserError: A file is missing or cannot be read, or the model is not supported.
+        UserError: A file is missing or cannot be read, the model is not supported, or a part of it would not be read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.resolve().name
-        self.config = _read_config(folder / "config.json", self.name)
         self._folder = folder
-        self._open_files: dict[str, Any] = {}
-        self._file_of = self._index()
+        config = self._parse_config(folder / "config.json")
+        for file, kind in _OTHER_WEIGHTS.items():
+            if is_file(folder / file):
+                raise UserError(f"{folder / file}: {kind} is not supported; use merged, unquantised weights")
+        self._files = SafetensorsFiles(folder)
+        self.config = self._resolve_tied_head(config)
+        self._stored_name = match_tensors(self.config, self._files.tensors, _FORMAT, str(folder))
 
     def fill(self, target: torch.Tensor, name: str) -> None:
-        """Write one tensor into ``target``. Checkpoints of the bare decoder leave out the prefix ``model.``."""
-        for stored in (name, name.removeprefix("model.")):
-            file = self._file_of.get(stored)
-            if file is not None:
-                _copy(target, self._read(file, stored), f"{self._folder / file}: {stored}")
-                return
-        raise UserError(f"{self._folder}: the weights have no tensor {name!r}")
+        """Write one tensor into ``target``."""
+        target.copy_(self._files.read(self._stored_name[name]))
 
     def load_tokenizer(self) -> HfTokenizer:
-        """The folder's tokenizer."""
-        return HfTokenizer.from_folder(self._folder)
+        """The folder's tokenizer; a text ends as tokenizer, ``config.json`` or ``generation_config.json`` say."""
+        return HfTokenizer.from_folder(self._folder, self._eos_token_ids)
 
-    def _index(self) -> dict[str, str]:
-        if is_file(self._folder / _INDEX):
-            return _read_index(self._folder / _INDEX)
-        if not is_file(self._folder / _SINGLE):
-            raise UserError(
-                f"{self._folder}: neither {_SINGLE} nor {_INDEX} is there; convert the weights to safetensors"
-            )
-        return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+    def _parse_config(self, path: Path) -> ModelConfig:
+        if not is_file(path):
+            raise UserError(f"{path} is missing; MODEL must be a folder with a complete Hugging Face model")
+        content = read_json_object(path)
+        with parsing(path):
+            self._eos_token_ids = Fields(content, str(path)).token_ids("eos_token_id")
+            beside = path.with_name("generation_config.json")
+            if is_file(beside):
+                self._eos_token_ids |= Fields(read_json_object(beside), str(beside)).token_ids("eos_token_id")
+            return parse_hf_config(content, self.name, str(path))
 
-    def _open(self, file: str) -> Any:
-        from safetensors import safe_open
+    def _resolve_tied_head(self, config: ModelConfig) -> ModelConfig:
+        """As transformers 5: a stored head that differs from the embedding is used, whatever ``config.json`` says."""
+        tensors = self._files.tensors
+        embedding = next(parameter_parts(config)).name
+        table = next((name for name in _stored_names(embedding) if name in tensors), None)
+        if not config.shape.tied_embeddings or HEAD_NAME not in tensors or table is None:
+            return config
+        if self._is_equal(table, HEAD_NAME):
+            del tensors[HEAD_NAME]
+            return config
+        logger.warning("%s: %s differs from %s, so they are not tied", self._folder, HEAD_NAME, table)
+        return replace(config, shape=replace(config.shape, tied_embeddings=False))
 
-        if file not in self._open_files:
-            path = self._folder / file
-            if not is_file(path):  # a pipe would block
-                raise UserError(f"{path}: cannot be read, is it complete? (it is missing, or not a regular file)")
-            try:
-                self._open_files[file] = safe_open(path, framework="pt")
-            except Exception as error:  # the format is parsed in Rust, which raises several kinds
-                raise UserError(f"{path}: cannot be read, is it complete? ({reason_of(error)})") from None
-        return self._open_files[file]
-
-    def _read(self, file: str, name: str) -> torch.Tensor:
-        with parsing(f"{self._folder / file}: {name}"):
-            tensor: torch.Tensor = self._open(file).get_tensor(name)
-        return tensor
-
-
-def _copy(target: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
-    if tensor.shape != target.shape:
-        raise UserError(f"{what} has shape {tuple(tensor.shape)}, config.json says {tuple(target.shape)}")
-    target.copy_(tensor)
-
-
-def _read_config(path: Path, name: str) -> ModelConfig:
-    if not is_file(path):
-        raise UserError(f"{path} is missing; MODEL must be a folder with a complete Hugging Face model")
-    content = read_json_object(path)
-    with parsing(path):
-        return parse_hf_config(content, name, str(path))
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor; every file lies in the folder itself."""
-    index = read_json_object(path).get("weight_map")
-    if not isinstance(index, dict):
-        raise UserError(f"{path}: weight_map is missing")
-    for file in index.values():
-        if not (isinstance(file, str) and file and Path(file).name == file):
-            raise UserError(f"{path}: weight_map names {str(file)[:80]!r}, which is not a file of this folder")
-    return index
+    def _is_equal(self, name: str, other: str) -> bool:
+        first, second = self._files.read(name), self._files.read(other)
+        return first.shape == second.shape and bool((first == second).all())

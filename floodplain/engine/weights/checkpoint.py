@@ -1,0 +1,103 @@
+"""Matches the tensors of a checkpoint with the parameters of a model: each is read, known as harmless, or refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from floodplain.core.errors import UserError
+from floodplain.cost.model_shape import ModelShape
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.models.load import parameter_parts
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a file lists it.
+
+    Attributes:
+        file: Where it is, for messages.
+        shape: Sizes, rows first.
+        kind: Its data type by the file's own name.
+    """
+
+    file: str
+    shape: tuple[int, ...]
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """What differs between formats of checkpoints.
+
+    Attributes:
+        config: What the configuration is called, for messages.
+        names: The names under which a parameter may be stored, by its name in a HF checkpoint.
+        harmless: Tensors that change no logit.
+        is_plain: Whether a data type, by the file's name, can be read.
+        layer: A tensor of a layer; its group is the index.
+        layers_key: The key that says how many layers there are.
+        size_keys: Which keys make up each size of a tensor.
+    """
+
+    config: str
+    names: Callable[[str], tuple[str, ...]]
+    harmless: re.Pattern[str]
+    is_plain: Callable[[str], bool]
+    layer: re.Pattern[str]
+    layers_key: str
+    size_keys: Mapping[str, Callable[[ModelShape], int]]
+
+
+def match_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], form: Format, model: str) -> dict[str, str]:
+    """The stored name of every parameter, by its name in a HF checkpoint.
+
+    Args:
+        config: What the model is.
+        stored: All tensors of the checkpoint.
+        form: Of the checkpoint.
+        model: Its folder or file, for messages.
+
+    Raises:
+        UserError: A parameter is missing or has another shape, or a tensor is not read; the message names it.
+    """
+    for name, tensor in stored.items():
+        if not form.harmless.fullmatch(name) and not form.is_plain(tensor.kind):
+            raise UserError(
+                f"{tensor.file}: {name} has the data type {tensor.kind}, which is not supported; "
+                "use a .gguf file or unquantised weights"
+            )
+    found = {}
+    for part in parameter_parts(config):
+        names = [name for name in form.names(part.name) if name in stored]
+        if not names:
+            raise UserError(f"{model}: the weights have no tensor {form.names(part.name)[0]!r}")
+        _check_shape(names[0], stored[names[0]], part.shape, config.shape, form)
+        found[part.name] = names[0]
+    _refuse_unread(stored, set(found.values()), config.shape, form)
+    return found
+
+
+def _check_shape(name: str, tensor: StoredTensor, wanted: tuple[int, ...], shape: ModelShape, form: Format) -> None:
+    if tensor.shape == wanted:
+        return
+    wrong = [size for size, other in zip(wanted, tensor.shape, strict=False) if size != other]
+    keys = [key for key, size_of in form.size_keys.items() if size_of(shape) in wrong]
+    why = f" ({' or '.join(keys)})" if keys else ""
+    raise UserError(f"{tensor.file}: {name} has shape {tensor.shape}, {form.config} says {wanted}{why}")
+
+
+def _refuse_unread(stored: Mapping[str, StoredTensor], read: set[str], shape: ModelShape, form: Format) -> None:
+    rest = [name for name in stored if name not in read and not form.harmless.fullmatch(name)]
+    if not rest:
+        return
+    name, more = rest[0], f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+    layer = form.layer.match(name)
+    if layer is not None and int(layer[1]) >= shape.num_layers:
+        why = f"{form.layers_key} is {shape.num_layers}"
+    elif "scale" in name or "zero" in name:
+        why = "quantised weights are not supported; use a .gguf file or unquantised weights"
+    else:
+        why = "no code reads it, so the model would be computed without it"
+    raise UserError(f"{stored[name].file}: the tensor {name!r}{more} is not supported: {why}")

@@ -1,0 +1,146 @@
+"""No tensor of a folder, no file of weights in it, and no shard is left out in silence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from floodplain.engine.weights.hf_folder import HfFolder
+from tests.unit.test_weights import DUMMY, dummy_weights, logits_of, refusal, write_folder
+
+WEIGHTS = dummy_weights()
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+def folder_of(folder: Path, changes: dict[str, torch.Tensor | None], **config: Any) -> Path:
+    """tiny-llama with some tensors added, replaced, or (None) removed."""
+    write_folder(folder, **config)
+    stored = {name: tensor for name, tensor in {**WEIGHTS, **changes}.items() if tensor is not None}
+    save_file(stored, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(64), "would be computed without it"),
+        ("model.layers.0.self_attn.q_norm.weight", torch.ones(16), "would be computed without it"),
+        ("model.layers.1.mlp.up_proj.weight_scale", torch.ones(()), "quantised weights"),
+        ("model.layers.2.mlp.up_proj.weight", torch.ones(128, 64), "num_hidden_layers is 2"),
+        ("norm.weight", torch.ones(64), "would be computed without it"),
+        ("score.weight", torch.ones(2, 64), "would be computed without it"),
+        (Q_PROJ, WEIGHTS[Q_PROJ].to(torch.float8_e4m3fn), "data type F8_E4M3"),
+        (Q_PROJ, WEIGHTS[Q_PROJ].to(torch.int8), "data type I8"),
+        (Q_PROJ, WEIGHTS[Q_PROJ].to(torch.int32), "data type I32"),
+    ],
+)
+def test_a_tensor_that_is_not_computed_is_named(tmp_path: Path, name: str, tensor: torch.Tensor, reason: str) -> None:
+    refused = refusal(folder_of(tmp_path, {name: tensor}))
+    assert name in refused
+    assert reason in refused
+
+
+def test_tensors_that_change_no_logit_are_passed_over(tmp_path: Path) -> None:
+    harmless = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "model.rotary_emb.inv_freq": torch.ones(8),
+    }
+    assert torch.equal(logits_of(HfFolder(folder_of(tmp_path, harmless))), logits_of(DUMMY))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_every_plain_data_type_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = HfFolder(folder_of(tmp_path, {Q_PROJ: WEIGHTS[Q_PROJ].to(dtype)}))
+    target = torch.empty_like(WEIGHTS[Q_PROJ])
+    source.fill(target, Q_PROJ)
+    assert torch.equal(target, WEIGHTS[Q_PROJ].to(dtype).float())
+
+
+def test_a_stored_head_wins_over_a_tie_as_in_transformers(tmp_path: Path) -> None:
+    embedding = WEIGHTS["model.embed_tokens.weight"]
+    for head, is_tied in ((None, True), (embedding.clone(), True), (embedding.half().float(), False)):
+        source = HfFolder(folder_of(tmp_path, {"lm_head.weight": head}, tie_word_embeddings=True))
+        assert source.config.shape.tied_embeddings == is_tied
+    assert "no tensor 'lm_head.weight'" in refusal(folder_of(tmp_path, {"lm_head.weight": None}))
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [("hidden_size", 128), ("num_key_value_heads", 4), ("intermediate_size", 100), ("vocab_size", 300)],
+)
+def test_a_shape_that_does_not_fit_names_the_key(tmp_path: Path, key: str, wrong: int) -> None:
+    assert key in refusal(write_folder(tmp_path, **{key: wrong}))
+
+
+QUANTISED = ["hf_quant_config.json", "quantize_config.json", "quant_config.json"]
+
+
+@pytest.mark.parametrize("file", [*QUANTISED, "adapter_config.json"])
+def test_files_that_say_how_to_change_the_weights_refuse_them(tmp_path: Path, file: str) -> None:
+    write_folder(tmp_path)
+    (tmp_path / file).write_text("{}")
+    assert file in refusal(tmp_path)
+
+
+class _Shards:
+    """tiny-llama in two files and an index."""
+
+    def __init__(self, folder: Path) -> None:
+        write_folder(folder)
+        (folder / "model.safetensors").unlink()
+        self.folder = folder
+        names = sorted(WEIGHTS)
+        self.parts = {
+            "a.safetensors": {name: WEIGHTS[name] for name in names[:9]},
+            "b.safetensors": {name: WEIGHTS[name] for name in names[9:]},
+        }
+        self.index = {name: file for file, part in self.parts.items() for name in part}
+
+    def write(self) -> Path:
+        for file, part in self.parts.items():
+            save_file(part, self.folder / file)
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": self.index}))
+        return self.folder
+
+
+def test_shards_and_index_must_agree(tmp_path: Path) -> None:
+    shards = _Shards(tmp_path)
+    assert torch.equal(logits_of(HfFolder(shards.write())), logits_of(DUMMY))
+    shards.parts["a.safetensors"]["model.layers.0.mlp.up_proj.bias"] = torch.ones(128)
+    assert "'model.layers.0.mlp.up_proj.bias' is not in model.safetensors.index.json" in refusal(shards.write())
+    del shards.parts["a.safetensors"]["model.layers.0.mlp.up_proj.bias"]
+    first = next(iter(shards.parts["a.safetensors"]))
+    tensor = shards.parts["a.safetensors"].pop(first)
+    assert f"{first!r} is missing, which model.safetensors.index.json names" in refusal(shards.write())
+    shards.parts["b.safetensors"][first] = tensor
+    assert f"{first!r} is not in model.safetensors.index.json with this file" in refusal(shards.write())
+
+
+def test_files_of_weights_that_no_index_names_are_refused(tmp_path: Path) -> None:
+    folder = _Shards(tmp_path).write()
+    save_file(WEIGHTS, folder / "consolidated.safetensors")
+    assert torch.equal(logits_of(HfFolder(folder)), logits_of(DUMMY))
+    for more in ("model.safetensors", "c.safetensors"):
+        save_file({"x": torch.ones(1)}, folder / more)
+        assert f"{more}: this file of weights is not in" in refusal(folder)
+        (folder / more).unlink()
+    (folder / "b.safetensors").unlink()
+    assert "b.safetensors: cannot be read, is it complete?" in refusal(folder)
+
+
+def test_a_text_ends_as_tokenizer_config_or_generation_config_say(tmp_path: Path) -> None:
+    raw = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>").save_pretrained(tmp_path)
+    for of_config, of_generation, ends in ((7, [3, 4], {1, 7, 3, 4}), ([7, 8], 3, {1, 7, 8, 3}), (None, None, {1})):
+        folder = write_folder(tmp_path, eos_token_id=of_config)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
+        assert HfFolder(folder).load_tokenizer().eos_token_ids == ends
+    (tmp_path / "generation_config.json").unlink()
+    assert HfFolder(write_folder(tmp_path, eos_token_id=[7])).load_tokenizer().eos_token_ids == {1, 7}
