@@ -6,7 +6,8 @@ import json
 from dataclasses import fields
 
 from floodplain.core.sampling import SamplingParams
-from floodplain.server.requests import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest
+from floodplain.server.fields import UNSUPPORTED_FIELDS
+from floodplain.server.requests import ChatRequest, CompletionRequest
 from floodplain.web.errors import RequestFields, error_body
 
 ERROR_STATUSES = {

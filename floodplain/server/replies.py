@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
 from floodplain.server.protocol import ServingTokenizer
+from floodplain.server.requests import UsageDetail
 from floodplain.server.responses import (
     AssistantMessage,
     ChatChoice,
@@ -38,8 +38,8 @@ class Reply(Protocol):
 
     request_id: str
 
-    def event(self, index: int, delta: OutputDelta) -> bytes:
-        """One delta of prompt ``index`` as a server-sent event."""
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
+        """One delta of prompt ``index`` as a server-sent event, with the usage so far if every event carries one."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -54,36 +54,86 @@ class Reply(Protocol):
 class _EventWriter:
     """The part of every event that does not change."""
 
-    def __init__(self, request_id: str, kind: str, model: str, created: int, includes_usage: bool) -> None:
+    def __init__(self, request_id: str, kind: str, model: str, created: int, detail: UsageDetail) -> None:
         head = json.dumps({"id": request_id, "object": kind, "created": created, "model": model})
         self._head = f"data: {head.removesuffix('}')}"
-        self._tail = ', "usage": null}\n\n' if includes_usage else "}\n\n"
+        self._tail = "" if detail is UsageDetail.NONE else ', "usage": null'
 
-    def choice(self, fields: str, index: int, logprobs: BaseModel | None, finish_reason: str | None) -> bytes:
+    def choice(
+        self,
+        fields: str,
+        index: int,
+        logprobs: BaseModel | None,
+        finish_reason: str | None,
+        usage: Usage | None,
+        more: str = "",
+    ) -> bytes:
+        """An event; ``fields`` stand in its choice, ``more`` beside it."""
         scores = "null" if logprobs is None else logprobs.model_dump_json()
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
         choice = f'{{"index": {index}, {fields}, "logprobs": {scores}, "finish_reason": {reason}}}'
-        return f'{self._head}, "choices": [{choice}]{self._tail}'.encode()
+        tail = self._tail if usage is None else f', "usage": {usage.model_dump_json()}'
+        return f'{self._head}, "choices": [{choice}]{more}{tail}}}\n\n'.encode()
 
     def usage(self, usage: Usage) -> bytes:
         return f'{self._head}, "choices": [], "usage": {usage.model_dump_json()}}}\n\n'.encode()
 
 
-class CompletionReply:
-    """The answers of ``/v1/completions``."""
+class _TokenIds:
+    """The token ids in an answer, if the client asked for them: the prompt's once, before its first output."""
 
-    def __init__(self, model: str, tokenizer: ServingTokenizer, includes_usage: bool) -> None:
-        self.request_id = f"cmpl-{uuid.uuid4().hex}"
+    def __init__(self, prompts: Sequence[Sequence[int]] | None) -> None:
+        self._prompts = prompts
+        self._told: set[int] = set()
+
+    def new_prompt(self, index: int) -> list[int] | None:
+        """The tokens of a prompt, the first time."""
+        if self._prompts is None or index in self._told:
+            return None
+        self._told.add(index)
+        return list(self._prompts[index])
+
+    def of_output(self, delta: OutputDelta) -> list[int] | None:
+        """The new tokens of an output."""
+        return None if self._prompts is None else list(delta.token_ids)
+
+
+def _listed(name: str, token_ids: list[int] | None) -> str:
+    return "" if token_ids is None else f', "{name}": {json.dumps(token_ids)}'
+
+
+class CompletionReply:
+    """The answers of ``/v1/completions``.
+
+    Args:
+        model: The name of the model.
+        tokenizer: The model's.
+        name: What the request is called, after ``cmpl-``.
+        detail: Which events of a stream carry a usage.
+        shown_prompts: The tokens of the prompts, if token ids were asked for.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: ServingTokenizer,
+        name: str,
+        detail: UsageDetail = UsageDetail.NONE,
+        shown_prompts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.request_id = f"cmpl-{name}"
         self._model = model
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        self._writer = _EventWriter(self.request_id, "text_completion", model, self._created, includes_usage)
+        self._writer = _EventWriter(self.request_id, "text_completion", model, self._created, detail)
+        self._token_ids = _TokenIds(shown_prompts)
         self._offsets: dict[int, int] = {}
 
-    def event(self, index: int, delta: OutputDelta) -> bytes:
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
         """See ``Reply``."""
-        text = f'"text": {json.dumps(delta.text)}'
-        return self._writer.choice(text, index, self._logprobs(index, delta), delta.finish_reason)
+        prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
+        fields = f'"text": {json.dumps(delta.text)}{prompt}{_listed("token_ids", self._token_ids.of_output(delta))}'
+        return self._writer.choice(fields, index, self._logprobs(index, delta), delta.finish_reason, usage)
 
     def usage_event(self, usage: Usage) -> bytes:
         """See ``Reply``."""
@@ -97,6 +147,8 @@ class CompletionReply:
                 text=output.text,
                 logprobs=self._logprobs(index, output),
                 finish_reason="length" if output.finish_reason == "length" else "stop",
+                prompt_token_ids=self._token_ids.new_prompt(index),
+                token_ids=self._token_ids.of_output(output),
             )
             for index, output in enumerate(outputs)
         ]
@@ -124,21 +176,31 @@ class CompletionReply:
 
 
 class ChatReply:
-    """The answers of ``/v1/chat/completions``."""
+    """The answers of ``/v1/chat/completions``; the arguments are those of ``CompletionReply``."""
 
-    def __init__(self, model: str, tokenizer: ServingTokenizer, includes_usage: bool) -> None:
-        self.request_id = f"chatcmpl-{uuid.uuid4().hex}"
+    def __init__(
+        self,
+        model: str,
+        tokenizer: ServingTokenizer,
+        name: str,
+        detail: UsageDetail = UsageDetail.NONE,
+        shown_prompts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        self.request_id = f"chatcmpl-{name}"
         self._model = model
         self._tokenizer = tokenizer
         self._created = int(time.time())
-        self._writer = _EventWriter(self.request_id, "chat.completion.chunk", model, self._created, includes_usage)
+        self._writer = _EventWriter(self.request_id, "chat.completion.chunk", model, self._created, detail)
+        self._token_ids = _TokenIds(shown_prompts)
         self._role = '"role": "assistant", '
 
-    def event(self, index: int, delta: OutputDelta) -> bytes:
+    def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
         """See ``Reply``. The first event also names the role."""
-        message = f'"delta": {{{self._role}"content": {json.dumps(delta.text)}}}'
+        fields = f'"delta": {{{self._role}"content": {json.dumps(delta.text)}}}'
+        fields += _listed("token_ids", self._token_ids.of_output(delta))
+        prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
         self._role = ""
-        return self._writer.choice(message, index, self._logprobs(delta), delta.finish_reason)
+        return self._writer.choice(fields, index, self._logprobs(delta), delta.finish_reason, usage, prompt)
 
     def usage_event(self, usage: Usage) -> bytes:
         """See ``Reply``."""
@@ -152,11 +214,17 @@ class ChatReply:
                 message=AssistantMessage(content=output.text),
                 logprobs=self._logprobs(output),
                 finish_reason="length" if output.finish_reason == "length" else "stop",
+                token_ids=self._token_ids.of_output(output),
             )
             for index, output in enumerate(outputs)
         ]
         return ChatCompletion(
-            id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage
+            id=self.request_id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=self._token_ids.new_prompt(0),
         )
 
     def _logprobs(self, delta: OutputDelta) -> ChatLogprobs | None:

@@ -1,98 +1,55 @@
 """What a client may send: the bodies of the OpenAI API, with the fields that vLLM adds.
 
-Every field is either served or refused by name. A field of the API that is not served is accepted at the value that
-means "off", so that clients which spell out the defaults work. Ranges are checked by ``SamplingParams``.
+Every field is served, ignored because it cannot change tokens, or refused by name: see ``fields``. Ranges are checked
+by ``SamplingParams``.
 
 Source: https://platform.openai.com/docs/api-reference/{completions,chat}/create
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from enum import Enum
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import SamplingParams
-
-MAX_PROMPTS = 256
-"""Most prompts in one completion request."""
+from floodplain.server.fields import IGNORED, OFF, OFF_IN_CHATS, OFF_IN_COMPLETIONS, OFF_IN_STREAM_OPTIONS, Body, Off
+from floodplain.server.messages import Message
+from floodplain.server.shapes import Int, Prompt, RequestId, Stop, TokenId
 
 COMPLETION_MAX_TOKENS = 16
 """``max_tokens`` of a completion request that gives none, as in the OpenAI API."""
 
-Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
-One = Annotated[int, Field(ge=1, le=1)]
-OneReal = Annotated[float, Field(ge=1, le=1)]
-Zero = Annotated[float, Field(ge=0, le=0)]
-NoItems = Annotated[list[Any], Field(max_length=0)]
-NoEntries = Annotated[dict[str, Any], Field(max_length=0)]
+class UsageDetail(Enum):
+    """Which events of a stream carry a usage."""
 
-
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    NONE = "none"
+    LAST = "last"
+    EACH = "each"
 
 
-class _SharedUnsupported(_Body):
-    n: One | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    repetition_penalty: OneReal | None = None
-    min_p: Zero | None = None
-    logit_bias: NoEntries | None = None
+class StreamOptions(Body):
+    """What a stream carries beside the text.
 
+    With ``include_usage``, ``continuous_usage_stats`` puts the usage so far on every event.
+    """
 
-class _CompletionUnsupported(_Body):
-    best_of: One | None = None
-    echo: Literal[False] | None = None
-    suffix: None = None
-
-
-class TextFormat(_Body):
-    """The only ``response_format`` that is served."""
-
-    type: Literal["text"]
-
-
-class _ChatUnsupported(_Body):
-    audio: None = None
-    function_call: Literal["none"] | None = None
-    functions: NoItems | None = None
-    metadata: NoEntries | None = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    parallel_tool_calls: None = None
-    prediction: None = None
-    prompt_cache_key: None = None
-    reasoning_effort: Literal["none"] | None = None
-    response_format: TextFormat | None = None
-    safety_identifier: None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
-    tool_choice: Literal["none"] | None = None
-    tools: NoItems | None = None
-    verbosity: None = None
-    web_search_options: None = None
-
-
-UNSUPPORTED_FIELDS = frozenset(
-    {*_SharedUnsupported.model_fields, *_CompletionUnsupported.model_fields, *_ChatUnsupported.model_fields}
-)
-"""Fields that are known and accepted only at the value that means "off"."""
-
-
-class StreamOptions(_Body):
-    """What a stream carries beside the text."""
-
+    off: ClassVar[Off] = OFF_IN_STREAM_OPTIONS
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(_SharedUnsupported):
-    """The fields that both endpoints share. ``user`` is accepted and not looked at.
+class GenerationRequest(Body):
+    """The fields that both endpoints share.
 
     ``tpot_goal_ms`` is ours: the milliseconds per token that are quick enough for whoever reads.
     """
+
+    ignores: ClassVar[frozenset[str]] = IGNORED
 
     model: str
     max_tokens: Int | None = None
@@ -101,7 +58,7 @@ class GenerationRequest(_SharedUnsupported):
     top_p: float | None = None
     top_k: Int | None = None
     seed: Int | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -110,7 +67,13 @@ class GenerationRequest(_SharedUnsupported):
     priority: Int | None = None
     tpot_goal_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    user: str | None = None
+    request_id: RequestId | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def ignored_fields(self) -> frozenset[str]:
+        """Fields anywhere in the body that were given and not looked at."""
+        return self.ignored
 
     @property
     def pace(self) -> float | None:
@@ -118,17 +81,18 @@ class GenerationRequest(_SharedUnsupported):
         return None if self.tpot_goal_ms is None else 1e3 / self.tpot_goal_ms
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether the stream ends with the usage.
+    def usage_detail(self) -> UsageDetail:
+        """Which events of the stream carry a usage.
 
         Raises:
-            UserError: ``stream_options`` without ``stream``.
+            UserError: ``stream_options`` asks for something without ``stream``.
         """
-        if self.stream_options is None:
-            return False
-        if not self.stream:
+        options = self.stream_options or StreamOptions()
+        if not self.stream and (options.include_usage or options.continuous_usage_stats):
             raise UserError("stream_options needs stream to be true")
-        return bool(self.stream_options.include_usage)
+        if not options.include_usage:
+            return UsageDetail.NONE
+        return UsageDetail.EACH if options.continuous_usage_stats else UsageDetail.LAST
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = {
@@ -146,15 +110,12 @@ class GenerationRequest(_SharedUnsupported):
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **chosen)
 
 
-class CompletionRequest(GenerationRequest, _CompletionUnsupported):
+class CompletionRequest(GenerationRequest):
     """The body of ``/v1/completions``: one prompt or several, as text or as tokens."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    off: ClassVar[Off] = {**OFF, **OFF_IN_COMPLETIONS}
+
+    prompt: Prompt
     logprobs: Int | None = None
 
     def sampling(self) -> SamplingParams:
@@ -174,38 +135,26 @@ class CompletionRequest(GenerationRequest, _CompletionUnsupported):
         return [*texts, *token_lists] or [[item for item in self.prompt if isinstance(item, int)]]
 
 
-class TextPart(_Body):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Body):
-    """One turn of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: NoItems | None = None
-    annotations: NoItems | None = None
-
-    def templated(self) -> dict[str, str]:
-        """The message as chat templates know it: ``developer`` is today's name of ``system``."""
-        parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
-
-
-class ChatRequest(GenerationRequest, _ChatUnsupported):
+class ChatRequest(GenerationRequest):
     """The body of ``/v1/chat/completions``. Without ``max_tokens`` the answer may be as long as the model allows."""
+
+    off: ClassVar[Off] = {**OFF, **OFF_IN_CHATS}
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
+
+    @property
+    def ignored_fields(self) -> frozenset[str]:
+        """See ``GenerationRequest``."""
+        return self.ignored.union(*(message.ignored_fields for message in self.messages))
+
+    @classmethod
+    def also_ignores(cls, fields: Mapping[str, Any]) -> frozenset[str]:
+        """Tools that must not be called: they are not shown to the model either."""
+        choices = {"tools": "tool_choice", "functions": "function_call"}
+        return frozenset(name for name, choice in choices.items() if fields.get(choice) == "none")
 
     def sampling(self) -> SamplingParams:
         """How to sample.

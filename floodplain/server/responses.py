@@ -37,12 +37,14 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """The completion of one prompt."""
+    """The completion of one prompt; the token ids are there if they were asked for."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonName
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class Completion(BaseModel):
@@ -86,12 +88,13 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    """The only answer to a conversation."""
+    """The only answer to a conversation; the token ids are there if they were asked for."""
 
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonName
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -103,6 +106,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
 
 
 class ModelCard(BaseModel):

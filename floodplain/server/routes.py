@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -15,13 +16,15 @@ from floodplain.core.errors import UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.auth import Client
 from floodplain.server.errors import ERROR_STATUSES, error_event
+from floodplain.server.fields import IgnoredFields
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import DONE, ChatReply, CompletionReply, Reply
-from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest
+from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, UsageDetail
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from floodplain.server.streams import EventStream, IndexedDeltas, Tally, gather, merge, unless_hung_up
 from floodplain.web.errors import ApiError, describe_errors
 from floodplain.web.gate import CLIENT_SCOPE_KEY
+from floodplain.web.request_id import is_request_id
 from floodplain.web.strict_json import JsonRoute
 
 T = TypeVar("T")
@@ -47,6 +50,7 @@ class OpenAIRoutes:
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
         self._created = int(time.time())
+        self._ignored_fields = IgnoredFields()
 
     def router(self) -> APIRouter:
         """The routes, for an app."""
@@ -72,22 +76,24 @@ class OpenAIRoutes:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Complete one prompt, or several."""
         self._check_model(body.model)
-        params = body.sampling()
-        reply = CompletionReply(self._engine.model_name, self._engine.tokenizer, body.includes_usage)
+        params, detail, name = body.sampling(), body.usage_detail, _name_of(body, request)
         prompts = [await self._tokens(p) if isinstance(p, str) else p for p in body.prompts()]
+        shown = prompts if body.return_token_ids else None
+        reply = CompletionReply(self._engine.model_name, self._engine.tokenizer, name, detail, shown)
         return await self._answer(request, body, prompts, params, reply)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         self._check_model(body.model)
-        params = body.sampling()
+        params, detail, name = body.sampling(), body.usage_detail, _name_of(body, request)
         tokenizer = self._engine.tokenizer
         if not tokenizer.has_chat_template:
             raise UserError(f"messages need a chat template, and {body.model} has none: use /v1/completions")
-        reply = ChatReply(self._engine.model_name, tokenizer, body.includes_usage)
         messages = [message.templated() for message in body.messages]
         num_chars = sum(len(message["content"]) for message in messages)
         prompt = await _off_loop(num_chars, tokenizer.apply_chat_template, messages)
+        shown = [prompt] if body.return_token_ids else None
+        reply = ChatReply(self._engine.model_name, tokenizer, name, detail, shown)
         return await self._answer(request, body, [prompt], params, reply)
 
     async def _tokens(self, text: str) -> list[int]:
@@ -104,6 +110,7 @@ class OpenAIRoutes:
         params: SamplingParams,
         reply: Reply,
     ) -> Response:
+        self._ignored_fields.note(body.ignored_fields)
         client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
         priority = client.priority(body.priority)
         streams = [
@@ -118,9 +125,9 @@ class OpenAIRoutes:
             )
             for index, prompt in enumerate(prompts)
         ]
-        tally = Tally(sum(map(len, prompts)))
+        tally = Tally(*map(len, prompts))
         if body.stream:
-            return EventStream(_events(merge(streams), reply, tally, body.includes_usage))
+            return EventStream(_events(merge(streams), reply, tally, body.usage_detail))
         outputs = await unless_hung_up(request.receive, gather(merge(streams), len(streams), tally))
         if outputs is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -136,14 +143,22 @@ class OpenAIRoutes:
             raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def _events(stream: IndexedDeltas, reply: Reply, tally: Tally, includes_usage: bool) -> AsyncGenerator[bytes]:
+def _name_of(body: GenerationRequest, request: Request) -> str:
+    """What the client calls the request, in its header before its body; else a name of ours."""
+    name = request.headers.get("x-request-id", body.request_id or uuid.uuid4().hex)
+    if not is_request_id(name):
+        raise ApiError(400, "X-Request-Id should be 1 to 256 printable ASCII characters without spaces")
+    return name
+
+
+async def _events(stream: IndexedDeltas, reply: Reply, tally: Tally, detail: UsageDetail) -> AsyncGenerator[bytes]:
     """The stream as server-sent events; a failure after the first one is the last event before ``[DONE]``."""
     has_begun = False
     try:
         async with aclosing(stream):
             async for index, delta in stream:
                 tally.add(index, delta)
-                yield reply.event(index, delta)
+                yield reply.event(index, delta, tally.usage_of(index) if detail is UsageDetail.EACH else None)
                 has_begun = True
     except Exception as error:
         if not has_begun:
@@ -152,7 +167,7 @@ async def _events(stream: IndexedDeltas, reply: Reply, tally: Tally, includes_us
             logger.exception("request %s failed in its stream", reply.request_id)
         yield error_event(error)
     else:
-        if includes_usage:
+        if detail is not UsageDetail.NONE:
             yield reply.usage_event(tally.usage())
     yield DONE
 

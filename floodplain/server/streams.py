@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
@@ -21,27 +22,40 @@ Deltas = AsyncGenerator[OutputDelta, None]
 IndexedDeltas = AsyncGenerator[tuple[int, OutputDelta], None]
 
 
-@dataclass(slots=True)
 class Tally:
-    """Counts the tokens of one HTTP request."""
+    """Counts the tokens of one HTTP request.
 
-    num_prompt_tokens: int
-    num_output_tokens: int = 0
-    cached_tokens: dict[int, int] = field(default_factory=dict)
+    Args:
+        prompt_lengths: Tokens of each prompt.
+    """
+
+    def __init__(self, *prompt_lengths: int) -> None:
+        self._prompt_lengths = prompt_lengths
+        self._output_lengths: Counter[int] = Counter()
+        self._cached_lengths: dict[int, int] = {}
 
     def add(self, index: int, delta: OutputDelta) -> None:
         """Count a delta of prompt ``index``; the first one says how much of the prompt was cached."""
-        self.num_output_tokens += len(delta.token_ids)
-        self.cached_tokens.setdefault(index, delta.num_cached_tokens)
+        self._output_lengths[index] += len(delta.token_ids)
+        self._cached_lengths.setdefault(index, delta.num_cached_tokens)
 
     def usage(self) -> Usage:
-        """The counts as the API shapes them."""
-        return Usage(
-            prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=self.num_output_tokens,
-            total_tokens=self.num_prompt_tokens + self.num_output_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached_tokens.values())),
-        )
+        """The counts of all prompts."""
+        cached = sum(self._cached_lengths.values())
+        return _usage(sum(self._prompt_lengths), self._output_lengths.total(), cached)
+
+    def usage_of(self, index: int) -> Usage:
+        """The counts of one prompt so far."""
+        return _usage(self._prompt_lengths[index], self._output_lengths[index], self._cached_lengths.get(index, 0))
+
+
+def _usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> Usage:
+    return Usage(
+        prompt_tokens=num_prompt_tokens,
+        completion_tokens=num_output_tokens,
+        total_tokens=num_prompt_tokens + num_output_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
+    )
 
 
 async def merge(streams: Sequence[Deltas]) -> IndexedDeltas:

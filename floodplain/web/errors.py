@@ -6,8 +6,8 @@ Source: https://platform.openai.com/docs/guides/error-codes
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
+from floodplain.web.problems import first_problem
 
 MAX_MESSAGE_CHARS = 500
 RETRY_AFTER_S = 1
@@ -52,16 +53,12 @@ class RequestFields:
 
     Attributes:
         known: A ``UserError`` is about the field that its message begins with, if that is one of these.
-        unsupported: Known, but accepted only at the value that means "off": with any other, the answer is to leave
-            the field out.
+        unsupported: Known, but accepted only at the values that mean "off", which are given as text.
     """
 
     known: frozenset[str] = frozenset()
-    unsupported: frozenset[str] = frozenset()
+    unsupported: Mapping[str, str] = field(default_factory=dict)
 
-
-_SHOULD = "Input should be "
-"""How pydantic begins most of its messages."""
 
 NO_FIELDS = RequestFields()
 """No field is known, and none is unsupported."""
@@ -84,7 +81,7 @@ def error_body(error: Exception, fields: RequestFields = NO_FIELDS) -> tuple[int
             word = str(error).partition(" ")[0]
             return 400, _detail(400, str(error), word if word in fields.known else None, None)
         case RequestValidationError():
-            message, param = _first_problem(error.errors(), fields.unsupported)
+            message, param = first_problem(error.errors(), fields.unsupported)
             return 400, _detail(400, _one_line(message), param, None)
         case StarletteHTTPException():
             return error.status_code, _detail(error.status_code, str(error.detail), None, None)
@@ -132,23 +129,3 @@ def _one_line(message: str) -> str:
     """What quotes a request, and could be as long as that."""
     line = " ".join(message.split())
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."
-
-
-def _first_problem(problems: Sequence[Any], unsupported: frozenset[str]) -> tuple[str, str | None]:
-    """(message, field) for the first field that is wrong; of a union, what each member wants."""
-    path = [str(part) for part in problems[0]["loc"][1:]]
-    if not path:
-        return "the body must be a JSON object, sent with Content-Type: application/json", None
-    param, kind = path[0], problems[0]["type"]
-    if kind == "missing":
-        return f"{'.'.join(path)} is required", param
-    if kind == "extra_forbidden":
-        return f"{'.'.join(path)} is not a supported field: leave it out", param
-    if param in unsupported:
-        return f"{param} is not supported: leave it out", param
-    same = [problem for problem in problems if str(problem["loc"][1]) == param]
-    if not all(str(problem["msg"]).startswith(_SHOULD) for problem in same):
-        return f"{'.'.join(path)}: {problems[0]['msg']}", param
-    where = ".".join(path) if len(same) == 1 else param
-    wanted = [str(problem["msg"]).removeprefix(_SHOULD) for problem in same]
-    return f"{where} should be {', or '.join(dict.fromkeys(wanted))}", param

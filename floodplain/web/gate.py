@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from floodplain.web.errors import ApiError, error_response
 from floodplain.web.head import answer_head_as_get
+from floodplain.web.request_id import echo_request_id
 
 CLIENT_SCOPE_KEY = "floodplain.client"
 """Where a request's scope holds who sends it, as ``Authenticator.client_of`` says; absent when everybody is let in."""
@@ -51,7 +52,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope, send = answer_head_as_get(scope, send)
+        scope, send = answer_head_as_get(scope, echo_request_id(scope, send))
         try:
             self._admit(scope)
         except ApiError as refusal:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -93,6 +94,35 @@ def test_streams_say_what_the_whole_answer_says(client: openai.OpenAI, includes_
     assert scores is not None
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert getattr(scores, name) == [value for part in parts for value in getattr(part, name)]
+
+
+def test_continuous_usage_counts_up_to_the_usage_of_the_whole(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    chunks = list(
+        client.completions.create(model="fake", prompt=["ab", "c"], max_tokens=3, stream=True, stream_options=options)
+    )
+    counts = [(c.choices[0].index, c.usage.prompt_tokens, c.usage.completion_tokens) for c in chunks[:-1] if c.usage]
+    assert sorted(counts) == [(0, 2, 1), (0, 2, 2), (0, 2, 3), (1, 1, 1), (1, 1, 2), (1, 1, 3)]
+    last = chunks[-1].usage
+    assert last is not None and (last.prompt_tokens, last.completion_tokens) == (3, 6)
+
+
+def test_a_request_has_the_name_that_the_client_gives_it(server: RunningServer, client: openai.OpenAI) -> None:
+    in_body, in_header = {"request_id": "body-1"}, {"X-Request-Id": "head-1"}
+    for path, fields in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": CHAT})):
+        body = {"model": "fake", "max_tokens": 1, **fields}
+        kind = {"completions": "cmpl", "chat/completions": "chatcmpl"}[path]
+        url = f"{server.url}/v1/{path}"
+        assert httpx.post(url, json={**body, **in_body}).json()["id"] == f"{kind}-body-1"
+        drain_queue(server)
+        named = httpx.post(url, json={**body, **in_body}, headers=in_header)
+        assert (named.json()["id"], named.headers["x-request-id"]) == (f"{kind}-head-1", "head-1")
+        assert server.engine.submitted.get(timeout=5)["id"] == f"{kind}-head-1"
+        refused = httpx.post(url, json={**body, "n": 2}, headers=in_header)
+        assert (refused.status_code, refused.headers["x-request-id"]) == (400, "head-1")
+        odd = httpx.post(url, json=body, headers={"X-Request-Id": "a b"})
+        assert odd.status_code == 400 and "X-Request-Id" in odd.json()["error"]["message"]
+        assert "x-request-id" not in odd.headers
 
 
 def test_a_chat_stream_names_the_role_once(client: openai.OpenAI) -> None:

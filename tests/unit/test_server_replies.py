@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
 from floodplain.server.replies import ChatReply, CompletionReply
+from floodplain.server.requests import UsageDetail
 from floodplain.server.streams import Tally
 from tests.fakes.engine import ByteTokenizer
 
@@ -26,13 +27,14 @@ def parse(event: bytes) -> Any:
 def test_events_put_together_as_text_are_the_json_they_stand_for(
     model: str, text: str, index: int, reason: str | None, includes_usage: bool
 ) -> None:
-    usage = Tally(3, 4).usage()
+    usage = Tally(7).usage()
     for make, field in ((CompletionReply, "text"), (ChatReply, "delta")):
-        reply = make(model, ByteTokenizer(), includes_usage)
+        reply = make(model, ByteTokenizer(), "r", UsageDetail.LAST if includes_usage else UsageDetail.NONE)
         event = parse(reply.event(index, OutputDelta(text, (1,), reason)))
         content = text if field == "text" else {"role": "assistant", "content": text}
         assert event["choices"] == [{"index": index, field: content, "logprobs": None, "finish_reason": reason}]
         assert (event["id"], event["model"]) == (reply.request_id, model)
+        assert reply.request_id == {"text": "cmpl-r", "delta": "chatcmpl-r"}[field]
         assert ("usage" in event) == includes_usage
         last = parse(reply.usage_event(usage))
         assert (last["choices"], last["usage"]) == ([], usage.model_dump())
@@ -63,7 +65,7 @@ def test_the_chosen_token_keeps_its_value_whatever_shares_its_text(
 def test_the_bytes_of_half_characters_put_together_are_the_text() -> None:
     euro = tuple("€!".encode())
     scores = tuple(TokenLogprobs(-0.1, ((token, -0.1),)) for token in euro)
-    body = ChatReply("m", ByteTokenizer(), False).body([OutputDelta("€!", euro, "stop", scores)], Tally(1).usage())
+    body = ChatReply("m", ByteTokenizer(), "r").body([OutputDelta("€!", euro, "stop", scores)], Tally(1).usage())
     assert body.choices[0].logprobs is not None
     content = body.choices[0].logprobs.content
     assert bytes(value for entry in content for value in entry.bytes or ()).decode() == "€!"
@@ -75,5 +77,5 @@ def test_a_token_whose_bytes_depend_on_its_neighbours_reports_none() -> None:
     tokenizer = ByteTokenizer()
     tokenizer.is_byte_level = False
     delta = OutputDelta("a", (97,), "stop", (TokenLogprobs(-0.1),))
-    logprobs = ChatReply("m", tokenizer, False).body([delta], Tally(1).usage()).choices[0].logprobs
+    logprobs = ChatReply("m", tokenizer, "r").body([delta], Tally(1).usage()).choices[0].logprobs
     assert logprobs is not None and logprobs.content[0].bytes is None

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import logging
 from typing import Any
 
 import pytest
@@ -9,69 +11,163 @@ from pydantic import ValidationError
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.errors import REQUEST_FIELDS
-from floodplain.server.requests import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest, Message
+from floodplain.server.fields import IGNORED, Body, IgnoredFields
+from floodplain.server.messages import Message
+from floodplain.server.requests import ChatRequest, CompletionRequest, StreamOptions, UsageDetail
 from floodplain.web.errors import error_body
 
-OFF: dict[str, list[Any]] = {
-    "n": [1],
-    "frequency_penalty": [0, 0.0],
-    "presence_penalty": [0],
-    "repetition_penalty": [1, 1.0],
-    "min_p": [0],
-    "logit_bias": [{}],
-    "best_of": [1],
-    "echo": [False],
-    "function_call": ["none"],
-    "functions": [[]],
-    "metadata": [{}],
-    "modalities": [["text"]],
-    "reasoning_effort": ["none"],
-    "response_format": [{"type": "text"}],
-    "service_tier": ["auto", "default"],
-    "store": [False],
-    "tool_choice": ["none"],
-    "tools": [[]],
-}
-ON: dict[str, list[Any]] = {
-    "n": [2, 0, True, "1"],
-    "frequency_penalty": [0.5],
-    "presence_penalty": [-1],
-    "repetition_penalty": [1.1],
-    "min_p": [0.1],
-    "logit_bias": [{"50256": -100}],
-    "best_of": [2],
-    "echo": [True],
-    "suffix": ["", "end"],
-    "functions": [[{"name": "f"}]],
-    "modalities": [["audio"]],
-    "parallel_tool_calls": [True],
-    "reasoning_effort": ["high"],
-    "response_format": [{"type": "json_object"}],
-    "service_tier": ["flex"],
-    "store": [True],
-    "tool_choice": ["auto"],
-    "tools": [[{"type": "function"}]],
-    "web_search_options": [{}],
-}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "c"}]}
+COMPLETION = {"model": "m", "prompt": "p"}
+PART = {"type": "image_url", "image_url": {"url": "x"}}
+OTHER_VALUES: list[Any] = [True, False, 0, 1, 2, -0.5, "x", "none", "auto", [], ["x"], [1], {}, {"type": "json_object"}]
+"""Of a refused field: each is refused unless the table says that it is off."""
 
 
 def parse(field: str, value: Any) -> CompletionRequest | ChatRequest:
-    if field in CompletionRequest.model_fields:
-        return CompletionRequest.model_validate({"model": "m", "prompt": "p", field: value})
-    return ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "c"}], field: value})
+    if field in {*CompletionRequest.model_fields, *CompletionRequest.off}:
+        return CompletionRequest.model_validate({**COMPLETION, field: value})
+    return ChatRequest.model_validate({**CHAT, field: value})
 
 
-@pytest.mark.parametrize("field", sorted(UNSUPPORTED_FIELDS))
-def test_an_unsupported_field_is_accepted_where_it_is_off_and_refused_by_name_elsewhere(field: str) -> None:
-    for value in [None, *OFF.get(field, [])]:
-        parse(field, value)
-    for value in [*ON.get(field, []), {"anything": "else"}, "xyz"]:
-        with pytest.raises(ValidationError) as caught:
-            parse(field, value)
-        problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()]
-        status, body = error_body(RequestValidationError(problems), REQUEST_FIELDS)
-        assert (status, body["error"]["param"]) == (400, field)
-        assert body["error"]["message"].startswith(field)
+def error_of(kind: type[Body], body: dict[str, Any]) -> dict[str, Any]:
+    """The error that a refused body gets."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in caught.value.errors()]
+    status, answer = error_body(RequestValidationError(problems), REQUEST_FIELDS)
+    assert status == 400
+    return dict(answer["error"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "place"),
+    [
+        (CompletionRequest, COMPLETION, ()),
+        (ChatRequest, CHAT, ()),
+        (ChatRequest, CHAT, ("stream_options",)),
+        (ChatRequest, CHAT, ("messages", 0)),
+    ],
+)
+def test_a_refused_field_is_accepted_only_where_it_is_off(
+    kind: type[Body], body: dict[str, Any], place: tuple[Any, ...]
+) -> None:
+    table = {(): kind.off, ("stream_options",): StreamOptions.off, ("messages", 0): Message.off}[place]
+    for field, accepted in table.items():
+        for value in [None, *accepted]:
+            kind.model_validate(nested(body, place, field, value))
+        refused = [v for v in OTHER_VALUES if not any(v == a and type(v) is type(a) for a in accepted)]
+        for value in [v for v in refused if not (type(v) is int and float(v) in accepted)]:
+            error = error_of(kind, nested(body, place, field, value))
+            where = ".".join(map(str, (*place, field)))
+            assert error["param"] == (place or (field,))[0]
+            assert error["message"].startswith(f"{where} is not supported: leave it out"), (field, value)
+
+
+def nested(body: dict[str, Any], place: tuple[Any, ...], field: str, value: Any) -> dict[str, Any]:
+    """``body`` with one field more, somewhere inside."""
+    copy = json.loads(json.dumps({**body, **({"stream": True, "stream_options": {}} if place else {})}))
+    inner = copy
+    for part in place:
+        inner = inner[part]
+    inner[field] = value
+    return dict(copy)
+
+
+@pytest.mark.parametrize("value", [True, "x", {"a": ["b"]}, 7])
+def test_fields_that_cannot_change_tokens_are_ignored_at_any_value(value: Any) -> None:
+    hints = dict.fromkeys(IGNORED, value)
+    for kind, body in ((CompletionRequest, COMPLETION), (ChatRequest, CHAT)):
+        plain, hinted = kind.model_validate(body), kind.model_validate({**body, **hints})
+        assert hinted.model_dump() == plain.model_dump()
+        assert (hinted.ignored_fields, plain.ignored_fields) == (IGNORED, frozenset())
+    part = {"type": "text", "text": "c", "cache_control": value}
+    chat = ChatRequest.model_validate({**CHAT, "messages": [{"role": "user", "content": [part], "name": value}]})
+    assert chat.messages[0].templated() == {"role": "user", "content": "c"}
+    assert chat.ignored_fields == {"messages.name", "messages.cache_control"}
+
+
+def test_tools_that_must_not_be_called_are_ignored_and_others_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = ChatRequest.model_validate({**CHAT, "tools": tools, "tool_choice": "none"})
+    assert (chat.ignored_fields, chat.model_dump()) == ({"tools"}, ChatRequest.model_validate(CHAT).model_dump())
+    ChatRequest.model_validate({**CHAT, "functions": tools, "function_call": "none"})
+    for more in ({}, {"tool_choice": "auto"}, {"tool_choice": None}, {"function_call": "none"}):
+        assert error_of(ChatRequest, {**CHAT, "tools": tools, **more})["param"] == "tools"
+
+
+def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ignored = IgnoredFields()
+    for names in ({"store", "user"}, {"user"}, set(), {"store", "metadata"}):
+        ignored.note(names)
+    assert [record.args for record in caplog.records] == [("store",), ("user",), ("metadata",)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": None}]}, "messages.0.content should be a string or a"),
+        (ChatRequest, {"messages": [{"role": "user", "content": None}]}, "not null"),
+        (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "not 5"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [PART]}]},
+            "content.0.type should be 'text'",
+        ),
+        (ChatRequest, {"messages": [{"role": "user", "content": [PART]}]}, "not 'image_url'"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": []}]},
+            "0.content should have at least 1 item",
+        ),
+        (ChatRequest, {"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0 should be"),
+        (ChatRequest, {"messages": [{"role": "user"}]}, "messages.0.content is required"),
+        (ChatRequest, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role should be 'system'"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": "x", "wait": 1}]},
+            "messages.0.wait is not a",
+        ),
+        (ChatRequest, {"messages": "hi"}, "messages should be a valid list, not 'hi'"),
+        (ChatRequest, {"messages": []}, "messages should have at least 1 item, not 0"),
+        (ChatRequest, {"n": 2}, "n is not supported: leave it out, or give 1"),
+        (ChatRequest, {"response_format": {"type": "json_object"}}, 'leave it out, or give {"type": "text"}'),
+        (ChatRequest, {"stop": ["x"] * 20}, "stop should have at most 16 items, not 20"),
+        (ChatRequest, {"stop": ["x", 7]}, "stop.1 should be a valid string, not 7"),
+        (ChatRequest, {"stop": 7}, "stop should be a string or a list of strings, not 7"),
+        (ChatRequest, {"temperature": [1]}, "temperature should be a valid number, not a list"),
+        (ChatRequest, {"max_tokens": True}, "max_tokens should be a valid integer, not true"),
+        (ChatRequest, {"stop_token_ids": [1, -1]}, "stop_token_ids.1 should be greater than or equal to 0, not -1"),
+        (
+            ChatRequest,
+            {"stream_options": {"include_usage": 1}},
+            "stream_options.include_usage should be a",
+        ),
+        (ChatRequest, {"request_id": "a b"}, "request_id should match pattern"),
+        (CompletionRequest, {"prompt": ["a"] * 257}, "prompt should have at most 256 items, not 257"),
+        (CompletionRequest, {"prompt": [[1]] * 257}, "prompt should have at most 256 items, not 257"),
+        (CompletionRequest, {"prompt": []}, "prompt should have at least 1 item, not 0"),
+        (CompletionRequest, {"prompt": [[1], []]}, "prompt.1 should have at least 1 item, not 0"),
+        (CompletionRequest, {"prompt": [[1], [2, "x"]]}, "prompt.1.1 should be a valid integer, not 'x'"),
+        (CompletionRequest, {"prompt": ["a", 1]}, "prompt.1 should be a valid string, not 1"),
+        (CompletionRequest, {"prompt": None}, "prompt should be a string, a list of strings"),
+        (CompletionRequest, {"prompt": {"a": 1}}, "not an object"),
+        (CompletionRequest, {"cache_salt": "x" * 2000}, "cache_salt should have at most 1024 characters, not 'xxx"),
+        (CompletionRequest, {"<branch> list": 1}, "<branch> list is not a supported field"),
+    ],
+)
+def test_an_error_names_the_place_and_what_is_wrong_there(
+    kind: type[Body], fields: dict[str, Any], message: str
+) -> None:
+    error = error_of(kind, {**(CHAT if kind is ChatRequest else COMPLETION), **fields})
+    assert message in error["message"]
+    assert error["param"] == next(iter(fields))
+
+
+def test_of_many_unknown_fields_one_is_looked_at() -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({**COMPLETION, **{f"f{i}": 0 for i in range(1000)}})
+    assert [problem["loc"] for problem in caught.value.errors()] == [("f0",)]
 
 
 @pytest.mark.parametrize(
@@ -156,26 +252,27 @@ def test_chat_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], logprob
     assert ChatRequest.model_validate(body).sampling().logprobs == logprobs
 
 
-def test_stream_options_need_a_stream() -> None:
-    with pytest.raises(UserError, match="stream_options needs stream"):
-        _ = parse("stream_options", {"include_usage": True}).includes_usage
+@pytest.mark.parametrize(
+    ("options", "detail"),
+    [
+        (None, UsageDetail.NONE),
+        ({}, UsageDetail.NONE),
+        ({"include_usage": False, "continuous_usage_stats": True}, UsageDetail.NONE),
+        ({"include_usage": True, "continuous_usage_stats": False}, UsageDetail.LAST),
+        ({"include_usage": True, "continuous_usage_stats": True}, UsageDetail.EACH),
+    ],
+)
+def test_stream_options_say_which_events_carry_a_usage(options: dict[str, bool] | None, detail: UsageDetail) -> None:
+    body = {**COMPLETION, "stream_options": options}
+    assert CompletionRequest.model_validate({**body, "stream": True}).usage_detail is detail
+    if options and any(options.values()):
+        with pytest.raises(UserError, match="stream_options needs stream"):
+            _ = CompletionRequest.model_validate(body).usage_detail
+    else:
+        assert CompletionRequest.model_validate(body).usage_detail is UsageDetail.NONE
 
 
 def test_a_message_of_parts_is_their_text_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     message = Message.model_validate({"role": "developer", "content": parts})
     assert message.templated() == {"role": "system", "content": "a\nb"}
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "tool", "content": "x"},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        {"role": "user", "content": "x", "name": "Ann"},
-        {"role": "user"},
-    ],
-)
-def test_a_message_that_the_template_could_not_show_is_refused(message: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        Message.model_validate(message)

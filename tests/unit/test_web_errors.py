@@ -8,11 +8,11 @@ from fastapi.exceptions import RequestValidationError
 from floodplain.core.errors import QueueFull, ShuttingDown, UserError
 from floodplain.web.errors import NO_FIELDS, RequestFields, error_body, error_response
 
-FIELDS = RequestFields(known=frozenset({"num_bytes"}), unsupported=frozenset({"echo"}))
+FIELDS = RequestFields(known=frozenset({"num_bytes"}), unsupported={"echo": "false"})
 
 
-def problem(field: str) -> RequestValidationError:
-    return RequestValidationError([{"type": "bool_type", "loc": ("body", field), "msg": "Input should be false"}])
+def problem(field: str, kind: str, message: str) -> RequestValidationError:
+    return RequestValidationError([{"type": kind, "loc": ("body", field), "msg": message, "input": True}])
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,9 @@ def problem(field: str) -> RequestValidationError:
         (UserError("num_bytes is below 0"), FIELDS, "num_bytes is below 0", "num_bytes"),
         (UserError("num_bytes is below 0"), NO_FIELDS, "num_bytes is below 0", None),
         (UserError("echo is loud"), FIELDS, "echo is loud", None),
-        (problem("echo"), FIELDS, "echo is not supported: leave it out", "echo"),
-        (problem("echo"), NO_FIELDS, "echo should be false", "echo"),
+        (problem("echo", "extra_forbidden", ""), FIELDS, "echo is not supported: leave it out, or give false", "echo"),
+        (problem("echo", "extra_forbidden", ""), NO_FIELDS, "echo is not a supported field: leave it out", "echo"),
+        (problem("echo", "literal_error", "Input should be 1"), FIELDS, "echo should be 1, not true", "echo"),
     ],
 )
 def test_fields_are_known_and_unsupported_as_the_service_says(

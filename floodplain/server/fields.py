@@ -1,0 +1,192 @@
+"""Fields of the OpenAI API and of vLLM that are not served: ignored if they cannot change tokens, else refused by name.
+
+A refused field is accepted at the values that mean "off", so that clients which spell out the defaults work.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
+
+logger = logging.getLogger(__name__)
+
+Off = Mapping[str, tuple[Any, ...]]
+"""Refused fields, each with the values beside null at which it is accepted."""
+
+IGNORED = frozenset(
+    {
+        "include_reasoning", "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention",
+        "safety_identifier", "service_tier", "session_id", "store", "stream_interval", "user",
+    }
+)  # fmt: skip
+"""Fields of a request that cannot change tokens."""
+
+IGNORED_IN_MESSAGES = frozenset({"name"})
+IGNORED_IN_PARTS = frozenset({"cache_control"})
+
+OFF: Off = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "detokenize": (True,),
+    "echo": (False,),
+    "ec_transfer_params": (),
+    "frequency_penalty": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "min_p": (0,),
+    "mm_processor_kwargs": ({},),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+"""Of both endpoints."""
+
+OFF_IN_COMPLETIONS: Off = {
+    "add_special_tokens": (True,),
+    "best_of": (1,),
+    "prompt_embeds": (),
+    "suffix": (),
+}
+OFF_IN_CHATS: Off = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "return_prompt_text": (False,),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+OFF_IN_MESSAGES: Off = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning": (),
+    "reasoning_content": (),
+    "refusal": (),
+    "tool_call_id": (),
+    "tool_calls": ([],),
+}
+OFF_IN_STREAM_OPTIONS: Off = {"include_obfuscation": (False,)}
+
+
+def _accepted_values() -> dict[str, str]:
+    """The values of each refused field as text; none where the endpoints differ."""
+    texts: dict[str, str] = {}
+    for table in (OFF, OFF_IN_COMPLETIONS, OFF_IN_CHATS, OFF_IN_MESSAGES, OFF_IN_STREAM_OPTIONS):
+        for name, values in table.items():
+            text = " or ".join(map(json.dumps, values))
+            texts[name] = text if texts.get(name, text) == text else ""
+    return texts
+
+
+UNSUPPORTED_FIELDS: Mapping[str, str] = _accepted_values()
+"""All refused fields, with the values at which they are accepted, for errors."""
+
+
+class Body(BaseModel):
+    """A body, or a part of one, that leaves out what ``off`` and ``ignores`` say and refuses other unknown fields.
+
+    Of many unknown fields only one is looked at.
+
+    Attributes:
+        off: The refused fields.
+        ignores: The fields that are accepted at any value and not looked at.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    off: ClassVar[Off] = {}
+    ignores: ClassVar[frozenset[str]] = frozenset()
+    _ignored: frozenset[str] = PrivateAttr(frozenset())
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Fields that were given and not looked at."""
+        return self._ignored
+
+    @classmethod
+    def also_ignores(cls, fields: Mapping[str, Any]) -> frozenset[str]:
+        """Fields that cannot change tokens beside these other ``fields``."""
+        return frozenset()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _leave_out(cls, fields: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(fields, dict):
+            return validate(fields)
+        hints = cls.ignores | cls.also_ignores(fields)
+        given = {name for name in hints if fields.get(name) is not None}
+        kept = {name: fields[name] for name in cls.model_fields if name in fields}
+        known = {*hints, *cls.model_fields}
+        for name, value in fields.items():
+            if name not in known and not is_off(cls.off, name, value):
+                kept[name] = value  # to be refused, with its name
+                break
+        body = validate(kept)
+        body._ignored = frozenset(given)
+        return body
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
+        schema: dict[str, Any] = handler.resolve_ref_schema(handler(core_schema))
+        properties = schema.setdefault("properties", {})
+        properties |= {name: {"enum": [None, *values]} for name, values in cls.off.items()}
+        properties |= {name: {} for name in sorted(cls.ignores)}
+        return schema
+
+
+def is_off(off: Off, name: str, value: object) -> bool:
+    """Whether a refused field has a value at which it is accepted. ``true`` is not 1, and ``false`` is not 0."""
+    if name not in off:
+        return False
+    return value is None or any(
+        value == accepted and isinstance(value, bool) == isinstance(accepted, bool) for accepted in off[name]
+    )
+
+
+class IgnoredFields:
+    """Logs each field that is ignored, once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        """Log the names that are new."""
+        for name in sorted({*names} - self._logged):
+            self._logged.add(name)
+            logger.info("the field %s of requests is accepted and ignored: it does not change tokens", name)

@@ -1,0 +1,58 @@
+"""Values of several types in requests: each is checked as the one type that it is meant to be.
+
+So an error says what is wrong with the value, and not what else it might have been.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Discriminator, Field, Tag
+
+from floodplain.web.problems import BRANCH
+from floodplain.web.request_id import REQUEST_ID
+
+MAX_PROMPTS = 256
+"""Most prompts in one completion request."""
+MAX_STOPS = 16
+
+TEXT, TEXTS, TOKENS, TOKEN_LISTS = (f"{BRANCH} {name}" for name in ("text", "texts", "tokens", "token lists"))
+
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
+"""What a client may call a request."""
+
+
+def kind_of_text(value: object) -> str | None:
+    """The branch of a text, or of a list of texts."""
+    return TEXT if isinstance(value, str) else TEXTS if isinstance(value, list) else None
+
+
+def _kind_of_prompt(value: object) -> str | None:
+    """Which kind of prompt a value is meant to be: a list is what its first item says."""
+    if not isinstance(value, list):
+        return TEXT if isinstance(value, str) else None
+    first = value[0] if value else ""
+    return TOKENS if isinstance(first, int | float) else TOKEN_LISTS if isinstance(first, list) else TEXTS
+
+
+Stop = Annotated[
+    Annotated[str, Tag(TEXT)] | Annotated[list[str], Field(max_length=MAX_STOPS), Tag(TEXTS)],
+    Discriminator(
+        kind_of_text, custom_error_type="stop", custom_error_message="should be a string or a list of strings"
+    ),
+]
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = Annotated[
+    Annotated[str, Tag(TEXT)]
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TEXTS)]
+    | Annotated[Tokens, Tag(TOKENS)]
+    | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TOKEN_LISTS)],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt",
+        custom_error_message="should be a string, a list of strings, a list of token ids, or a list of such lists",
+    ),
+]
