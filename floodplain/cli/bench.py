@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from floodplain.cli.files import check_writable
+from floodplain.cli.files import check_writable, say, writing
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
@@ -175,16 +175,25 @@ def _asked(spec: WorkloadSpec, bench: BenchConfig, trace: Trace | None) -> dict[
 
 
 def _report(args: argparse.Namespace, bench: BenchConfig, result: dict[str, Any]) -> None:
-    from floodplain.observe.strict_json import save_result, to_json
+    from floodplain.observe.strict_json import to_json
     from floodplain.observe.table import format_table, summary_rows, transposed
 
-    if bench.out is not None:
-        save_result(bench.out, result)
-        if bench.plot:
-            from floodplain.observe.plots import save_plots
+    try:
+        if bench.out is not None:
+            _save(bench, bench.out, result)
+    finally:  # what cannot be saved is shown all the same
+        table = format_table(*transposed(*summary_rows([(args.verb, result)])))
+        say(to_json(result) if args.format == "json" else table)
 
-            save_plots([(bench.out.stem, result)], bench.out.parent / f"{bench.out.stem}-plots")
-    if args.format == "json":
-        print(to_json(result))
-    else:
-        print(format_table(*transposed(*summary_rows([(args.verb, result)]))))
+
+def _save(bench: BenchConfig, out: Path, result: dict[str, Any]) -> None:
+    from floodplain.observe.strict_json import save_result
+
+    with writing(out):
+        save_result(out, result)
+    if bench.plot:
+        from floodplain.observe.plots import save_plots
+
+        folder = out.parent / f"{out.stem}-plots"
+        with writing(folder):
+            save_plots([(out.stem, result)], folder)

@@ -11,6 +11,7 @@ from floodplain.cli.demo_leases import describe
 from floodplain.cli.demo_load import Scale
 from floodplain.cli.demo_run import Run
 from floodplain.cli.demo_ways import TITLE, WAYS, paragraphs
+from floodplain.cli.files import say, writing
 
 if TYPE_CHECKING:
     from floodplain.observe.report import Section
@@ -37,8 +38,9 @@ def write_files(folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str
 
     machine = _machine()
     summary = {"runs": [{"name": name, **result} for name, result in runs], "leases": leases, "machine": machine}
-    save_result(folder / "demo.json", summary)
-    save_figures(draw_all(runs), folder)
+    with writing(folder):
+        save_result(folder / "demo.json", summary)
+        save_figures(draw_all(runs), folder)
     page = render_report(
         TITLE,
         runs,
@@ -47,7 +49,8 @@ def write_files(folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str
         {way.name: way.words for way in WAYS},
         [_leases_section(folder, leases, f"{runs[0][1]['model_id']} on {machine['processor']}")] if leases else [],
     )
-    (folder / "index.html").write_text(page, encoding="utf-8")
+    with writing(folder / "index.html"):
+        (folder / "index.html").write_text(page, encoding="utf-8")
     return summary
 
 
@@ -57,16 +60,16 @@ def print_summary(folder: Path, summary: Mapping[str, Any], *, as_json: bool) ->
     from floodplain.observe.table import format_number, format_table, summary_rows, transposed
 
     if as_json:
-        print(to_json(summary))
+        say(to_json(summary))
         return
-    print(format_table(*transposed(*summary_rows([(run["name"], run) for run in summary["runs"]]))))
+    say(format_table(*transposed(*summary_rows([(run["name"], run) for run in summary["runs"]]))))
     leases = summary["leases"]
     recalls = leases["recalls"]
-    print(
+    say(
         f"\nlent: at most {format_number(leases['most_lent_bytes'] / 2**20)} MiB; taken back: {recalls['num']} leases, "
         f"{format_number(recalls['mean_s'])} s each, {recalls['num_forced']} by force"
     )
-    print(f"pictures and numbers: {folder / 'index.html'}")
+    say(f"pictures and numbers: {folder / 'index.html'}")
 
 
 def _leases_section(folder: Path, leases: Mapping[str, Any], where: str) -> Section:

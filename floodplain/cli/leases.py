@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from floodplain.cli.files import say
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, read_token
 from floodplain.coordinator.settings import DEFAULT_URL
@@ -75,7 +76,8 @@ def _show(client: CoordinatorClient, is_json: bool, *, is_watched: bool) -> bool
         print(f"floodplain: {error}", file=sys.stderr)
         return False
     text = json.dumps(listing) if is_json else describe(listing, time.time())
-    print(f"{CLEAR}{text}" if is_watched and not is_json and sys.stdout.isatty() else text, flush=True)
+    is_screen = is_watched and not is_json and sys.stdout is not None and sys.stdout.isatty()
+    say(f"{CLEAR}{text}" if is_screen else text)
     return True
 
 
@@ -88,7 +90,7 @@ def _forget(client: CoordinatorClient, name: str) -> int:
     if reply.member is None:
         raise UserError(f"--forget {name}: {reply.detail}")
     num_lost = sum(lease.state is LeaseState.LOST for lease in reply.leases)
-    print(f"{name} is forgotten; leases lost: {num_lost}, recalled: {len(reply.leases) - num_lost}")
+    say(f"{name} is forgotten; leases lost: {num_lost}, recalled: {len(reply.leases) - num_lost}")
     return 0
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from floodplain import __version__
+from floodplain.cli.files import open_standard_streams
 from floodplain.cli.options import Parser, resolve
-from floodplain.core.errors import UserError
+from floodplain.cli.variables import check_variables
+from floodplain.core.errors import UserError, WriteFailed
 
 VERBS = {
     "demo": "serve a burst in three ways and show who waits for what",
@@ -28,6 +32,8 @@ VERBS = {
 adds its flags (see ``options.add_verb``), ``run(args) -> int`` does it and returns the exit status. ``args.verb`` is
 what was typed, such as ``bench serve``."""
 
+MAX_LINE = 1000
+"""Letters of an error that are printed."""
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -36,13 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: failed. 2: bad usage or bad input, with one line on stderr that says what to change. 130: interrupted.
     """
+    open_standard_streams()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        print(f"floodplain: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_USAGE
+        return _say(error, BAD_USAGE)
+    except WriteFailed as error:
+        return _say(error, FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _say(error: Exception, status: int) -> int:
+    """Print an error as one line of bounded length; what may come from a file cannot control the terminal."""
+    line = " ".join(str(error).split())
+    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line[:MAX_LINE])
+    with suppress(OSError):  # standard error may be full, or its reader gone: the status tells
+        print(f"floodplain: {shown}{'…' if len(line) > MAX_LINE else ''}", file=sys.stderr)
+    return status
 
 
 def _run(argv: list[str]) -> int:
@@ -53,6 +70,7 @@ def _run(argv: list[str]) -> int:
         parser.print_help(sys.stderr)
         return BAD_USAGE
     leaf, words = _descend(parser, argv)
+    check_variables(os.environ, _find_flags)
     args = resolve(leaf, argv[len(words) :], os.environ)
     args.verb = " ".join(words)
     _start_logging(args.quiet)
@@ -90,6 +108,17 @@ def _descend(parser: Parser, argv: Sequence[str]) -> tuple[Parser, list[str]]:
         words.append(rest[0])
         parser = verbs[rest[0]]
     return parser, words
+
+
+def _find_flags() -> set[str]:
+    """The flags of all verbs."""
+    leaves = [_build(name)[0] for name in _available()]
+    flags: set[str] = set()
+    while leaves:
+        parser = leaves.pop()
+        flags |= {action.dest for action in parser._actions if action.default is not argparse.SUPPRESS}
+        leaves += _verbs_of(parser).values()
+    return flags
 
 
 def _verbs_of(parser: Parser) -> dict[str, Any]:

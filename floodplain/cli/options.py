@@ -17,12 +17,13 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from floodplain.cli.config_file import read_config_file
+from floodplain.cli.variables import variable_of
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import format_size, parse_size
 
 C = TypeVar("C")
 
-ENVIRONMENT_PREFIX = "FLOODPLAIN_"
 _SIMILARITY, _TYPO_SIMILARITY = 0.5, 0.8
 _UNSET = object()
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -133,35 +134,30 @@ def _given(
 def _from_environment(
     parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Values of variables such as ``FLOODPLAIN_PORT``. Other verbs' variables are left alone; slips are not."""
+    """Values of variables such as ``FLOODPLAIN_PORT``. Variables of other verbs are left alone."""
     values: dict[str, Any] = {}
-    for name in sorted(n for n in environ if n.startswith(ENVIRONMENT_PREFIX)):
-        dest = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if dest in actions:
-            values |= _read(parser, actions, dest, _value_of(actions[dest], environ[name]), name)
-        elif near := difflib.get_close_matches(dest, actions, 1, _TYPO_SIMILARITY):
-            raise UserError(f"unknown variable {name}: did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?")
+    for dest, action in actions.items():
+        name = variable_of(dest)
+        if name in environ:
+            values |= _read(parser, actions, dest, _value_of(action, environ[name], name), name)
     return values
 
 
-def _value_of(action: argparse.Action, text: str) -> Any:
+def _value_of(action: argparse.Action, text: str, name: str) -> Any:
     """What would stand in a file for a variable's text."""
     if _is_switch(action):
         return _WORDS.get(text.lower(), text)
-    return shlex.split(text) if action.nargs == "+" else text
+    if action.nargs != "+":
+        return text
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 def _from_file(parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read --config {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict | None):
-        raise UserError(f"{path} must hold lines KEY: VALUE")
     values: dict[str, Any] = {}
-    for key, value in (content or {}).items():
+    for key, value in read_config_file(path).items():
         dest = str(key).replace("-", "_")
         if dest not in actions or dest == "config":
             raise UserError(f"{path}: unknown key {key!r}{_nearest(dest, actions)}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from floodplain.cli.files import say
 from floodplain.cli.masking import mask_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     name, version = find_distribution()
     command = build_command(config, args.vllm_flags, find_server(name))
     expect_tested(version, allow_untested=config.allow_untested, how="pass --allow-untested")
-    print(shlex.join(mask_command(command, os.environ)), flush=True)
+    say(shlex.join(mask_command(command, os.environ)))
     if not args.quiet:
         print(f"floodplain: {NO_ASYNC}", file=sys.stderr, flush=True)
     os.execv(command[0], command)

@@ -1,4 +1,4 @@
-"""The two kinds of error: the user's, which say what to change, and ours, which nobody catches.
+"""Kinds of error: the user's, which say what to change; results that cannot be written; and ours, never caught.
 
 Scarcity (no free block, no free page) is neither: it is a value that the caller must handle.
 """
@@ -32,6 +32,10 @@ class QueueFull(UserError):
 
 class ShuttingDown(UserError):
     """The engine accepts nothing new (the server answers 503)."""
+
+
+class WriteFailed(Exception):
+    """Work was done, and its result cannot be written: the command line prints the line and exits with status 1."""
 
 
 class InvariantError(RuntimeError):

@@ -27,7 +27,7 @@ class FileContent:
     mode: int
 
 
-def read_file(path: Path, max_bytes: int, kind: str = "file") -> FileContent:
+def read_file(path: Path, max_bytes: int, kind: str = "") -> FileContent:
     """The bytes and the mode of a regular file of at most ``max_bytes``.
 
     A pipe or a device is refused: reading one may block, or never end.
@@ -35,7 +35,7 @@ def read_file(path: Path, max_bytes: int, kind: str = "file") -> FileContent:
     Args:
         path: The file.
         max_bytes: More are refused.
-        kind: What the file is to its owner, such as ``API key file``: errors call it that.
+        kind: What the file is to its owner, such as ``the API key file``: errors say it before the path.
 
     Raises:
         UserError: It is missing, unreadable, too large or not a regular file; the message names it.
@@ -56,16 +56,16 @@ def read_file(path: Path, max_bytes: int, kind: str = "file") -> FileContent:
     return FileContent(data, stat.S_IMODE(mode))
 
 
-def read_text(path: Path, max_bytes: int) -> str:
+def read_text(path: Path, max_bytes: int, kind: str = "") -> str:
     """The text of a regular file of at most ``max_bytes``, in UTF-8 with or without a byte order mark.
 
     Raises:
-        UserError: As ``read_file``; or it is not UTF-8.
+        UserError: As ``read_file``, whose arguments these are; or it is not UTF-8.
     """
-    return decode(read_file(path, max_bytes).data, path)
+    return decode(read_file(path, max_bytes, kind).data, path, kind)
 
 
-def decode(data: bytes, path: Path, kind: str = "file") -> str:
+def decode(data: bytes, path: Path, kind: str = "") -> str:
     """``data`` of the file at ``path`` as text.
 
     Raises:
@@ -94,7 +94,7 @@ def is_folder(path: Path) -> bool:
 
 
 def _named(path: Path, kind: str) -> str:
-    return f"cannot read {path}" if kind == "file" else f"cannot read the {kind} {path}"
+    return f"cannot read {kind} {path}" if kind else f"cannot read {path}"
 
 
 def _read_bounded(file: BinaryIO, max_bytes: int) -> bytes:

@@ -25,8 +25,8 @@ def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
     Raises:
         UserError: The file is unreadable, or others may use it.
     """
-    content = read_file(path, MAX_SECRETS_BYTES, kind)
-    text = decode(content.data, path, kind)
+    content = read_file(path, MAX_SECRETS_BYTES, f"the {kind}")
+    text = decode(content.data, path, f"the {kind}")
     if content.mode & 0o077:
         raise UserError(f"others may use the {kind} {path} (mode {content.mode:04o}): run chmod 600 {path}")
     lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1)]

@@ -24,6 +24,8 @@ from floodplain.workload.columns import (
 from floodplain.workload.times import TraceClock
 
 TIME_COLUMNS = ("t_s", "timestamp")
+MAX_SPAN_S = 1e9
+"""From the first to the last request: more, which is 30 years, is a mistake in the file."""
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens named by one Mooncake hash id."""
 
@@ -102,6 +104,8 @@ def load_trace(path: Path) -> Trace:
     if not usable:
         raise UserError(f"{path} holds no request with a prompt and an output of at least one token")
     start_s = usable[0].arrival_s
+    if not usable[-1].arrival_s - start_s <= MAX_SPAN_S:
+        raise UserError(f"{path} spans more than {MAX_SPAN_S:g} seconds: are its times in another unit?")
     shifted = tuple(replace(row, arrival_s=row.arrival_s - start_s) for row in usable)
     return Trace(shifted, num_skipped=len(rows) - len(usable))
 

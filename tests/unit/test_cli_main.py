@@ -10,7 +10,7 @@ import pytest
 from floodplain import __version__
 from floodplain.cli import main as cli
 from floodplain.cli.options import add_verb
-from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.errors import InvariantError, UserError, WriteFailed
 
 
 @pytest.fixture
@@ -21,11 +21,15 @@ def toy_verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
 
     def add_parser(verbs: object) -> None:
         inner = verbs.add_parser("demo", description="toy").add_subparsers(dest="inner")  # type: ignore[attr-defined]
-        add_verb(inner, "quick", "toy").add_argument("--how", default="well", choices=("well", "badly", "user", "stop"))
+        add_verb(inner, "quick", "toy").add_argument(
+            "--how", default="well", choices=("well", "badly", "user", "full", "stop")
+        )
 
     def run(args: object) -> int:
         seen.append(args)
-        outcome = {"user": UserError("change\nthis"), "stop": KeyboardInterrupt()}.get(args.how)  # type: ignore[attr-defined]
+        outcome = {"user": UserError("change\nthis"), "full": WriteFailed("full"), "stop": KeyboardInterrupt()}.get(
+            args.how
+        )  # type: ignore[attr-defined]
         if outcome:
             raise outcome
         return int(args.how == "badly")  # type: ignore[attr-defined]
@@ -36,13 +40,22 @@ def toy_verb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     yield seen
 
 
-@pytest.mark.parametrize(("how", "status"), [("well", 0), ("badly", 1), ("user", 2), ("stop", 130)])
+@pytest.mark.parametrize(("how", "status"), [("well", 0), ("badly", 1), ("full", 1), ("user", 2), ("stop", 130)])
 def test_how_a_verb_ends_is_the_exit_status(
     how: str, status: int, toy_verb: list[object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["demo", "quick", "--how", how]) == status
     assert len(toy_verb) == 1
-    assert capsys.readouterr().err == ("floodplain: change this\n" if how == "user" else "")
+    said = {"user": "floodplain: change this\n", "full": "floodplain: full\n"}
+    assert capsys.readouterr().err == said.get(how, "")
+
+
+def test_an_error_cannot_control_the_terminal_nor_fill_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "m", f"--\x1b[2J\u202e{'x' * 5000}"]) == 2
+    line = capsys.readouterr().err
+    assert "\\x1b[2J\\u202exxx" in line
+    assert line.rstrip("\n").isprintable()
+    assert len(line) < 1100
 
 
 def test_a_verb_learns_what_was_typed(toy_verb: list[types.SimpleNamespace]) -> None:

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from floodplain.cli.bench import BenchConfig, _save
+from floodplain.cli.files import check_writable, say, writing
+from floodplain.core.errors import UserError, WriteFailed
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        check_writable(path)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"--out {path} cannot be written: ")
+    return str(caught.value)
+
+
+def test_a_result_file_is_checked_and_left_as_it_was(tmp_path: Path) -> None:
+    old, link = tmp_path / "old", tmp_path / "link"
+    old.write_text("kept")
+    link.symlink_to(tmp_path / "target")
+    for path in (old, tmp_path / "new" / "deep" / "out.json", link, Path("/dev/null")):
+        check_writable(path)
+    assert old.read_text() == "kept"
+    assert link.is_symlink() and not link.exists()
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
+
+
+def test_a_result_file_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "no" / "folder")
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe")
+    assert "Is a directory" in refusal(tmp_path)
+    assert "symbolic links" in refusal(tmp_path / "loop")
+    assert "No such file" in refusal(tmp_path / "dangling")
+    assert "exists" in refusal(tmp_path / "file" / "x.json")
+    assert "No such device" in refusal(tmp_path / "pipe")
+    assert "too long" in refusal(tmp_path / ("x" * 300))
+    assert "null byte" in refusal(tmp_path / "a\0b")
+
+
+def test_a_result_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(WriteFailed, match=r"^/dev/full cannot be written: No space left on device$"):
+        _save(BenchConfig(out=Path("/dev/full")), Path("/dev/full"), {"a": 1})
+    with pytest.raises(ZeroDivisionError), writing("x"):
+        raise ZeroDivisionError
+
+
+SAY = "import sys; from floodplain.cli import files; files.open_standard_streams()\n"
+
+
+@pytest.mark.parametrize("redirection", [">/dev/full", "| exec sleep 0"])
+def test_output_that_is_not_read_is_one_line_and_no_traceback(redirection: str) -> None:
+    program = (
+        SAY + "from floodplain.core.errors import WriteFailed\n"
+        "try:\n    for _ in range(10**5): files.say('x' * 100)\n"
+        "except WriteFailed as error: print(error, file=sys.stderr); sys.exit(1)"
+    )
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f'"$0" -c "$1" {redirection}', sys.executable, program],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("standard output cannot be written: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_closed_streams_are_not_given_to_other_files() -> None:
+    """Otherwise the next file that is opened is number 1, and what a child process prints goes into it."""
+    program = SAY + "files.say('x'); sys.exit(min(os.open('/dev/zero', os.O_RDONLY) for _ in '1'))"
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "import os; $1" <&- >&- 2>&-', sys.executable, program],
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode > 2
+
+
+def test_without_a_standard_output_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    say("x")

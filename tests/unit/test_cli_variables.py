@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.cli.main import _find_flags, main
+from floodplain.cli.variables import NO_FLAGS, PREFIX, check_variables, variable_of
+from floodplain.core.errors import UserError
+from floodplain.engine.attention import paged_prefill
+from floodplain.memory.native import build
+
+FLAGS = _find_flags()
+KNOWN = {*map(variable_of, FLAGS), *NO_FLAGS}
+
+
+def check(**environ: str) -> None:
+    check_variables(environ, lambda: FLAGS)
+
+
+def test_variables_of_every_verb_and_of_no_flag_are_known() -> None:
+    for name in ("MODEL", "PORT", "CONFIG", "TTL", "BASE_URL", "TRACE", "QUICK", "WATCH", "DEVICE_NAME"):
+        assert PREFIX + name in KNOWN
+    assert {build.DISABLE_VARIABLE, paged_prefill.DISABLE_VARIABLE} < KNOWN
+    check(**dict.fromkeys(KNOWN, "x"), HOME="/", FLOODPLAINS="1", FLOODPLAIN="1")
+
+
+@given(name=st.text(st.sampled_from("ABCPORTportMDEL_019"), max_size=12))
+def test_a_variable_that_nothing_reads_is_refused_by_name(name: str) -> None:
+    variable = PREFIX + name
+    if variable in KNOWN:
+        check(**{variable: "1"})
+        return
+    with pytest.raises(UserError, match=f"^unknown variable {variable}: ") as caught:
+        check(**{variable: "1"})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("FLOODPLAIN_POLICI", "cfs", r"did you mean FLOODPLAIN_POLICY\?"),
+        ("FLOODPLAIN_port", "1", r"did you mean FLOODPLAIN_PORT\?"),
+        ("floodplain_kv_memory", "1", r"did you mean FLOODPLAIN_KV_MEMORY\?"),
+        ("FLOODPLAIN_PORT_", "1", r"did you mean FLOODPLAIN_PORT\?"),
+        ("FLOODPLAIN_", "1", "unset it"),
+        ("FLOODPLAIN_XQZ", "1", "unset it"),
+        ("FLOODPLAIN_PORT", "tcp://10.0.0.1:80", "enableServiceLinks"),
+        ("FLOODPLAIN_SERVICE_HOST", "10.0.0.1", "enableServiceLinks"),
+        ("FLOODPLAIN_PORT_8000_TCP_ADDR", "10.0.0.1", "enableServiceLinks"),
+    ],
+)
+def test_an_unknown_variable_names_the_likely_cause(name: str, value: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"^unknown variable {name}: .*{message}"):
+        check(**{name: value})
+
+
+def test_every_verb_refuses_an_unknown_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLOODPLAIN_KV_MEMROY", "1GiB")
+    for words in (["doctor"], ["coordinator"], ["leases"], ["bench", "serve", "--model", "m"], ["serve", "m"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err == (
+            "floodplain: unknown variable FLOODPLAIN_KV_MEMROY: did you mean FLOODPLAIN_KV_MEMORY?\n"
+        )
