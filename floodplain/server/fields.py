@@ -10,7 +10,9 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
+
+from floodplain.web.bodies import BoundedModel
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ UNSUPPORTED_FIELDS: Mapping[str, str] = _accepted_values()
 """All refused fields, with the values at which they are accepted, for errors."""
 
 
-class Body(BaseModel):
+class Body(BoundedModel):
     """A body, or a part of one, that leaves out what ``off`` and ``ignores`` say and refuses other unknown fields.
 
     Of many unknown fields only one is looked at.

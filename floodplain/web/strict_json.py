@@ -1,31 +1,52 @@
-"""Bodies of JSON, read with pydantic's parser: strict about Unicode and numbers, and with errors that say where."""
+"""Routes whose bodies are JSON, read strictly, and off the event loop if they are large."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import pydantic_core
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
-from floodplain.web.errors import ApiError
+from floodplain.web.bodies import parse_model
+from floodplain.web.workers import Workers
+
+MAX_INLINE_BYTES = 2**16
+"""Larger bodies are read in a thread: so many take a few milliseconds, for which streams may wait."""
+
+READERS = Workers(1, "json")
+"""Reads large bodies. One for the process: the parser holds the interpreter, so more threads would not be faster."""
 
 
 class JsonRequest(Request):
-    """A request whose body is read strictly."""
+    """A request whose body is read strictly, as a model."""
+
+    model: Any
 
     async def json(self) -> Any:
-        """The value of the body.
+        """The checked value of the body.
 
         Raises:
-            ApiError: It is not JSON.
+            ApiError: It is not JSON, or has too many parts.
+            _InvalidBody: It is not what the model says.
         """
         body = await self.body()
         try:
-            return pydantic_core.from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not valid JSON: {error}") from None
+            if len(body) <= MAX_INLINE_BYTES:
+                return parse_model(self.model, body)
+            return await READERS.run(parse_model, self.model, body)
+        except RequestValidationError as error:
+            raise _InvalidBody(error) from None
+
+
+class _InvalidBody(HTTPException):
+    """Carries a validation error through FastAPI, which lets only ``HTTPException`` pass as it is."""
+
+    def __init__(self, error: RequestValidationError) -> None:
+        super().__init__(400)
+        self.error = error
 
 
 class JsonRoute(APIRoute):
@@ -36,6 +57,12 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            json_request = JsonRequest(request.scope, request.receive)
+            if self.body_field is not None:
+                json_request.model = self.body_field.field_info.annotation
+            try:
+                return await handle(json_request)
+            except _InvalidBody as invalid:
+                raise invalid.error from None
 
         return handle_json

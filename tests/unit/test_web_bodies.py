@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Annotated, Any, Literal
+
+import pytest
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from floodplain.server.requests import ChatRequest, CompletionRequest
+from floodplain.web import bodies
+from floodplain.web.bodies import BoundedModel, count_parts, parse_json, parse_model
+from floodplain.web.errors import ApiError
+from floodplain.web.strict_json import MAX_INLINE_BYTES, JsonRoute
+
+walked: list[int] = []
+"""The thread that each value was looked at on."""
+
+
+def walk(value: Any) -> Any:
+    walked.append(threading.get_ident())
+    return value
+
+
+Item = Annotated[int, BeforeValidator(walk)]
+
+
+class Part(BoundedModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    kind: Literal["part"] = "part"
+    value: Item = 0
+
+
+class Sample(BoundedModel):
+    """Lists in every place where a body may have them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    plain: list[Item] | None = None
+    short: Annotated[list[Item], Field(max_length=10)] | None = None
+    either: str | list[str] | list[Item] | list[list[Item]] | None = None
+    parts: list[Part] | None = None
+    fields: list[Item] | None = None
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"plain": ["x"] * 50_000}, 1),
+        ({"plain": [1] * 7 + ["x"] * 50_000}, 8),
+        ({"short": [1] * 50_000}, 11),
+        ({"either": [None] * 50_000}, 2),
+        ({"either": [[1, None, *[1] * 50_000]]}, 4),
+        ({"parts": [{"value": "x"}] * 20_000}, 1),
+        ({"parts": [{"value": 1, **{f"x{i}": i for i in range(20_000)}}] * 2}, 1),
+        ({f"x{i}": i for i in range(50_000)}, 0),
+        ({"fields": ["x"] * 50_000}, 1),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
+)
+def test_checking_stops_at_the_first_fault(fields: dict[str, Any], most: int) -> None:
+    walked.clear()
+    with pytest.raises(RequestValidationError) as caught:
+        parse_model(Sample, json.dumps(fields).encode())
+    assert len(walked) <= most
+    assert len(caught.value.errors()) <= 8
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatRequest])
+@pytest.mark.parametrize("wrong", [-1, None, {}, [-1], {"role": 1}, {"a": 1}, "", ["", 1]])
+@pytest.mark.parametrize("name", ["prompt", "messages", "stop", "stop_token_ids", "logit_bias", "tools", "metadata"])
+def test_no_number_of_faults_makes_more_than_a_few_errors(model: type[BaseModel], wrong: Any, name: str) -> None:
+    fields = {"model": "m", name: [wrong] * 300}
+    try:
+        parse_model(model, json.dumps(fields).encode())
+    except RequestValidationError as error:
+        assert len(error.errors()) <= 12
+
+
+def test_an_unknown_member_is_named_among_any_number() -> None:
+    body = json.dumps({"plain": [1], **{f"x{i}": i for i in range(1000)}}).encode()
+    with pytest.raises(RequestValidationError) as caught:
+        parse_model(Sample, body)
+    assert [error["loc"] for error in caught.value.errors()] == [("body", "x0")]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(st.sampled_from('\\"[]{}:,a'), max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.sampled_from('\\"[]{}:a'), max_size=4), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def parts_of(value: Any) -> int:
+    match value:
+        case dict():
+            return 1 + len(value) + sum(map(parts_of, value.values()))
+        case list():
+            return 1 + sum(map(parts_of, value))
+        case _:
+            return 0
+
+
+@given(values, st.booleans())
+def test_parts_are_counted_as_the_parser_would_find_them(value: Any, is_ascii: bool) -> None:
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    assert count_parts(body) == parts_of(value)
+    assert parse_json(body) == value
+
+
+@pytest.mark.parametrize("part", ["[]", "{}", '{"a":1}'])
+def test_too_many_parts_are_refused_before_they_are_parsed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(num: int) -> bytes:
+        return ('{"a":[' + ",".join([part] * num) + "]}").encode()
+
+    monkeypatch.setattr(bodies, "MAX_PARTS", 1000)
+    assert parse_json(body(450))
+    assert parse_json(json.dumps({"a": "[{:" * 1000}).encode())
+    monkeypatch.setattr(bodies.pydantic_core, "from_json", None)
+    with pytest.raises(ApiError, match="over 1000 lists, objects and members"):
+        parse_json(body(1000))
+
+
+@pytest.mark.parametrize("body", [b"[" * 10**5, b'{"a":' * 10**5, b"1" * 10**6, b"NaN", b'"\\ud800"', b"\xff"])
+def test_what_is_no_json_is_a_400_in_one_line(body: bytes) -> None:
+    with pytest.raises(ApiError, match="not valid JSON") as caught:
+        parse_json(body)
+    assert caught.value.status_code == 400 and "\n" not in str(caught.value.detail)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_large_bodies_are_read_off_the_event_loop(is_large: bool) -> None:
+    app = FastAPI()
+    app.router.route_class = JsonRoute
+    seen: list[Any] = []
+
+    @app.post("/")
+    async def take(sample: Sample) -> None:
+        seen.append((sample, threading.get_ident()))
+
+    num = MAX_INLINE_BYTES // 2 if is_large else 5
+    body = json.dumps({"plain": [1] * num}).encode()
+    walked.clear()
+    assert post(app, body) == 200
+    assert seen[0][0].plain == [1] * num
+    assert len(walked) == num
+    assert (set(walked) == {seen[0][1]}) is not is_large
+
+
+def post(app: FastAPI, body: bytes) -> int:
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    status: int = sent[0]["status"]
+    return status

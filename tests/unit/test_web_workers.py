@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from floodplain.web.workers import Workers
+
+
+def test_a_job_gives_its_result_or_its_exception_off_the_loop() -> None:
+    async def work() -> None:
+        workers = Workers(2, "test")
+        assert await workers.run(lambda a, b: a + b, 1, 2) == 3
+        assert await workers.run(threading.get_ident) != threading.get_ident()
+        with pytest.raises(KeyError):
+            await workers.run({}.__getitem__, 1)
+
+    asyncio.run(work())
+
+
+def test_no_more_threads_than_stated_work_at_once_and_none_is_lost() -> None:
+    lock, now, most = threading.Lock(), [0], [0]
+
+    def job(number: int) -> int:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        threading.Event().wait(0.001)
+        with lock:
+            now[0] -= 1
+        return number
+
+    async def work() -> None:
+        workers = Workers(3, "test")
+        assert await asyncio.gather(*(workers.run(job, i) for i in range(40))) == list(range(40))
+
+    asyncio.run(work())
+    assert most == [3]
+
+
+def test_cancelled_work_that_has_not_begun_never_begins() -> None:
+    begun: list[str] = []
+    go = threading.Event()
+
+    def job(name: str) -> None:
+        begun.append(name)
+        assert go.wait(10)
+
+    async def work() -> None:
+        workers = Workers(1, "test")
+        jobs = [asyncio.create_task(workers.run(job, name)) for name in ("runs", "cancelled", "last")]
+        while not begun:
+            await asyncio.sleep(0)
+        jobs[1].cancel()
+        jobs[0].cancel()
+        for done in jobs[:2]:
+            with pytest.raises(asyncio.CancelledError):
+                await done
+        go.set()
+        await jobs[2]
+
+    asyncio.run(work())
+    assert begun == ["runs", "last"]
+
+
+def test_a_closed_event_loop_does_not_end_the_thread() -> None:
+    workers, go, done = Workers(1, "test"), threading.Event(), threading.Event()
+
+    async def leave() -> None:
+        task = asyncio.create_task(workers.run(go.wait, 10))
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(leave())
+    go.set()
+    asyncio.run(workers.run(done.set))
+    assert done.is_set()
