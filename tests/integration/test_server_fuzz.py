@@ -64,7 +64,7 @@ def test_nothing_that_a_client_sends_breaks_the_server(
         derandomize=True,
     )
     @given(
-        case=schema[path][method].as_strategy(generation_mode=mode), is_named=st.booleans(), num_kept=st.integers(0, 3)
+        case=schema[path][method].as_strategy(generation_mode=mode), is_named=st.booleans(), num_kept=st.integers(0, 8)
     )
     def drive(case: schemathesis.Case, is_named: bool, num_kept: int) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str) and is_named:
