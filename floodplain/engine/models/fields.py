@@ -55,11 +55,12 @@ class Fields:
         """A whole number, or None for ``null``; ``default`` if the key is absent."""
         return None if self.value(key, default) is None else self.whole(key, default)
 
-    def number(self, key: str, default: object = _REQUIRED, *, above: float = 0.0) -> float:
-        """A finite number above ``above``."""
+    def number(self, key: str, default: object = _REQUIRED, *, may_be_zero: bool = False) -> float:
+        """A finite number above 0, or from 0 on if it ``may_be_zero``."""
         value = self.value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value) or value <= above:
-            raise self.refusal(key, f"must be a number above {above:g}")
+        least = 0.0 if may_be_zero else math.ulp(0.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value) or value < least:
+            raise self.refusal(key, f"must be a number {'from 0 on' if may_be_zero else 'above 0'}")
         return float(value)
 
     def number_or_none(self, key: str) -> float | None:

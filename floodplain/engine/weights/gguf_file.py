@@ -1,4 +1,4 @@
-"""A ``.gguf`` file of llama.cpp with the architecture ``llama``: quantised weights are expanded when they are read."""
+"""A ``.gguf`` model of llama.cpp with the architecture ``llama``: quantised weights are expanded when they are read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from floodplain.core.errors import UserError
-from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.hf_tokenizer import HfTokenizer
-from floodplain.engine.models.config import ModelConfig, RopeConfig
-from floodplain.engine.weights.gguf_header import check_header
-from floodplain.engine.weights.gguf_metadata import read_gguf
-from floodplain.files.parsing import parsing, reason_of
+from floodplain.engine.models.fields import Fields
+from floodplain.engine.weights.checkpoint import Format, StoredTensor, match_tensors
+from floodplain.engine.weights.gguf_config import eos_token_ids, parse_gguf_config
+from floodplain.engine.weights.gguf_parts import GgufParts
+from floodplain.files.parsing import parsing
 
 _STEM_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -34,119 +33,98 @@ _LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_FREQUENCIES = "rope_freqs.weight"
+_NOT_WEIGHTS = ("I8", "I16", "I32", "I64")
+
+
+def _stored_names(name: str) -> tuple[str, ...]:
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match is None:
+        return (_STEM_NAMES[name],)
+    return (f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}",)
+
+
+_FORMAT = Format(
+    config="its metadata",
+    names=_stored_names,
+    harmless=re.compile(r"(?!)"),
+    is_plain=lambda kind: kind not in _NOT_WEIGHTS,
+    layer=re.compile(r"blk\.(\d+)\."),
+    layers_key="llama.block_count",
+    size_keys={
+        "llama.embedding_length": lambda shape: shape.hidden_size,
+        "llama.attention.head_count * llama.attention.key_length": lambda shape: shape.q_size,
+        "llama.attention.head_count_kv * llama.attention.key_length": lambda shape: shape.kv_size,
+        "llama.feed_forward_length": lambda shape: shape.ffn_size,
+    },
+)
 
 
 class GgufFile:
-    """A model in one ``.gguf`` file.
+    """A model in one ``.gguf`` file, or in the parts of a split one.
+
+    Args:
+        path: The file, or the first part.
+        name: What the model is called.
 
     Raises:
-        UserError: The file cannot be read, or what it holds is not supported.
+        UserError: A file cannot be read, the model is not supported, or a part of it would not be read.
     """
 
     def __init__(self, path: Path, name: str) -> None:
         self.name = name
         self._path = path
-        self._reader = _open(path)
-        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         with parsing(path):
-            self.config = self._parse_config()
+            parts = GgufParts(path)
+            self._tensors = parts.tensors
+            stored = {name: _listed(file, tensor) for name, (file, tensor) in parts.tensors.items()}
+            divisors = self._read_divisors() if stored.pop(_FREQUENCIES, None) else ()
+            self.config = parse_gguf_config(parts.fields, stored, divisors, name)
+            self._eos_token_ids = eos_token_ids(parts.fields)
+        self._stored_name = match_tensors(self.config, stored, _FORMAT, str(path))
 
     def fill(self, target: torch.Tensor, name: str) -> None:
         """Write one tensor, expanded, into ``target``."""
-        tensor = self._tensors.get(_gguf_name(name))
-        if tensor is None:
-            raise UserError(f"{self._path}: the weights have no tensor {_gguf_name(name)!r}")
-        weights = _expand(tensor, self._path)
-        if weights.shape != tuple(target.shape):
-            raise UserError(f"{self._path}: {tensor.name} has shape {weights.shape}, not {tuple(target.shape)}")
-        if name.endswith("q_proj.weight"):
+        weights = _expand(*self._tensors[self._stored_name[name]])
+        if ".q_proj." in name:
             weights = _undo_interleaving(weights, self.config.shape.num_heads)
-        elif name.endswith("k_proj.weight"):
+        elif ".k_proj." in name:
             weights = _undo_interleaving(weights, self.config.shape.num_kv_heads)
         target.copy_(torch.from_numpy(weights))
 
     def load_tokenizer(self) -> HfTokenizer:
         """The tokenizer in the file's metadata."""
-        return _read_tokenizer(self._path, self._path.stat().st_mtime_ns)
+        return _read_tokenizer(self._path, self._path.stat().st_mtime_ns, self._eos_token_ids)
 
-    def _parse_config(self) -> ModelConfig:
-        if self._field("general.architecture") != "llama":
-            raise UserError(f"{self._path}: the architecture {self._field('general.architecture')!r} is not supported")
-        if self._field("llama.expert_count", 0) or "rope_freqs.weight" in self._tensors:
-            raise UserError(
-                f"{self._path}: experts and rope_freqs.weight (Llama 3 scaling) are not supported in .gguf files; "
-                "use the Hugging Face folder of this model"
-            )
-        hidden, heads = int(self._field("llama.embedding_length")), int(self._field("llama.attention.head_count"))
-        embedding = self._tensors.get(_STEM_NAMES["model.embed_tokens.weight"])
-        if embedding is None:
-            raise UserError(f"{self._path}: the weights have no tensor 'token_embd.weight'")
-        shape = ModelShape(
-            name=self.name,
-            num_layers=int(self._field("llama.block_count")),
-            hidden_size=hidden,
-            num_heads=heads,
-            num_kv_heads=int(self._field("llama.attention.head_count_kv", heads)),
-            head_dim=int(self._field("llama.attention.key_length", hidden // heads)),
-            ffn_size=int(self._field("llama.feed_forward_length")),
-            vocab_size=int(embedding.shape[1]),
-            max_position=int(self._field("llama.context_length")),
-            tied_embeddings=_STEM_NAMES["lm_head.weight"] not in self._tensors,
-        )
-        eps = float(self._field("llama.attention.layer_norm_rms_epsilon"))
-        return ModelConfig(shape=shape, rope=self._parse_rope(), norm_eps=eps)
-
-    def _parse_rope(self) -> RopeConfig:
-        theta = float(self._field("llama.rope.freq_base", 10_000.0))
-        scaling = self._field("llama.rope.scaling.type", "none")
-        if scaling == "none":
-            return RopeConfig(theta)
-        if scaling == "linear":
-            return RopeConfig(theta, "linear", float(self._field("llama.rope.scaling.factor")))
-        raise UserError(f"{self._path}: llama.rope.scaling.type={scaling!r} is not supported, only 'none' or 'linear'")
-
-    def _field(self, key: str, default: object = None) -> Any:
-        field = self._reader.get_field(key)
-        value = default if field is None else field.contents()
-        if value is None:
-            raise UserError(f"{self._path}: the field {key!r} is missing")
-        return value
+    def _read_divisors(self) -> tuple[float, ...]:
+        """What llama.cpp divides the rotary frequencies by: Llama 3's scaling, worked out when the file was made."""
+        file, tensor = self._tensors[_FREQUENCIES]
+        values = _expand(file, tensor).ravel().tolist()
+        return Fields({_FREQUENCIES: values}, str(file)).numbers(_FREQUENCIES, len(values))
 
 
-def _open(path: Path) -> Any:
-    try:
-        check_header(path)
-        return read_gguf(path, path.stat().st_mtime_ns)
-    except Exception as error:  # the parser raises whatever the file leads it to
-        raise UserError(f"{path}: cannot be read as a .gguf file, is it complete? ({reason_of(error)})") from error
+def _listed(file: Path, tensor: Any) -> StoredTensor:
+    return StoredTensor(str(file), tuple(int(size) for size in reversed(tensor.shape)), tensor.tensor_type.name)
 
 
 @lru_cache(maxsize=2)
-def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
+def _read_tokenizer(path: Path, changed_ns: int, eos: frozenset[int]) -> HfTokenizer:
     """The tokenizer of the file as it was at ``changed_ns``. Nothing changes a tokenizer, so that engines share it."""
-    return HfTokenizer.from_gguf(path)
+    return HfTokenizer.from_gguf(path, eos)
 
 
-def _expand(tensor: Any, path: Path) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _expand(file: Path, tensor: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
     from gguf.quants import dequantize
 
-    with parsing(f"{path}: {tensor.name}"):
+    with parsing(f"{file}: {tensor.name}"):
         weights = dequantize(tensor.data, tensor.tensor_type)
     return np.array(weights, dtype=np.float32)  # a copy, for the reader's arrays are read-only views of the file
-
-
-def _gguf_name(name: str) -> str:
-    match = _LAYER_TENSOR.fullmatch(name)
-    if match is None:
-        return _STEM_NAMES[name]
-    return f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
 
 
 def _undo_interleaving(
     weights: np.ndarray[Any, np.dtype[np.float32]], num_heads: int
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Put the rows of query or key heads back in HF's order: llama.cpp stores number i next to number i + half."""
-    rows, width = weights.shape
-    pairs = weights.reshape(num_heads, rows // num_heads // 2, 2, width)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, width)
+    """Put rows or biases of query or key heads in HF's order: llama.cpp stores number i next to number i + half."""
+    pairs = weights.reshape(num_heads, weights.shape[0] // num_heads // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weights.shape)

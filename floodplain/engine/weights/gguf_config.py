@@ -1,0 +1,125 @@
+"""What the keys of a ``.gguf`` file say a model is; what the code here does not compute is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from floodplain.core.errors import UserError
+from floodplain.cost.model_shape import ModelShape
+from floodplain.engine.models.config import ModelConfig, RopeConfig
+from floodplain.engine.models.fields import Fields
+from floodplain.engine.models.hf_rope import yarn_attention
+from floodplain.engine.weights.checkpoint import StoredTensor
+from floodplain.engine.weights.gguf_keys import HARMLESS_KEYS, NEUTRAL_VALUES, SPLITS_OF_TEXT
+
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+_HEADS, _KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"
+
+
+def parse_gguf_config(
+    fields: Fields, tensors: Mapping[str, StoredTensor], divisors: tuple[float, ...], name: str
+) -> ModelConfig:
+    """Read the keys of a file with the architecture ``llama``.
+
+    Args:
+        fields: The keys of the (first) file.
+        tensors: All tensors: some facts are in no key.
+        divisors: Of the rotary frequencies, from ``rope_freqs.weight``; empty if there is none.
+        name: What the shape will be called.
+
+    Raises:
+        UserError: A key is missing or malformed, asks for something that is not supported, or is not known here; the
+            message names it.
+    """
+    fields.require("general.architecture", "llama")
+    fields.require("general.type", "model")
+    if _EMBEDDING not in tensors:
+        raise UserError(f"{fields.where}: the weights have no tensor {_EMBEDDING!r}")
+    hidden, heads = fields.whole("llama.embedding_length"), fields.whole(_HEADS)
+    kv_heads = fields.whole(_KV_HEADS, heads)
+    head_dim = fields.whole("llama.attention.key_length", hidden // heads)
+    if heads % kv_heads:
+        raise fields.refusal(_HEADS, f"must be a multiple of {_KV_HEADS}={kv_heads}")
+    if head_dim % 2:
+        raise UserError(f"{fields.where}: llama.attention.key_length={head_dim} must be even for rotary positions")
+    for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
+        fields.require(key, head_dim)
+    rope, context = _parse_rope(fields, divisors, head_dim)
+    vocab_size = tensors[_EMBEDDING].shape[0]
+    fields.require("llama.vocab_size", vocab_size)
+    shape = ModelShape(
+        name=name,
+        num_layers=fields.whole("llama.block_count"),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=fields.whole("llama.feed_forward_length"),
+        vocab_size=vocab_size,
+        max_position=context,
+        tied_embeddings=_HEAD not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+    )
+    config = ModelConfig(
+        shape=shape,
+        rope=rope,
+        norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+    )
+    window = fields.whole("llama.attention.sliding_window", 0, least=0)
+    if 0 < window < context:
+        raise fields.refusal("llama.attention.sliding_window", f"is not supported: texts may have {context} tokens")
+    _check_tokenizer(fields)
+    fields.refuse_unread((), NEUTRAL_VALUES, HARMLESS_KEYS)
+    return config
+
+
+def eos_token_ids(fields: Fields) -> frozenset[int]:
+    """The tokens that end a text, a turn or a message."""
+    ends = (fields.token_ids(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    return frozenset[int]().union(*ends)
+
+
+def _parse_rope(fields: Fields, divisors: tuple[float, ...], head_dim: int) -> tuple[RopeConfig, int]:
+    """As llama.cpp: a factor under its new or its old key, and linear scaling where no type is given."""
+    theta, context = fields.number("llama.rope.freq_base", 10_000.0), fields.whole("llama.context_length")
+    old_factor = fields.number("llama.rope.scale_linear", 0.0, may_be_zero=True)
+    factor = fields.number("llama.rope.scaling.factor", old_factor, may_be_zero=True) or 1.0
+    fields.require("llama.rope.scaling.type", "linear", "none", "yarn")
+    kind = fields.text("llama.rope.scaling.type", "linear")
+    original = fields.whole("llama.rope.scaling.original_context_length", context)
+    if divisors and len(divisors) != head_dim // 2:
+        raise UserError(f"{fields.where}: rope_freqs.weight has {len(divisors)} numbers, not {head_dim // 2}")
+    if kind == "none" or factor == 1.0:
+        return RopeConfig(theta, divisors=divisors), context
+    stretched = max(context, int(original * factor))
+    if kind == "linear":
+        return RopeConfig(theta, "linear", factor, divisors=divisors), stretched
+    if theta <= 1.0:
+        raise fields.refusal("llama.rope.freq_base", "must be above 1 for yarn")
+    yarn = RopeConfig(
+        theta,
+        "yarn",
+        factor,
+        original_max_position=original,
+        beta_fast=fields.number("llama.rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.number("llama.rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=yarn_attention(factor),
+        divisors=divisors,
+    )
+    return yarn, stretched
+
+
+def _check_tokenizer(fields: Fields) -> None:
+    """What transformers would leave out when it makes the tokenizer."""
+    kind = fields.value("tokenizer.ggml.model", None)
+    if kind is None:
+        return  # the weights alone can be read
+    fields.require("tokenizer.ggml.model", "gpt2", "llama")
+    if kind == "gpt2":  # text is split before it is merged
+        fields.require("tokenizer.ggml.pre", *SPLITS_OF_TEXT)
+        fields.value("tokenizer.ggml.add_space_prefix", None)
+    else:
+        fields.value("tokenizer.ggml.pre", None)
+        fields.require("tokenizer.ggml.add_space_prefix", True)

@@ -1,0 +1,161 @@
+"""No key, tensor or part of a GGUF model is left out in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from floodplain.engine.models.config import RopeConfig
+from floodplain.engine.models.hf_rope import yarn_attention
+from floodplain.engine.weights.gguf_file import GgufFile
+from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
+from tests.unit.test_weights import DUMMY, dummy_weights, logits_of, refusal, write_gguf
+
+TENSORS = gguf_tensors(DUMMY.config, dummy_weights())
+KEYS = gguf_keys(DUMMY.config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.type", "adapter"),
+        ("llama.attention.key_length", 15),
+        ("llama.attention.value_length", 32),
+        ("llama.attention.sliding_window", 100),
+        ("llama.attention.scale", 0.5),
+        ("llama.attention.causal", False),
+        ("llama.expert_count", 8),
+        ("llama.logit_scale", 0.25),
+        ("llama.rope.dimension_count", 8),
+        ("llama.rope.scaling.type", "longrope"),
+        ("llama.rope.scaling.factor", -2.0),
+        ("llama.rope.scaling.attn_factor", 1.5),
+        ("llama.vocab_size", 100),
+        ("llama.block_count", 1.5),
+        ("llama.some_new_key", 1),
+        ("split.chunks", 2),
+        ("tokenizer.ggml.model", "t5"),
+        ("tokenizer.ggml.some_new_key", "x"),
+    ],
+)
+def test_a_key_that_is_not_computed_is_named(tmp_path: Path, key: str, value: object) -> None:
+    assert key in refusal(write_gguf_file(tmp_path / "m.gguf", {**KEYS, key: value}, TENSORS))
+
+
+def test_what_a_tokenizer_would_leave_out_is_named(tmp_path: Path) -> None:
+    for keys in (
+        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "viking"},
+        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_space_prefix": False},
+        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.remove_extra_whitespaces": True},
+    ):
+        assert list(keys)[1] in refusal(write_gguf_file(tmp_path / "m.gguf", {**KEYS, **keys}, TENSORS))
+
+
+def test_keys_that_change_nothing_are_passed_over(tmp_path: Path) -> None:
+    harmless = {
+        "general.name": "tiny",
+        "general.sampling.temp": 0.5,
+        "llama.vocab_size": 288,
+        "llama.rope.dimension_count": 16,
+        "llama.expert_count": 0,
+        "llama.logit_scale": 1.0,
+        "quantize.imatrix.file": "x",
+        "tokenizer.chat_template": "x",
+    }
+    path = write_gguf_file(tmp_path / "m.gguf", {**KEYS, **harmless}, TENSORS)
+    assert torch.equal(logits_of(GgufFile(path, "m")), logits_of(DUMMY))
+
+
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope", "context"),
+    [
+        ({"llama.rope.scale_linear": 4.0}, RopeConfig(1e4, "linear", 4.0), 8192),
+        ({"llama.rope.scaling.factor": 4.0}, RopeConfig(1e4, "linear", 4.0), 8192),
+        ({"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 2.0}, RopeConfig(1e4, "linear", 4.0), 8192),
+        ({"llama.rope.scaling.factor": 0.0}, RopeConfig(1e4), 2048),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, RopeConfig(1e4), 2048),
+        (
+            {**YARN, "llama.rope.scaling.original_context_length": 1024},
+            RopeConfig(1e4, "yarn", 4.0, original_max_position=1024, attention_factor=yarn_attention(4.0)),
+            4096,
+        ),
+    ],
+)
+def test_rope_is_scaled_as_llama_cpp_does(
+    tmp_path: Path, keys: dict[str, object], rope: RopeConfig, context: int
+) -> None:
+    config = GgufFile(write_gguf_file(tmp_path / "m.gguf", {**KEYS, **keys}, TENSORS), "m").config
+    assert (config.rope, config.shape.max_position) == (rope, context)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blk.0.attn_q_norm.weight", "blk.1.attn_q.bias", "blk.2.attn_q.weight", "output.bias", "rope_factors_long.weight"],
+)
+def test_a_tensor_that_is_not_computed_is_named(tmp_path: Path, name: str) -> None:
+    assert name in refusal(write_gguf_file(tmp_path / "m.gguf", KEYS, {**TENSORS, name: torch.ones(64)}))
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    name = "blk.0.attn_q.weight"
+    changed = {**TENSORS, name: TENSORS[name].to(torch.int8)}
+    assert f"{name} has the data type I8" in refusal(write_gguf_file(tmp_path / "m.gguf", KEYS, changed))
+
+
+def write_parts(folder: Path, count: int = 3, **changes: object) -> Path:
+    """tiny-llama in ``count`` files; ``changes`` are keys of the second, with ``__`` for a dot."""
+    names = list(TENSORS)
+    paths = [folder / f"m-{number + 1:05}-of-{count:05}.gguf" for number in range(count)]
+    for number, path in enumerate(paths):
+        split = {"split.no": number, "split.count": count, "split.tensors.count": len(names)}
+        more = {key.replace("__", "."): value for key, value in changes.items()} if number == 1 else {}
+        part = {name: TENSORS[name] for name in names[number::count]}
+        write_gguf_file(path, {**(KEYS if number == 0 else {}), **split, **more}, part)
+    return paths[0]
+
+
+def test_all_parts_of_a_split_model_are_loaded(tmp_path: Path) -> None:
+    source = GgufFile(write_parts(tmp_path), "m")
+    assert not source.config.shape.tied_embeddings
+    assert torch.equal(logits_of(source), logits_of(DUMMY))
+
+
+def test_a_split_model_says_which_part_is_missing_or_wrong(tmp_path: Path) -> None:
+    first = write_parts(tmp_path)
+    second, third = (tmp_path / f"m-{number:05}-of-00003.gguf" for number in (2, 3))
+    assert "part 2 of 3; name m-00001-of-00003.gguf" in refusal(second)
+    whole = third.read_bytes()
+    third.unlink()
+    assert "m-00003-of-00003.gguf is missing" in refusal(first)
+    third.write_bytes(second.read_bytes())
+    assert "in m-00002-of-00003.gguf, too" in refusal(first)
+    third.write_bytes(whole)
+    alone = first.rename(tmp_path / "alone.gguf")
+    assert "its name must end in -00001-of-00003.gguf" in refusal(alone)
+    assert "split.count=4" in refusal(write_parts(tmp_path, split__count=4))
+    assert "split.no=2" in refusal(write_parts(tmp_path, split__no=2))
+    assert "llama.block_count=9" in refusal(write_parts(tmp_path, llama__block_count=9))
+    plain = write_gguf(tmp_path / "x-00001-of-00002.gguf", skip="output.weight")
+    assert "split.count is 1" in refusal(plain)
+    short = {**KEYS, "split.no": 0, "split.count": 1, "split.tensors.count": 99}
+    assert "split.tensors.count is 99" in refusal(write_gguf_file(tmp_path / "m.gguf", short, TENSORS))
+
+
+def test_a_text_ends_at_eos_eot_and_eom(tmp_path: Path) -> None:
+    letters = [*(chr(33 + index) for index in range(90)), '!"']
+    tokenizer = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.token_type": [1] * len(letters),
+        "tokenizer.ggml.merges": ['! "'],
+        "tokenizer.ggml.eos_token_id": 3,
+        "tokenizer.ggml.eot_token_id": 5,
+        "tokenizer.ggml.eom_token_id": 7,
+    }
+    path = write_gguf_file(tmp_path / "m.gguf", {**KEYS, **tokenizer}, TENSORS)
+    assert GgufFile(path, "m").load_tokenizer().eos_token_ids == {3, 5, 7}
