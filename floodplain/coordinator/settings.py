@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.files.home import user_folder
 from floodplain.web.limits import MAX_CONNECTIONS_HELP, check_max_connections
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -59,8 +59,10 @@ def default_store() -> str:
     Raises:
         UserError: It cannot be made.
     """
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(base) / "floodplain"
+    base = user_folder("XDG_STATE_HOME", ".local/state")
+    if base is None:
+        raise UserError("this user has no home folder to keep leases in: give --store sqlite:///FILE")
+    folder = base / "floodplain"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

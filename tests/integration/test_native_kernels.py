@@ -19,7 +19,7 @@ from floodplain.engine.models.decoder import Step
 from floodplain.engine.models.ops import KernelOps, TorchOps
 from floodplain.engine.models.rope import inverse_frequencies, rotation
 from floodplain.engine.native.ops import NativeOps, native_ops
-from floodplain.memory.native import build
+from floodplain.memory.native import build, compiler
 from tests.support.attention import make_problem
 from tests.support.examples import examples
 
@@ -125,7 +125,7 @@ def test_without_a_compiler_one_line_says_so(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(build, "COMPILERS", compilers)
+    monkeypatch.setattr(compiler, "COMPILERS", compilers)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.load_library.cache_clear()
     try:

@@ -49,3 +49,10 @@ def test_a_state_folder_that_cannot_be_made_is_refused_in_one_line(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with pytest.raises(UserError, match="give --store sqlite:///FILE"):
         default_store()
+
+
+def test_a_user_without_a_home_is_told_to_name_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "relative")
+    with pytest.raises(UserError, match=r"no home folder .*: give --store sqlite:///FILE"):
+        default_store()
