@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from floodplain.files.parsing import parsing
 from floodplain.files.reading import is_file
 
 _FAULT = "the tokenizer cannot be loaded"
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class HfTokenizer:
@@ -34,10 +36,13 @@ class HfTokenizer:
         self.special_token_ids = frozenset(
             int(token_id) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         )
-        self.is_byte_level = isinstance(tokenizer.backend_tokenizer.decoder, ByteLevel)
+        decoder = tokenizer.backend_tokenizer.decoder
+        self.is_byte_level = isinstance(decoder, ByteLevel)
+        self._has_fallback_bytes = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
         self._tokenizer = tokenizer
         self._byte_of = _bytes_by_letter()
         self._bytes_of_token: dict[int, bytes] = {}
+        self._fallback_byte_of_token: dict[int, int | None] = {}
 
     @classmethod
     def from_folder(cls, folder: Path, more_eos_token_ids: Collection[int] = ()) -> HfTokenizer:
@@ -95,6 +100,27 @@ class HfTokenizer:
             cached = letters.encode() if None in known else bytes(byte for byte in known if byte is not None)
             self._bytes_of_token[token_id] = cached
         return cached
+
+    def fallback_byte(self, token_id: int) -> int | None:
+        """The byte that a SentencePiece byte token (``<0xE2>``) stands for; None for other tokens."""
+        if not self._has_fallback_bytes:
+            return None
+        if token_id not in self._fallback_byte_of_token:
+            found = _BYTE_TOKEN.fullmatch(self._tokenizer.convert_ids_to_tokens(token_id) or "")
+            self._fallback_byte_of_token[token_id] = int(found[1], 16) if found else None
+        return self._fallback_byte_of_token[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token within a text: with the space that it would lose at the beginning of one."""
+        if self.is_byte_level:
+            return self.decode([token_id])
+        before = self.decode(self._word)
+        return self.decode([*self._word, token_id]).removeprefix(before)
+
+    @cached_property
+    def _word(self) -> list[int]:
+        """Some text for other tokens to stand behind."""
+        return self.encode("a", add_special_tokens=False)
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Tokens of a conversation by the model's own template."""

@@ -31,6 +31,7 @@ class OutputProcessor:
         params = request.params
         decoder = StreamDecoder(
             self._tokenizer,
+            request.prompt_token_ids,
             stop=params.stop,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
+
+from floodplain.engine.text_pieces import open_pieces
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role`` and ``content``."""
@@ -42,6 +43,14 @@ class Tokenizer(Protocol):
         """The bytes of one token, if ``is_byte_level``."""
         ...
 
+    def fallback_byte(self, token_id: int) -> int | None:
+        """The byte that a SentencePiece byte token (``<0xE2>``) stands for; None for other tokens."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token within a text: with the space that it would lose at the beginning of one."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Tokens of a conversation, up to where the assistant's answer begins.
 
@@ -77,6 +86,14 @@ class ByteTokenizer:
             return bytes((token_id,))
         return b"<eos>" if token_id == 256 else bytes((ord("a") + token_id % 26,))
 
+    def fallback_byte(self, token_id: int) -> int | None:
+        """None: its bytes are those of ``token_bytes``."""
+        return None
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token."""
+        return self.decode([token_id])
+
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
         """Lines of ``role: content``."""
         turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
@@ -86,11 +103,13 @@ class ByteTokenizer:
 class StreamDecoder:
     """The text of one sequence, token by token; it ends before a stop string.
 
-    What ``push`` and the final ``flush`` return is, joined, the text of all tokens, or its part before the stop string
-    that ends first. It never returns a part of a character, nor what may yet become a stop string.
+    What ``push`` and the final ``flush`` return is, joined, what the text of prompt and output has beyond that of the
+    prompt (see ``text_pieces``), or its part before the stop string that ends first. It never returns a part of a
+    character, nor what may yet become a stop string.
 
     Args:
         tokenizer: The model's.
+        prompt: The tokens before the first one: a word that follows them keeps its space.
         stop: Strings that end the text.
         skip_special_tokens: Leave special tokens out.
         min_tokens: Before this many tokens no stop string is looked for.
@@ -99,13 +118,15 @@ class StreamDecoder:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
         *,
         stop: Sequence[str] = (),
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
-        self._text = _ByteText(tokenizer) if tokenizer.is_byte_level else _WindowText(tokenizer)
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._vocab_size = tokenizer.vocab_size
+        self._text = open_pieces(tokenizer, [token for token in prompt if self._has_text(token)])
         self._stop = tuple(stop)
         self._num_tokens_before_stop = max(min_tokens - 1, 0)
         self._held = ""
@@ -115,13 +136,17 @@ class StreamDecoder:
         """Take the next token; return the text that is certain now, which may be empty."""
         if self.is_stopped:
             return ""
-        text = "" if token_id in self._skipped else self._text.push(token_id)
+        text = self._text.push(token_id) if self._has_text(token_id) else ""
         if not self._stop:
             return text
         if self._num_tokens_before_stop > 0:
             self._num_tokens_before_stop -= 1
             return text
         return self._before_stop(text)
+
+    def _has_text(self, token_id: int) -> bool:
+        """False for special tokens that are skipped, and for padding of the vocabulary."""
+        return token_id < self._vocab_size and token_id not in self._skipped
 
     def flush(self) -> str:
         """The rest of the text, when no token follows."""
@@ -147,50 +172,3 @@ class StreamDecoder:
 
     def _may_begin_stop(self, text: str) -> bool:
         return any(stop.startswith(text) for stop in self._stop)
-
-
-class _ByteText:
-    """Tokens are bytes: one UTF-8 decoder, constant cost per token."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
-
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-_MAX_WINDOW_TOKENS = 8
-"""A character has at most 4 bytes, and thus tokens; after this many it is no character, only broken bytes."""
-
-
-class _WindowText:
-    """Tokens look at their neighbours (SentencePiece): decode the last few together and take what is new.
-
-    Broken UTF-8 is shown as it looks in this window, which may differ from how it looks in the whole text.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._shown: list[int] = []
-        self._pending: list[int] = []
-
-    def push(self, token_id: int) -> str:
-        self._pending.append(token_id)
-        text = self._new_text()
-        if text.endswith("\ufffd") and len(self._pending) < _MAX_WINDOW_TOKENS:
-            return ""
-        self._shown, self._pending = self._pending, []
-        return text
-
-    def flush(self) -> str:
-        text = self._new_text() if self._pending else ""
-        self._shown, self._pending = self._pending, []
-        return text
-
-    def _new_text(self) -> str:
-        shown = self._tokenizer.decode(self._shown)
-        return self._tokenizer.decode(self._shown + self._pending)[len(shown) :]

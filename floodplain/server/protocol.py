@@ -22,8 +22,8 @@ class ServingTokenizer(Protocol):
         """The tokens of a prompt, with the special tokens that the model's own tokenizer adds."""
         ...
 
-    def decode(self, token_ids: list[int], /) -> str:
-        """The text of some tokens, special ones included; half a character becomes U+FFFD."""
+    def token_text(self, token_id: int, /) -> str:
+        """The text of a token within a text: with its space before it; half a character becomes U+FFFD."""
         ...
 
     @property

@@ -157,7 +157,7 @@ class CompletionReply:
     def _logprobs(self, index: int, delta: OutputDelta) -> CompletionLogprobs | None:
         if delta.logprobs is None:
             return None
-        tokens = [self._tokenizer.decode([token]) for token in delta.token_ids]
+        tokens = [self._tokenizer.token_text(token) for token in delta.token_ids]
         tops = [self._top(token, entry) for token, entry in zip(tokens, delta.logprobs, strict=True)]
         offsets, offset = [], self._offsets.get(index, 0)
         for token in tokens:
@@ -171,7 +171,7 @@ class CompletionReply:
         """Values by text. Of tokens with one text, the chosen one stays, else the likeliest."""
         top = {token: entry.chosen}
         for other, value in entry.top:
-            top.setdefault(self._tokenizer.decode([other]), value)
+            top.setdefault(self._tokenizer.token_text(other), value)
         return top
 
 
@@ -241,4 +241,4 @@ class ChatReply:
     def _spelled(self, token_id: int, logprob: float) -> TopLogprob:
         tokenizer = self._tokenizer
         spelled = list(tokenizer.token_bytes(token_id)) if tokenizer.is_byte_level else None
-        return TopLogprob(token=tokenizer.decode([token_id]), logprob=logprob, bytes=spelled)
+        return TopLogprob(token=tokenizer.token_text(token_id), logprob=logprob, bytes=spelled)

@@ -35,6 +35,9 @@ class ByteTokenizer:
     def decode(self, token_ids: list[int], /) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    def token_text(self, token_id: int, /) -> str:
+        return self.decode([token_id])
+
     def token_bytes(self, token_id: int, /) -> bytes:
         return bytes([token_id])
 

@@ -2,9 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import StepOutputs
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.processor import OutputProcessor
 from floodplain.engine.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer
 
 
@@ -78,6 +84,17 @@ def test_what_was_shown_is_never_part_of_a_stop_string_that_comes(text: str, sto
 def test_no_stop_string_is_looked_for_before_min_tokens() -> None:
     deltas, decoder = stream(BYTES, b"a.b.c", stop=(".",), min_tokens=3)
     assert ("".join(deltas), decoder.is_stopped) == ("a.b", True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [((97,), " flood plain"), ((256,), "flood plain"), ((256, 97), " flood plain")]
+)
+def test_an_engine_s_text_continues_its_prompt(prompt: tuple[int, ...], text: str) -> None:
+    processor, seq_id = OutputProcessor(SPACED), SeqId(0)
+    request = Request(request_id="r", prompt_token_ids=prompt, params=SamplingParams(), arrival_s=0.0)
+    processor.add(seq_id, request, Lifecycle(0.0))
+    steps = [StepOutputs([seq_id], [301], {}), StepOutputs([seq_id], [302], {seq_id: FinishReason.LENGTH})]
+    assert "".join(delta.text for step in steps for _, delta in processor.process(step)) == text
 
 
 def test_broken_bytes_do_not_pile_up() -> None:

@@ -1,0 +1,222 @@
+"""The text of generated tokens, piece by piece: joined, it continues the text of the prompt.
+
+The law, for every tokenizer: prompt text + joined pieces is the text of prompt and output decoded as a whole. Two
+exceptions:
+
+- A prompt that ends within a character: if the output completes the character, it is part of the first piece.
+- SentencePiece decodes a run of byte tokens to nothing but U+FFFD if any byte of the run is wrong. Whole characters
+  of such a run that were shown before the wrong byte came stay as they were shown.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+BROKEN = "\ufffd"
+"""What bytes that are no character look like."""
+
+_MAX_CHARACTER_BYTES = 4
+_MAX_HELD_TOKENS = 8
+"""A character has at most 4 bytes, and thus tokens; after this many it is no character, only broken bytes."""
+_MAX_CONTEXT_TOKENS = 32
+
+
+class Decoding(Protocol):
+    """What pieces need of a tokenizer."""
+
+    is_byte_level: bool
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """Text of the tokens, special ones included."""
+        ...
+
+    def token_bytes(self, token_id: int, /) -> bytes:
+        """The bytes of one token, if ``is_byte_level``."""
+        ...
+
+    def fallback_byte(self, token_id: int, /) -> int | None:
+        """The byte that a SentencePiece byte token (``<0xE2>``) stands for; None for other tokens."""
+        ...
+
+
+class TextPieces(Protocol):
+    """The text of one sequence, token by token."""
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that is certain now: never a part of a character."""
+        ...
+
+    def flush(self) -> str:
+        """The rest of the text, when no token follows."""
+        ...
+
+
+def open_pieces(tokenizer: Decoding, prompt: Sequence[int]) -> TextPieces:
+    """The pieces of an output that follows ``prompt``."""
+    return BytePieces(tokenizer, prompt) if tokenizer.is_byte_level else WindowPieces(tokenizer, prompt)
+
+
+class BytePieces:
+    """Tokens are bytes: one UTF-8 decoder, constant cost per token."""
+
+    def __init__(self, tokenizer: Decoding, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder.decode(self._last_bytes(prompt))
+        self._is_prompt_open = bool(self._decoder.getstate()[0])
+
+    def _last_bytes(self, prompt: Sequence[int]) -> bytes:
+        """Enough of the prompt's end to know whether it ends within a character."""
+        last = b""
+        for token_id in reversed(prompt):
+            last = self._tokenizer.token_bytes(token_id) + last
+            if len(last) >= _MAX_CHARACTER_BYTES:
+                break
+        return last
+
+    def push(self, token_id: int) -> str:
+        """See ``TextPieces``."""
+        return self._without_prompt(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+
+    def flush(self) -> str:
+        """See ``TextPieces``."""
+        return self._without_prompt(self._decoder.decode(b"", final=True))
+
+    def _without_prompt(self, text: str) -> str:
+        """Drop the U+FFFD of a character that the prompt began and nothing completed: the prompt's text has it."""
+        if not text or not self._is_prompt_open:
+            return text
+        self._is_prompt_open = False
+        return text.removeprefix(BROKEN)
+
+
+class WindowPieces:
+    """Tokens look at their neighbours (SentencePiece, WordPiece): each is decoded behind the last ones that were shown.
+
+    A run of SentencePiece byte tokens is followed byte by byte, since one wrong byte breaks all of it.
+    """
+
+    def __init__(self, tokenizer: Decoding, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        run = _last_run(tokenizer, prompt)
+        self._run = _ByteRun()
+        _, is_broken = self._run.take(run)
+        self._pending = [] if is_broken else list(prompt[len(prompt) - self._run.num_open_bytes :])
+        self._num_pending_of_prompt = len(self._pending)
+        self._context = self._end_of(prompt[: len(prompt) - len(self._pending)])
+        self._context_text = tokenizer.decode(self._context)
+
+    def push(self, token_id: int) -> str:
+        """See ``TextPieces``."""
+        byte = self._tokenizer.fallback_byte(token_id)
+        if byte is None:
+            return self._close_run() + self._take_token(token_id)
+        held = self._show() if self._pending and not self._run.num_open_bytes else ""
+        return held + self._take_byte(token_id, byte)
+
+    def flush(self) -> str:
+        """See ``TextPieces``."""
+        return self._show() if self._pending and not self._run.num_open_bytes else self._close_run()
+
+    def _take_byte(self, token_id: int, byte: int) -> str:
+        was_broken = self._run.is_broken
+        self._pending.append(token_id)
+        has_character, is_broken = self._run.take(bytes((byte,)))
+        if is_broken:
+            return self._show_broken(keeps_context=was_broken)
+        return self._show() if has_character else ""
+
+    def _take_token(self, token_id: int) -> str:
+        """A token of any other kind. Some tokenizers hide bytes in those, too."""
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith(BROKEN) and len(self._pending) < _MAX_HELD_TOKENS:
+            return ""
+        return self._show()
+
+    def _close_run(self) -> str:
+        """A token that is no byte, or nothing, follows a run: what it has of a character is broken."""
+        text = self._show_broken(keeps_context=False) if self._run.num_open_bytes else ""
+        self._run = _ByteRun()
+        return text
+
+    def _new_text(self) -> str:
+        whole = self._tokenizer.decode(self._context + self._pending)
+        return _beyond(self._context_text, whole)
+
+    def _show(self) -> str:
+        text = self._new_text()
+        own_text = self._tokenizer.decode(self._pending)
+        # The beginning of a text may lose its space: only tokens with text of their own can stand before others.
+        self._context = self._pending if own_text else self._end_of(self._context + self._pending)
+        self._context_text = own_text or self._tokenizer.decode(self._context)
+        self._pending, self._num_pending_of_prompt = [], 0
+        return text
+
+    def _show_broken(self, *, keeps_context: bool) -> str:
+        """One U+FFFD for each byte, less those that the text of the prompt has."""
+        text = BROKEN * (len(self._pending) - self._num_pending_of_prompt)
+        if not keeps_context:
+            self._context = self._pending[-1:]
+            self._context_text = self._tokenizer.decode(self._context)
+        self._pending, self._num_pending_of_prompt = [], 0
+        return text
+
+    def _end_of(self, tokens: Sequence[int]) -> list[int]:
+        """The last tokens, as few as have text of their own, beginning with a whole character."""
+        length = 1
+        while length < len(tokens):
+            last = list(tokens[-length:])
+            byte = self._tokenizer.fallback_byte(last[0])
+            if (byte is None or byte & 0xC0 != 0x80) and self._tokenizer.decode(last):
+                return last
+            length = length + 1 if length < _MAX_CONTEXT_TOKENS else 2 * length
+        return list(tokens)
+
+
+def _beyond(before: str, whole: str) -> str:
+    """What ``whole`` has after its longest beginning that it shares with ``before``."""
+    if whole.startswith(before):
+        return whole[len(before) :]
+    num_shared = next(i for i, (a, b) in enumerate(zip(before, f"{whole}\0", strict=False)) if a != b)
+    return whole[num_shared:]
+
+
+class _ByteRun:
+    """UTF-8 that is checked as it comes.
+
+    Attributes:
+        is_broken: A byte was wrong: all bytes of the run are broken, those to come too.
+        num_open_bytes: Bytes of the character that is not complete.
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="strict")
+        self.is_broken = False
+
+    @property
+    def num_open_bytes(self) -> int:
+        return 0 if self.is_broken else len(self._decoder.getstate()[0])
+
+    def take(self, more: bytes) -> tuple[bool, bool]:
+        """Take bytes; whether they completed a character, and whether the run is broken."""
+        if self.is_broken:
+            return False, True
+        try:
+            return bool(self._decoder.decode(more)), False
+        except UnicodeDecodeError:
+            self.is_broken = True
+            return False, True
+
+
+def _last_run(tokenizer: Decoding, tokens: Sequence[int]) -> bytes:
+    """The bytes of the byte tokens at the end."""
+    run = bytearray()
+    for token_id in reversed(tokens):
+        byte = tokenizer.fallback_byte(token_id)
+        if byte is None:
+            break
+        run.append(byte)
+    return bytes(reversed(run))
