@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from floodplain.cli.files import check_writable, say, writing
+from floodplain.cli.files import check_writable, writing
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.output import complain, say
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.workload.spec import WorkloadSpec, build
@@ -151,10 +152,9 @@ def read_trace(spec: WorkloadSpec) -> Trace | None:
     trace = load_trace(spec.trace)
     if trace.num_skipped:
         num_rows = len(trace.rows) + trace.num_skipped
-        print(
-            f"floodplain: {trace.num_skipped} of {num_rows} rows of {spec.trace} are skipped: they record no prompt or "
-            "no output token, as failed requests do (to replay them, give both at least 1 token in the file)",
-            file=sys.stderr,
+        complain(
+            f"{trace.num_skipped} of {num_rows} rows of {spec.trace} are skipped: they record no prompt or "
+            "no output token, as failed requests do (to replay them, give both at least 1 token in the file)"
         )
     return trace
 

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from floodplain.cli.files import say
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.output import say
 from floodplain.coordinator.settings import CoordinatorConfig
 
 

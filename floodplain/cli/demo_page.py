@@ -11,7 +11,8 @@ from floodplain.cli.demo_leases import describe
 from floodplain.cli.demo_load import Scale
 from floodplain.cli.demo_run import Run
 from floodplain.cli.demo_ways import TITLE, WAYS, paragraphs
-from floodplain.cli.files import say, writing
+from floodplain.cli.files import writing
+from floodplain.cli.output import say
 
 if TYPE_CHECKING:
     from floodplain.observe.report import Section

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,21 +40,6 @@ def writing(name: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise WriteFailed(f"{name} cannot be written: {error.strerror or error}") from error
-
-
-def say(text: str) -> None:
-    """Print a result at once. Without a standard output nothing is printed.
-
-    Raises:
-        WriteFailed: Standard output is full, or its reader is gone.
-    """
-    try:
-        with writing("standard output"):
-            print(text, flush=True)
-    except WriteFailed:
-        with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - the interpreter writes the rest when it ends
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        raise
 
 
 def open_standard_streams() -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.files import say
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.output import complain, say
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, read_token
 from floodplain.coordinator.settings import DEFAULT_URL
 from floodplain.core.errors import UserError
@@ -73,11 +73,11 @@ def _show(client: CoordinatorClient, is_json: bool, *, is_watched: bool) -> bool
     try:
         listing = client.list_leases()
     except CoordinatorUnreachable as error:
-        print(f"floodplain: {error}", file=sys.stderr)
+        complain(str(error))
         return False
     text = json.dumps(listing) if is_json else describe(listing, time.time())
     is_screen = is_watched and not is_json and sys.stdout is not None and sys.stdout.isatty()
-    say(f"{CLEAR}{text}" if is_screen else text)
+    say(text, CLEAR if is_screen else "")
     return True
 
 
@@ -85,7 +85,7 @@ def _forget(client: CoordinatorClient, name: str) -> int:
     try:
         reply = client.forget(name)
     except CoordinatorUnreachable as error:
-        print(f"floodplain: {error}", file=sys.stderr)
+        complain(str(error))
         return 1
     if reply.member is None:
         raise UserError(f"--forget {name}: {reply.detail}")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import logging
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
 from floodplain import __version__
 from floodplain.cli.files import open_standard_streams
 from floodplain.cli.options import Parser, resolve
+from floodplain.cli.output import complain, start_logging
 from floodplain.cli.variables import check_variables
 from floodplain.core.errors import UserError, WriteFailed
 
@@ -32,8 +31,6 @@ VERBS = {
 adds its flags (see ``options.add_verb``), ``run(args) -> int`` does it and returns the exit status. ``args.verb`` is
 what was typed, such as ``bench serve``."""
 
-MAX_LINE = 1000
-"""Letters of an error that are printed."""
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -46,20 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:
-        return _say(error, BAD_USAGE)
+        complain(str(error))
+        return BAD_USAGE
     except WriteFailed as error:
-        return _say(error, FAILED)
+        complain(str(error))
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-
-
-def _say(error: Exception, status: int) -> int:
-    """Print an error as one line of bounded length; what may come from a file cannot control the terminal."""
-    line = " ".join(str(error).split())
-    shown = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in line[:MAX_LINE])
-    with suppress(OSError):  # standard error may be full, or its reader gone: the status tells
-        print(f"floodplain: {shown}{'…' if len(line) > MAX_LINE else ''}", file=sys.stderr)
-    return status
 
 
 def _run(argv: list[str]) -> int:
@@ -73,7 +63,7 @@ def _run(argv: list[str]) -> int:
     check_variables(os.environ, _find_flags)
     args = resolve(leaf, argv[len(words) :], os.environ)
     args.verb = " ".join(words)
-    _start_logging(args.quiet)
+    start_logging(args.quiet)
     status: int = module.run(args)
     return status
 
@@ -124,8 +114,3 @@ def _find_flags() -> set[str]:
 def _verbs_of(parser: Parser) -> dict[str, Any]:
     tables = [action.choices for action in parser._actions if action.nargs == "A..."]
     return dict(tables[0]) if tables and tables[0] else {}
-
-
-def _start_logging(is_quiet: bool) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("floodplain").setLevel(logging.WARNING if is_quiet else logging.INFO)

@@ -9,8 +9,8 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from floodplain.cli.files import say
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.output import say
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.server.settings import ServerConfig

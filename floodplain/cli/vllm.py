@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.files import say
 from floodplain.cli.masking import mask_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.output import say
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, read_settings
 from floodplain.plugins.vllm.versions import expect_tested, find_distribution

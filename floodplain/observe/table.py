@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from floodplain.core.printable import printable
+
 SUMMARY: tuple[tuple[str, str, float], ...] = (
     ("TTFT p50 (s)", "median_ttft_ms", 1e-3),
     ("TTFT p90 (s)", "p90_ttft_ms", 1e-3),
@@ -56,8 +58,9 @@ def summary_rows(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[st
 
 
 def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned table: the first column to the left, the others to the right."""
-    widths = [max(len(line[i]) for line in (headings, *rows)) for i in range(len(headings))]
+    """Return an aligned table: the first column to the left, the others to the right; no cell breaks its line."""
+    lines = [[printable(cell) for cell in cells] for cells in (headings, *rows)]
+    widths = [max(len(cells[i]) for cells in lines) for i in range(len(headings))]
 
     def line(cells: Sequence[str]) -> str:
         first, *rest = (
@@ -66,7 +69,8 @@ def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         )
         return "  ".join([first, *rest]).rstrip()
 
-    return "\n".join([line(headings), "  ".join("-" * width for width in widths), *map(line, rows)])
+    top, *body = map(line, lines)
+    return "\n".join([top, "  ".join("-" * width for width in widths), *body])
 
 
 def transposed(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:

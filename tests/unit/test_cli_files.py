@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from floodplain.cli.bench import BenchConfig, _save
-from floodplain.cli.files import check_writable, say, writing
+from floodplain.cli.files import check_writable, writing
+from floodplain.cli.output import say
 from floodplain.core.errors import UserError, WriteFailed
 
 
@@ -52,14 +53,14 @@ def test_a_result_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
 
-SAY = "import sys; from floodplain.cli import files; files.open_standard_streams()\n"
+SAY = "import sys; from floodplain.cli import files, output; files.open_standard_streams()\n"
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", "| exec sleep 0"])
 def test_output_that_is_not_read_is_one_line_and_no_traceback(redirection: str) -> None:
     program = (
         SAY + "from floodplain.core.errors import WriteFailed\n"
-        "try:\n    for _ in range(10**5): files.say('x' * 100)\n"
+        "try:\n    for _ in range(10**5): output.say('x' * 100)\n"
         "except WriteFailed as error: print(error, file=sys.stderr); sys.exit(1)"
     )
     done = subprocess.run(
@@ -73,7 +74,7 @@ def test_output_that_is_not_read_is_one_line_and_no_traceback(redirection: str) 
 
 def test_closed_streams_are_not_given_to_other_files() -> None:
     """Otherwise the next file that is opened is number 1, and what a child process prints goes into it."""
-    program = SAY + "files.say('x'); sys.exit(min(os.open('/dev/zero', os.O_RDONLY) for _ in '1'))"
+    program = SAY + "output.say('x'); sys.exit(min(os.open('/dev/zero', os.O_RDONLY) for _ in '1'))"
     done = subprocess.run(
         ["bash", "-c", '"$0" -c "import os; $1" <&- >&- 2>&-', sys.executable, program],
         capture_output=True,

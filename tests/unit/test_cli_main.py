@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import types
@@ -10,6 +11,7 @@ import pytest
 from floodplain import __version__
 from floodplain.cli import main as cli
 from floodplain.cli.options import add_verb
+from floodplain.cli.output import LineFormatter
 from floodplain.core.errors import InvariantError, UserError, WriteFailed
 
 
@@ -53,7 +55,7 @@ def test_how_a_verb_ends_is_the_exit_status(
 def test_an_error_cannot_control_the_terminal_nor_fill_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "m", f"--\x1b[2J\u202e{'x' * 5000}"]) == 2
     line = capsys.readouterr().err
-    assert "\\x1b[2J\\u202exxx" in line
+    assert "\\u001b[2J\\u202exxx" in line
     assert line.rstrip("\n").isprintable()
     assert len(line) < 1100
 
@@ -117,3 +119,18 @@ def test_help_loads_nothing_heavy(argv: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert ("serve" if "--help" in argv else __version__) in done.stdout
+
+
+def test_a_log_entry_is_one_line_that_no_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    logger = logging.Logger("someone")
+    logger.addHandler(handler)
+    logger.warning("request %s", "r1\x1b]0;x\x07\n2026 INFO root: all is well\u202e")
+    try:
+        raise ValueError("a\x9b2J")
+    except ValueError:
+        logger.exception("failed")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith(r"request r1\u001b]0;x\u0007\u000a2026 INFO root: all is well\u202e")
+    assert (lines[1][-6:], lines[2][:9], lines[-1]) == ("failed", "Traceback", r"ValueError: a\u009b2J")

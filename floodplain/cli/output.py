@@ -1,0 +1,68 @@
+"""What the command line writes on the terminal and into its log: nothing that a terminal would obey."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from contextlib import suppress
+from types import TracebackType
+
+from floodplain.cli.files import writing
+from floodplain.core.errors import WriteFailed
+from floodplain.core.printable import printable, printable_lines
+
+MAX_LINE = 1000
+"""Letters of an error that are printed."""
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+
+def say(text: str, screen_codes: str = "") -> None:
+    """Print a result at once. Without a standard output nothing is printed.
+
+    Args:
+        text: Shown with control characters escaped.
+        screen_codes: Our own, which the terminal obeys.
+
+    Raises:
+        WriteFailed: Standard output is full, or its reader is gone.
+    """
+    try:
+        with writing("standard output"):
+            print(screen_codes + printable_lines(text), flush=True)
+    except WriteFailed:
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - the interpreter writes the rest when it ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise
+
+
+def complain(message: str) -> None:
+    """Print one line of bounded length on standard error."""
+    line = " ".join(message.split())
+    with suppress(OSError):  # standard error may be full, or its reader gone: the status tells
+        print(f"floodplain: {printable(line[:MAX_LINE])}{'…' if len(line) > MAX_LINE else ''}", file=sys.stderr)
+
+
+class LineFormatter(logging.Formatter):
+    """A log entry is one line, whatever its arguments hold; the lines of a traceback follow."""
+
+    def __init__(self) -> None:
+        super().__init__(LOG_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The line."""
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802
+        """The traceback."""
+        return printable_lines(super().formatException(ei))
+
+
+def start_logging(is_quiet: bool) -> None:
+    """Log on standard error: warnings, and what our own parts tell unless ``is_quiet``."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.getLogger("floodplain").setLevel(logging.WARNING if is_quiet else logging.INFO)
