@@ -118,6 +118,7 @@ class Fields:
         known: Collection[str] = (),
         neutral: Mapping[str, tuple[object, ...]] = MappingProxyType({}),
         pattern: str = r"(?!)",
+        because: str = "no code reads this key, so the model would be computed without it",
     ) -> None:
         """Refuse the mapping if it has keys that were not read.
 
@@ -125,6 +126,7 @@ class Fields:
             known: Keys that change no number.
             neutral: Keys that change no number at these values.
             pattern: A regular expression for more keys that change no number.
+            because: Why other keys are not read.
 
         Raises:
             UserError: A key was not read, is none of these, and its value is not None.
@@ -134,8 +136,8 @@ class Fields:
         if unread:
             named = [f"{self._prefix}{key}={_short(self._values[key])}" for key in sorted(unread)[:_MOST_NAMED]]
             raise UserError(
-                f"{self.where}: {', '.join(named)} is not supported: no code reads this key, "
-                "so the model would be computed without it; remove the key if the model does not need it"
+                f"{self.where}: {', '.join(named)} is not supported: {because}; "
+                "remove the key if the model does not need it"
             )
 
     def _is_neutral(self, key: str, neutral: Mapping[str, tuple[object, ...]]) -> bool:

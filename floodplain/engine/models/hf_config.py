@@ -10,7 +10,7 @@ from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.fields import Fields
-from floodplain.engine.models.hf_keys import HARMLESS_KEYS, NEUTRAL_VALUES
+from floodplain.engine.models.hf_keys import HARMLESS_KEYS, NEUTRAL_VALUES, TOKEN_IDS
 from floodplain.engine.models.hf_rope import parse_rope
 
 
@@ -69,9 +69,11 @@ def parse_hf_config(config: Mapping[str, Any], name: str, where: str = "config.j
             message names it.
     """
     fields = Fields(config, where)
-    fields.require("quantization_config", None, {})
+    fields.require("quantization_config", None)
     model_type = _model_type(fields)
     parsed = _parse_opt(fields, name) if model_type == "opt" else _parse_llama(fields, name, _LLAMA_LIKE[model_type])
+    for key in TOKEN_IDS:
+        fields.token_ids(key)
     fields.refuse_unread(HARMLESS_KEYS, NEUTRAL_VALUES)
     return parsed
 
@@ -146,7 +148,7 @@ def _refuse_sliding_window(fields: Fields, family: _Family, shape: ModelShape) -
     is_on, first = True, 0
     if family.switches_window:
         is_on, first = fields.flag("use_sliding_window", False), fields.whole("max_window_layers", 28, least=0)
-    window = fields.whole_or_none("sliding_window", family.window) if is_on else fields.value("sliding_window", None)
+    window = fields.whole_or_none("sliding_window", family.window)
     types = fields.value("layer_types", None)
     if types is None:
         slides = first < shape.num_layers
@@ -165,7 +167,7 @@ def _refuse_sliding_window(fields: Fields, family: _Family, shape: ModelShape) -
 def _has_sliding_layers(fields: Fields, types: object, num_layers: int) -> bool:
     full, sliding = ("full_attention", "attention"), ("sliding_attention",)
     if not isinstance(types, list) or len(types) != num_layers or not all(one in full + sliding for one in types):
-        raise fields.refusal("layer_types", f"must name the attention of {num_layers} layers, 'full_attention' each")
+        raise fields.refusal("layer_types", f"must have 'full_attention' for each of num_hidden_layers={num_layers}")
     return any(one in sliding for one in types)
 
 
@@ -175,7 +177,8 @@ def _parse_opt(fields: Fields, name: str) -> ModelConfig:
     fields.require("enable_bias", True)
     fields.require("layer_norm_elementwise_affine", True)
     fields.require("_remove_final_layer_norm", False)
-    fields.require("word_embed_proj_dim", hidden, None)
+    if fields.whole_or_none("word_embed_proj_dim") not in (None, hidden):
+        raise fields.refusal("word_embed_proj_dim", f"is not supported, only hidden_size={hidden}")
     head_dim = _split_evenly(fields, hidden, heads)
     shape = ModelShape(
         name=name,

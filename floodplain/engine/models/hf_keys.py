@@ -21,10 +21,6 @@ _OF_THE_CALLER = (
     "pretraining_tp remove_invalid_values return_dict return_dict_in_generate tie_last_hidden_states torchscript "
     "use_cache use_return_dict"
 )
-_TOKEN_IDS = (
-    "bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id forced_eos_token_id pad_token_id "
-    "sep_token_id unk_token_id"
-)
 _OF_SAMPLING = (
     "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "
     "exponential_decay_length_penalty length_penalty max_length max_new_tokens max_sequence_length min_length "
@@ -32,19 +28,25 @@ _OF_SAMPLING = (
     "suppress_tokens temperature top_k top_p typical_p"
 )
 
-HARMLESS_KEYS = frozenset(" ".join((_ABOUT_THE_FILE, _OF_TRAINING, _OF_THE_CALLER, _TOKEN_IDS, _OF_SAMPLING)).split())
+HARMLESS_KEYS = frozenset(" ".join((_ABOUT_THE_FILE, _OF_TRAINING, _OF_THE_CALLER, _OF_SAMPLING)).split())
 """Whatever their value, the logits stay. Sampling is what a request asks for."""
+
+TOKEN_IDS = (
+    "bos_token_id", "decoder_start_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
+    "pad_token_id", "sep_token_id", "unk_token_id",
+)  # fmt: skip
+"""Keys that hold tokens. They change no logit; ``eos_token_id`` says where a text ends."""
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),
-    "embedding_multiplier": (1.0, 1),
+    "embedding_multiplier": (1.0,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),
-    "logits_scaling": (1.0, 1),
+    "logits_scaling": (1.0,),
     "mlp_bias": (False,),
     "pruned_heads": ({},),
-    "residual_multiplier": (1.0, 1),
+    "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
     "tie_encoder_decoder": (False,),
     "use_mrope": (False,),

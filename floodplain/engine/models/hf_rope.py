@@ -28,12 +28,12 @@ def parse_rope(config: Fields, head_dim: int, max_position: int) -> tuple[RopeCo
         The rotary positions and the longest context, in tokens: ``linear`` and ``yarn`` stretch it; ``dynamic`` and
         ``longrope``, whose frequencies depend on the length of a text, end before these change.
     """
-    config.require("partial_rotary_factor", 1.0, 1, None)
+    config.require("partial_rotary_factor", 1.0, None)
     scaling, parameters = config.child("rope_scaling"), config.child("rope_parameters")
     rope = scaling or parameters or Fields({}, config.where)
-    rope.require("partial_rotary_factor", 1.0, 1, None)
-    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
     kind, original = _read_kind(rope), config.whole_or_none("original_max_position_embeddings")
+    rope.require("partial_rotary_factor", 1.0)
+    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
     if kind in _SCALED_TYPES:
         inner = rope.whole("original_max_position_embeddings", max_position, least=2)
         found = _parse_scaled(kind, rope, theta, head_dim, (original or inner, max_position))
@@ -43,7 +43,7 @@ def parse_rope(config: Fields, head_dim: int, max_position: int) -> tuple[RopeCo
         if kind == "dynamic":
             rope.number("factor")  # of contexts beyond max_position
         found = RopeConfig(theta), max_position
-    rope.refuse_unread(_HARMLESS)
+    rope.refuse_unread(_HARMLESS, because=f"rope_type={kind!r} has no such key")
     if scaling is not None and parameters is not None:
         _refuse_what_is_replaced(parameters, scaling, theta)
     return found
@@ -51,7 +51,7 @@ def parse_rope(config: Fields, head_dim: int, max_position: int) -> tuple[RopeCo
 
 def _read_kind(rope: Fields) -> str:
     kind = rope.text("rope_type", rope.value("type", "default"))
-    rope.require("rope_type" if "rope_type" in rope else "type", "default", *_TYPES)
+    rope.require("rope_type" if "rope_type" in rope else "type", *_TYPES)
     if "type" in rope:
         rope.require("type", kind)
     return kind
@@ -116,11 +116,11 @@ def _parse_longrope(rope: Fields, theta: float, head_dim: int, contexts: tuple[i
 
 def _refuse_what_is_replaced(parameters: Fields, scaling: Fields, theta: float) -> None:
     """``rope_scaling`` replaces ``rope_parameters``: what that says must be the same, or nothing."""
+    usual = {"rope_theta": theta, "rope_type": _read_kind(scaling), "type": _read_kind(scaling)}
     for key in parameters:
-        if key in ("rope_type", "type"):
-            parameters.require(key, "default", scaling.value("rope_type", scaling.value("type", "default")))
-        elif key == "rope_theta":
-            parameters.require(key, theta, int(theta))
-        elif key in scaling:
-            parameters.require(key, scaling.value(key))
-    parameters.refuse_unread()
+        value = parameters.value(key)
+        wanted = scaling.value(key, usual.get(key))
+        if value not in (wanted, "default"):
+            raise parameters.refusal(
+                key, f"is replaced by rope_scaling, where it is {wanted!r}: move it there, or remove one of the two"
+            )

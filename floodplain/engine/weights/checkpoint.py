@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
@@ -39,6 +40,7 @@ class Format:
         layer: A tensor of a layer; its group is the index.
         layers_key: The key that says how many layers there are.
         size_keys: Which keys make up each size of a tensor.
+        tensor_keys: The keys that say whether there are tensors of some names.
     """
 
     config: str
@@ -48,6 +50,7 @@ class Format:
     layer: re.Pattern[str]
     layers_key: str
     size_keys: Mapping[str, Callable[[ModelShape], int]]
+    tensor_keys: Mapping[str, re.Pattern[str]]
 
 
 def match_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], form: Format, model: str) -> dict[str, str]:
@@ -72,7 +75,7 @@ def match_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], form:
     for part in parameter_parts(config):
         names = [name for name in form.names(part.name) if name in stored]
         if not names:
-            raise UserError(f"{model}: the weights have no tensor {form.names(part.name)[0]!r}")
+            _refuse_missing(form.names(part.name)[0], stored, config, form, model)
         _check_shape(names[0], stored[names[0]], part.shape, config.shape, form)
         found[part.name] = names[0]
     _refuse_unread(stored, set(found.values()), config.shape, form)
@@ -100,4 +103,21 @@ def _refuse_unread(stored: Mapping[str, StoredTensor], read: set[str], shape: Mo
         why = "quantised weights are not supported; use a .gguf file or unquantised weights"
     else:
         why = "no code reads it, so the model would be computed without it"
-    raise UserError(f"{stored[name].file}: the tensor {name!r}{more} is not supported: {why}")
+    raise UserError(f"{stored[name].file}: the tensor {name!r}{more} is not supported: {why}{_said_by(name, form)}")
+
+
+def _refuse_missing(
+    name: str, stored: Mapping[str, StoredTensor], config: ModelConfig, form: Format, model: str
+) -> NoReturn:
+    layer = form.layer.match(name)
+    if layer is not None and not any(other.startswith(layer[0]) for other in stored):
+        why = f" ({form.layers_key} is {config.shape.num_layers})"
+    else:
+        why = _said_by(name, form)
+    raise UserError(f"{model}: the weights have no tensor {name!r}{why}")
+
+
+def _said_by(name: str, form: Format) -> str:
+    """Which key of the configuration says that there is, or is no, tensor called ``name``."""
+    keys = [key for key, pattern in form.tensor_keys.items() if pattern.fullmatch(name)]
+    return f" (see {keys[0]} in {form.config})" if keys else ""

@@ -58,6 +58,7 @@ _FORMAT = Format(
         "llama.attention.head_count_kv * llama.attention.key_length": lambda shape: shape.kv_size,
         "llama.feed_forward_length": lambda shape: shape.ffn_size,
     },
+    tensor_keys={},
 )
 
 

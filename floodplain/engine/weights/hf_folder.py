@@ -48,10 +48,16 @@ _FORMAT = Format(
         "vocab_size": lambda shape: shape.vocab_size,
         "hidden_size": lambda shape: shape.hidden_size,
         "num_attention_heads * head_dim": lambda shape: shape.q_size,
-        "num_key_value_heads * head_dim": lambda shape: shape.kv_size,
+        "num_key_value_heads * (head_dim or hidden_size / num_attention_heads)": lambda shape: shape.kv_size,
         "head_dim": lambda shape: shape.head_dim,
         "intermediate_size or ffn_dim": lambda shape: shape.ffn_size,
         "max_position_embeddings + 2": lambda shape: shape.max_position + 2,
+    },
+    tensor_keys={
+        "attention_bias": re.compile(r".*\.self_attn\..+\.bias"),
+        "mlp_bias": re.compile(r".*\.mlp\..+\.bias"),
+        "tie_word_embeddings": re.compile(re.escape(HEAD_NAME)),
+        "do_layer_norm_before": re.compile(r".*decoder\.final_layer_norm\..*"),
     },
 )
 
