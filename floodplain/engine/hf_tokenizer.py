@@ -10,6 +10,7 @@ from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.engine.chat_template import template_errors
+from floodplain.engine.token_bound import TokenBound
 from floodplain.engine.tokenizer import Message
 from floodplain.engine.tokenizer_view import VOCABULARIES, view_of_file, view_of_folder
 from floodplain.files.parsing import parsing
@@ -41,6 +42,7 @@ class HfTokenizer:
         self._has_fallback_bytes = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
         self._tokenizer = tokenizer
         self._byte_of = _bytes_by_letter()
+        self._bound = TokenBound.of(tokenizer.backend_tokenizer.to_str(), self._byte_of)
         self._bytes_of_token: dict[int, bytes] = {}
         self._fallback_byte_of_token: dict[int, int | None] = {}
 
@@ -83,6 +85,10 @@ class HfTokenizer:
         """Tokens of ``text``."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
+    def least_tokens(self, text: str) -> int:
+        """Fewest tokens that ``text`` can have; 0 if only tokenising it would tell."""
+        return self._bound.least_tokens(text) if self._bound else 0
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of the tokens."""
         text = self._tokenizer.decode(
@@ -122,15 +128,20 @@ class HfTokenizer:
         """Some text for other tokens to stand behind."""
         return self.encode("a", add_special_tokens=False)
 
-    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Tokens of a conversation by the model's own template."""
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Text of a conversation by the model's own template."""
         if not self.has_chat_template:
             raise UserError("this model has no chat template; use completions instead")
         with template_errors():
-            tokens = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+            text = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
             )
-        return list(tokens)
+        return str(text)
+
+    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """Tokens of a conversation by the model's own template, which writes the special tokens itself."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
 
 
 def _from_pretrained(folder: Path, **options: str) -> Any:

@@ -35,6 +35,10 @@ class Tokenizer(Protocol):
         """Tokens of ``text``, by default with what the model wants before it."""
         ...
 
+    def least_tokens(self, text: str) -> int:
+        """Fewest tokens that ``text`` can have; 0 if only tokenising it would tell."""
+        ...
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of the tokens; bytes that are not UTF-8 become U+FFFD."""
         ...
@@ -49,6 +53,14 @@ class Tokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str:
         """The text of one token within a text: with the space that it would lose at the beginning of one."""
+        ...
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Text of a conversation, up to where the assistant's answer begins; encode it without special tokens.
+
+        Raises:
+            UserError: The model has no chat template, or the template refuses these messages.
+        """
         ...
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
@@ -75,6 +87,10 @@ class ByteTokenizer:
         """The bytes of ``text``."""
         return list(text.encode())
 
+    def least_tokens(self, text: str) -> int:
+        """The number of bytes."""
+        return len(text.encode())
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of the bytes."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
@@ -94,10 +110,14 @@ class ByteTokenizer:
         """The text of one token."""
         return self.decode([token_id])
 
-    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         """Lines of ``role: content``."""
         turns = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return self.encode(turns + ("assistant:" if add_generation_prompt else ""))
+        return turns + ("assistant:" if add_generation_prompt else "")
+
+    def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        """The bytes of lines of ``role: content``."""
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
 
 class StreamDecoder:

@@ -11,15 +11,19 @@ from floodplain.engine.outputs import EngineStats, OutputDelta
 
 
 class ServingTokenizer(Protocol):
-    """Text to tokens and back. Called from worker threads for long texts: encoding must be thread-safe."""
+    """Text to tokens and back. Texts are encoded in worker threads, tokens decoded on the event loop as well."""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``apply_chat_template`` works."""
+        """Whether ``render_chat`` works."""
         ...
 
-    def encode(self, text: str, /) -> list[int]:
-        """The tokens of a prompt, with the special tokens that the model's own tokenizer adds."""
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a prompt, by default with the special tokens that the model's own tokenizer adds."""
+        ...
+
+    def least_tokens(self, text: str, /) -> int:
+        """Fewest tokens that ``text`` can have; 0 if only tokenising it would tell."""
         ...
 
     def token_text(self, token_id: int, /) -> str:
@@ -35,8 +39,10 @@ class ServingTokenizer(Protocol):
         """The bytes of a token; they need not be whole characters."""
         ...
 
-    def apply_chat_template(self, messages: list[dict[str, str]], /) -> list[int]:
-        """The tokens of a conversation (``role`` and ``content`` each), up to where the answer begins.
+    def render_chat(self, messages: list[dict[str, str]], /) -> str:
+        """The text of a conversation (``role`` and ``content`` each), up to where the answer begins.
+
+        It is encoded without special tokens.
 
         Raises:
             UserError: The template refuses the conversation (roles that do not alternate, ...).

@@ -8,7 +8,7 @@ Source: https://platform.openai.com/docs/api-reference/{completions,chat}/create
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, ClassVar
 
@@ -126,13 +126,13 @@ class CompletionRequest(GenerationRequest):
         """
         return self._sampling(COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens, self.logprobs)
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """The prompts, one by one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        texts = [item for item in self.prompt if isinstance(item, str)]
-        token_lists = [item for item in self.prompt if isinstance(item, list)]
-        return [*texts, *token_lists] or [[item for item in self.prompt if isinstance(item, int)]]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
 
 
 class ChatRequest(GenerationRequest):

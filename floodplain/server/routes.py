@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
@@ -17,6 +16,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.server.auth import Client
 from floodplain.server.errors import ERROR_STATUSES, error_event
 from floodplain.server.fields import IgnoredFields
+from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import DONE, ChatReply, CompletionReply, Reply
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, UsageDetail
@@ -25,14 +25,9 @@ from floodplain.server.streams import EventStream, IndexedDeltas, Tally, gather,
 from floodplain.web.errors import ApiError, describe_errors
 from floodplain.web.gate import CLIENT_SCOPE_KEY
 from floodplain.web.request_id import is_request_id
-from floodplain.web.strict_json import JsonRoute
-
-T = TypeVar("T")
+from floodplain.web.strict_json import JsonRoute, is_large_body
 
 logger = logging.getLogger(__name__)
-
-MAX_INLINE_CHARS = 4096
-"""Longer prompts are tokenised in a thread: this many take a few milliseconds, for which streams may wait."""
 
 CLIENT_CLOSED_REQUEST = 499
 """The status, nginx's, of an answer that nobody waits for any more."""
@@ -77,7 +72,10 @@ class OpenAIRoutes:
         """Complete one prompt, or several."""
         self._check_model(body.model)
         params, detail, name = body.sampling(), body.usage_detail, _name_of(body, request)
-        prompts = [await self._tokens(p) if isinstance(p, str) else p for p in body.prompts()]
+        prompts = await unless_hung_up(request.receive, self._reader(request).read_prompts(body.prompts()))
+        if prompts is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        self._ignored_fields.note(body.ignored_fields)
         shown = prompts if body.return_token_ids else None
         reply = CompletionReply(self._engine.model_name, self._engine.tokenizer, name, detail, shown)
         return await self._answer(request, body, prompts, params, reply)
@@ -89,18 +87,16 @@ class OpenAIRoutes:
         tokenizer = self._engine.tokenizer
         if not tokenizer.has_chat_template:
             raise UserError(f"messages need a chat template, and {body.model} has none: use /v1/completions")
-        messages = [message.templated() for message in body.messages]
-        num_chars = sum(len(message["content"]) for message in messages)
-        prompt = await _off_loop(num_chars, tokenizer.apply_chat_template, messages)
-        shown = [prompt] if body.return_token_ids else None
+        chat = await unless_hung_up(request.receive, self._reader(request).read_chat(body))
+        if chat is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        self._ignored_fields.note(chat.ignored_fields)
+        shown = [chat.prompt] if body.return_token_ids else None
         reply = ChatReply(self._engine.model_name, tokenizer, name, detail, shown)
-        return await self._answer(request, body, [prompt], params, reply)
+        return await self._answer(request, body, [chat.prompt], params, reply)
 
-    async def _tokens(self, text: str) -> list[int]:
-        tokens = await _off_loop(len(text), self._engine.tokenizer.encode, text)
-        if not tokens:
-            raise UserError("prompt must hold at least one token")
-        return tokens
+    def _reader(self, request: Request) -> PromptReader:
+        return PromptReader(self._engine.tokenizer, self._engine.max_model_len, is_long=is_large_body(request))
 
     async def _answer(
         self,
@@ -110,7 +106,6 @@ class OpenAIRoutes:
         params: SamplingParams,
         reply: Reply,
     ) -> Response:
-        self._ignored_fields.note(body.ignored_fields)
         client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
         priority = client.priority(body.priority)
         streams = [
@@ -170,7 +165,3 @@ async def _events(stream: IndexedDeltas, reply: Reply, tally: Tally, detail: Usa
         if detail is not UsageDetail.NONE:
             yield reply.usage_event(tally.usage())
     yield DONE
-
-
-async def _off_loop(num_chars: int, encode: Callable[[T], list[int]], what: T) -> list[int]:
-    return await asyncio.to_thread(encode, what) if num_chars > MAX_INLINE_CHARS else encode(what)

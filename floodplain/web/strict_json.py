@@ -24,6 +24,7 @@ class JsonRequest(Request):
     """A request whose body is read strictly, as a model."""
 
     model: Any
+    is_large = False
 
     async def json(self) -> Any:
         """The checked value of the body.
@@ -36,9 +37,15 @@ class JsonRequest(Request):
         try:
             if len(body) <= MAX_INLINE_BYTES:
                 return parse_model(self.model, body)
+            self.is_large = True
             return await READERS.run(parse_model, self.model, body)
         except RequestValidationError as error:
             raise _InvalidBody(error) from None
+
+
+def is_large_body(request: Request) -> bool:
+    """Whether a request came by a ``JsonRoute`` with a body over ``MAX_INLINE_BYTES``."""
+    return isinstance(request, JsonRequest) and request.is_large
 
 
 class _InvalidBody(HTTPException):

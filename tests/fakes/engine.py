@@ -29,8 +29,16 @@ class ByteTokenizer:
     has_chat_template = True
     is_byte_level = True
 
-    def encode(self, text: str, /) -> list[int]:
+    def __init__(self) -> None:
+        self.encoded: list[tuple[str, int]] = []
+        """Texts, and the threads that encoded them."""
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
+        self.encoded.append((text, threading.get_ident()))
         return list(text.encode())
+
+    def least_tokens(self, text: str, /) -> int:
+        return len(text.encode())
 
     def decode(self, token_ids: list[int], /) -> str:
         return bytes(token_ids).decode(errors="replace")
@@ -41,10 +49,10 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int, /) -> bytes:
         return bytes([token_id])
 
-    def apply_chat_template(self, messages: list[dict[str, str]], /) -> list[int]:
+    def render_chat(self, messages: list[dict[str, str]], /) -> str:
         if messages[0]["content"] == "refuse me":
             raise UserError("the chat template refuses this conversation")
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
 
 class FakeEngine:
@@ -191,6 +199,20 @@ class RunningServer:
     def start(self) -> None:
         self._thread.start()
         assert self._is_ready.wait(10)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    @property
+    def thread_id(self) -> int | None:
+        """The thread of the event loop."""
+        return self._thread.ident
+
+    @property
+    def num_requests(self) -> int:
+        """HTTP requests that run."""
+        return len(self._server.server_state.tasks)
 
     def stop(self) -> None:
         assert self._loop is not None

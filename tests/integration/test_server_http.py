@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 
 from floodplain.server.app import MAX_BODY_BYTES
 from floodplain.server.auth import KeyRing
-from tests.fakes.engine import FakeEngine, RunningServer, serving
+from tests.fakes.engine import ByteTokenizer, FakeEngine, RunningServer, serving
+from tests.support.waiting import wait_until
 
 BODY = {"model": "fake", "prompt": "abc", "max_tokens": 1000}
 JSON = {"Content-Type": "application/json"}
@@ -163,10 +165,62 @@ def test_an_undeclared_body_that_is_too_large_is_not_read_to_its_end(server: Run
     assert error_of(response)["code"] == "body_too_large"
 
 
-def test_a_prompt_long_enough_for_a_thread_is_tokenised_too(server: RunningServer) -> None:
-    response = httpx.post(f"{server.url}/v1/completions", json={"model": "fake", "prompt": "ab" * 2500})
+TEXTS = {"short": "ab", "long": "ab" * 40_000, "too long": "ab" * 5000}
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_texts_are_encoded_off_the_event_loop_and_only_if_they_may_fit(kind: str, is_chat: bool) -> None:
+    engine = FakeEngine()
+    engine.max_model_len = 9000 if kind == "too long" else 100_000
+    prompt = {"messages": [{"role": "user", "content": TEXTS[kind]}]} if is_chat else {"prompt": TEXTS[kind]}
+    path = "chat/completions" if is_chat else "completions"
+    with serving(engine) as running:
+        response = httpx.post(f"{running.url}/v1/{path}", json={"model": "fake", "max_tokens": 1, **prompt})
+        if kind == "too long":
+            assert error_of(response)["code"] == "context_length_exceeded"
+            assert "9000 tokens of max_model_len" in error_of(response)["message"]
+            assert engine.tokenizer.encoded == []
+        else:
+            assert response.json()["usage"]["prompt_tokens"] >= len(TEXTS[kind])
+            assert {thread for _, thread in engine.tokenizer.encoded}.isdisjoint({running.thread_id, None})
+
+
+def test_too_many_token_ids_are_refused_before_the_engine_sees_them(server: RunningServer) -> None:
+    body = {"model": "fake", "prompt": [[1], [1] * FakeEngine.max_model_len]}
+    num_before = server.engine.submitted.qsize()
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
     assert error_of(response)["code"] == "context_length_exceeded"
-    assert "5000 + 16 tokens" in error_of(response)["message"]
+    assert server.engine.submitted.qsize() == num_before
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Encodes a text that begins with ``slow`` when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
+        tokens = super().encode(text)
+        assert not text.startswith("slow") or self.go.wait(10)
+        return tokens
+
+
+def test_texts_of_a_client_that_hung_up_are_left_alone() -> None:
+    engine, tokenizer = FakeEngine(), SlowTokenizer()
+    engine.tokenizer = tokenizer
+    body = json.dumps({"model": "fake", "prompt": ["slow", "second"]}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with serving(engine) as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
+            sock.sendall(head % len(body) + body)
+            wait_until(lambda: tokenizer.encoded)
+        wait_until(lambda: running.num_requests == 0)
+        tokenizer.go.set()
+        body = json.dumps({"model": "fake", "prompt": "third"}).encode()
+        assert httpx.post(f"{running.url}/v1/completions", content=body, headers=JSON).status_code == 200
+    assert [text for text, _ in tokenizer.encoded] == ["slow", "third"]
 
 
 def test_keys_are_needed_for_v1_only_and_name_the_client(tmp_path: Path) -> None:

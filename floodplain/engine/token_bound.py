@@ -1,0 +1,81 @@
+"""How few tokens a text can have, by the longest token of the vocabulary, without tokenising it."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+_KEEPING_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
+_BYTES = range(256)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBound:
+    """A bound from a tokenizer whose tokens together stand for every byte of a text but those that it drops.
+
+    Attributes:
+        longest_token_bytes: No token stands for more bytes of a text.
+        dropped: Bytes that no token stands for: the tokenizer leaves them out.
+        composes: Whether the tokenizer brings texts to Unicode's composed form (NFC) first.
+    """
+
+    longest_token_bytes: int
+    dropped: bytes = b""
+    composes: bool = False
+
+    @classmethod
+    def of(cls, tokenizer_json: str, letters: Mapping[str, int]) -> Self | None:
+        """The bound of a ``tokenizer.json``; None if a part of it may drop or join what it should keep.
+
+        Args:
+            tokenizer_json: The content of the file.
+            letters: The byte that each letter of byte-level tokens stands for.
+        """
+        settings = json.loads(tokenizer_json)
+        model, added = settings["model"], settings["added_tokens"]
+        normalizers, splitters = _flat(settings["normalizer"]), _flat(settings["pre_tokenizer"])
+        if settings.get("truncation") or model["type"] != "BPE" or any(one["lstrip"] or one["rstrip"] for one in added):
+            return None
+        if not all(map(_keeps, normalizers)) or not all(map(_keeps, splitters)):
+            return None
+        vocabulary: Collection[str] = model["vocab"]
+        if any(part["type"] == "ByteLevel" for part in splitters):
+            sizes = [len(token) for token in vocabulary]  # a letter is a byte
+            dropped = bytes(byte for letter, byte in letters.items() if letter not in vocabulary)
+        elif model["byte_fallback"] and all(f"<0x{byte:02X}>" in vocabulary for byte in _BYTES):
+            sizes, dropped = [len(token.encode()) for token in vocabulary], b""
+        else:
+            return None
+        longest = max(sizes + [len(one["content"].encode()) for one in added])
+        return cls(longest, dropped, any(part["type"] == "NFC" for part in normalizers))
+
+    def least_tokens(self, text: str) -> int:
+        """Fewest tokens that ``text`` can have."""
+        if self.composes and not unicodedata.is_normalized("NFC", text):
+            return 0
+        return -(-len(text.encode().translate(None, self.dropped)) // self.longest_token_bytes)
+
+
+def _flat(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [one for inner in part.get("normalizers") or part.get("pretokenizers") or () for one in _flat(inner)]
+
+
+def _keeps(part: Mapping[str, Any]) -> bool:
+    """Whether a normalizer or pre-tokenizer drops nothing, and makes no text shorter unless it is NFC."""
+    match part["type"]:
+        case "NFC" | "Prepend" | "ByteLevel" | "Digits" | "Metaspace":
+            return True
+        case "Split":
+            return part["behavior"] in _KEEPING_SPLITS
+        case "Replace":
+            found = part["pattern"].get("String")
+            return found is not None and len(part["content"].encode()) >= len(found.encode())
+        case _:
+            return False

@@ -1,0 +1,81 @@
+"""From the prompts of a body to tokens: in threads, and not at all if they cannot fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from floodplain.core.errors import RequestRefused, UserError
+from floodplain.server.protocol import ServingTokenizer
+from floodplain.server.requests import ChatRequest
+from floodplain.web.workers import Workers
+
+LONG_TEXTS = Workers(1, "long-texts")
+"""Tokenises large bodies, which may take seconds, one after the other."""
+
+SHORT_TEXTS = Workers(1, "short-texts")
+"""Tokenises all others, so that they do not wait for large ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as tokens, and the fields anywhere in its body that were not looked at."""
+
+    prompt: list[int]
+    ignored_fields: frozenset[str]
+
+
+class PromptReader:
+    """Reads the prompts of one body. Cancelled, it leaves texts alone that it has not begun.
+
+    Args:
+        tokenizer: The model's; it encodes in a worker's thread.
+        max_model_len: A prompt of so many tokens leaves no room for its output.
+        is_long: Whether the body is large.
+    """
+
+    def __init__(self, tokenizer: ServingTokenizer, max_model_len: int, *, is_long: bool) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._workers = LONG_TEXTS if is_long else SHORT_TEXTS
+
+    async def read_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+        """The tokens of texts, or of lists of tokens.
+
+        Raises:
+            RequestRefused: One has too many tokens; a text is then not tokenised if its length says so.
+            UserError: A text has none.
+        """
+        return [await self._read(prompt) for prompt in prompts]
+
+    async def read_chat(self, body: ChatRequest) -> ChatPrompt:
+        """The tokens of a conversation, by the model's template.
+
+        Raises:
+            RequestRefused: As ``read_prompts``.
+            UserError: The template refuses it.
+        """
+        return await self._workers.run(self._encode_chat, body)
+
+    async def _read(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._workers.run(self._encode, prompt)
+        self._check_fits(len(prompt), f"{len(prompt)} prompt tokens")
+        return prompt
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        least = self._tokenizer.least_tokens(text)
+        self._check_fits(least, f"a prompt of {len(text)} characters, at least {least} tokens,")
+        tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not tokens:
+            raise UserError("prompt must hold at least one token")
+        return tokens
+
+    def _encode_chat(self, body: ChatRequest) -> ChatPrompt:
+        text = self._tokenizer.render_chat([message.templated() for message in body.messages])
+        return ChatPrompt(self._encode(text, add_special_tokens=False), body.ignored_fields)
+
+    def _check_fits(self, num_tokens: int, what: str) -> None:
+        if num_tokens >= self._max_model_len:
+            limit = f"the {self._max_model_len} tokens of max_model_len"
+            raise RequestRefused(f"{what} and the output are more than {limit}: send a shorter prompt")
