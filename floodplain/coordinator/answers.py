@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from floodplain.core.leases.states import LeaseState, Outcome
 
@@ -23,6 +23,7 @@ class MemberRow(_Answer):
     offered_bytes: int
     last_request: int
     is_gone: bool
+    is_lender: bool
 
 
 class LeaseRow(_Answer):
@@ -49,6 +50,9 @@ class ReplyBody(_Answer):
     leases: list[LeaseRow]
     due_in_s: dict[str, float]
     detail: str
+    leases_of: int | None = Field(
+        None, description="The leases are those of this earlier reply to the batch; absent if they are here."
+    )
 
 
 class ReplyBatch(_Answer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
@@ -23,7 +23,8 @@ from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.origin import LOOPBACK_ONLY, OriginGate, OwnNames
 from floodplain.coordinator.requests import MessageBatch, Name
 from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing, first_refused
-from floodplain.coordinator.wire import encode_reply
+from floodplain.coordinator.wire import encode_replies, encode_reply
+from floodplain.core.leases.rows import Reply
 from floodplain.core.leases.states import Outcome
 from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
@@ -31,6 +32,8 @@ from floodplain.web.strict_json import JsonRoute
 
 MAX_BODY_BYTES = 2**18
 """A thousand messages; a host's members say less. A megabyte would be parsed for a tenth of a second."""
+FEW_LEASES = 64
+"""An answer that lists more is not written on the event loop."""
 
 ERRORS = describe_errors(
     {
@@ -38,7 +41,7 @@ ERRORS = describe_errors(
         401: "No token, or a wrong one.",
         403: "The token's role does not allow it; or `Host` or `Origin` is not this service's.",
         404: "No such path.",
-        413: "The body is too large.",
+        413: "The body, or the answer to it, is too large.",
         415: "The body is not declared as `application/json`.",
         429: "Too many messages wait.",
         503: "This coordinator does not lead, is stopping, or has no store: ask again, or ask another one.",
@@ -80,8 +83,16 @@ class LeaseRoutes:
         if refused is not None:
             kind = type(refused).__name__.lower()
             raise ApiError(403, f"this token may not say {kind} for {refused.name}", code="forbidden")
-        replies = await self._desk.ask(jobs.handle(messages, self.answered))
-        return _json({"ttl_s": self._desk.service.ttl_s, "replies": [encode_reply(reply) for reply in replies]})
+        replies = await self._desk.ask(jobs.handle(messages, self.answered, caller))
+        if isinstance(replies, jobs.TooManyLeases):
+            told = f"the answer would list {replies.num_leases} leases: speak for fewer members in one batch"
+            raise ApiError(413, told, code="answer_too_large")
+        if sum(len(reply.leases) for reply in replies) <= FEW_LEASES:
+            return self._encode(replies)
+        return await run_in_threadpool(self._encode, replies)
+
+    def _encode(self, replies: Sequence[Reply]) -> Response:
+        return _json({"ttl_s": self._desk.service.ttl_s, "replies": encode_replies(replies)})
 
     async def list_leases(self, request: Request) -> Response:
         """Who lends what to whom."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from floodplain.coordinator.service import Job, LeaseService
 from floodplain.coordinator.wire import encode_lease, encode_member
-from floodplain.core.leases.book import LeaseBook
+from floodplain.core.leases.book import ANYBODY, LeaseBook, Speaker
 from floodplain.core.leases.messages import Message
 from floodplain.core.leases.rows import Member, Reply
 from floodplain.core.leases.states import ENDED, Lease, LeaseId, LeaseState, Outcome
@@ -39,16 +39,35 @@ class BookView:
         return self.granted_unix_s.get(lease.lease_id, self.taken_unix_s)
 
 
-def handle(messages: Sequence[Message], answered: Counter[tuple[str, Outcome]]) -> Job:
-    """Have messages handled in their order; the answer is their replies.
+MAX_TOLD_LEASES = 16_384
+"""That an answer lists: about 5 MB. A member that lends and borrows all that it may has a third of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class TooManyLeases:
+    """What a batch is answered whose answer would list too many leases; nothing of it is done.
+
+    Attributes:
+        num_leases: As many.
+    """
+
+    num_leases: int
+
+
+def handle(messages: Sequence[Message], answered: Counter[tuple[str, Outcome]], speaker: Speaker = ANYBODY) -> Job:
+    """Have messages handled in their order; the answer is their replies, or ``TooManyLeases``.
 
     Args:
         messages: What members say.
         answered: Counts what became of each, by its kind.
+        speaker: Who sends them.
     """
 
-    def job(book: LeaseBook, now: float) -> list[Reply]:
-        replies = [book.handle(message, now) for message in messages]
+    def job(book: LeaseBook, now: float) -> list[Reply] | TooManyLeases:
+        num_told = book.count_told(messages)
+        if num_told > MAX_TOLD_LEASES:
+            return TooManyLeases(num_told)
+        replies = book.handle_all(messages, now, speaker)
         answered.update((type(m).__name__.lower(), r.outcome) for m, r in zip(messages, replies, strict=True))
         return replies
 

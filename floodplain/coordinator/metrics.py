@@ -39,6 +39,7 @@ class CoordinatorMetrics(Collector):
         }
         yield _counter("messages", "Messages of members.", messages, "kind", "outcome")
         yield _counter("members_lost", "Members taken for dead.", {(): totals.num_taken_for_dead})
+        yield _counter("members_forgotten", "Members that ended long ago.", {(): totals.num_forgotten})
         yield _counter("overdue_recalls", "Recalls whose deadline passed.", {(): totals.num_overdue})
         yield _counter("transactions", "Commits of changes.", {(): totals.num_transactions})
         yield _counter("transaction_seconds", "Time that commits took.", {(): totals.commit_s})

@@ -14,7 +14,7 @@ from floodplain.coordinator.clock import lease_clock
 from floodplain.coordinator.desk import Desk
 from floodplain.coordinator.origin import LOOPBACK_ONLY, OwnNames
 from floodplain.coordinator.service import LeaseService
-from floodplain.coordinator.settings import CoordinatorConfig, default_store
+from floodplain.coordinator.settings import CoordinatorConfig, default_store, limits_of
 from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing, check_exposure
 from floodplain.web.gate import DrainSwitch
@@ -82,7 +82,7 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
         url = config.url or url_of(sock)
         settings = asdict(config) | {"store": store.shown_url, "url": url}
         logger.info("coordinator config %s", json.dumps(settings, default=str))
-        service = LeaseService(store, url, config.ttl, lease_clock)
+        service = LeaseService(store, url, config.ttl, lease_clock, limits=limits_of(config))
         _leave_out_of_collections()
         names = OwnNames.of(config.host, config.url)
         server = CoordinatorServer(Desk(service), tokens, lambda: on_ready(url, store.shown_url), limits, names)

@@ -16,6 +16,7 @@ from typing import Any
 from floodplain.coordinator.leadership import Tenure, Watch
 from floodplain.coordinator.store import Store, StoredRows, StoreError
 from floodplain.core.leases.book import LeaseBook
+from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.core.leases.states import LeaseId
 from floodplain.core.leases.table import Changes
 
@@ -49,6 +50,7 @@ class ServiceTotals:
         num_takeovers: Times that this coordinator began to lead.
         num_taken_for_dead: Lives that ended by silence.
         num_overdue: Recalls whose deadline passed.
+        num_forgotten: Members that ended long ago, and whose rows went.
     """
 
     num_transactions: int = 0
@@ -57,6 +59,7 @@ class ServiceTotals:
     num_takeovers: int = 0
     num_taken_for_dead: int = 0
     num_overdue: int = 0
+    num_forgotten: int = 0
 
 
 class LeaseService:
@@ -68,6 +71,7 @@ class LeaseService:
         ttl_s: Seconds of silence after which a member is taken for dead.
         clock: Of lives and deadlines; see ``lease_clock``.
         may_borrow_from: See ``LeaseBook``.
+        limits: See ``LeaseBook``.
 
     Attributes:
         ttl_s: As given.
@@ -82,9 +86,10 @@ class LeaseService:
         ttl_s: float,
         clock: Callable[[], float],
         may_borrow_from: Mapping[str, Sequence[str]] | None = None,
+        limits: LeaseLimits = DEFAULT_LIMITS,
     ) -> None:
         self._store, self._url, self.ttl_s, self._clock = store, url, ttl_s, clock
-        self._may_borrow_from = may_borrow_from
+        self._may_borrow_from, self._limits = may_borrow_from, limits
         self._instance = secrets.token_hex(8)
         self._watch = Watch(self._instance)
         self._tenure: Tenure | None = None
@@ -155,7 +160,7 @@ class LeaseService:
         """Write what has changed; whether it is written, and this coordinator leads."""
         assert self._book is not None and self._tenure is not None
         changes, began_s = self._book.take_changes(), self._clock()
-        if changes.members or changes.leases or self._tenure.must_beat(began_s):
+        if not changes.is_empty or self._tenure.must_beat(began_s):
             promised_s, unix_s = self._grace_s if began_s <= self._grace_ends_s else self.ttl_s, time.time()
             try:
                 leads = self._store.write(self._tenure.epoch, changes, unix_s, promised_s)
@@ -175,7 +180,8 @@ class LeaseService:
     def _note_write(self, changes: Changes, began_s: float, unix_s: float) -> None:
         assert self._tenure is not None
         self._tenure.note_write(began_s)
-        if changes.members or changes.leases:
+        if not changes.is_empty:
+            self.totals.num_forgotten += len(changes.forgotten)
             self.totals.num_transactions += 1
             self.totals.commit_s += self._clock() - began_s
         for lease in changes.leases:
@@ -231,7 +237,13 @@ class LeaseService:
         self._grace_s = max(old_ttl_s, self.ttl_s)
         self._grace_ends_s = self._clock() + self._grace_s
         self._book = LeaseBook(
-            self.ttl_s, self._grace_ends_s - self.ttl_s, rows.members, rows.leases, self._may_borrow_from
+            self.ttl_s,
+            self._grace_ends_s - self.ttl_s,
+            rows.members,
+            rows.leases,
+            self._may_borrow_from,
+            self._limits,
+            rows.floor,
         )
         self.granted_unix_s = dict(rows.granted_unix_s)
         self.totals.num_takeovers += 1

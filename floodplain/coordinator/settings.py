@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.core.leases.limits import (
+    FORGET_AFTER_S,
+    LEAST_LEASE_BYTES,
+    MAX_BORROWED_BYTES,
+    MAX_LEASES,
+    MAX_LEASES_ON_DEVICE,
+    LeaseLimits,
+)
 from floodplain.files.home import user_folder
 from floodplain.web.limits import MAX_CONNECTIONS_HELP, check_max_connections
 
@@ -41,6 +49,17 @@ class CoordinatorConfig:
     ttl: float = field(
         default=10.0, metadata={"help": "seconds of silence after which a member is taken for dead", "metavar": "S"}
     )
+    least_lease: int = field(
+        default=LEAST_LEASE_BYTES, metadata={"help": "a smaller lease is refused", "size": True, "metavar": "SIZE"}
+    )
+    max_leases: int = field(default=MAX_LEASES, metadata={"help": "most leases of one consumer", "metavar": "N"})
+    max_borrowed: int = field(
+        default=MAX_BORROWED_BYTES, metadata={"help": "most memory of one consumer", "size": True, "metavar": "SIZE"}
+    )
+    forget_after: float = field(
+        default=FORGET_AFTER_S,
+        metadata={"help": "seconds after which a member that ended and has no leases is forgotten", "metavar": "S"},
+    )
     max_connections: int | None = field(default=None, metadata={"help": MAX_CONNECTIONS_HELP, "metavar": "N"})
 
     def __post_init__(self) -> None:
@@ -50,7 +69,23 @@ class CoordinatorConfig:
             raise UserError(f"--url must be like http://HOST:PORT, not {self.url!r}")
         if not 1 <= self.ttl <= 3600:
             raise UserError(f"--ttl must be between 1 and 3600 seconds, not {self.ttl}")
+        if not 1 <= self.max_leases <= 2 * MAX_LEASES_ON_DEVICE:
+            raise UserError(f"--max-leases must be between 1 and {2 * MAX_LEASES_ON_DEVICE}, not {self.max_leases}")
+        if self.max_borrowed < self.least_lease:
+            raise UserError(f"--max-borrowed must be at least --least-lease, not {self.max_borrowed} bytes")
+        if not 1 <= self.forget_after <= 10 * 365 * 86400:
+            raise UserError(f"--forget-after must be between 1 and 315360000 seconds, not {self.forget_after}")
         check_max_connections(self.max_connections)
+
+
+def limits_of(config: CoordinatorConfig) -> LeaseLimits:
+    """What the flags say of leases and members."""
+    return LeaseLimits(
+        least_lease_bytes=config.least_lease,
+        max_leases=config.max_leases,
+        max_borrowed_bytes=config.max_borrowed,
+        forget_after_s=config.forget_after,
+    )
 
 
 def default_store() -> str:

@@ -54,11 +54,13 @@ class StoredRows:
         members: All.
         leases: Those that have not ended.
         granted_unix_s: When each was granted; to be shown, nothing rests on it.
+        floor: See ``core.leases.table.LeaseTable``.
     """
 
     members: Sequence[Member]
     leases: Sequence[Lease]
     granted_unix_s: Mapping[LeaseId, float]
+    floor: int = 0
 
 
 class Store:
@@ -76,6 +78,7 @@ class Store:
         self._beat = Statement(_BEAT, dialect)
         self._put_member = Statement(_upsert(insert(MEMBERS), MEMBERS, "name"), dialect)
         self._put_lease = Statement(_upsert(insert(LEASES), LEASES, "lease_id", kept="granted_unix_s"), dialect)
+        self._drop_member = Statement(MEMBERS.delete().where(MEMBERS.c.name == sql.bindparam("gone")), dialect)
         self._drop_lease = Statement(LEASES.delete().where(LEASES.c.lease_id == sql.bindparam("ended_id")), dialect)
 
     @classmethod
@@ -130,8 +133,11 @@ class Store:
                 return None
             members = [Member(**row) for row in connection.execute(sql.select(MEMBERS)).mappings()]
             leases = [dict(row) for row in connection.execute(sql.select(LEASES)).mappings()]
+            floor = connection.execute(sql.select(BOOK.c.floor)).scalar_one()
         granted = {LeaseId(row["lease_id"]): row.pop("granted_unix_s") for row in leases}
-        return StoredRows(members, [Lease(**{**row, "state": LeaseState(row["state"])}) for row in leases], granted)
+        return StoredRows(
+            members, [Lease(**{**row, "state": LeaseState(row["state"])}) for row in leases], granted, floor
+        )
 
     def write(self, epoch: int, changes: Changes, unix_s: float, ttl_s: float) -> bool:
         """Write all of the changes and beat, in one transaction; whether the leader of ``epoch`` still leads.
@@ -149,8 +155,10 @@ class Store:
         leases = [_lease_row(lease, unix_s) for lease in changes.leases if not lease.has_ended]
         members = [_member_row(member) for member in changes.members]
         with self._engine.begin() as connection:
-            if self._beat.run(connection, {"own_epoch": epoch, "new_ttl_s": ttl_s}) != 1:
+            beat = {"own_epoch": epoch, "new_ttl_s": ttl_s, "new_floor": changes.floor}
+            if self._beat.run(connection, beat) != 1:
                 return False
+            self._drop_member.run_many(connection, [{"gone": name} for name in changes.forgotten])
             self._put_member.run_many(connection, members)
             self._put_lease.run_many(connection, leases)
             self._drop_lease.run_many(connection, ended)
@@ -186,7 +194,9 @@ class Store:
 _BEAT = (
     BOOK.update()
     .where(BOOK.c.epoch == sql.bindparam("own_epoch"))
-    .values(beat=BOOK.c.beat + sql.literal_column("1"), ttl_s=sql.bindparam("new_ttl_s"))
+    .values(
+        beat=BOOK.c.beat + sql.literal_column("1"), ttl_s=sql.bindparam("new_ttl_s"), floor=sql.bindparam("new_floor")
+    )
 )
 _LOCK_ID = 0x666C6F6F64
 _END_STOPPED = sql.text(
@@ -198,7 +208,16 @@ _END_STOPPED = sql.text(
 ready for the next query: it does not count for one that stopped between the first row of many, which are sent as a
 pipeline, and the last.
 """
-_FIRST_BOOK = {"id": 1, "schema": SCHEMA, "epoch": 0, "beat": 0, "leader": "", "leader_url": "", "ttl_s": 0.0}
+_FIRST_BOOK = {
+    "id": 1,
+    "schema": SCHEMA,
+    "epoch": 0,
+    "beat": 0,
+    "leader": "",
+    "leader_url": "",
+    "ttl_s": 0.0,
+    "floor": 0,
+}
 _MEMBER_FIELDS = [field.name for field in fields(Member)]
 _LEASE_FIELDS = [field.name for field in fields(Lease)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, MetaData, String, Table
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised by whoever changes a table: a coordinator refuses a store of another schema."""
 
 METADATA = MetaData()
@@ -19,6 +19,7 @@ BOOK = Table(
     Column("leader", String, nullable=False),
     Column("leader_url", String, nullable=False),
     Column("ttl_s", Float, nullable=False),
+    Column("floor", BigInteger, nullable=False),
 )
 """One row. Every transaction of a leader begins by raising its beat, where its epoch is still the leader's own."""
 
@@ -32,6 +33,7 @@ MEMBERS = Table(
     Column("offered_bytes", BigInteger, nullable=False),
     Column("last_request", BigInteger, nullable=False),
     Column("is_gone", Boolean, nullable=False),
+    Column("is_lender", Boolean, nullable=False),
 )
 
 LEASES = Table(

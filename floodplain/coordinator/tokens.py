@@ -39,9 +39,11 @@ class Caller:
     Attributes:
         grants: (role, pattern) of each line that its token stands in: the pattern is the name of a member, or covers
             many (``gpu-*``); an admin speaks for all, whatever its name.
+        lenders: Names that lines of other tokens give to producers: no pattern for consumers covers them.
     """
 
     grants: tuple[tuple[Role, str], ...]
+    lenders: frozenset[str] = frozenset()
 
     @property
     def is_admin(self) -> bool:
@@ -51,9 +53,21 @@ class Caller:
     def may_say(self, message: Message) -> bool:
         """Whether one of its roles says such messages, for the member that this one is from."""
         return any(
-            type(message) in MAY_SAY[role] and (role is Role.ADMIN or fnmatch.fnmatchcase(message.name, pattern))
+            type(message) in MAY_SAY[role] and self._covers(role, pattern, message.name)
             for role, pattern in self.grants
         )
+
+    def may_lend(self, name: str, /) -> bool:
+        """Whether it may put up bytes of that member's device, and so speak for its life if it lends."""
+        return self.is_admin or self.is_producer(name)
+
+    def is_producer(self, name: str, /) -> bool:
+        """Whether a producer's line covers that member."""
+        return any(role is Role.PRODUCER and self._covers(role, pattern, name) for role, pattern in self.grants)
+
+    def _covers(self, role: Role, pattern: str, name: str) -> bool:
+        is_kept = role is Role.CONSUMER and pattern != name and name in self.lenders
+        return role is Role.ADMIN or (fnmatch.fnmatchcase(name, pattern) and not is_kept)
 
 
 ANYBODY = Caller(((Role.ADMIN, "*"),))
@@ -85,7 +99,9 @@ class TokenRing:
             grants.setdefault(token, []).append((role, name))
         if not grants:
             raise UserError(f"the token file {path} holds no token: write one a line, TOKEN or ROLE NAME TOKEN")
-        return cls({token: Caller(tuple(some)) for token, some in grants.items()})
+        lenders = {token: {name for role, name in some if role is Role.PRODUCER} for token, some in grants.items()}
+        everyones = frozenset[str]().union(*lenders.values())
+        return cls({token: Caller(tuple(some), everyones - lenders[token]) for token, some in grants.items()})
 
     def client_of(self, authorization: bytes, /) -> Caller | None:
         """Whose token an ``Authorization`` header carries; None if nobody's.

@@ -8,7 +8,7 @@ Fields that are unknown here are left out: the coordinator may be newer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from floodplain.coordinator.fields import IDENTITY, MAX_SECONDS, NAME, REASON, Fields, WireError
@@ -69,6 +69,22 @@ def encode_reply(reply: Reply) -> dict[str, Any]:
     }
 
 
+def encode_replies(replies: Sequence[Reply]) -> list[dict[str, Any]]:
+    """Answers to a batch. Leases that several share (``LeaseBook.handle_all``) are written in the first of them.
+
+    The others have ``leases_of``, its place.
+    """
+    first: dict[int, int] = {}
+    encoded = []
+    for place, reply in enumerate(replies):
+        shared = first.setdefault(id(reply.leases), place)
+        if not reply.leases or shared == place:
+            encoded.append(encode_reply(reply))
+        else:
+            encoded.append({**encode_reply(replace(reply, leases=(), due_in_s={})), "leases_of": shared})
+    return encoded
+
+
 def decode_answer(value: object, names: Sequence[str]) -> Answer:
     """The answer to a batch of messages.
 
@@ -80,12 +96,20 @@ def decode_answer(value: object, names: Sequence[str]) -> Answer:
         WireError: It is no such answer.
     """
     answer = Fields(value, "the answer")
-    replies = tuple(decode_reply(one) for one in answer.items("replies"))
+    replies: list[Reply] = []
+    for one in answer.items("replies"):
+        reply = decode_reply(one)
+        shared = one.get("leases_of")
+        if shared is not None:
+            if type(shared) is not int or not 0 <= shared < len(replies):
+                raise WireError("leases_of of a reply is not the place of an earlier one")
+            reply = replace(reply, leases=replies[shared].leases, due_in_s=replies[shared].due_in_s)
+        replies.append(reply)
     if len(replies) != len(names):
         raise WireError(f"{len(replies)} answers came to {len(names)} messages")
     for name, reply in zip(names, replies, strict=True):
         _check_is_for(name, reply)
-    return Answer(answer.seconds("ttl_s", LEAST_TTL_S, MOST_TTL_S), replies)
+    return Answer(answer.seconds("ttl_s", LEAST_TTL_S, MOST_TTL_S), tuple(replies))
 
 
 def decode_reply(value: object) -> Reply:
@@ -119,6 +143,7 @@ def decode_member(value: object) -> Member:
         offered_bytes=row.count("offered_bytes"),
         last_request=row.count("last_request"),
         is_gone=row.flag("is_gone"),
+        is_lender=row.flag("is_lender"),
     )
 
 

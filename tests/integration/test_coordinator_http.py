@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import Response
 
-from floodplain.coordinator import clerk, message_route
+from floodplain.coordinator import clerk, jobs, message_route
 from floodplain.coordinator.app import MAX_BODY_BYTES
 from floodplain.coordinator.requests import MAX_FIELDS
 from floodplain.coordinator.tokens import TokenRing
@@ -170,6 +170,48 @@ def test_a_token_lets_in_what_its_role_may_say_for_its_names_and_a_batch_only_as
         other = {"Authorization": f"Bearer {token}"}
         assert httpx.get(f"{guarded.url}/v1/leases", headers=other).status_code == 403
         assert httpx.delete(f"{guarded.url}/v1/members/bob", headers=other).status_code == 403
+
+
+def test_a_body_is_answered_with_each_lease_once_however_often_it_asks(store: HookedStore) -> None:
+    offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 10**6}
+    beat = {"kind": "heartbeat", "name": "bob", "generation": 1}
+    asks = [
+        {"kind": "request", "name": "bob", "generation": 1, "number": number, "shards": [{"num_bytes": 1}] * 64}
+        for number in range(1, 17)
+    ]
+    with coordinating(store) as running:
+        assert say(running, join("ann"), join("bob"), offer, *asks).status_code == 200
+        again = {**asks[0], "shards": [{"num_bytes": 1}]}
+        once, often = (say(running, *([beat, again] * times)) for times in (1, 500))
+    assert [len(reply["leases"]) for reply in once.json()["replies"]] == [1024, 64]
+    assert {reply["leases_of"] for reply in often.json()["replies"][2:]} == {0, 1}
+    assert len(often.content) < len(once.content) + 1000 * 300
+
+
+def test_an_answer_of_too_many_leases_is_refused_and_nothing_done(
+    store: HookedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 1}] * 3}
+    offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 8}
+    monkeypatch.setattr(jobs, "MAX_TOLD_LEASES", 5)
+    with coordinating(store) as running:
+        assert say(running, join("ann"), join("bob"), offer, request).status_code == 200
+        refused = say(running, join("eve"), join("ann"), join("bob"))
+        assert (refused.status_code, error_of(refused)["code"]) == (413, "answer_too_large")
+        assert say(running, join("ann")).status_code == say(running, join("bob")).status_code == 200
+        members = httpx.get(f"{running.url}/v1/leases").json()["members"]
+    assert [member["name"] for member in members] == ["ann", "bob"]
+
+
+def test_a_consumers_token_cannot_end_a_lender_that_its_pattern_covers(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("producer gpu-* lends\nconsumer * borrows\n")
+    (tmp_path / "tokens").chmod(0o600)
+    leave = {"kind": "leave", "name": "gpu-0", "generation": 1}
+    with coordinating(open_store(tmp_path), tokens=TokenRing.from_file(tmp_path / "tokens")) as running:
+        assert say(running, join("gpu-0"), token="lends").json()["replies"][0]["member"]["is_lender"]
+        (refused,) = say(running, leave, token="borrows").json()["replies"]
+        assert (refused["outcome"], refused["member"]) == ("conflict", None)
+        assert say(running, leave, token="lends").json()["replies"][0]["outcome"] == "applied"
 
 
 @pytest.mark.parametrize(

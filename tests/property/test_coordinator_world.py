@@ -76,7 +76,7 @@ class ServedWorld(LeaseWorld):
     def _begin(self, one: Coordinator) -> None:
         store = WatchedStore.open(f"sqlite:///{self.folder / 'leases.db'}")
         store.world = self
-        one.service = LeaseService(store, f"http://{id(one)}", TTL_S, lambda: self.time.now)
+        one.service = LeaseService(store, f"http://{id(one)}", TTL_S, lambda: self.time.now, limits=self.limits)
 
     def _end(self, one: Coordinator) -> None:
         if one.service is not None:

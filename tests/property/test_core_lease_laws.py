@@ -17,10 +17,11 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.leases import borrowing, lending, roster, states
 from floodplain.core.leases.borrower import Borrower
 from floodplain.core.leases.lender import Lender
+from floodplain.core.leases.limits import LeaseLimits
 from floodplain.core.leases.member import MemberSide
 from floodplain.core.leases.messages import Heartbeat, Join, Message, Observe, Report, Request
 from floodplain.core.leases.roster import Roster
-from floodplain.core.leases.rows import Reply
+from floodplain.core.leases.rows import Member, Reply
 from floodplain.core.leases.states import TRANSITIONS, Lease, LeaseEvent, LeaseId, LeaseState, Outcome
 from floodplain.core.leases.table import LeaseTable
 from tests.support import lease_world
@@ -50,6 +51,7 @@ ALL = Faults(
     crashes_per_s=0.01,
 )
 LATE = Faults(lost=0.1, doubled=0.3, max_delay_s=40.0, stops_per_s=0.03)
+LATE_KILLS = Faults(lost=0.1, doubled=0.3, max_delay_s=40.0, kills_per_s=0.05)
 STOPS = Faults(doubled=0.3, max_delay_s=7.0, stops_per_s=0.08)
 CUTS = Faults(doubled=0.5, max_delay_s=15.0, cuts_per_s=0.05)
 LOSSES = Faults(lost=0.1, max_delay_s=10.0, cuts_per_s=0.02, losses_per_s=0.05)
@@ -82,9 +84,9 @@ def test_everything_happens_in_that_world() -> None:
         for name in ("Offer", "Recall", "Observe", "Request", "Report", "Heartbeat")
         for outcome in ("applied", "stale")
     }
-    answers |= {"Join applied", "Join deferred", "Request deferred"}
+    answers |= {"Join applied", "Join deferred", "Request deferred", "Request conflict"}
     assert answers <= set(seen), f"never seen: {answers - set(seen)}"
-    faults = {"killed", "stopped", "cut off", "replaced", "lost", "crashed", "crashed before a commit"}
+    faults = {"killed", "forgotten", "stopped", "cut off", "replaced", "lost", "crashed", "crashed before a commit"}
     assert faults | {"taken for dead", "overdue"} <= set(seen)
 
 
@@ -117,20 +119,20 @@ def _an_allocation_leaves_the_producers_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_new_process_replaces_one_that_may_live(patch: pytest.MonkeyPatch) -> None:
-    def join(roster: Roster, message: Join, now: float) -> Reply:
+    def join(roster: Roster, message: Join, now: float, *, is_lender: bool) -> Reply:
         known = roster.table.members.get(message.name)
         if known is not None and known.instance != message.instance and message.name in roster.living:
             roster.end(message.name)
-        return original(roster, message, now)
+        return original(roster, message, now, is_lender=is_lender)
 
     original = Roster.join
     patch.setattr(Roster, "join", join)
 
 
 def _requests_are_granted_whenever_they_come(patch: pytest.MonkeyPatch) -> None:
-    def request(table: LeaseTable, message: Request, free_bytes: Mapping[str, int]) -> Reply:
+    def request(table: LeaseTable, message: Request, free_bytes: Mapping[str, int], limits: LeaseLimits) -> Reply:
         table.put_member(replace(table.members[message.name], last_request=0))
-        return original(table, message, free_bytes)
+        return original(table, message, free_bytes, limits)
 
     original = borrowing.request
     patch.setattr(borrowing, "request", request)
@@ -163,8 +165,8 @@ def _old_answers_are_news(patch: pytest.MonkeyPatch) -> None:
 
 
 def _a_restart_takes_all_for_dead(patch: pytest.MonkeyPatch) -> None:
-    def begin(roster: Roster, table: LeaseTable, ttl_s: float, now: float) -> None:
-        original(roster, table, ttl_s, now - 2 * ttl_s)
+    def begin(roster: Roster, table: LeaseTable, ttl_s: float, now: float, limits: LeaseLimits) -> None:
+        original(roster, table, ttl_s, now - 2 * ttl_s, limits)
 
     original = Roster.__init__
     patch.setattr(Roster, "__init__", begin)
@@ -215,6 +217,21 @@ def _consumers_keep_what_they_no_longer_hear_of(patch: pytest.MonkeyPatch) -> No
     patch.setattr(Borrower, "_is_mine", is_mine)
 
 
+def _forgotten_names_begin_anew(patch: pytest.MonkeyPatch) -> None:
+    def add_member(table: LeaseTable, name: str, instance: str, *, is_lender: bool) -> None:
+        table.put_member(Member(name, instance, is_lender=is_lender))
+
+    patch.setattr(LeaseTable, "add_member", add_member)
+
+
+def _who_has_leases_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LeaseTable, "owes_nothing", lambda table, name: True)
+
+
+def _consumers_get_whatever_there_is(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(borrowing, "_refuse_by_limits", lambda table, message, limits: None)
+
+
 BROKEN_RULES = [
     (_settle_without_a_look, ALL),
     (_settled_bytes_stay_put_up, ALL),
@@ -231,6 +248,9 @@ BROKEN_RULES = [
     (_freed_bytes_are_settled_at_once, ALL),
     (_grants_are_lost_with_their_device, LOSSES),
     (_consumers_keep_what_they_no_longer_hear_of, LOSSES),
+    (_forgotten_names_begin_anew, LATE_KILLS),
+    (_who_has_leases_is_forgotten, ALL),
+    (_consumers_get_whatever_there_is, ALL),
 ]
 
 

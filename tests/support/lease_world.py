@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from random import Random
 
 from floodplain.core.leases.book import LeaseBook
+from floodplain.core.leases.limits import LeaseLimits
 from floodplain.core.leases.member import MemberSide
 from floodplain.core.leases.messages import Message
 from floodplain.core.leases.rows import Member, Reply
 from floodplain.core.leases.states import TRANSITIONS, Lease, LeaseId
+from floodplain.core.leases.table import Changes
 from tests.support.lease_engines import BEAT_S, CAPACITY, TTL_S, Engines, Process, Timeline
 
 
@@ -45,6 +47,18 @@ class Faults:
     crashes_per_s: float = 0.0
 
 
+LIMITS = LeaseLimits(
+    least_lease_bytes=2,
+    max_leases=3,
+    max_borrowed_bytes=14,
+    max_leases_on_device=4,
+    max_members=5,
+    forget_after_s=0.5,
+)
+"""So narrow that members are forgotten while others still speak of them, and that requests are often too many."""
+WIDE_LIMITS = LeaseLimits(forget_after_s=0.5)
+
+
 class LeaseWorld:
     """See the module. ``run`` goes on for a while; ``settle`` lets calm return and expects everything back."""
 
@@ -54,9 +68,11 @@ class LeaseWorld:
         self.engines = Engines(self.random, self.time)
         self.stored_members: dict[str, Member] = {}
         self.stored_leases: dict[LeaseId, Lease] = {}
+        self.stored_floor = 0
         self.granted: set[LeaseId] = set()
         self.seen: Counter[str] = Counter()
-        self.book: LeaseBook | None = LeaseBook(TTL_S, self.time.now)
+        self.limits = WIDE_LIMITS if seed % 4 else LIMITS
+        self.book: LeaseBook | None = LeaseBook(TTL_S, self.time.now, limits=self.limits)
         for index in range(num_producers + num_consumers):
             is_producer = index < num_producers
             self._start(f"p{index}" if is_producer else f"c{index - num_producers}", is_producer)
@@ -233,7 +249,8 @@ class LeaseWorld:
         self.time.after(self.random.random() ** 3 * TTL_S, self._restart)
 
     def _restart(self) -> None:
-        self.book = LeaseBook(TTL_S, self.time.now, self.stored_members.values(), self.stored_leases.values())
+        rows = self.stored_members.values(), self.stored_leases.values()
+        self.book = LeaseBook(TTL_S, self.time.now, *rows, limits=self.limits, floor=self.stored_floor)
 
     def _commit(self, message: Message | None, before: dict[str, Member]) -> None:
         """Leased is at most offered; only what is stored is told."""
@@ -251,6 +268,34 @@ class LeaseWorld:
                 self.stored_leases.pop(lease.lease_id)
             else:
                 self.stored_leases[lease.lease_id] = lease
+        self._forget_members(changes)
+        self._check_limits()
+
+    def _forget_members(self, changes: Changes) -> None:
+        """Whoever is forgotten owes nothing."""
+        ends = {name for lease in self.stored_leases.values() for name in (lease.producer, lease.consumer)}
+        for name in changes.forgotten:
+            assert name not in ends, f"{name} is forgotten and has leases"
+            self.seen["forgotten"] += self.stored_members.pop(name, None) is not None
+        assert changes.floor >= self.stored_floor
+        self.stored_floor = changes.floor
+
+    def _check_limits(self) -> None:
+        """No consumer has more than it may, no device has more leases, and no lease is too small."""
+        leases, limits = self.stored_leases.values(), self.limits
+        assert all(lease.num_bytes >= limits.least_lease_bytes for lease in leases), "a lease is too small"
+        of_consumer, on_device, borrowed = Counter[str](), Counter[str](), Counter[str]()
+        for lease in leases:
+            of_consumer[lease.consumer] += 1
+            borrowed[lease.consumer] += lease.num_bytes
+            on_device[lease.producer] += 1
+        for counts, most in (
+            (of_consumer, limits.max_leases),
+            (borrowed, limits.max_borrowed_bytes),
+            (on_device, limits.max_leases_on_device),
+        ):
+            assert max(counts.values(), default=0) <= most, f"{counts}: {most} are allowed"
+        assert len(self.stored_members) <= limits.max_members, "too many members are remembered"
 
     def _note(self, lease: Lease) -> None:
         """Count the change; a lease is granted once, and changes as the table says."""

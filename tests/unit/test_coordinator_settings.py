@@ -19,6 +19,11 @@ from floodplain.core.errors import UserError
         {"ttl": 0.5},
         {"ttl": 3601.0},
         {"ttl": float("nan")},
+        {"max_leases": 0},
+        {"max_leases": 8193},
+        {"max_borrowed": 1},
+        {"forget_after": 0.0},
+        {"forget_after": float("nan")},
         {"url": ""},
         {"url": "10.0.0.1:8100"},
         {"url": "ftp://host"},
@@ -29,7 +34,7 @@ from floodplain.core.errors import UserError
     ],
 )
 def test_a_value_out_of_its_range_is_refused_in_one_line_that_names_the_flag(flags: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"--{next(iter(flags))} must be") as caught:
+    with pytest.raises(UserError, match=f"--{next(iter(flags)).replace('_', '-')} must be") as caught:
         CoordinatorConfig(**flags)
     assert "\n" not in str(caught.value)
 

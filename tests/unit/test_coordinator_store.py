@@ -141,6 +141,18 @@ def test_rows_outlive_the_process_that_wrote_them(url: str) -> None:
     assert (set(rows.members), list(rows.leases)) == (set(SOME.members), [LEASE])
 
 
+def test_a_forgotten_members_row_goes_and_the_floor_stays(url: str) -> None:
+    with closing(Store.open(url)) as store:
+        epoch, _ = lead(store)
+        assert store.write(epoch, SOME, 1.0, TTL_S)
+        assert store.write(epoch, Changes(forgotten=("ann", "never"), floor=7), 1.0, TTL_S)
+        again = Member("ann", "i9", generation=8, revision=8)
+        assert store.write(epoch, Changes((again,), floor=9), 1.0, TTL_S)
+    with closing(Store.open(url)) as store:
+        _, rows = lead(store)
+    assert ({row.name: row.generation for row in rows.members}, rows.floor) == ({"bob": 1, "ann": 8}, 9)
+
+
 def test_a_new_store_is_nobodys(store: Store) -> None:
     assert store.look() == Leadership(epoch=0, beat=0, leader="", leader_url="", ttl_s=0.0)
     assert lead(store) == (1, StoredRows([], [], {}))

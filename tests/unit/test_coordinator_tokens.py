@@ -98,14 +98,37 @@ def test_where_no_tokens_are_asked_for_anybody_may_say_everything(message: Messa
 def test_a_line_is_an_admins_token_or_a_role_a_name_and_a_token(tmp_path: Path) -> None:
     text = "# tokens\nroot1\n\nproducer gpu-0 t1\n  consumer\tgpu-* t2 \nconsumer gpu-0 t1\nadmin ops t3\n"
     ring = TokenRing.from_file(token_file(tmp_path, text))
-    callers = [ring.client_of(f"Bearer {token}".encode()) for token in ("root1", "t1", "t2", "t3", "t4")]
-    assert callers == [
-        Caller(((Role.ADMIN, "*"),)),
-        Caller(((Role.PRODUCER, "gpu-0"), (Role.CONSUMER, "gpu-0"))),
-        Caller(((Role.CONSUMER, "gpu-*"),)),
-        Caller(((Role.ADMIN, "ops"),)),
-        None,
+    callers = [ring.client_of(f"Bearer {token}".encode()) for token in ("root1", "t1", "t2", "t3")]
+    assert [caller.grants for caller in callers if caller is not None] == [
+        ((Role.ADMIN, "*"),),
+        ((Role.PRODUCER, "gpu-0"), (Role.CONSUMER, "gpu-0")),
+        ((Role.CONSUMER, "gpu-*"),),
+        ((Role.ADMIN, "ops"),),
     ]
+    assert ring.client_of(b"Bearer t4") is None
+
+
+def test_a_consumers_pattern_does_not_cover_a_name_of_anothers_lender(tmp_path: Path) -> None:
+    text = "producer gpu-0 t1\nconsumer gpu-0 t1\nproducer gpu-8* t1\nconsumer gpu-* t2\nconsumer gpu-0 t3\n"
+    ring = TokenRing.from_file(token_file(tmp_path, text))
+    said = {
+        (token, name): {kind for kind, message in messages(name).items() if caller.may_say(message)}
+        for token in ("t1", "t2", "t3")
+        for caller in [ring.client_of(f"Bearer {token}".encode())]
+        for name in ("gpu-0", "gpu-1", "gpu-80")
+        if caller is not None
+    }
+    borrows = LIVES | BORROWS
+    assert [said["t1", name] for name in ("gpu-0", "gpu-1", "gpu-80")] == [borrows | LENDS, set(), LIVES | LENDS]
+    assert [said["t2", name] for name in ("gpu-0", "gpu-1", "gpu-80")] == [set(), borrows, borrows]
+    assert [said["t3", name] for name in ("gpu-0", "gpu-1")] == [borrows, set()]
+
+
+def test_who_has_a_producers_line_or_an_admins_may_lend() -> None:
+    producer, consumer = Caller(((Role.PRODUCER, "gpu-*"),)), Caller(((Role.CONSUMER, "*"),))
+    assert (producer.may_lend("gpu-1"), producer.may_lend("app"), consumer.may_lend("gpu-1")) == (True, False, False)
+    assert (producer.is_producer("gpu-1"), consumer.is_producer("gpu-1")) == (True, False)
+    assert ANYBODY.may_lend("gpu-1") and not ANYBODY.is_producer("gpu-1")
 
 
 @pytest.mark.parametrize(

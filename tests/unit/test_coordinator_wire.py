@@ -23,6 +23,7 @@ from floodplain.coordinator.wire import (
     decode_reply,
     encode_lease,
     encode_message,
+    encode_replies,
     encode_reply,
 )
 from floodplain.core.leases.messages import Heartbeat, Join, Message
@@ -51,6 +52,27 @@ def test_the_api_takes_every_message_as_it_was_said(message: Message) -> None:
 def test_an_answer_comes_out_as_it_went_in_and_as_it_is_documented(reply: Reply) -> None:
     assert decode_reply(through_json(encode_reply(reply))) == reply
     ReplyBody.model_validate_json(json.dumps(encode_reply(reply)), strict=True)
+
+
+@settings(max_examples=examples(30))
+@given(replies=st.lists(lease_values.REPLIES, min_size=1, max_size=3), places=st.lists(st.integers(0, 2), max_size=6))
+def test_replies_that_share_leases_come_out_as_they_went_in(replies: list[Reply], places: list[int]) -> None:
+    some = [for_bob(replies[place % len(replies)]) for place in range(len(replies))]
+    shared = [replace(some[place % len(some)], detail="") for place in places]
+    encoded = through_json(encode_replies(shared))
+    assert decode_answer({"ttl_s": 1, "replies": encoded}, ["bob"] * len(shared)).replies == tuple(shared)
+    most = sum(len(reply.leases) for reply in some)
+    assert sum(len(reply["leases"]) for reply in encoded) <= most
+    for reply in encoded:
+        ReplyBody.model_validate_json(json.dumps(reply), strict=True)
+
+
+@pytest.mark.parametrize("place", [-1, 1, 2, True, "0", 0.0, 10**400, [0]])
+def test_a_reply_shares_leases_with_an_earlier_one_alone(place: Any) -> None:
+    first = encode_reply(Reply(Outcome.APPLIED))
+    decode_answer({"ttl_s": 1, "replies": [first, {**first, "leases_of": 0}]}, ["bob"] * 2)
+    with pytest.raises(WireError, match="leases_of"):
+        decode_answer({"ttl_s": 1, "replies": [first, {**first, "leases_of": place}]}, ["bob"] * 2)
 
 
 @given(lease=lease_values.LEASES)

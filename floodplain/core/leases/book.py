@@ -11,13 +11,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from floodplain.core.leases import borrowing, lending
+from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
 from floodplain.core.leases.roster import Roster
 from floodplain.core.leases.rows import Member, Reply
 from floodplain.core.leases.states import Lease, LeaseId, LeaseState, Outcome
 from floodplain.core.leases.table import Changes, LeaseTable
+
+
+class Speaker(Protocol):
+    """Who sends messages, by what its token lets it do."""
+
+    def may_lend(self, name: str, /) -> bool:
+        """Whether it may put up bytes of that member's device."""
+
+    def is_producer(self, name: str, /) -> bool:
+        """Whether it is there to do so."""
+
+
+class _Anybody:
+    def may_lend(self, _: str) -> bool:
+        return True
+
+    def is_producer(self, _: str) -> bool:
+        return False
+
+
+ANYBODY: Speaker = _Anybody()
+"""The speaker where no tokens are asked for."""
 
 
 class LeaseBook:
@@ -30,6 +54,8 @@ class LeaseBook:
         leases: Rows of a store that have not ended.
         may_borrow_from: For each consumer the producers that it may borrow from, best first; None if all may borrow
             from all.
+        limits: How much it takes on.
+        floor: See ``LeaseTable``; of a store.
     """
 
     def __init__(
@@ -39,28 +65,59 @@ class LeaseBook:
         members: Iterable[Member] = (),
         leases: Iterable[Lease] = (),
         may_borrow_from: Mapping[str, Sequence[str]] | None = None,
+        limits: LeaseLimits = DEFAULT_LIMITS,
+        floor: int = 0,
     ) -> None:
         self.may_borrow_from = may_borrow_from
-        self.rows = LeaseTable()
+        self.limits = limits
+        self.rows = LeaseTable(floor)
         self.rows.load(members, leases)
-        self.roster = Roster(self.rows, ttl_s, now)
+        self.roster = Roster(self.rows, ttl_s, now, limits)
         self._due_s: dict[LeaseId, float] = {}
-        self._time_recalls(self.rows.leases.values(), now)
+        self._time_recalls(self.rows.leases, now)
 
     def handle(self, message: Message, now: float) -> Reply:
         """What becomes of a message, at ``now``."""
-        reply = self._dispatch(message, now)
-        self._time_recalls(reply.leases, now)
-        due_in_s = {
-            lease.lease_id: max(0.0, self._due_s[lease.lease_id] - now)
-            for lease in reply.leases
-            if lease.state is LeaseState.RECALLED
-        }
-        return replace(reply, due_in_s=due_in_s)
+        return self.handle_all([message], now)[0]
+
+    def handle_all(self, messages: Sequence[Message], now: float, speaker: Speaker = ANYBODY) -> list[Reply]:
+        """What becomes of each message, in their order, at ``now``.
+
+        A member that joins or beats is told its leases as they are after all of the messages, and once: replies of one
+        member share one tuple of leases, and so do copies of a request. So an answer is no longer than what its members
+        have, however often they ask.
+
+        Args:
+            messages: From members.
+            now: The clock.
+            speaker: Who sends them.
+        """
+        granted: dict[tuple[str, int, int], Reply] = {}
+        replies = [self._handle_one(message, now, speaker, granted) for message in messages]
+        greeted = {m.name for m, r in zip(messages, replies, strict=True) if _is_greeted(m, r)}
+        told = {name: self.roster.leases_of(name) for name in greeted}
+        self._time_recalls({lease.lease_id for reply in replies for lease in reply.leases}, now)
+        self._time_recalls({lease.lease_id for leases in told.values() for lease in leases}, now)
+        due_in_s = {name: self._due_of(leases, now) for name, leases in told.items()}
+        return [
+            replace(reply, leases=told[message.name], due_in_s=due_in_s[message.name])
+            if _is_greeted(message, reply)
+            else replace(reply, due_in_s=self._due_of(reply.leases, now))
+            for message, reply in zip(messages, replies, strict=True)
+        ]
+
+    def count_told(self, messages: Iterable[Message]) -> int:
+        """About as many leases an answer to these messages would list, beside those that it grants."""
+        greeted = {message.name for message in messages if isinstance(message, Join | Heartbeat)}
+        asked = {(message.name, message.number) for message in messages if isinstance(message, Request)}
+        return sum(len(self.roster.leases_of(name)) for name in greeted) + sum(
+            len(self.rows.of_request(*request)) for request in asked
+        )
 
     def tick(self, now: float) -> list[str]:
-        """Take for dead who was silent for a TTL; return their names."""
+        """Take for dead who was silent for a TTL, and return their names; forget who ended long ago."""
         dead = self.roster.end_silent(now)
+        self.roster.forget_ended(now)
         self._due_s = {lease_id: due_s for lease_id, due_s in self._due_s.items() if self._is_recalled(lease_id)}
         return dead
 
@@ -87,10 +144,26 @@ class LeaseBook:
         """Rows that have changed since this was last asked: what a store must write before anybody is told."""
         return self.rows.take_changes()
 
-    def _dispatch(self, message: Message, now: float) -> Reply:
+    def _handle_one(
+        self, message: Message, now: float, speaker: Speaker, granted: dict[tuple[str, int, int], Reply]
+    ) -> Reply:
+        known = self.rows.members.get(message.name)
+        if known is not None and known.is_lender and not speaker.may_lend(message.name):
+            return Reply(
+                Outcome.CONFLICT, detail=f"{message.name} lends, and its life is not a consumer's to speak for"
+            )
+        if not isinstance(message, Request):
+            return self._dispatch(message, now, speaker)
+        key = message.name, message.generation, message.number
+        reply = granted[key] if key in granted else self._dispatch(message, now, speaker)
+        if reply.outcome is Outcome.APPLIED:
+            granted[key] = reply
+        return reply
+
+    def _dispatch(self, message: Message, now: float, speaker: Speaker) -> Reply:
         match message:
             case Join():
-                return self.roster.join(message, now)
+                return self.roster.join(message, now, is_lender=speaker.is_producer(message.name))
             case Heartbeat():
                 return self.roster.heartbeat(message, now)
             case Leave():
@@ -112,22 +185,33 @@ class LeaseBook:
             return Reply(Outcome.DEFERRED, known, detail=f"{message.name} has not joined")
         if not self.roster.is_life(known, message.generation):
             return Reply(Outcome.STALE, known, detail=f"{message.name} was taken for dead: join anew")
-        return borrowing.request(self.rows, message, self._free_for(message.name))
+        return borrowing.request(self.rows, message, self._free_for(message), self.limits)
 
-    def _free_for(self, consumer: str) -> dict[str, int]:
+    def _free_for(self, request: Request) -> dict[str, int]:
         """What each producer that lives has put up and not leased, for this consumer, best first."""
-        allowed = self.roster.living if self.may_borrow_from is None else self.may_borrow_from.get(consumer, ())
+        consumer, most = request.name, self.limits.max_leases_on_device - len(request.shards)
+        allowed = self.rows.lenders if self.may_borrow_from is None else self.may_borrow_from.get(consumer, ())
         names = (name for name in allowed if name != consumer and name in self.roster.living)
-        return {name: self.rows.unleased_bytes(name) for name in names}
+        return {name: self.rows.unleased_bytes(name) for name in names if self.rows.count_on_device(name) <= most}
+
+    def _due_of(self, leases: Sequence[Lease], now: float) -> dict[LeaseId, float]:
+        """Seconds left for those that are recalled."""
+        recalled = (lease.lease_id for lease in leases if lease.state is LeaseState.RECALLED)
+        return {i: max(0.0, self._due_s[i] - now) for i in recalled if i in self._due_s}
 
     def _is_recalled(self, lease_id: LeaseId) -> bool:
         lease = self.rows.leases.get(lease_id)
         return lease is not None and lease.state is LeaseState.RECALLED
 
-    def _time_recalls(self, leases: Iterable[Lease], now: float) -> None:
+    def _time_recalls(self, lease_ids: Iterable[LeaseId], now: float) -> None:
         """Deadlines begin when the recall is known here; after a restart they begin anew."""
-        for lease in leases:
-            if lease.state is LeaseState.RECALLED:
-                self._due_s.setdefault(lease.lease_id, now + (lease.deadline_s or 0.0))
+        for lease_id in lease_ids:
+            lease = self.rows.leases.get(lease_id)
+            if lease is not None and lease.state is LeaseState.RECALLED:
+                self._due_s.setdefault(lease_id, now + (lease.deadline_s or 0.0))
             else:
-                self._due_s.pop(lease.lease_id, None)
+                self._due_s.pop(lease_id, None)
+
+
+def _is_greeted(message: Message, reply: Reply) -> bool:
+    return isinstance(message, Join | Heartbeat) and reply.outcome is Outcome.APPLIED

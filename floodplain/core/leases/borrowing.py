@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from floodplain.core.leases.choice import choose_producers
+from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.core.leases.messages import Report, Request
 from floodplain.core.leases.rows import Reply
 from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId, Outcome, Stamp, judge
@@ -14,7 +15,9 @@ from floodplain.core.leases.table import LeaseTable
 SAID_BY_CONSUMERS = frozenset({LeaseEvent.HOLD, LeaseEvent.REFUSE, LeaseEvent.RELEASE})
 
 
-def request(table: LeaseTable, message: Request, free_bytes: Mapping[str, int]) -> Reply:
+def request(
+    table: LeaseTable, message: Request, free_bytes: Mapping[str, int], limits: LeaseLimits = DEFAULT_LIMITS
+) -> Reply:
     """Grant all of the shards, or none (DEFERRED: ask again).
 
     A copy of a request that comes when its leases have ended is stale, so that nobody is granted what it no longer
@@ -24,6 +27,7 @@ def request(table: LeaseTable, message: Request, free_bytes: Mapping[str, int]) 
         table: The rows.
         message: What is asked for, by a consumer that lives.
         free_bytes: What is put up and not leased, for each producer that the consumer may borrow from, best first.
+        limits: What a consumer may ask for, and have.
     """
     known = table.members[message.name]
     granted = table.of_request(message.name, message.number)
@@ -31,6 +35,9 @@ def request(table: LeaseTable, message: Request, free_bytes: Mapping[str, int]) 
         return Reply(Outcome.APPLIED, known, tuple(granted))
     if message.number <= known.last_request:
         return Reply(Outcome.STALE, known, detail=f"request {message.number} of {message.name} is an old one")
+    refusal = _refuse_by_limits(table, message, limits)
+    if refusal is not None:
+        return replace(refusal, member=known)
     producers = choose_producers(message.shards, free_bytes)
     if producers is None:
         return Reply(Outcome.DEFERRED, known, detail="no producer has as much to lend")
@@ -46,6 +53,8 @@ def report(table: LeaseTable, message: Report) -> Reply:
     lease = table.leases.get(message.lease_id)
     if lease is None:
         return Reply(Outcome.STALE, detail=f"lease {message.lease_id} has ended, or never was")
+    if message.name != lease.consumer:
+        return Reply(Outcome.CONFLICT, detail=f"lease {message.lease_id} is not of {message.name}")
     outcome = _judge_report(message, lease)
     if outcome is not Outcome.APPLIED:
         return Reply(outcome, leases=(lease,), detail=f"lease {lease.lease_id} is {lease.state.value}")
@@ -60,6 +69,24 @@ def report(table: LeaseTable, message: Report) -> Reply:
     return Reply(Outcome.APPLIED, table.members[lease.consumer], (lease,))
 
 
+def _refuse_by_limits(table: LeaseTable, message: Request, limits: LeaseLimits) -> Reply | None:
+    """Why a request is not granted whoever lends: for good if it asks for too little or too much, else for now."""
+    name, asked = message.name, message.shards
+    asked_bytes, least = sum(shard.num_bytes for shard in asked), limits.least_lease_bytes
+    if min(shard.num_bytes for shard in asked) < least:
+        return Reply(Outcome.CONFLICT, detail=f"{name} asks for a lease of less than {least} bytes, the least there is")
+    if len(asked) > limits.max_leases or asked_bytes > limits.max_borrowed_bytes:
+        most = f"{limits.max_leases} leases and {limits.max_borrowed_bytes} bytes"
+        return Reply(Outcome.CONFLICT, detail=f"{name} asks for more than {most}, all that a consumer may have")
+    leases = table.of_consumer(name)
+    if len(leases) + len(asked) > limits.max_leases:
+        return Reply(Outcome.DEFERRED, detail=f"{name} has {len(leases)} leases of at most {limits.max_leases}")
+    num_bytes = sum(lease.num_bytes for lease in leases)
+    if num_bytes + asked_bytes > limits.max_borrowed_bytes:
+        return Reply(Outcome.DEFERRED, detail=f"{name} has {num_bytes} bytes of at most {limits.max_borrowed_bytes}")
+    return None
+
+
 def _grant(message: Request, index: int, producer: str) -> Lease:
     lease_id = LeaseId(f"{message.name}.{message.generation}.{message.number}.{index}")
     num_bytes = message.shards[index].num_bytes
@@ -68,5 +95,5 @@ def _grant(message: Request, index: int, producer: str) -> Lease:
 
 def _judge_report(message: Report, lease: Lease) -> Outcome:
     outcome = judge(message.stamp, Stamp(lease.generation, lease.revision))
-    may = message.name == lease.consumer and message.event in SAID_BY_CONSUMERS and lease.allows(message.event)
+    may = message.event in SAID_BY_CONSUMERS and lease.allows(message.event)
     return Outcome.CONFLICT if outcome is Outcome.APPLIED and not may else outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heapreplace
 
 from floodplain.core.leases.rows import Shard
 from floodplain.core.leases.states import Lease, LeaseState
@@ -18,15 +19,21 @@ def choose_producers(shards: Sequence[Shard], free_bytes: Mapping[str, int]) -> 
     """
     left = dict(free_bytes)
     chosen: dict[int, str] = {}
-    by_freedom = sorted(range(len(shards)), key=lambda i: (shards[i].producer is None, -shards[i].num_bytes, i))
-    for index in by_freedom:
-        shard = shards[index]
-        wanted = shard.producer
-        producer = wanted if wanted is not None else max(left, key=lambda name: left[name], default=None)
-        if producer is None or left.get(producer, 0) < shard.num_bytes:
+    for index, shard in enumerate(shards):
+        if shard.producer is not None:
+            if left.get(shard.producer, 0) < shard.num_bytes:
+                return None
+            left[shard.producer] -= shard.num_bytes
+            chosen[index] = shard.producer
+    freest = [(-num_bytes, place, name) for place, (name, num_bytes) in enumerate(left.items())]
+    heapify(freest)
+    anywhere = (index for index, shard in enumerate(shards) if shard.producer is None)
+    for index in sorted(anywhere, key=lambda index: -shards[index].num_bytes):
+        free, place, name = freest[0] if freest else (0, 0, "")
+        if -free < shards[index].num_bytes:
             return None
-        left[producer] -= shard.num_bytes
-        chosen[index] = producer
+        heapreplace(freest, (free + shards[index].num_bytes, place, name))
+        chosen[index] = name
     return [chosen[index] for index in range(len(shards))]
 
 

@@ -16,7 +16,7 @@ def offer(table: LeaseTable, message: Offer) -> Reply:
     known, leased = table.members[message.name], table.leased_bytes(message.name)
     if message.offered_bytes < leased:
         return Reply(Outcome.CONFLICT, known, detail=f"{leased} bytes of {message.name} are leased: recall them first")
-    return Reply(Outcome.APPLIED, table.revise(replace(known, offered_bytes=message.offered_bytes)))
+    return Reply(Outcome.APPLIED, table.revise(replace(known, offered_bytes=message.offered_bytes, is_lender=True)))
 
 
 def recall(table: LeaseTable, message: Recall) -> Reply:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.core.leases.messages import Heartbeat, Join, Leave
 from floodplain.core.leases.rows import Member, Reply
-from floodplain.core.leases.states import LeaseEvent, Outcome, Stamp, judge
+from floodplain.core.leases.states import Lease, LeaseEvent, Outcome, Stamp, judge
 from floodplain.core.leases.table import LeaseTable
 
 
@@ -18,11 +19,14 @@ class Roster:
         table: The rows that it changes.
         ttl_s: Seconds of silence after which a member is taken for dead.
         now: The clock; later, if those who live were told that they would for longer than the TTL.
+        limits: How many members it remembers, and for how long.
     """
 
-    def __init__(self, table: LeaseTable, ttl_s: float, now: float) -> None:
+    def __init__(self, table: LeaseTable, ttl_s: float, now: float, limits: LeaseLimits = DEFAULT_LIMITS) -> None:
         self.table = table
         self.ttl_s = ttl_s
+        self.limits = limits
+        self._ended_s: dict[str, float] = {}
         self._seen_s = {name: now for name, member in table.members.items() if member.instance}
 
     @property
@@ -30,15 +34,26 @@ class Roster:
         """Names of members that are taken for alive."""
         return self._seen_s.keys()
 
-    def join(self, message: Join, now: float) -> Reply:
+    def leases_of(self, name: str) -> tuple[Lease, ...]:
+        """All that a member lends and borrows."""
+        return (*self.table.on_device(name), *self.table.of_consumer(name))
+
+    def join(self, message: Join, now: float, *, is_lender: bool = False) -> Reply:
         """Begin a life; joining twice with one life is joining once.
 
         While an older process of that name may live, a new one is put off (DEFERRED): the old one may be about to
         allocate what it was granted.
+
+        Args:
+            message: What the process says.
+            now: The clock.
+            is_lender: Whether a producer's token begins this life.
         """
         known = self.table.members.get(message.name)
         if known is None:
-            self.table.put_member(Member(message.name, message.instance))
+            if not self._make_room():
+                return Reply(Outcome.DEFERRED, detail=f"there are {self.limits.max_members} members, all that may be")
+            self.table.add_member(message.name, message.instance, is_lender=is_lender)
         elif known.instance != message.instance and message.name in self._seen_s:
             return Reply(
                 Outcome.DEFERRED,
@@ -53,6 +68,7 @@ class Roster:
                     generation=known.generation + 1,
                     last_request=0,
                     is_gone=False,
+                    is_lender=is_lender,
                 )
             )
         return self._greet(message.name, now)
@@ -80,6 +96,16 @@ class Roster:
         for name in dead:
             self.end(name)
         return dead
+
+    def forget_ended(self, now: float) -> list[str]:
+        """Forget members that ended long ago and have no leases left; return their names."""
+        for name in self.table.members.keys() - self._seen_s.keys() - self._ended_s.keys():
+            self._ended_s[name] = now
+        long_ago = [name for name, ended_s in self._ended_s.items() if now - ended_s >= self.limits.forget_after_s]
+        forgotten = [name for name in long_ago if self.table.owes_nothing(name)]
+        for name in forgotten:
+            self._forget(name)
+        return forgotten
 
     def end(self, name: str, *, is_last: bool = False) -> None:
         """A life is over: what it borrowed is owed, what it put up and nobody has leased is withdrawn.
@@ -118,7 +144,21 @@ class Roster:
             if lease.is_owed:
                 self.table.owe(lease)
 
+    def _make_room(self) -> bool:
+        """Whether there may be one member more; the one that ended first goes if it must."""
+        if len(self.table.members) < self.limits.max_members:
+            return True
+        first = next((name for name in self._ended_s if self.table.owes_nothing(name)), None)
+        if first is not None:
+            self._forget(first)
+        return first is not None
+
+    def _forget(self, name: str) -> None:
+        del self._ended_s[name]
+        self.table.forget_member(name)
+
     def _greet(self, name: str, now: float) -> Reply:
+        """Its leases are left out here: the book tells them once for a batch of messages."""
+        self._ended_s.pop(name, None)
         self._seen_s[name] = max(now, self._seen_s.get(name, now))  # who began with a grace keeps it
-        leases = (*self.table.on_device(name), *self.table.of_consumer(name))
-        return Reply(Outcome.APPLIED, self.table.members[name], leases)
+        return Reply(Outcome.APPLIED, self.table.members[name])

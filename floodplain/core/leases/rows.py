@@ -21,6 +21,8 @@ class Member:
         last_request: The number of its last request that was granted, in this generation.
         is_gone: The last process of that name has ended, and the device with it. Nobody looks there any more, and no
             pool needs what is owed there: it is settled at once.
+        is_lender: A producer's token has begun this life, or it has put bytes up: who may only borrow may not speak for
+            it.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Member:
     offered_bytes: int = 0
     last_request: int = 0
     is_gone: bool = False
+    is_lender: bool = False
 
     @property
     def stamp(self) -> Stamp:

@@ -13,28 +13,60 @@ from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Rows that are new or differ from before: what a store writes."""
+    """Rows that are new or differ from before: what a store writes.
+
+    Attributes:
+        members: Rows.
+        leases: Rows; those that have ended go.
+        forgotten: Names of members whose rows go, and that have none among ``members``.
+        floor: See ``LeaseTable``.
+    """
 
     members: tuple[Member, ...] = ()
     leases: tuple[Lease, ...] = ()
+    forgotten: tuple[str, ...] = ()
+    floor: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row to write or to remove."""
+        return not (self.members or self.leases or self.forgotten)
 
 
 class LeaseTable:
-    """Members and those leases that have not ended. Rows are replaced, never changed."""
+    """Members and those leases that have not ended. Rows are replaced, never changed.
 
-    def __init__(self) -> None:
+    Args:
+        floor: Generations and revisions of members that are forgotten were at most this: new ones begin above it. So
+            what an old process of a forgotten name may still say is stale, and no lease's name comes twice.
+
+    Attributes:
+        members: By name.
+        leases: By name.
+        lenders: Names of members that have put something up.
+        floor: As given, and as members were forgotten since.
+    """
+
+    def __init__(self, floor: int = 0) -> None:
+        self.floor = floor
         self.members: dict[str, Member] = {}
+        self.lenders: dict[str, None] = {}
         self.leases: dict[LeaseId, Lease] = {}
         self._on_device: defaultdict[str, dict[LeaseId, Lease]] = defaultdict(dict)
         self._of_consumer: defaultdict[str, dict[LeaseId, Lease]] = defaultdict(dict)
         self._of_request: defaultdict[tuple[str, int], list[LeaseId]] = defaultdict(list)
         self._leased_bytes: defaultdict[str, int] = defaultdict(int)
         self._changed_members: dict[str, Member] = {}
+        self._forgotten: dict[str, None] = {}
         self._changed_leases: dict[LeaseId, Lease] = {}
 
     def on_device(self, producer: str) -> Sequence[Lease]:
         """Leases of a producer's bytes."""
         return tuple(self._on_device[producer].values()) if producer in self._on_device else ()
+
+    def count_on_device(self, producer: str) -> int:
+        """How many leases of a producer's bytes there are."""
+        return len(self._on_device.get(producer, ()))
 
     def of_consumer(self, consumer: str) -> Sequence[Lease]:
         """Leases that a consumer was granted."""
@@ -55,6 +87,28 @@ class LeaseTable:
     def put_member(self, member: Member) -> None:
         """Add a member, or replace its row."""
         self.members[member.name] = self._changed_members[member.name] = member
+        self._forgotten.pop(member.name, None)
+        if member.offered_bytes:
+            self.lenders.setdefault(member.name)
+        else:
+            self.lenders.pop(member.name, None)
+
+    def add_member(self, name: str, instance: str, *, is_lender: bool) -> None:
+        """Add a member that is new, or was forgotten."""
+        first = self.floor + 1
+        self.put_member(Member(name, instance, generation=first, revision=first, is_lender=is_lender))
+
+    def owes_nothing(self, name: str) -> bool:
+        """Whether there is no lease at either end of which the member stands."""
+        return not (self._on_device.get(name) or self._of_consumer.get(name))
+
+    def forget_member(self, name: str) -> None:
+        """Remove the row of a member that owes nothing and is owed nothing."""
+        member = self.members.pop(name)
+        self.floor = max(self.floor, member.generation, member.revision)
+        for index in (self._on_device, self._of_consumer, self._leased_bytes, self._changed_members, self.lenders):
+            index.pop(name, None)
+        self._forgotten[name] = None
 
     def revise(self, member: Member) -> Member:
         """Replace a member's row by ``member``, one revision on; return it."""
@@ -88,8 +142,13 @@ class LeaseTable:
 
     def take_changes(self) -> Changes:
         """What has changed since this was last asked."""
-        changes = Changes(tuple(self._changed_members.values()), tuple(self._changed_leases.values()))
-        self._changed_members, self._changed_leases = {}, {}
+        changes = Changes(
+            tuple(self._changed_members.values()),
+            tuple(self._changed_leases.values()),
+            tuple(self._forgotten),
+            self.floor,
+        )
+        self._changed_members, self._changed_leases, self._forgotten = {}, {}, {}
         return changes
 
     def load(self, members: Iterable[Member], leases: Iterable[Lease]) -> None:
@@ -113,6 +172,8 @@ class LeaseTable:
                 raise InvariantError(f"{name}: {leased} bytes are leased, {self.leased_bytes(name)} counted")
             if leased > member.offered_bytes:
                 raise InvariantError(f"{name}: {leased} bytes are leased of {member.offered_bytes} offered")
+        if list(self.lenders) != [name for name in self.lenders if self.members[name].offered_bytes]:
+            raise InvariantError("a member that puts nothing up counts as a lender")
         for index in (self._on_device, self._of_consumer):
             indexed = {lease.lease_id: lease for rows in index.values() for lease in rows.values()}
             if indexed != self.leases:
