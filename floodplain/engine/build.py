@@ -106,11 +106,12 @@ def _assemble(opened: _Opened, policy: Policy, meet: Meet) -> Engine:
         opened.on_failure.callback(swap.space.close)
         if swap.peer is not None:
             opened.on_failure.callback(swap.peer.mover.close)
-    loop_config = _loop_config(config, source, tokenizer, limits.max_model_len, block_bytes)
+    eos_token_ids = _reachable(tokenizer.eos_token_ids, source.config.shape.vocab_size)
+    loop_config = _loop_config(config, source, eos_token_ids, limits.max_model_len, block_bytes)
     runner = ModelRunner(
         model,
         pool.layers,
-        Sampler(tokenizer.eos_token_ids, config.seed),
+        Sampler(eos_token_ids, config.seed),
         block_tokens=config.block_tokens,
         max_model_len=limits.max_model_len,
         on_close=memory.close,
@@ -177,15 +178,20 @@ def _meet(
     return neighbours
 
 
+def _reachable(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+    """The tokens that the model has logits for: files name others as well, such as -1 for none."""
+    return frozenset(token for token in token_ids if 0 <= token < vocab_size)
+
+
 def _loop_config(
-    config: EngineConfig, source: ModelSource, tokenizer: Tokenizer, max_model_len: int, block_bytes: int
+    config: EngineConfig, source: ModelSource, eos_token_ids: frozenset[int], max_model_len: int, block_bytes: int
 ) -> LoopConfig:
     return LoopConfig(
         max_model_len=max_model_len,
         max_batched_tokens=config.max_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
-        eos_token_ids=tokenizer.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         fingerprint=f"{source.name}:{config.dtype}:{config.block_tokens}",
         block_bytes=block_bytes,
     )

@@ -116,6 +116,11 @@ def test_the_configuration_that_transformers_writes_is_loaded_right(folder: Edit
     assert folder.fault_of({}, "no key at all") is None
 
 
+def test_every_tensor_changes_the_logits(folder: EditedFolder) -> None:
+    # Without rotation, the bias of keys adds the same to all scores of a query.
+    assert all(folder.config["model_type"] == "opt" and "k_proj.bias" in name for name in folder.unused_tensors())
+
+
 def test_every_key_changed_or_removed_is_computed_or_named(folder: EditedFolder) -> None:
     def edits() -> Edits:
         for key, value in folder.config.items():

@@ -9,11 +9,15 @@ import pytest
 import torch
 import transformers
 
+from floodplain.engine.models.config import RopeConfig
 from floodplain.engine.models.decoder import Decoder
 from floodplain.engine.models.linear import can_pack
 from floodplain.engine.models.load import load_decoder
+from floodplain.engine.models.rope import inverse_frequencies
+from floodplain.engine.weights.gguf_file import GgufFile
 from floodplain.engine.weights.hf_folder import HfFolder
 from tests.support.decoding import BLOCK_TOKENS, Sequences, all_logits
+from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {
@@ -38,6 +42,15 @@ CONFIGS = {
     "llama-3.1-rope": transformers.LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "llama-linear-rope": transformers.LlamaConfig(
         **GROUPED, rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
+    ),
+    "llama-yarn-rope": transformers.LlamaConfig(
+        **GROUPED,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
     ),
     "mistral": transformers.MistralConfig(**GROUPED, sliding_window=None),
     "qwen2": transformers.Qwen2Config(**GROUPED),
@@ -68,6 +81,40 @@ def logits_of(model: Any, token_ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
     return logits
+
+
+def write_as_gguf(path: Path, folder: Path, model: Any) -> Path:
+    """The model as a converter of llama.cpp would write it: Llama 3's scaling becomes a tensor."""
+    config = HfFolder(folder).config
+    rope, head_dim = config.rope, config.shape.head_dim
+    assert rope is not None
+    weights = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if "lm_head" not in name or not model.config.tie_word_embeddings
+    }
+    keys, tensors = gguf_keys(config), gguf_tensors(config, weights)
+    keys |= {"llama.attention.key_length": head_dim, "llama.context_length": 256}
+    if rope.kind == "llama3":
+        tensors["rope_freqs.weight"] = inverse_frequencies(RopeConfig(rope.theta), head_dim) / inverse_frequencies(
+            rope, head_dim
+        )
+    elif rope.kind != "default":
+        keys |= {
+            "llama.rope.scaling.type": rope.kind,
+            "llama.rope.scaling.factor": rope.factor,
+            "llama.rope.scaling.original_context_length": rope.original_max_position if rope.kind == "yarn" else 256,
+        }
+    return write_gguf_file(path, keys, tensors)
+
+
+def test_a_gguf_file_has_the_logits_of_transformers(pair: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = pair
+    if model.config.model_type != "llama":
+        pytest.skip("other families have other architectures in .gguf files")
+    source = GgufFile(write_as_gguf(tmp_path / "m.gguf", folder, model), "m")
+    decoder = load_decoder(source.config, source, dtype=torch.float32, device=CPU, block_tokens=BLOCK_TOKENS)
+    torch.testing.assert_close(all_logits(decoder, TOKENS), logits_of(model, TOKENS), rtol=0, atol=1e-4)
 
 
 TOKENS = [int(token) for token in torch.randint(3, 120, (90,), generator=torch.Generator().manual_seed(1))]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from floodplain.core.errors import UserError
 from floodplain.engine.models.load import load_decoder
@@ -59,6 +60,21 @@ class EditedFolder:
             return f"{dict(changes)}: loaded, and transformers refuses it: {type(error).__name__}: {error}"
         distance = float((ours - theirs).abs().max())
         return None if distance < TOLERANCE else f"{dict(changes)}: dropped in silence, logits differ by {distance}"
+
+    def unused_tensors(self) -> list[str]:
+        """Tensors of the checkpoint that can be changed without changing our logits."""
+        (self._folder / "config.json").write_text(json.dumps(self.config))
+        file = self._folder / "model.safetensors"
+        stored, usual = load_file(file), self._ours()
+        assert isinstance(usual, torch.Tensor), usual
+        unused = []
+        for name, tensor in stored.items():
+            save_file({**stored, name: tensor.flip(0) * 1.5}, file)
+            ours = self._ours()
+            if isinstance(ours, torch.Tensor) and torch.allclose(ours, usual, rtol=0, atol=TOLERANCE):
+                unused.append(name)
+        save_file(stored, file)
+        return unused
 
     def _ours(self) -> torch.Tensor | str:
         try:

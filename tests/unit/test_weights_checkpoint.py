@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from floodplain import LLM, SamplingParams
+from floodplain.core.errors import UserError
 from floodplain.engine.weights.hf_folder import HfFolder
 from tests.unit.test_weights import DUMMY, dummy_weights, logits_of, refusal, write_folder
 
@@ -135,12 +137,35 @@ def test_files_of_weights_that_no_index_names_are_refused(tmp_path: Path) -> Non
     assert "b.safetensors: cannot be read, is it complete?" in refusal(folder)
 
 
-def test_a_text_ends_as_tokenizer_config_or_generation_config_say(tmp_path: Path) -> None:
+def with_tokenizer(folder: Path) -> Path:
+    """A tokenizer whose own end of sequence is token 1."""
     raw = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def test_a_text_ends_as_tokenizer_config_or_generation_config_say(tmp_path: Path) -> None:
+    with_tokenizer(tmp_path)
     for of_config, of_generation, ends in ((7, [3, 4], {1, 7, 3, 4}), ([7, 8], 3, {1, 7, 8, 3}), (None, None, {1})):
         folder = write_folder(tmp_path, eos_token_id=of_config)
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": of_generation}))
         assert HfFolder(folder).load_tokenizer().eos_token_ids == ends
     (tmp_path / "generation_config.json").unlink()
     assert HfFolder(write_folder(tmp_path, eos_token_id=[7])).load_tokenizer().eos_token_ids == {1, 7}
+
+
+def test_an_end_of_sequence_outside_the_vocabulary_harms_no_request(tmp_path: Path) -> None:
+    folder = with_tokenizer(write_folder(tmp_path, eos_token_id=[-1, 288, 2**40]))
+    with LLM(str(folder), kv_memory="8MiB", dtype="float32") as llm:
+        params = SamplingParams(temperature=0.0, min_tokens=3, max_tokens=3)
+        [output] = llm.generate([{"prompt_token_ids": [5, 6]}], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_linear_scaling_stretches_the_context_that_may_be_asked_for(tmp_path: Path) -> None:
+    folder = with_tokenizer(write_folder(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
+    with LLM(str(folder), kv_memory="8MiB", dtype="float32", max_model_len=8192) as llm:
+        [output] = llm.generate([{"prompt_token_ids": [5] * 3000}], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(output.prompt_token_ids) == 3000
+    with pytest.raises(UserError, match="--max-model-len 8193 is more than the model's own 8192"):
+        LLM(str(folder), kv_memory="8MiB", dtype="float32", max_model_len=8193)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from floodplain.core.errors import UserError
 from floodplain.engine.models.config import RopeConfig
 from floodplain.engine.models.hf_rope import yarn_attention
 from floodplain.engine.weights.gguf_file import GgufFile
@@ -42,6 +43,24 @@ KEYS = gguf_keys(DUMMY.config)
 )
 def test_a_key_that_is_not_computed_is_named(tmp_path: Path, key: str, value: object) -> None:
     assert key in refusal(write_gguf_file(tmp_path / "m.gguf", {**KEYS, key: value}, TENSORS))
+
+
+def test_every_key_and_every_tensor_is_read(tmp_path: Path) -> None:
+    usual = GgufFile(write_gguf_file(tmp_path / "m.gguf", KEYS, TENSORS), "m")
+    logits = logits_of(usual)
+    for key, value in KEYS.items():
+        assert isinstance(value, int | float)
+        path = write_gguf_file(tmp_path / "k.gguf", {**KEYS, key: value * 4}, TENSORS)
+        try:
+            source = GgufFile(path, "m")
+        except UserError as error:
+            assert key in str(error)
+            continue
+        assert source.config != usual.config, key
+        assert source.config.shape.max_position != 2048 or not torch.equal(logits_of(source), logits), key
+    for name, tensor in TENSORS.items():
+        path = write_gguf_file(tmp_path / "t.gguf", KEYS, {**TENSORS, name: (tensor.flip(0) * 1.5 + 0.1)})
+        assert not torch.allclose(logits_of(GgufFile(path, "m")), logits, rtol=0, atol=1e-4), name
 
 
 def test_what_a_tokenizer_would_leave_out_is_named(tmp_path: Path) -> None:
