@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
     if config.fair_by == "key" and server_config.api_key_file is None:
         raise UserError("--fair-by key needs --api-key-file: without keys all requests are one client's")
-    keys = KeyRing.from_file(server_config.api_key_file) if server_config.api_key_file else None
+    key_file, shared = server_config.api_key_file, server_config.share_prefixes
+    keys = KeyRing.from_file(key_file, share_prefixes=shared) if key_file else None
     check_exposure(server_config.host, keys)
     limits = limit_connections(server_config.max_connections)
     with closing(bind(server_config.host, server_config.port)) as sock:

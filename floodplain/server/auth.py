@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -19,10 +19,12 @@ class Client:
     Attributes:
         name: Whose requests these are; fairness may be counted by it.
         best_priority: The lowest ``priority`` that its requests may ask for; lower is sooner.
+        shares_prefixes: Whether its requests find prefixes that other clients have computed.
     """
 
     name: str = ""
     best_priority: int = 0
+    shares_prefixes: bool = False
 
     def priority(self, asked: int | None) -> int:
         """The priority of a request that asks for this one.
@@ -33,6 +35,15 @@ class Client:
         if asked is not None and asked < self.best_priority:
             raise UserError(f"priority {asked} is beyond this API key's ceiling: send {self.best_priority} or more")
         return max(self.best_priority, 0) if asked is None else asked
+
+    def cache_salt(self, asked: str | None) -> str:
+        """The cache salt of a request that asks for this one: no two clients have one in common.
+
+        How long an answer takes tells whether its prefix was cached, so a shared prefix tells what others have sent.
+        """
+        if self.shares_prefixes or not self.name:
+            return asked or ""
+        return f"{self.name} {asked or ''}"  # a name holds no space
 
 
 class KeyRing:
@@ -46,13 +57,18 @@ class KeyRing:
         self._clients = {key.encode(): client for key, client in clients.items()}
 
     @classmethod
-    def from_file(cls, path: Path) -> Self:
+    def from_file(cls, path: Path, *, share_prefixes: bool = False) -> Self:
         """Read a key file.
+
+        Args:
+            path: The file.
+            share_prefixes: Let requests find prefixes that other clients have computed.
 
         Raises:
             UserError: As ``read_keys``.
         """
-        return cls(read_keys(path))
+        clients = read_keys(path)
+        return cls({key: replace(client, shares_prefixes=share_prefixes) for key, client in clients.items()})
 
     def client_of(self, authorization: bytes) -> Client | None:
         """Whose key an ``Authorization`` header carries; None if nobody's. Takes as long for every wrong key."""

@@ -115,7 +115,7 @@ class OpenAIRoutes:
                 request_id=f"{reply.request_id}-{index}" if index else reply.request_id,
                 priority=priority,
                 client=client.name,
-                cache_salt=body.cache_salt or "",
+                cache_salt=client.cache_salt(body.cache_salt),
                 pace=body.pace,
             )
             for index, prompt in enumerate(prompts)

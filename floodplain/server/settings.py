@@ -23,6 +23,10 @@ class ServerConfig:
         default=None,
         metadata={"help": "keys of /v1, a line KEY, NAME KEY or NAME KEY PRIORITY each, mode 0600", "metavar": "FILE"},
     )
+    share_prefixes: bool = field(
+        default=False,
+        metadata={"help": "let requests find prefixes that were computed for other API keys' names"},
+    )
     drain_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running requests get when the server stops", "metavar": "S"}
     )
@@ -33,4 +37,6 @@ class ServerConfig:
             raise UserError(f"--port must be between 0 and 65535, not {self.port}")
         if not 0 <= self.drain_timeout <= 86400:
             raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")
+        if self.share_prefixes and self.api_key_file is None:
+            raise UserError("--share-prefixes needs --api-key-file: without keys all requests share prefixes")
         check_max_connections(self.max_connections)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
+from floodplain.server.auth import KeyRing
 from tests.fakes.engine import serving
 
 MODEL = "dummy:tiny-llama"
@@ -61,6 +64,23 @@ def test_second_time_comes_from_the_prefix_cache(served: Served) -> None:
     cached = [usage.prompt_tokens_details.cached_tokens for usage in usages if usage and usage.prompt_tokens_details]
     assert cached[0] == 0
     assert cached[1] == 32  # 42 tokens less one, in whole blocks of 16
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_prefix_is_found_by_its_own_key_unless_all_share(is_shared: bool, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("ann secret-a\nann secret-b\nbob secret-c\nsecret-d\n")
+    (tmp_path / "keys").chmod(0o600)
+    keys = KeyRing.from_file(tmp_path / "keys", share_prefixes=is_shared)
+    config = EngineConfig(model=MODEL, dtype="float32", kv_memory=2**20, max_model_len=256, max_num_seqs=4)
+    engine = AsyncEngine.from_config(config)
+    found = []
+    with serving(engine, keys=keys) as running:  # type: ignore[arg-type]
+        for key, salt in (("a", ""), ("b", ""), ("c", ""), ("d", ""), ("a", ""), ("a", "x"), ("c", "x"), ("b", "x")):
+            body = {"model": MODEL, "prompt": "a prompt of more than two blocks of tokens", "max_tokens": 1}
+            headers = {"Authorization": f"Bearer secret-{key}"}
+            answer = httpx.post(f"{running.url}/v1/completions", json=body | {"cache_salt": salt}, headers=headers)
+            found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == ([0, 32, 32, 32, 32, 0, 32, 32] if is_shared else [0, 32, 0, 0, 32, 0, 0, 32])
 
 
 def test_hang_up_frees_the_blocks(served: Served) -> None:

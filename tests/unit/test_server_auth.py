@@ -75,3 +75,16 @@ def test_other_machines_need_keys(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
 def test_this_machine_does_not(host: str) -> None:
     check_exposure(host, None)
+
+
+names, salts = (
+    st.text("ab- ", min_size=1, max_size=3).map(lambda text: text.replace(" ", "_")),
+    st.text("ab _", max_size=3),
+)
+
+
+@given(st.tuples(names, salts), st.tuples(names, salts))
+def test_no_two_clients_can_have_one_cache_salt(one: tuple[str, str], other: tuple[str, str]) -> None:
+    first, second = (Client(name).cache_salt(salt) for name, salt in (one, other))
+    assert (first == second) == (one == other)
+    assert Client(one[0], shares_prefixes=True).cache_salt(one[1]) == Client().cache_salt(one[1]) == one[1]
