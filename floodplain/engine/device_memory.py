@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_HOST_KV_BYTES = 2**30
 DEFAULT_CUDA_KV_SHARE = 0.9
 """Of the memory that is free once the parameters are loaded."""
-_ALIGN_SLACK = 1.05
-"""Room for the alignment of parameters and for whole pages, as a factor of their size."""
+_ALIGN_SLACK_PERCENT = 105
+"""Parameters with room for their alignment and for whole pages, of their size. Whole: a file may state any size."""
 _KEPT_BYTES = 2**28
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -64,7 +64,7 @@ class DeviceMemory:
         )
         self._config = config
         self._kv_bytes = config.kv_memory or DEFAULT_HOST_KV_BYTES
-        param_bytes = round(shape.param_bytes(dtype.itemsize) * _ALIGN_SLACK)
+        param_bytes = shape.param_bytes(dtype.itemsize) * _ALIGN_SLACK_PERCENT // 100
         self.device = _open_device(device, self._kv_bytes, param_bytes, self.layout, shared_name)
         self._home: CudaHome | None = None
         if shared_name is not None and device.type == "cuda":
@@ -83,9 +83,8 @@ class DeviceMemory:
         num_pages = -(-num_bytes // self.device.page_bytes)
         pages = self.device.allocate(num_pages)
         if pages is None:
-            raise UserError(
-                "the model's parameters do not fit on the device: choose a smaller model, or --dtype bfloat16"
-            )
+            shortage = self._find_shortage(num_bytes)
+            raise UserError(f"the model's parameters do not fit: {shortage}choose a smaller model, or --dtype bfloat16")
         arena = self.device.reserve(num_pages)
         arena.map(0, pages)
         return arena.tensor(torch.uint8, (num_bytes,))
@@ -115,10 +114,9 @@ class DeviceMemory:
         )
         num_now = self._count_unlent_blocks(pool, num_blocks)
         if num_now < least_blocks or pool.grow(ledger, num_now) is None:
-            free = self.device.num_free_pages() * self.device.page_bytes
+            num_bytes = num_blocks * self.layout.block_bytes
             raise UserError(
-                f"a KV pool of {num_blocks * self.layout.block_bytes} bytes does not fit: {free} bytes are free on the "
-                f"device; lower --kv-memory"
+                f"a KV pool of {num_bytes} bytes does not fit: {self._find_shortage(num_bytes)}lower --kv-memory"
             )
         if num_now < num_blocks:
             logger.warning("the KV pool begins with %d of %d blocks: neighbours hold the rest", num_now, num_blocks)
@@ -131,6 +129,15 @@ class DeviceMemory:
             return num_blocks
         num_pages = max(0, pool.count_pages(num_blocks) - num_foreign)
         return num_pages * self.device.page_bytes // pool.quantum_bytes * pool.quantum_blocks
+
+    def _find_shortage(self, num_bytes: int) -> str:
+        """What is too small for ``num_bytes``, as the middle of a message."""
+        backing = self.device.backing()
+        if backing is not None and backing[1] < num_bytes:
+            folder, free = backing
+            return f"{folder} has {free} bytes free: enlarge it (docker run --shm-size), or "
+        free = self.device.num_free_pages() * self.device.page_bytes
+        return f"{free} bytes are free on the device; "
 
     def close(self) -> None:
         """Give everything back. Tensors over it must not be used any more. Safe to call twice."""
@@ -178,6 +185,11 @@ def _open_device(
     from floodplain.memory.host_device import open_home_device, open_private_device
 
     available = available_bytes()
+    if param_bytes > available:
+        raise UserError(
+            f"the model's parameters take {param_bytes} bytes, more than the {available} bytes that this machine "
+            "has free: choose a smaller model, or --dtype bfloat16"
+        )
     if kv_bytes > available:
         raise UserError(
             f"--kv-memory {kv_bytes} is more than the {available} bytes that this machine has free: lower it"

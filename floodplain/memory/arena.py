@@ -8,6 +8,7 @@ while pages come and go behind them, and touching a part without a page is a fau
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NewType, Protocol, Self
 
@@ -71,6 +72,9 @@ class Device(Protocol):
 
     def num_foreign_pages(self) -> int:
         """Pages' worth of memory that others own now, as observed; safe to ask from any thread."""
+
+    def backing(self) -> tuple[Path, int] | None:
+        """The folder that the pages' memory is taken from, and its free bytes; None if it is taken from no folder."""
 
     def reserve(self, num_pages: int) -> Arena:
         """Reserve an empty arena."""

@@ -54,6 +54,9 @@ class CudaDevice:
         num_pages = int(free_bytes) // self.page_bytes
         return num_pages if self._max_pages is None else min(num_pages, self._max_pages - len(self._owned))
 
+    def backing(self) -> None:
+        """See ``Device.backing``: the driver's memory lies in no folder."""
+
     def num_foreign_pages(self) -> int:
         """Pages' worth of memory in use beyond this object's pages, torch's own and what was in use at the start.
 

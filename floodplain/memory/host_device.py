@@ -74,6 +74,13 @@ class HostDevice:
                 return self.capacity_pages
             return self.capacity_pages - self.num_owned_pages - int(np.count_nonzero(self._find_free()))
 
+    def backing(self) -> tuple[Path, int] | None:
+        """See ``Device.backing``: a folder such as ``/dev/shm``, which a container may limit; None without a name."""
+        if self._path is None:
+            return None
+        room = os.fstatvfs(self._fd)
+        return self._path.parent, room.f_bavail * room.f_frsize
+
     def allocate(self, num_pages: int) -> list[Page] | None:
         """Take zeroed pages that really have memory, in runs as long as can be; None if there are too few.
 

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from floodplain.core.errors import UserError
+from floodplain.cost.model_shape import shape_named
+from floodplain.engine import device_memory
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.device_memory import DeviceMemory
+from floodplain.engine.models.config import ModelConfig
+from floodplain.engine.weights.open_model import open_model
+from floodplain.memory import named_file
+
+FREE = 2**20
+
+
+@pytest.fixture
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for devices on a file system that is full."""
+
+    def refuse(fd: int, offset: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(named_file, "_default_directory", lambda: tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "fstatvfs", lambda _: SimpleNamespace(f_bavail=FREE // 4096, f_frsize=4096))
+    return tmp_path
+
+
+def shortage(name: str | None, kv_bytes: int = 2 * FREE) -> list[str]:
+    """What is said of a pool and of parameters that find no room."""
+    config = EngineConfig(model="dummy:tiny-llama", kv_memory=kv_bytes)
+    memory = DeviceMemory(config, open_model(config.model).config, torch.device("cpu"), torch.float32, name)
+    said = []
+    try:
+        num_blocks = memory.count_pool_blocks()
+        for ask in (lambda: memory.open_pool(num_blocks, 1), lambda: memory.allocate_parameters(kv_bytes)):
+            with pytest.raises(UserError) as caught:
+                ask()
+            said.append(str(caught.value))
+    finally:
+        memory.close()
+    return said
+
+
+def test_a_folder_that_is_too_small_for_a_device_is_named(full: Path) -> None:
+    for message in shortage("lender"):
+        assert f" do{'es' if 'KV' in message else ''} not fit: {full} has {FREE} bytes free: enlarge it" in message
+        assert "free on the device" not in message
+
+
+def test_a_device_that_has_no_room_is_named_where_its_folder_has(full: Path) -> None:
+    assert all("bytes are free on the device; " in message for message in shortage("lender", FREE))
+    assert all("bytes are free on the device; " in message for message in shortage(None))
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_memory, "available_bytes", lambda: FREE)
+    for size in (2**20, 10**200):
+        model = ModelConfig.of_shape(replace(shape_named("tiny-llama"), vocab_size=size))
+        with pytest.raises(UserError, match=rf"parameters take \d+ bytes, more than the {FREE} bytes"):
+            DeviceMemory(EngineConfig(model="m", kv_memory=1), model, torch.device("cpu"), torch.float32)
