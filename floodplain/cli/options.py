@@ -160,7 +160,8 @@ def _from_file(parser: argparse.ArgumentParser, actions: Mapping[str, argparse.A
     for key, value in read_config_file(path).items():
         dest = str(key).replace("-", "_")
         if dest not in actions or dest == "config":
-            raise UserError(f"{path}: unknown key {key!r}{_nearest(dest, actions)}")
+            known = [name for name in actions if name != "config"]
+            raise UserError(f"{path}: unknown key {key!r}{_nearest(dest, known)}")
         if value is not None:
             values |= _read(parser, actions, dest, value, f"{path}, {key}")
     return values
@@ -177,12 +178,17 @@ def _read(
         return {dest: value}
     if isinstance(value, bool):
         value = "on" if value else "off"  # what YAML makes of these words
+    if isinstance(value, dict) or (isinstance(value, list) and action.nargs != "+"):
+        raise UserError(f"{source}: {value} is not one value")
     if isinstance(value, list):
-        if action.nargs != "+":
-            raise UserError(f"{source}: {value} is not one value")
-        tokens = [*action.option_strings[:1], *map(str, value)]
+        words = [str(word) for word in value]
+        if flag := next((word for word in words if word.startswith("-")), None):
+            raise UserError(f"{source}: {flag} looks like a flag, and only values may stand here")
+        tokens = [*action.option_strings[:1], *words]
+    elif action.option_strings:
+        tokens = [f"{action.option_strings[-1]}={value}"]
     else:
-        tokens = [f"{action.option_strings[-1]}={value}" if action.option_strings else str(value)]
+        tokens = ["--", str(value)]
     try:
         return _given(parser, actions, tokens)[0]
     except UserError as error:

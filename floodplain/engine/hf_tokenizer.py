@@ -13,10 +13,11 @@ from floodplain.engine.chat_template import template_errors
 from floodplain.engine.token_bound import TokenBound
 from floodplain.engine.tokenizer import Message
 from floodplain.engine.tokenizer_view import VOCABULARIES, view_of_file, view_of_folder
-from floodplain.files.parsing import parsing
+from floodplain.files.parsing import parsing, quiet_panics
 from floodplain.files.reading import is_file
 
 _FAULT = "the tokenizer cannot be loaded"
+_TRIAL = "Hi \u00e9\u6cb3"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -59,7 +60,7 @@ class HfTokenizer:
         """
         if not any(is_file(folder / file) for file in VOCABULARIES):
             raise UserError(f"{folder}: the tokenizer is missing; one of {', '.join(VOCABULARIES)} must be there")
-        with view_of_folder(folder) as view, parsing(folder, _FAULT):
+        with view_of_folder(folder) as view, parsing(folder, _FAULT), quiet_panics():
             return cls(_from_pretrained(view), more_eos_token_ids)
 
     @classmethod
@@ -73,7 +74,7 @@ class HfTokenizer:
         Raises:
             UserError: There is none, or it cannot be read.
         """
-        with view_of_file(path) as view, parsing(path, _FAULT):
+        with view_of_file(path) as view, parsing(path, _FAULT), quiet_panics():
             return cls(_from_pretrained(view.parent, gguf_file=view.name), more_eos_token_ids)
 
     @property
@@ -82,8 +83,13 @@ class HfTokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of ``text``."""
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        """Tokens of ``text``.
+
+        Raises:
+            UserError: The tokenizer fails on this text.
+        """
+        with parsing("the text", "cannot be encoded by the model's tokenizer"):
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def least_tokens(self, text: str) -> int:
         """Fewest tokens that ``text`` can have; 0 if only tokenising it would tell."""
@@ -150,6 +156,7 @@ def _from_pretrained(folder: Path, **options: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
     if not tokenizer.is_fast:
         raise UserError("only fast tokenizers (tokenizer.json) are supported")
+    tokenizer.decode(tokenizer.encode(_TRIAL))  # some faults of a file show only when it is used
     return tokenizer
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,14 +39,46 @@ def parsing(source: object, fault: str = "cannot be read") -> Iterator[None]:
     except (UserError, InvariantError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != _RUST_PANIC:
+        if not isinstance(error, Exception) and not _is_panic(error):
             raise
         raise UserError(f"{source}: {fault} ({reason_of(error)})") from error
+
+
+@contextmanager
+def quiet_panics() -> Iterator[None]:
+    """Hold standard error back while the context is open, and drop it if a parser written in Rust panics.
+
+    Rust prints dozens of lines about a panic before Python sees it.
+    """
+    try:
+        stderr, held = os.dup(2), os.memfd_create("stderr")
+    except OSError:  # standard error is closed: nothing is printed anyway
+        yield
+        return
+    has_panicked = False
+    os.dup2(held, 2)
+    try:
+        yield
+    except BaseException as error:
+        has_panicked = _is_panic(error)
+        raise
+    finally:
+        if sys.stderr is not None:
+            sys.stderr.flush()
+        os.dup2(stderr, 2)
+        os.lseek(held, 0, os.SEEK_SET)
+        with os.fdopen(held, "rb") as source, os.fdopen(stderr, "wb") as target:
+            if not has_panicked:
+                target.write(source.read())
 
 
 def reason_of(error: BaseException) -> str:
     """What an exception says, in one line of bounded length; its type if the message alone says too little."""
     message = " ".join(str(error).split())[:_MAX_REASON]
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, ValueError) and "set_int_max_str_digits" in str(error):
+        return "a number has too many digits"
     if isinstance(error, OSError | ValueError) and message:
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
@@ -77,6 +111,10 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return content
+
+
+def _is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == _RUST_PANIC
 
 
 def _finite(text: str) -> float:

@@ -277,10 +277,28 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
 
 
-@pytest.mark.parametrize("content", ["{", '{"version": "1.0"}', ""])
-def test_a_broken_tokenizer_is_one_line(tmp_path: Path, content: str) -> None:
+PANIC = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": [], %s}'
+MISSING_TOKEN = (
+    '"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "z", "type_id": 0}}], '
+    '"pair": [], "special_tokens": {}}'
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        '{"version": "1.0"}',
+        "",
+        "[" * 100_000,
+        PANIC % '"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}',
+        PANIC % MISSING_TOKEN,
+    ],
+)
+def test_a_broken_tokenizer_is_one_line(tmp_path: Path, content: str, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     with pytest.raises(UserError, match="the tokenizer cannot be loaded") as error:
         HfTokenizer.from_folder(tmp_path)
+    assert capfd.readouterr().err == ""
     assert "\n" not in str(error.value)

@@ -135,7 +135,7 @@ def test_config_itself_may_come_from_the_environment_and_keys_may_have_dashes(tm
         ("- 1", "must hold lines KEY: VALUE"),
         ("a: [", "c.yaml: cannot be read"),
         ("limit: 2026-13-45", "c.yaml: cannot be read .month must be in"),
-        (f"limit: {'9' * 5000}", "c.yaml: cannot be read .*4300 digits"),
+        (f"limit: {'9' * 5000}", "c.yaml: cannot be read .a number has too many digits"),
         (f"limit: {'[' * 20_000}", "nested deeper than 4 levels"),
         ("? " * 20_000, "nested deeper than 4 levels"),
         ("a: &a [x, x]\nb: &b [*a, *a]\ngoodput: [*b, *b]", r"aliases are not supported: write the value of \*a out"),
@@ -144,7 +144,9 @@ def test_config_itself_may_come_from_the_environment_and_keys_may_have_dashes(tm
         ("? [a]\n: b", "c.yaml: cannot be read"),
         ("limit: .inf", "c.yaml, limit: argument --limit: invalid int value: 'inf'"),
         ("#" * 2**16 + "\n", "it is larger than 64KiB"),
-        ("config: other.yaml", "unknown key 'config'"),
+        ("config: other.yaml", "unknown key 'config'$"),
+        ("goodput: [a, --limit=3]", "c.yaml, goodput: --limit=3 looks like a flag"),
+        ("limit: {a: 1}", r"c.yaml, limit: \{'a': 1\} is not one value"),
     ],
 )
 def test_a_bad_file_is_named_with_its_key(text: str, message: str, tmp_path: Path) -> None:
@@ -178,6 +180,12 @@ def test_bad_usage_is_one_line_that_says_what_to_change(
 
 def test_variables_of_other_verbs_are_left_alone() -> None:
     assert parse(*MINIMUM, FLOODPLAIN_SHARED="/x", FLOODPLAIN_PORT="1", HOME="/") == parse(*MINIMUM)
+
+
+def test_a_value_from_a_file_or_a_variable_is_never_a_flag(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("model: --help\n")
+    assert resolve(sample_parser(), ["--base-url", "u", "--config", str(tmp_path / "c.yaml")], {}).model == "--help"
+    assert resolve(sample_parser(), ["--base-url", "u"], {"FLOODPLAIN_MODEL": "--help"}).model == "--help"
 
 
 def test_the_environment_may_name_a_file_with_a_space() -> None:

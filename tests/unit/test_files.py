@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.files.parsing import parse_json, parsing, read_json_object
+from floodplain.files.parsing import parse_json, parsing, quiet_panics, read_json_object
 from floodplain.files.reading import read_file, read_text
 
 
@@ -54,6 +55,12 @@ def test_bytes_that_are_not_utf_8_are_named_by_their_place(tmp_path: Path) -> No
     assert "not UTF-8 text (byte 2)" in refusal(path)
 
 
+def test_reasons_are_in_our_words_where_python_speaks_of_itself() -> None:
+    for text, reason in (("[" * 100_000, "it is nested too deeply"), ("9" * 5000, "a number has too many digits")):
+        with pytest.raises(UserError, match=rf"\({reason}\)$"):
+            parse_json(text, "f")
+
+
 class PanicException(BaseException):
     """As parsers in Rust raise it."""
 
@@ -68,6 +75,23 @@ def test_whatever_a_parser_raises_becomes_one_line_with_the_file(error: BaseExce
     assert message.startswith("f.bin: cannot be read (")
     assert "\n" not in message
     assert caught.value.__cause__ is error
+
+
+def test_what_rust_prints_of_a_panic_is_dropped_and_nothing_else_is(capfd: pytest.CaptureFixture[str]) -> None:
+    def speak(error: BaseException | None) -> None:
+        with quiet_panics():
+            os.write(2, b"words of the parser\n")
+            if error:
+                raise error
+
+    for error in (None, ValueError("v")):
+        with suppress(ValueError):
+            speak(error)
+        assert capfd.readouterr().err == "words of the parser\n"
+    with pytest.raises(PanicException):
+        speak(PanicException("p"))
+    os.write(2, b"and afterwards\n")
+    assert capfd.readouterr().err == "and afterwards\n"
 
 
 @pytest.mark.parametrize("error", [InvariantError("bug"), KeyboardInterrupt(), SystemExit(3), UserError("says more")])
