@@ -10,8 +10,9 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Location, Tier
+from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.messages import StepOrders
-from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker
+from floodplain.plugins.vllm.worker import SwapWorker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -19,9 +19,10 @@ from floodplain.core.errors import UserError
 from floodplain.engine import peer_parts
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.plugins.vllm.borrowing import Borrowing
+from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.desk import Desk
 from floodplain.plugins.vllm.settings import read_settings
-from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker, find_worker, introduce
+from floodplain.plugins.vllm.worker import SwapWorker, find_worker, introduce
 from tests.support.lending import Neighbour, coordinating
 from tests.support.vllm_books import Pool
 

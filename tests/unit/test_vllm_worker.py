@@ -14,8 +14,9 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import CopyTime, Location, Tier
+from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
-from floodplain.plugins.vllm.worker import CacheBlocks, SwapWorker
+from floodplain.plugins.vllm.worker import SwapWorker
 
 BLOCKS, HEADS, TOKENS, DIM = 6, 2, 4, 8
 SIZE = HEADS * TOKENS * DIM
@@ -57,7 +58,7 @@ def fill(cache: torch.Tensor, block: int) -> None:
     (cache[:, block] if cache.shape[0] == 2 else cache[block]).fill_(-1)
 
 
-def order(number: int, kind: TransferKind, blocks: Sequence[int], slots: Sequence[int]) -> StepOrders:
+def order_copy(number: int, kind: TransferKind, blocks: Sequence[int], slots: Sequence[int]) -> StepOrders:
     """One copy, in a step that computes nothing."""
     owners = {number: f"request-{number}"} if kind is TransferKind.SWAP_IN else {}
     locations = tuple(Location(Tier.HOST, slot) for slot in slots)
@@ -99,12 +100,12 @@ def test_what_left_comes_back_in_other_blocks_bit_by_bit(make: Callable[[int], t
     caches = {str(seed): make(seed) for seed in range(3)}
     kept = {name: [part_of(cache, block) for block in range(BLOCKS)] for name, cache in caches.items()}
     worker = make_worker(caches)
-    worker.begin(order(0, TransferKind.SWAP_OUT, [1, 4], [5, 0]))
+    worker.begin(order_copy(0, TransferKind.SWAP_OUT, [1, 4], [5, 0]))
     assert finish(worker)[2].ended == {0: (1, True)}
     for cache in caches.values():
         fill(cache, 1)
         fill(cache, 4)
-    worker.begin(order(1, TransferKind.SWAP_IN, [3, 2], [5, 0]))
+    worker.begin(order_copy(1, TransferKind.SWAP_IN, [3, 2], [5, 0]))
     assert finish(worker)[2].ended == {1: (1, True)}
     worker.close()
     for name, cache in caches.items():
@@ -134,20 +135,77 @@ def test_caches_are_seen_and_not_copied() -> None:
         (together(0)[:4], r"layer has a KV cache of shape \(4, 4, 4, 8\), in which 6 blocks are not found"),
         (together(0).reshape(3, 2, -1), "in which 6 blocks are not found"),
         (together(0).reshape(4, BLOCKS, -1), "in which 6 blocks are not found"),
-        (together(0).reshape(2 * BLOCKS, -1)[::2], "layer are no pieces of memory side by side"),
-        (together(0).transpose(0, 1).contiguous().transpose(0, 1), "side by side"),
-        (together(0)[..., : DIM // 2], "side by side"),
-        (torch.zeros(1, 4, 8).expand(BLOCKS, 4, 8), "side by side"),
-        (torch.zeros(BLOCKS, 1, 8).expand(BLOCKS, 4, 8), "side by side"),
-        (torch.zeros(BLOCKS * 64).as_strided((BLOCKS, 4, 8), (32, 16, 1)), "side by side"),
-        (torch.zeros((BLOCKS, 3, 1), dtype=torch.bfloat16), "side by side"),  # no whole number of words
+        (
+            together(0).reshape(2 * BLOCKS, -1)[::2],
+            r"layer has the unsupported strides \(128, 1\) for .* LBNHC and BLNHC",
+        ),
+        (together(0).transpose(0, 1).contiguous().transpose(0, 1), "unsupported strides"),
+        (together(0)[..., : DIM // 2], "unsupported strides"),
+        (torch.zeros(1, 4, 8).expand(BLOCKS, 4, 8), "unsupported strides"),
+        (torch.zeros(BLOCKS, 1, 8).expand(BLOCKS, 4, 8), "unsupported strides"),
+        (torch.zeros(BLOCKS * 64).as_strided((BLOCKS, 4, 8), (32, 16, 1)), "unsupported strides"),
+        (torch.zeros((BLOCKS, 3, 1), dtype=torch.bfloat16), "unsupported strides"),  # no whole number of words
         (torch.zeros((BLOCKS, 4, 8), device="meta"), "one CPU or NVIDIA GPU per worker, not from meta"),
-        (torch.zeros(BLOCKS * 32 + 1, dtype=torch.bfloat16)[1:].view(BLOCKS, 4, 8), "side by side"),  # at an odd place
+        (torch.zeros(BLOCKS * 32 + 1, dtype=torch.bfloat16)[1:].view(BLOCKS, 4, 8), "strides"),  # at an odd place
     ],
 )
 def test_a_cache_in_which_a_block_is_no_piece_of_memory_is_refused(cache: torch.Tensor, line: str) -> None:
     with pytest.raises(UserError, match=line):
         CacheBlocks({"layer": cache}, BLOCKS, TOKENS)
+
+
+def laid_out(order: str, *, pad: int = 0, num_layers: int = 3) -> dict[str, torch.Tensor]:
+    """Caches of layers [blocks, heads, tokens, K and V] over memory in vLLM's order of (L, B, H, N, C)."""
+    sizes = {"L": num_layers, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * DIM}
+    outer, inner = sizes[order[0]], [sizes[one] for one in order[1:]]
+    row = torch.Size(inner).numel()
+    generator = torch.Generator().manual_seed(3)
+    memory = torch.randn((outer, row + pad), generator=generator)[:, :row].unflatten(1, inner)
+    whole = memory.permute([order.index(one) for one in "LBHNC"])
+    return {f"layer.{number}": whole[number] for number in range(num_layers)}
+
+
+@pytest.mark.parametrize(
+    ("order", "pad", "num_pieces"),
+    [("LBHNC", 0, 3), ("LBNHC", 0, 3), ("BLHNC", 0, 1), ("BLNHC", 0, 1), ("BHLNC", 0, 1), ("BLNHC", 8, 1)],
+)
+def test_blocks_come_back_in_every_layout_in_as_few_pieces_as_it_has(order: str, pad: int, num_pieces: int) -> None:
+    caches = laid_out(order, pad=pad)
+    blocks = CacheBlocks(caches, BLOCKS, TOKENS)
+    assert len(blocks.words) == blocks.layout.num_layers == num_pieces
+    assert blocks.layout.block_bytes == 4 * (3 * 2 * SIZE + pad)
+    kept = {name: cache.clone() for name, cache in caches.items()}
+    worker = SwapWorker(blocks, 4)
+    worker.begin(order_copy(0, TransferKind.SWAP_OUT, [1, BLOCKS - 1], [3, 0]))
+    finish(worker)
+    for cache in caches.values():
+        cache[1], cache[BLOCKS - 1] = -1, -1
+    worker.begin(order_copy(1, TransferKind.SWAP_IN, [2, BLOCKS - 1], [3, 0]))
+    assert finish(worker)[2].ended == {1: (1, True)}
+    worker.close()
+    for name, cache in caches.items():
+        sources = [0, None, 1, *range(3, BLOCKS)]
+        for block, source in enumerate(sources):
+            wanted = torch.full_like(cache[block], -1) if source is None else kept[name][source]
+            assert torch.equal(cache[block], wanted), (name, block)
+
+
+def test_layers_that_share_their_kv_are_copied_once() -> None:
+    caches = laid_out("LBNHC")
+    shared = CacheBlocks(caches | {"layer.3": caches["layer.1"]}, BLOCKS, TOKENS)
+    assert [words.data_ptr() for words in shared.words] == [cache.data_ptr() for cache in caches.values()]
+
+
+def test_blocks_that_vllm_splits_for_its_kernels_are_whole_for_copies() -> None:
+    whole = together(0)
+    split = whole.view(BLOCKS * 2, HEADS, TOKENS, DIM)
+    blocks = CacheBlocks({"layer": split}, BLOCKS, TOKENS)
+    assert torch.equal(blocks.words[0].view(torch.bfloat16).flatten(), whole.flatten())
+
+
+def test_a_layout_with_heads_outside_of_blocks_is_refused() -> None:
+    with pytest.raises(UserError, match=r"layer.0 has the unsupported strides .* LBNHC and BLNHC"):
+        CacheBlocks(laid_out("LHBNC"), BLOCKS, TOKENS)
 
 
 def test_layers_of_several_sizes_are_refused() -> None:
@@ -158,18 +216,18 @@ def test_layers_of_several_sizes_are_refused() -> None:
 @pytest.mark.parametrize("block", [-1, BLOCKS])
 def test_a_block_that_the_pool_does_not_have_is_our_own_mistake(worker: SwapWorker, block: int) -> None:
     with pytest.raises(InvariantError, match="pool does not have"):
-        worker.begin(order(0, TransferKind.SWAP_OUT, [0, block], [0, 1]))
+        worker.begin(order_copy(0, TransferKind.SWAP_OUT, [0, block], [0, 1]))
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
 def test_only_a_copy_back_is_somebodys_arrival_and_each_is_told_once(worker: SwapWorker) -> None:
-    worker.begin(order(0, TransferKind.BACKUP, [1], [2]))
+    worker.begin(order_copy(0, TransferKind.BACKUP, [1], [2]))
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == (set(), set(), {0: (1, True)})
     assert sum(copied.num_blocks for copied in report.copy_times if not copied.is_inbound) == 1
-    worker.begin(order(1, TransferKind.SWAP_IN, [3], [2]))
+    worker.begin(order_copy(1, TransferKind.SWAP_IN, [3], [2]))
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == ({"request-1"}, set(), {1: (1, True)})
     assert worker.finish() == (set(), set())
@@ -177,26 +235,26 @@ def test_only_a_copy_back_is_somebodys_arrival_and_each_is_told_once(worker: Swa
 
 
 def test_a_damaged_slot_is_a_copy_that_failed(worker: SwapWorker, caches: dict[str, torch.Tensor]) -> None:
-    worker.begin(order(0, TransferKind.SWAP_OUT, [0, 1], [0, 1]))
+    worker.begin(order_copy(0, TransferKind.SWAP_OUT, [0, 1], [0, 1]))
     finish(worker)
     worker.slots.words[1, 2, 7] ^= 1
-    worker.begin(order(1, TransferKind.SWAP_IN, [2, 3], [0, 1]))
+    worker.begin(order_copy(1, TransferKind.SWAP_IN, [2, 3], [0, 1]))
     assert finish(worker)[:2] == ({"request-1"}, {"request-1"})
-    worker.begin(order(2, TransferKind.SWAP_IN, [4], [0]))  # what is not damaged comes back all the same
+    worker.begin(order_copy(2, TransferKind.SWAP_IN, [4], [0]))  # what is not damaged comes back all the same
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == ({"request-2"}, set(), {2: (1, True)})
     assert torch.equal(caches["layer.2"][4], caches["layer.2"][0])
 
 
 def test_a_slot_that_nobody_wrote_is_a_copy_that_failed(worker: SwapWorker) -> None:
-    worker.begin(order(0, TransferKind.SWAP_IN, [0], [3]))
+    worker.begin(order_copy(0, TransferKind.SWAP_IN, [0], [3]))
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == ({"request-0"}, {"request-0"}, {0: (1, False)})
 
 
 def test_copies_in_flight_end_before_it_closes_and_it_closes_twice(caches: dict[str, torch.Tensor]) -> None:
     worker = make_worker(caches)
-    worker.begin(order(0, TransferKind.SWAP_OUT, [5], [7]))
+    worker.begin(order_copy(0, TransferKind.SWAP_OUT, [5], [7]))
     worker.close()
     worker.close()
     for layer, cache in enumerate(caches.values()):
@@ -240,7 +298,7 @@ def test_what_moved_is_counted_once(worker: SwapWorker) -> None:
     block_bytes = worker.slots.layout.block_bytes
     for transfer_id, kind in enumerate((TransferKind.BACKUP, TransferKind.SWAP_OUT, TransferKind.SWAP_IN)):
         slots = [0, 1] if kind is not TransferKind.SWAP_OUT else [2, 3]
-        worker.begin(order(transfer_id, kind, [0, 1], slots))
+        worker.begin(order_copy(transfer_id, kind, [0, 1], slots))
         finish(worker)
     counts = worker.tally.take()["counts"]
     assert counts == {"swap_bytes_total out host": 4 * block_bytes, "swap_bytes_total in host": 2 * block_bytes}
@@ -248,6 +306,6 @@ def test_what_moved_is_counted_once(worker: SwapWorker) -> None:
 
 
 def test_a_copy_that_failed_is_counted_with_its_problem(worker: SwapWorker) -> None:
-    worker.begin(order(0, TransferKind.SWAP_IN, [0], [1]))
+    worker.begin(order_copy(0, TransferKind.SWAP_IN, [0], [1]))
     finish(worker)
     assert worker.tally.take()["counts"]["failed_transfers_total empty_slot"] == 1
