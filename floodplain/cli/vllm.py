@@ -16,6 +16,7 @@ from floodplain.cli.masking import mask_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.output import say
 from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, read_settings
 from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 from floodplain.policy.registry import POLICIES
@@ -108,14 +109,14 @@ def build_command(config: VllmConfig, flags: Sequence[str], server: Sequence[str
     extra = {name: value for name, value in extra.items() if value is not None and value is not False}
     read_settings(extra, are_flags=True)
     transfer = {
-        "kv_connector": "FloodplainConnector",
-        "kv_connector_module_path": "floodplain.plugins.vllm.connector",
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
     return [
         *server, config.model, "--no-async-scheduling",
-        "--scheduler-cls", "floodplain.plugins.vllm.scheduler.FloodplainScheduler",
+        "--scheduler-cls", SCHEDULER,
         "--kv-transfer-config", json.dumps(transfer), *flags,
     ]  # fmt: skip
 

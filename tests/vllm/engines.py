@@ -142,9 +142,9 @@ def finished_tokens(llm: LLM) -> dict[int, list[int]]:
     return {int(o.request_id): list(o.outputs[0].token_ids) for o in llm.llm_engine.step() if o.finished}
 
 
-def serve_calmly(model: Path, load: Load) -> dict[int, list[int]]:
+def serve_calmly(model: Path, load: Load, **flags: Any) -> dict[int, list[int]]:
     """What stock vLLM says with room for everybody; its engine is gone afterwards."""
-    llm = make_stock(model)
+    llm = make_stock(model, **flags)
     tokens: dict[int, list[int]] = {}
     load.send(llm)
     while llm.llm_engine.has_unfinished_requests():

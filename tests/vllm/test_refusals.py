@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,47 +12,8 @@ pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test
 
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm import compat, register, versions
-from floodplain.plugins.vllm.connector import FloodplainConnector, _expect_supported
 from floodplain.plugins.vllm.turn_queue import TurnQueue
-
-
-def configs(**changes: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """Those of an engine that is supported, but for ``changes``."""
-    values = {
-        "async_scheduling": False,
-        "speculative": None,
-        "pipeline": 1,
-        "tensor": 1,
-        "groups": 1,
-    } | changes
-    vllm_config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(async_scheduling=values["async_scheduling"]),
-        speculative_config=values["speculative"],
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=values["pipeline"], tensor_parallel_size=values["tensor"]
-        ),
-    )
-    return vllm_config, SimpleNamespace(kv_cache_groups=[None] * values["groups"])
-
-
-def test_what_is_supported_is_let_in() -> None:
-    _expect_supported(*configs(), borrows=True)
-    _expect_supported(*configs(tensor=2), borrows=False)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"async_scheduling": True}, "pass --no-async-scheduling"),
-        ({"speculative": object()}, "speculative decoding"),
-        ({"pipeline": 2}, "pipeline parallelism"),
-        ({"tensor": 2}, "for one worker: leave coordinator out, or --tensor-parallel-size"),
-        ({"groups": 2}, "one kind of attention"),
-    ],
-)
-def test_what_is_not_supported_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        _expect_supported(*configs(**change), borrows=True)
+from floodplain.plugins.vllm.wires import FloodplainConnector
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
@@ -77,7 +36,13 @@ def test_every_method_that_vllm_calls_has_its_signature() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     ours = compat.SteeredScheduler
-    for name in ("schedule", "_preempt_request", "_reserve_prefill_lookahead", "_inflight_prefill_reserved_blocks"):
+    for name in (
+        "schedule",
+        "_preempt_request",
+        "_reserve_prefill_lookahead",
+        "_inflight_prefill_reserved_blocks",
+        "reset_prefix_cache",
+    ):
         parameters = [list(inspect.signature(getattr(cls, name)).parameters) for cls in (Scheduler, ours)]
         assert parameters[0] == parameters[1], name
     source = inspect.getsource(Scheduler.schedule)

@@ -41,8 +41,7 @@ def command(model: Path, port: int) -> list[str]:
         "--kv-transfer-config": json.dumps(TRANSFER),
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
-    options = ["--no-enable-prefix-caching", "--enforce-eager"]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *options]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--enforce-eager"]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 CONNECTOR = "FloodplainConnector"
 CONNECTOR_MODULE = "floodplain.plugins.vllm.connector"
+SCHEDULER = "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
 
 
 def register() -> None:

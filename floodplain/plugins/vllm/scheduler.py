@@ -14,9 +14,11 @@ from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.view import View
 from floodplain.plugins.vllm.compat import SteeredScheduler
-from floodplain.plugins.vllm.connector import FloodplainConnector
+from floodplain.plugins.vllm.refusal import refusals_in_one_line
+from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE
 from floodplain.plugins.vllm.rows import Crowd, Limits, RowMaker, sort_rows, view_tiers
 from floodplain.plugins.vllm.tracked import TrackedRequest
+from floodplain.plugins.vllm.wires import FloodplainConnector
 from floodplain.runtime.prices import StepPrices
 
 if TYPE_CHECKING:
@@ -25,14 +27,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NO_CONNECTOR = (
+    f"FloodplainScheduler needs {CONNECTOR} beside it, alone: pass --kv-transfer-config"
+    f' \'{{"kv_connector": "{CONNECTOR}", "kv_connector_module_path": "{CONNECTOR_MODULE}", "kv_role": "kv_both"}}\''
+)
+
 
 class FloodplainScheduler(SteeredScheduler):
     """What ``--scheduler-cls`` names. Needs ``FloodplainConnector`` beside it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if not isinstance(self.connector, FloodplainConnector):
-            raise UserError("FloodplainScheduler needs FloodplainConnector beside it: see README, With vLLM")
+        with refusals_in_one_line():
+            if not isinstance(self.connector, FloodplainConnector):
+                raise UserError(NO_CONNECTOR)
         self._desk = self.connector.desk
         self._settings = self._desk.settings
         self.policy_object = self._settings.make_policy()
@@ -146,13 +154,28 @@ class FloodplainScheduler(SteeredScheduler):
         one, books = self._desk.roster[request.request_id], self._desk.books
         order = self._leaving or Preemption(one.seq_id, PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
         table, num_computed = self.finder.table(request.request_id), request.num_computed_tokens
-        is_kept = order.mode is PreemptionMode.SWAP and books.swap_out(
-            one, table, num_computed, order.reason, order.tier
+        is_kept = (
+            order.mode is PreemptionMode.SWAP
+            and not self.is_resetting
+            and books.swap_out(one, table, num_computed, order.reason, order.tier)
         )
         if not is_kept:
             books.forget(one)
         became = PreemptionMode.SWAP if is_kept else PreemptionMode.RECOMPUTE
         self._desk.tally.count("preemptions_total", became.value)
+
+    def find_owner(self, arrival: str) -> str | None:
+        """See ``SteeredScheduler``."""
+        return self._desk.books.find_owner(arrival)
+
+    def void_copies(self) -> None:
+        """See ``SteeredScheduler``."""
+        self._desk.void_all()
+
+    @property
+    def held_blocks(self) -> list[Any]:
+        """See ``SteeredScheduler``."""
+        return self._desk.books.held_blocks
 
     def note_step(self, output: SchedulerOutput) -> None:
         """See ``SteeredScheduler``."""

@@ -1,0 +1,158 @@
+"""What of vLLM the plug-in supports, and what it refuses by name. Imports nothing of vLLM.
+
+Whatever would be wrong, or was never tried and could be, is refused. The README has the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.register import CONNECTOR, SCHEDULER
+
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Of vLLM's KV cache: those whose blocks hold all that belongs to them."""
+
+_WHOLE_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+"""Kinds of KV cache in which a request keeps every block that it filled."""
+
+Check = tuple[Callable[[Any], bool], str]
+
+_CHECKS: tuple[Check, ...] = (
+    (
+        lambda c: c.scheduler_config.async_scheduling,
+        "each step is planned when the last one has ended: pass --no-async-scheduling",
+    ),
+    (
+        lambda c: c.speculative_config is not None,
+        "speculative decoding is not supported yet: leave --speculative-config out",
+    ),
+    (
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "pipeline parallelism is not supported yet: use tensor parallelism",
+    ),
+    (
+        lambda c: c.parallel_config.decode_context_parallel_size > 1,
+        "decode context parallelism is not supported: leave --decode-context-parallel-size out",
+    ),
+    (
+        lambda c: c.parallel_config.prefill_context_parallel_size > 1,
+        "prefill context parallelism is not supported: leave --prefill-context-parallel-size out",
+    ),
+    (
+        lambda c: c.model_config.is_encoder_decoder,
+        "encoder-decoder models are not supported: serve this one without floodplain",
+    ),
+    (
+        lambda c: c.model_config.runner_type == "pooling",
+        "pooling models keep no KV to swap: serve this one without floodplain",
+    ),
+    (
+        lambda c: c.model_config.is_diffusion,
+        "diffusion models are not supported: serve this one without floodplain",
+    ),
+    (
+        lambda c: c.model_config.is_hybrid or c.model_config.is_attention_free,
+        "models with state-space layers are not supported: serve this one without floodplain",
+    ),
+    (
+        lambda c: not c.scheduler_config.enable_chunked_prefill,
+        "prompts are computed in chunks: leave --no-enable-chunked-prefill out",
+    ),
+    (
+        lambda c: c.scheduler_config.disable_chunked_mm_input,
+        "prompts are computed in chunks: leave --disable-chunked-mm-input out",
+    ),
+    (
+        lambda c: c.lora_config is not None,
+        "LoRA adapters are not supported yet: leave --enable-lora out",
+    ),
+    (
+        lambda c: c.ec_transfer_config is not None,
+        "the transfer of encoder outputs is not supported: leave --ec-transfer-config out",
+    ),
+    (
+        lambda c: c.cache_config.kv_offloading_size is not None,
+        "floodplain has swap space of its own (swap_memory): leave --kv-offloading-size out",
+    ),
+    (
+        lambda c: c.kv_transfer_config.kv_connector == "MultiConnector",
+        f"MultiConnector is not supported: name {CONNECTOR} itself as kv_connector",
+    ),
+    (
+        lambda c: c.kv_transfer_config.kv_role != "kv_both",
+        'KV is saved and loaded: set "kv_role": "kv_both" in --kv-transfer-config',
+    ),
+)
+
+
+def expect_supported(vllm_config: Any, *, borrows: bool, follows_sleep: bool) -> None:
+    """Refuse a configuration that the plug-in does not support.
+
+    Args:
+        vllm_config: vLLM's.
+        borrows: The plug-in shall borrow memory on neighbours.
+        follows_sleep: This vLLM tells connectors when it unmaps its KV cache.
+
+    Raises:
+        UserError: One line that names what is not supported, and what to change.
+    """
+    for is_wrong, line in _CHECKS:
+        if is_wrong(vllm_config):
+            raise UserError(line)
+    _expect_scheduler(vllm_config.scheduler_config.scheduler_cls)
+    dtype = vllm_config.cache_config.cache_dtype
+    if dtype not in CACHE_DTYPES:
+        raise UserError(f"--kv-cache-dtype {dtype} is not supported: use one of {', '.join(CACHE_DTYPES)}")
+    if vllm_config.model_config.enable_sleep_mode and not follows_sleep:
+        raise UserError("sleep mode is supported from vLLM 0.33 on: leave --enable-sleep-mode out")
+    if borrows:
+        _expect_one_process(vllm_config.parallel_config)
+
+
+def _expect_scheduler(scheduler: str | type | None) -> None:
+    if isinstance(scheduler, str) and scheduler != SCHEDULER:
+        module, _, name = scheduler.rpartition(".")
+        try:
+            scheduler = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(f"--scheduler-cls {scheduler} is not found: {error}") from None
+    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in getattr(scheduler, "__mro__", ())]
+    if scheduler != SCHEDULER and SCHEDULER not in names:
+        raise UserError(f"{CONNECTOR} does nothing without its scheduler: pass --scheduler-cls {SCHEDULER}")
+
+
+def _expect_one_process(parallel_config: Any) -> None:
+    if parallel_config.tensor_parallel_size > 1:
+        raise UserError("memory is borrowed for one worker: leave coordinator out, or --tensor-parallel-size")
+    if parallel_config.distributed_executor_backend != "uni":
+        raise UserError(
+            "memory is borrowed where vLLM's worker runs in its scheduler's process:"
+            " leave coordinator out, or pass --distributed-executor-backend uni (not on CPUs)"
+        )
+
+
+def find_cache_problem(groups: list[Any]) -> str | None:
+    """What of the KV cache is not supported, in one line; None if all of it is.
+
+    Args:
+        groups: vLLM's groups of layers that share a block table.
+    """
+    if len(groups) != 1:
+        return f"one kind of attention is supported, and this model has {len(groups)}: serve it without floodplain"
+    spec = groups[0].kv_cache_spec
+    for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        name = type(one).__name__
+        if name not in _WHOLE_SPECS:
+            return f"full attention is supported, and this model keeps {name}: serve it without floodplain"
+    return None
+
+
+def count_block_bytes(group: Any) -> int:
+    """Bytes of a block over all layers of a group of one worker."""
+    spec = group.kv_cache_spec
+    if hasattr(spec, "kv_cache_specs"):  # of layers that keep different sizes
+        return sum(int(one.page_size_bytes) for one in spec.kv_cache_specs.values())
+    return int(spec.page_size_bytes) * len(group.layer_names)

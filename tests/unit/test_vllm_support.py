@@ -1,0 +1,182 @@
+"""What of vLLM the plug-in for it refuses: each by its name, in one line, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.refusal import Refusal, refusals_in_one_line
+from floodplain.plugins.vllm.register import CONNECTOR, SCHEDULER
+from floodplain.plugins.vllm.support import CACHE_DTYPES, count_block_bytes, expect_supported, find_cache_problem
+
+DEFAULTS = {
+    "scheduler_config": {
+        "async_scheduling": False, "enable_chunked_prefill": True, "disable_chunked_mm_input": False,
+        "scheduler_cls": SCHEDULER,
+    },
+    "parallel_config": {
+        "pipeline_parallel_size": 1, "tensor_parallel_size": 1, "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1, "distributed_executor_backend": "uni",
+    },
+    "model_config": {
+        "is_encoder_decoder": False, "runner_type": "generate", "is_diffusion": False, "is_hybrid": False,
+        "is_attention_free": False, "enable_sleep_mode": False,
+    },
+    "cache_config": {"cache_dtype": "auto", "kv_offloading_size": None},
+    "kv_transfer_config": {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "fail"},
+}  # fmt: skip
+"""What vLLM hands over of an engine with nothing but the scheduler and the connector."""
+
+
+def make_config(**changes: Any) -> SimpleNamespace:
+    """Those, but for ``changes``: ``section__name=value``, or a section that is None by default."""
+    sections: dict[str, Any] = {name: dict(values) for name, values in DEFAULTS.items()}
+    sections |= {"speculative_config": None, "lora_config": None, "ec_transfer_config": None}
+    for path, value in changes.items():
+        section, _, name = path.partition("__")
+        if name:
+            sections[section][name] = value
+        else:
+            sections[section] = value
+    return SimpleNamespace(
+        **{name: SimpleNamespace(**found) if isinstance(found, dict) else found for name, found in sections.items()}
+    )
+
+
+Ours = type("FloodplainScheduler", (), {"__module__": SCHEDULER.rpartition(".")[0]})
+Heir = type("Heir", (Ours,), {})
+Stranger = type("FloodplainScheduler", (), {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallel_config__tensor_parallel_size": 2, "parallel_config__distributed_executor_backend": "mp"},
+        {"kv_transfer_config__kv_load_failure_policy": "recompute"},
+        {"scheduler_config__scheduler_cls": Heir},
+        *({"cache_config__cache_dtype": dtype} for dtype in CACHE_DTYPES),
+    ],
+)
+def test_what_is_supported_is_let_in(changes: dict[str, Any]) -> None:
+    expect_supported(make_config(**changes), borrows=False, follows_sleep=False)
+
+
+def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
+    expect_supported(make_config(model_config__enable_sleep_mode=True), borrows=True, follows_sleep=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scheduler_config__async_scheduling": True}, "pass --no-async-scheduling"),
+        ({"scheduler_config__enable_chunked_prefill": False}, "leave --no-enable-chunked-prefill out"),
+        ({"scheduler_config__disable_chunked_mm_input": True}, "leave --disable-chunked-mm-input out"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"lora_config": object()}, "leave --enable-lora out"),
+        ({"ec_transfer_config": object()}, "leave --ec-transfer-config out"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"model_config__is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_config__runner_type": "pooling"}, "pooling models"),
+        ({"model_config__is_diffusion": True}, "diffusion models"),
+        ({"model_config__is_hybrid": True}, "state-space layers"),
+        ({"model_config__is_attention_free": True}, "state-space layers"),
+        ({"cache_config__kv_offloading_size": 4.0}, "leave --kv-offloading-size out"),
+        ({"cache_config__cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not supported: use one of auto,"),
+        ({"kv_transfer_config__kv_connector": "MultiConnector"}, "MultiConnector is not supported"),
+        ({"kv_transfer_config__kv_role": "kv_producer"}, 'set "kv_role": "kv_both"'),
+        ({"scheduler_config__scheduler_cls": None}, f"pass --scheduler-cls {SCHEDULER}"),
+        ({"scheduler_config__scheduler_cls": Stranger}, f"pass --scheduler-cls {SCHEDULER}"),
+        ({"scheduler_config__scheduler_cls": "no.such.Thing"}, "--scheduler-cls no.such.Thing is not found"),
+        ({"scheduler_config__scheduler_cls": "json.JSONDecoder"}, f"pass --scheduler-cls {SCHEDULER}"),
+        ({"model_config__enable_sleep_mode": True}, "leave --enable-sleep-mode out"),
+        ({"parallel_config__tensor_parallel_size": 2}, "leave coordinator out, or --tensor-parallel-size"),
+        ({"parallel_config__distributed_executor_backend": "mp"}, "leave coordinator out, or pass --distributed-exec"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        expect_supported(make_config(**changes), borrows=True, follows_sleep=False)
+    assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def make_spec(kind: str, page_bytes: int = 100) -> Any:
+    return type(kind, (), {"page_size_bytes": page_bytes})()
+
+
+def make_group(spec: Any, num_layers: int = 3) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer.{number}" for number in range(num_layers)])
+
+
+def make_mixed(kinds: list[str]) -> SimpleNamespace:
+    """Layers that keep different sizes in one group."""
+    return SimpleNamespace(
+        kv_cache_specs={str(number): make_spec(kind, 100 + number) for number, kind in enumerate(kinds)},
+        page_size_bytes=10**6,
+    )
+
+
+@pytest.mark.parametrize("kind", ["FullAttentionSpec", "MLAAttentionSpec"])
+def test_full_attention_is_supported(kind: str) -> None:
+    group = make_group(make_spec(kind))
+    assert find_cache_problem([group]) is None
+    assert count_block_bytes(group) == 300
+
+
+def test_a_block_of_layers_of_several_sizes_is_their_sum() -> None:
+    group = make_group(make_mixed(["FullAttentionSpec"] * 3))
+    assert find_cache_problem([group]) is None
+    assert count_block_bytes(group) == 100 + 101 + 102
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([make_group(make_spec("FullAttentionSpec"))] * 2, "one kind of attention is supported, and this model has 2"),
+        ([make_group(make_spec("SlidingWindowSpec"))], "this model keeps SlidingWindowSpec"),
+        ([make_group(make_spec("MambaSpec"))], "this model keeps MambaSpec"),
+        ([make_group(make_mixed(["FullAttentionSpec", "ChunkedLocalAttentionSpec"]))], "ChunkedLocalAttentionSpec"),
+        ([], "this model has 0"),
+    ],
+)
+def test_other_kinds_of_cache_are_refused_by_name(groups: list[Any], message: str) -> None:
+    assert message in str(find_cache_problem(groups))
+
+
+# -- how a refusal ends a process --------------------------------------------------------------------------------------
+
+
+def test_a_refusal_can_be_caught_as_any_error_and_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    caught = None
+    try:
+        with refusals_in_one_line(), refusals_in_one_line():
+            raise UserError("two\nlines")
+    except Exception as error:
+        caught = error
+    assert isinstance(caught, Refusal) and isinstance(caught, UserError) and str(caught) == "two lines"
+    assert capsys.readouterr().err == "floodplain: two lines\n"
+
+
+def test_an_uncaught_refusal_is_one_line_and_status_2() -> None:
+    program = (
+        "from floodplain.core.errors import UserError\n"
+        "from floodplain.plugins.vllm.refusal import refusals_in_one_line\n"
+        "with refusals_in_one_line(): raise UserError('leave it out')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (2, "floodplain: leave it out\n")
+
+
+def test_other_errors_are_left_alone() -> None:
+    with pytest.raises(ValueError, match="a bug"), refusals_in_one_line():
+        raise ValueError("a bug")

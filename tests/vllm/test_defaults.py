@@ -1,0 +1,104 @@
+"""vLLM's defaults are enough: the scheduler and the connector alone work, or are refused in one line, early.
+
+Here each vLLM has processes of its own, as users start it; ``test_server.py`` has the server's streams.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
+
+from tests.vllm.engines import Load, serve_calmly
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 400.0
+CONNECTOR = {
+    "kv_connector": "FloodplainConnector",
+    "kv_connector_module_path": "floodplain.plugins.vllm.connector",
+    "kv_role": "kv_both",
+}
+SCHEDULER = ["--scheduler-cls", "floodplain.plugins.vllm.scheduler.FloodplainScheduler"]
+
+
+def run(*words: str, seconds: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
+    """A program in vLLM's environment, with several processes as by default."""
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
+def test_a_program_that_names_scheduler_and_connector_alone_gets_the_same_tokens(model: Path) -> None:
+    rng = Random(8)
+    prompts = [[rng.randrange(10, 40_000) for _ in range(rng.randrange(20, 120))] for _ in range(10)]
+    load = Load(tuple(map(tuple, prompts)), (100,) * len(prompts))
+    expected = serve_calmly(model, load)
+    flags = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "num_gpu_blocks_override": 8}
+    ended = run("-m", "tests.vllm.plain", json.dumps({"model": str(model), "prompts": prompts, **flags}))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["preemptions"] > 3
+    assert found["tokens"] == [expected[index] for index in range(len(prompts))]
+
+
+def server(model: Path, *flags: str, transfer: dict[str, Any] = CONNECTOR) -> list[str]:
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", "512"]
+    return [*words, "--port", "0", "--kv-transfer-config", json.dumps(transfer), *flags]
+
+
+def expect_refused(ended: subprocess.CompletedProcess[str], line: str) -> None:
+    """Its last words are one line, and there is no traceback."""
+    said = ended.stderr.rstrip().splitlines()
+    assert ended.returncode == 2, said[-5:]
+    assert said[-1].startswith("floodplain: ") and line in said[-1]
+    assert "Traceback" not in ended.stderr + ended.stdout
+    assert sum("floodplain: " in one for one in said) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ([], "does nothing without its scheduler: pass --scheduler-cls"),
+        ([*SCHEDULER, "--disable-chunked-mm-input"], "leave --disable-chunked-mm-input out"),
+        ([*SCHEDULER, "--no-enable-chunked-prefill"], "leave --no-enable-chunked-prefill out"),
+        ([*SCHEDULER, "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'], "speculative"),
+        ([*SCHEDULER, "--enable-lora"], "leave --enable-lora out"),
+        ([*SCHEDULER, "--kv-offloading-size", "1"], "leave --kv-offloading-size out"),
+        ([*SCHEDULER, "-tp", "9", "-dcp", "3"], "decode context parallelism"),
+        ([*SCHEDULER, "-pp", "2"], "pipeline parallelism"),
+    ],
+)
+def test_a_server_refuses_by_name_before_it_starts_anything(model: Path, flags: list[str], line: str) -> None:
+    expect_refused(run(*server(model, *flags)), line)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "line"),
+    [
+        (CONNECTOR | {"kv_connector_extra_config": {"policy": "lifo"}}, "policy must be one of fcfs"),
+        (CONNECTOR | {"kv_connector_extra_config": {"coordinator": "http://127.0.0.1:1"}}, "leave coordinator out"),
+        (
+            {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+            | {"kv_connector_extra_config": {"connectors": [CONNECTOR]}},
+            "MultiConnector is not supported",
+        ),
+    ],
+)
+def test_a_server_refuses_settings_before_it_starts_anything(model: Path, transfer: dict[str, Any], line: str) -> None:
+    expect_refused(run(*server(model, *SCHEDULER, transfer=transfer)), line)
+
+
+def test_a_program_is_refused_in_one_line_too(model: Path) -> None:
+    flags = {"enable_chunked_prefill": False, "max_model_len": 512}
+    ended = run("-m", "tests.vllm.plain", json.dumps({"model": str(model), "prompts": [], **flags}))
+    expect_refused(ended, "leave --no-enable-chunked-prefill out")
