@@ -30,6 +30,7 @@ def walk(machine: BooksMachine, rng: Random, num_steps: int) -> None:
     for _ in range(num_steps):
         index, where = rng.randrange(64), {guest.where for guest in machine.guests}
         rules: list[Callable[[], None]] = [partial(machine.end, index, rng.random() < 0.1)]
+        rules += [partial(machine.reset, rng.random() < 0.1)]
         if "off" in where:
             rules += [partial(machine.come, index, rng.choice([0, 0, 1, 4]), rng.choice([0, 4, 18]))]
         if "on" in where:
@@ -75,6 +76,22 @@ def tour(machine: BooksMachine) -> None:
     machine.what_can_be_restored_is_there()
     machine.settle(0, False)
     machine.what_can_be_restored_is_there()
+    machine.settle_all()
+    machine.come(0, num_tokens=9)
+    machine.leave(0)
+    machine.reset()  # while blocks are on their way out
+    machine.every_block_is_held_by_its_owners_and_its_copies_out()
+    machine.come(0, num_tokens=9)  # into the same blocks
+    machine.what_can_be_restored_is_there()
+    machine.settle_all()
+    machine.leave(0)
+    machine.settle_all()
+    machine.come(0)
+    machine.reset()  # while blocks are on their way back
+    machine.every_block_is_held_by_its_owners_and_its_copies_out()
+    machine.come(1, num_tokens=4)
+    machine.settle_all()
+    machine.what_can_be_restored_is_there()
     machine.teardown()
 
 
@@ -113,10 +130,27 @@ def restores_before_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwapBooks, "count_restorable", lambda books, one: len(one.backups) * BLOCK_TOKENS)
 
 
+def waits_for_a_void_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    void = SwapBooks.void_copies
+
+    def void_some(books: SwapBooks) -> None:
+        void(books)
+        for copy in books._copies.values():
+            copy.is_void = False
+
+    monkeypatch.setattr(SwapBooks, "void_copies", void_some)
+
+
+def forgets_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapBooks, "void_copies", lambda books: None)
+
+
 @pytest.mark.parametrize(
     "mutate",
     [
         holds_no_blocks,
+        waits_for_a_void_copy,
+        forgets_no_copy,
         keeps_a_tail_that_is_out_of_date,
         trusts_a_copy_that_failed,
         restores_in_the_wrong_order,

@@ -75,16 +75,22 @@ class Guest:
 
 @dataclass
 class Flight:
-    """A copy under way, and what its blocks held when it began."""
+    """A copy under way, and what its blocks held when it began. Void, it is worth nothing any more."""
 
     transfer: Transfer
     guest: Guest
     blocks: list[Block]
     seen: list[list[Token | None]]
+    is_void: bool = False
 
     @property
     def is_inbound(self) -> bool:
         return self.transfer.kind is TransferKind.SWAP_IN
+
+    @property
+    def is_holding(self) -> bool:
+        """Copies out hold their blocks until those are worth nothing; copies back hold them from then on."""
+        return self.is_inbound == self.is_void
 
 
 def tokens_of(text: int, index: int) -> list[Token | None]:

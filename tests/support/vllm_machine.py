@@ -21,7 +21,7 @@ from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from tests.support.vllm_books import BLOCK_TOKENS, LOST, Flight, Guest, Pool, Token, holds
 
-MAX_TOKENS, NUM_GUESTS = 18, 4
+MAX_TOKENS, NUM_GUESTS, NUM_TEXTS = 18, 4, 2
 INDEX = st.integers(0, 63)
 NUM_TOKENS = st.sampled_from([18, 9, 4, 1])
 
@@ -35,7 +35,7 @@ class BooksMachine(RuleBasedStateMachine):
 
     @initialize(num_slots=st.sampled_from([0, 3, 9, 20]), num_blocks=st.sampled_from([5, 9, 20]))
     def begin(self, num_slots: int, num_blocks: int, num_guests: int = NUM_GUESTS) -> None:
-        self.num_arrived = 0
+        self.num_arrived = self.num_resets = 0
         self.pool, self.books = Pool(num_blocks), SwapBooks(self._make_slots(num_slots), BLOCK_TOKENS)
         self.books.bind(self.pool)
         self.guests: list[Guest] = []
@@ -103,6 +103,22 @@ class BooksMachine(RuleBasedStateMachine):
             self._end(self.guests.pop(index % len(self.guests)))
             self._arrive()
 
+    @rule(is_sure=st.sampled_from([False, False, True]))
+    def reset(self, is_sure: bool = True) -> None:
+        """The model has other weights: from now on the same tokens have other KV, and all blocks must be free."""
+        if is_sure:
+            late = [flight.guest for flight in self.flights if flight.is_inbound and not flight.is_void]
+            for guest in self.guests:
+                self.books.forget(guest.tracked)
+            self.books.void_copies()
+            for guest in {id(guest): guest for guest in (*self.guests, *late)}.values():
+                if guest.where != "off":
+                    self._put_off(guest)
+                guest.text += NUM_TEXTS
+            for flight in self.flights:
+                flight.is_void = True
+            self.num_resets += 1
+
     @precondition(lambda self: self.flights)
     @rule(index=INDEX, ok=st.sampled_from([True, True, True, False]))
     def settle(self, index: int, ok: bool = True) -> None:
@@ -132,7 +148,8 @@ class BooksMachine(RuleBasedStateMachine):
     def _arrive(self) -> None:
         request = cast(Any, SimpleNamespace(request_id=f"request-{self.num_arrived}", priority=0, arrival_time=0.0))
         tracked = TrackedRequest(SeqId(self.num_arrived), request, 0.0)
-        self.guests.append(Guest(tracked, text=self.num_arrived % 2, num_tokens=10 + self.num_arrived % 5))
+        text = self.num_arrived % NUM_TEXTS + NUM_TEXTS * self.num_resets
+        self.guests.append(Guest(tracked, text, num_tokens=10 + self.num_arrived % 5))
         self.num_arrived += 1
 
     def _compute(self, guest: Guest, num_tokens: int) -> None:
@@ -157,8 +174,8 @@ class BooksMachine(RuleBasedStateMachine):
             blocks = [self.pool.blocks[block] for block in transfer.blocks]
             self.flights.append(Flight(transfer, guest, blocks, [block.content.copy() for block in blocks]))
             is_inbound = self.flights[-1].is_inbound
-            name = guest.tracked.request.request_id
-            assert self.books.take_owners() == ({transfer.transfer_id: name} if is_inbound else {})
+            number = transfer.transfer_id
+            assert self.books.take_owners() == ({number: str(number)} if is_inbound else {})
 
     def _start(self, guest: Guest) -> None:
         guest.where = "on"
@@ -173,7 +190,8 @@ class BooksMachine(RuleBasedStateMachine):
         guest.blocks, guest.num_computed, guest.where = [], 0, "off"
 
     def _take_out(self, flight: Flight, ok: bool) -> None:
-        assert [block.content for block in flight.blocks] == flight.seen, "written before it was read"
+        are_there = [block.content for block in flight.blocks] == flight.seen
+        assert are_there or flight.is_void, "written before it was read"
         for location, content in zip(flight.transfer.locations, flight.seen, strict=True):
             self.slots[location] = content if ok else LOST.copy()
         self.books.settle(flight.transfer.transfer_id, ok)
@@ -183,7 +201,11 @@ class BooksMachine(RuleBasedStateMachine):
         for location, block in zip(flight.transfer.locations, flight.blocks, strict=True):
             self.slots[location] = self.slots[location] if ok else LOST
             block.content = self.slots[location].copy()
+        owner = self.books.find_owner(str(flight.transfer.transfer_id))
+        assert owner == (None if flight.is_void else guest.tracked.request.request_id), "who waits for it"
         self.books.settle(flight.transfer.transfer_id, ok)
+        if flight.is_void:
+            return
         if guest.is_gone or not ok:
             self._put_off(guest)
         else:
@@ -193,9 +215,9 @@ class BooksMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_block_is_held_by_its_owners_and_its_copies_out(self) -> None:
-        coming = [flight.guest for flight in self.flights if flight.is_inbound and flight.guest.is_gone]
-        held = Counter(block for guest in (*self.guests, *coming) for block in guest.blocks)
-        copied = Counter(block for flight in self.flights if not flight.is_inbound for block in flight.blocks)
+        late = [f.guest for f in self.flights if f.is_inbound and f.guest.is_gone and not f.is_void]
+        held = Counter(block for guest in (*self.guests, *late) for block in guest.blocks)
+        copied = Counter(block for flight in self.flights if flight.is_holding for block in flight.blocks)
         assert {block: block.ref_cnt for block in self.pool.blocks if block.ref_cnt} == dict(held + copied)
         assert Counter(self.pool.free) == Counter(block for block in self.pool.blocks if not block.ref_cnt)
         draining = [block for block in copied if block not in held]

@@ -93,7 +93,8 @@ def test_a_copy_back_that_one_worker_does_not_have_is_lost_for_all() -> None:
     orders = office.desk.take_orders(is_idle=True)
     (transfer,) = orders.transfers
     assert transfer.kind is TransferKind.SWAP_IN
-    assert orders == StepOrders((transfer,), {transfer.transfer_id: one.request.request_id}, is_idle=True)
+    assert orders == StepOrders((transfer,), {transfer.transfer_id: str(transfer.transfer_id)}, is_idle=True)
+    assert office.desk.books.find_owner(str(transfer.transfer_id)) == one.request.request_id
     office.tell({transfer.transfer_id: (1, False)})
     assert office.desk.books.count_moving(Tier.HOST, is_inbound=True) == 3
     office.tell({transfer.transfer_id: (1, True)})

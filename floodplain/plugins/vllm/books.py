@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Reason, Transfer, TransferKind
 from floodplain.core.tiers import SlotLedger, Tier
+from floodplain.plugins.vllm.copies import Copy
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
 
@@ -28,14 +28,6 @@ class Holder(Protocol):
 
     def free_blocks(self, ordered_blocks: Sequence[Any]) -> None:
         """One less."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    tracked: TrackedRequest
-    is_inbound: bool
-    backups: tuple[Backup, ...]
-    held: tuple[Any, ...]
 
 
 class SwapBooks:
@@ -57,7 +49,7 @@ class SwapBooks:
         self._ids = count()
         self._serials = count()
         self._owner: dict[Backup, TrackedRequest] = {}  # of what somebody keeps
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, Copy] = {}
         self._due: list[Transfer] = []
         self._owners: dict[int, str] = {}
 
@@ -78,10 +70,15 @@ class SwapBooks:
         return sum(backup.location.tier is tier for copy in copies for backup in copy.backups)
 
     @property
+    def held_blocks(self) -> list[Any]:
+        """Blocks that copies hold, once for each of those copies."""
+        return [block for copy in self._copies.values() for block in copy.held]
+
+    @property
     def num_draining_blocks(self) -> int:
         """Blocks that only copies still hold."""
-        num_holds = Counter(block.block_id for copy in self._copies.values() for block in copy.held)
-        held = {block.block_id: block for copy in self._copies.values() for block in copy.held}
+        held = {block.block_id: block for block in self.held_blocks}
+        num_holds = Counter(block.block_id for block in self.held_blocks)
         return sum(block.ref_cnt == num_holds[block_id] for block_id, block in held.items())
 
     def count_restorable(self, tracked: TrackedRequest) -> int:
@@ -149,7 +146,7 @@ class SwapBooks:
             self._owner[backup] = tracked
         self._holder.touch(blocks)
         tracked.num_leaving += len(blocks)
-        self._begin(kind, _Copy(tracked, False, tuple(backups), tuple(blocks)), blocks, reason)
+        self._begin(kind, Copy(tracked, False, tuple(backups), tuple(blocks), is_holding=True), reason)
         return backups
 
     # -- back ------------------------------------------------------------------------------------------------------
@@ -159,7 +156,8 @@ class SwapBooks:
         first, end = num_local // self._block_tokens, -(-num_tokens // self._block_tokens)
         backups = tuple(tracked.known_backups[first:end])
         self.backups.begin_read(backups)
-        self._begin(TransferKind.SWAP_IN, _Copy(tracked, True, backups, ()), blocks[first:end], Reason.SLICE_BEGINS)
+        copy = Copy(tracked, True, backups, tuple(blocks[first:end]), is_holding=False)
+        self._begin(TransferKind.SWAP_IN, copy, Reason.SLICE_BEGINS)
 
     def note_start(self, tracked: TrackedRequest) -> None:
         """It runs again: the copy of its last block will be out of date with its next token."""
@@ -191,24 +189,49 @@ class SwapBooks:
         self.note_start(tracked)
         self._release_from(tracked, 0)
 
+    def void_copies(self) -> None:
+        """What copies under way carry is worth nothing any more; their requests are to be forgotten, too.
+
+        A copy out only reads: its blocks are free at once. A copy back still writes: it holds its blocks until it has
+        ended, and its request must not wait for it.
+        """
+        assert self._holder is not None
+        for copy in self._copies.values():
+            if copy.is_inbound and not copy.is_holding:
+                self._holder.touch(copy.blocks)
+            elif not copy.is_inbound:
+                self._holder.free_blocks(tuple(reversed(copy.held)))
+            copy.is_holding, copy.is_void = copy.is_inbound, True
+
+    def find_owner(self, arrival: str) -> str | None:
+        """vLLM's name of the request that a copy back is for, by the name that ``take_owners`` gave to the copy.
+
+        None if the request does not wait for it any more.
+        """
+        copy = self._copies[int(arrival)]
+        return None if copy.is_void else copy.tracked.request.request_id
+
     def take_due(self) -> list[Transfer]:
         """Copies to begin with the next step."""
         due, self._due = self._due, []
         return due
 
     def take_owners(self) -> dict[int, str]:
-        """vLLM's name of the request that each copy back is for, of those that ``take_due`` gave."""
+        """Names of the copies back that ``take_due`` gave, under which workers report their end to vLLM.
+
+        They are not those of the requests: after a reset a request may wait for its second copy while its first runs.
+        """
         owners, self._owners = self._owners, {}
         return owners
 
     def settle(self, transfer_id: int, ok: bool) -> None:
         """A copy has ended, well or not."""
         copy = self._copies.pop(transfer_id)
+        assert self._holder is not None
+        self._holder.free_blocks(tuple(reversed(copy.held)))  # the last first, as vLLM does: the first are worth more
         if copy.is_inbound:
             self._settle_inbound(copy, ok)
             return
-        assert self._holder is not None
-        self._holder.free_blocks(tuple(reversed(copy.held)))  # the last first, as vLLM does: the first are worth more
         copy.tracked.num_leaving -= len(copy.backups)
         if ok:
             self.backups.commit_write(copy.backups)
@@ -216,8 +239,8 @@ class SwapBooks:
             self.backups.abort_write(copy.backups)
             self._drop_lost(copy.tracked)
 
-    def _settle_inbound(self, copy: _Copy, ok: bool) -> None:
-        self.num_resumed += ok
+    def _settle_inbound(self, copy: Copy, ok: bool) -> None:
+        self.num_resumed += ok and not copy.is_void
         if not ok:
             for backup in copy.backups:
                 self.backups.lose(backup)
@@ -247,11 +270,11 @@ class SwapBooks:
         del self._owner[backup]
         self.backups.release(backup)
 
-    def _begin(self, kind: TransferKind, copy: _Copy, blocks: Sequence[Any], reason: Reason | None) -> None:
+    def _begin(self, kind: TransferKind, copy: Copy, reason: Reason | None) -> None:
         transfer_id = next(self._ids)
         self._copies[transfer_id] = copy
         if copy.is_inbound:
-            self._owners[transfer_id] = copy.tracked.request.request_id
+            self._owners[transfer_id] = str(transfer_id)
         locations = tuple(backup.location for backup in copy.backups)
-        ids = tuple(BlockId(block.block_id) for block in blocks)
+        ids = tuple(BlockId(block.block_id) for block in copy.blocks)
         self._due.append(Transfer(transfer_id, kind, copy.tracked.seq_id, ids, locations, reason))

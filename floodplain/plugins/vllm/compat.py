@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
@@ -61,6 +63,7 @@ class SteeredScheduler(Scheduler):
         self.recompute_kv_load_failures = True  # a copy that fails is computed again, whatever vLLM's default is
         self._queue, self._holding = TurnQueue(), TurnQueue()
         self.waiting, self.kv_holding_waiting = self._queue, self._holding
+        self.is_resetting = False
         self.finder = BlockFinder(self.kv_cache_manager)
 
     # -- for a subclass --------------------------------------------------------------------------------------------
@@ -85,6 +88,19 @@ class SteeredScheduler(Scheduler):
     def note_end(self, output: SchedulerOutput) -> None:
         """A step has ended, and its tokens are known."""
 
+    @abstractmethod
+    def find_owner(self, arrival: str) -> str | None:
+        """The request that a copy back was for, by the name that its worker reports; None if it waits no more."""
+
+    @abstractmethod
+    def void_copies(self) -> None:
+        """What was computed so far is worth nothing: forget all of it that is in swap space, or on its way."""
+
+    @property
+    @abstractmethod
+    def held_blocks(self) -> Sequence[Any]:
+        """Blocks that copies hold, once for each of those copies."""
+
     def send_away(self, request: Request) -> None:
         """Take a running request off the device."""
         self.running.remove(request)
@@ -108,7 +124,12 @@ class SteeredScheduler(Scheduler):
         return arrived, loading
 
     def iterate_ready(self) -> Iterator[Request]:
-        """Waiting requests that could begin; of others vLLM is asked whether they are ready now."""
+        """Waiting requests that could begin; of others vLLM is asked whether they are ready now.
+
+        While it is paused it admits none, so that none of those that run has to make room.
+        """
+        if self.pause_state is not PauseState.UNPAUSED:
+            return
         for request in self._queue:
             if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                 yield request
@@ -130,9 +151,63 @@ class SteeredScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """See vLLM."""
+        said = model_runner_output.kv_connector_output
+        if said is not None:
+            said.finished_recving = self._find_owners(said.finished_recving)
+            said.failed_recving = self._find_owners(said.failed_recving)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.note_end(scheduler_output)
         return outputs
+
+    def _find_owners(self, arrivals: Iterable[str] | None) -> set[str]:
+        return {owner for arrival in arrivals or () if (owner := self.find_owner(arrival)) is not None}
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """See vLLM. A reset that succeeds leaves no KV to restore from, in swap space neither.
+
+        vLLM wants all blocks free. Copies that hold some do not disturb: they are free for as long as it looks.
+        """
+        self.is_resetting = True
+        try:
+            if reset_running_requests:
+                self.void_copies()
+                self._free_waiting()
+            with self._free_held():
+                is_reset: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        finally:
+            self.is_resetting = False
+        if is_reset:
+            self.void_copies()
+        return is_reset
+
+    def _free_waiting(self) -> None:
+        """Take the blocks of requests that do not run: those that copies filled, or fill still, or were to fill."""
+        for request in self._holding:
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                continue
+            self._holding.remove_request(request)
+            self.deferred_waiting.discard(request)
+            self.finished_recving_kv_req_ids.discard(request.request_id)
+            self.failed_recving_kv_req_ids.discard(request.request_id)
+            self._inflight_prefills.discard(request)
+            self._set_kv_fetch_stage(request, None)
+            self._free_request_blocks(request)
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            self._queue.add_request(request)
+        for request in list(self.requests.values()):
+            if request.is_finished():  # and was to wait for a copy back
+                self._free_blocks(request)
+
+    @contextmanager
+    def _free_held(self) -> Iterator[None]:
+        """In here blocks are free that only copies hold; nobody allocates."""
+        held = list(self.held_blocks)
+        self.finder.pool.free_blocks(held)
+        try:
+            yield
+        finally:
+            self.finder.pool.touch(held)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.note_departure(request)
@@ -142,6 +217,13 @@ class SteeredScheduler(Scheduler):
         """vLLM's last word on how many tokens a request gets."""
         num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return min(num_tokens, self.cap(request.request_id, num_tokens))
+
+    def _try_schedule_encoder_inputs(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Asked in front of ``_reserve_prefill_lookahead``: encodes what the tokens of this step need, and no more."""
+        num_tokens = min(num_new_tokens, self.cap(request.request_id, num_new_tokens))
+        return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_tokens, *args, **kwargs)
 
     def _inflight_prefill_reserved_blocks(self) -> int:
         """A policy has already left room for those that are there."""

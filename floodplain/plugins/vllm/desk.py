@@ -109,6 +109,12 @@ class Desk:
             for one in self.roster:
                 self.books.forget(one)
 
+    def void_all(self) -> None:
+        """Nothing that was computed so far is restored from now on, whatever is in swap space or on its way."""
+        self.forget_all()
+        with self.lock:
+            self.books.void_copies()
+
     def _is_idle(self) -> bool:
         """Nobody is here, nor any copy under way. Who comes next is planned for at a boundary first."""
         return not len(self.roster) and not self.books.num_in_flight

@@ -14,7 +14,7 @@ class StepOrders:
 
     Attributes:
         transfers: Copies to begin, before this step computes.
-        owners: vLLM's name of the request that each copy on its way back is for, by transfer.
+        owners: The name under which the end of each copy back is reported to vLLM, by transfer.
         is_idle: Nothing is computed in this step: a worker may wait for copies.
     """
 

@@ -1,0 +1,35 @@
+"""A copy between vLLM's blocks and swap space that has begun and not ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from floodplain.core.backups import Backup
+from floodplain.plugins.vllm.tracked import TrackedRequest
+
+
+@dataclass(slots=True)
+class Copy:
+    """A copy under way.
+
+    Attributes:
+        tracked: Whose.
+        is_inbound: From swap space into blocks.
+        backups: One for each block.
+        blocks: vLLM's.
+        is_holding: The copy holds its blocks by references of its own.
+        is_void: What it copies is worth nothing any more.
+    """
+
+    tracked: TrackedRequest
+    is_inbound: bool
+    backups: tuple[Backup, ...]
+    blocks: tuple[Any, ...]
+    is_holding: bool
+    is_void: bool = False
+
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """Blocks that it holds."""
+        return self.blocks if self.is_holding else ()

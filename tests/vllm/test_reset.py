@@ -1,0 +1,228 @@
+"""After a reset of the prefix cache nothing is restored that other weights have computed, and it always succeeds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
+
+import torch
+from vllm import LLM
+from vllm.v1.core.sched.interface import PauseState
+
+from floodplain.core.plan import Decision, Reason
+from floodplain.core.view import View
+from floodplain.plugins.vllm.worker import SwapWorker
+from tests.vllm.engines import (
+    Load,
+    close,
+    desk_of,
+    drive,
+    expect_nothing_left,
+    finished_tokens,
+    make_load,
+    make_ours,
+    scheduler_of,
+    serve_calmly,
+)  # fmt: skip
+from tests.vllm.storm import StormPolicy
+
+HOLD_STEPS = 3
+"""Copies end every so many steps, so that some are under way at any time."""
+
+
+@pytest.fixture(scope="module")
+def load() -> Load:
+    return make_load(seed=3, num_requests=12, num_common=40)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, load: Load) -> dict[int, list[int]]:
+    return serve_calmly(model, load)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
+    flags = {"num_gpu_blocks_override": 36, "enable_prefix_caching": True, "max_num_batched_tokens": 64}
+    llm = make_ours(model, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, **flags)
+    yield llm
+    close(llm)
+
+
+@pytest.fixture
+def llm(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """The engine with copies that take long, in a storm; nothing is left in it afterwards."""
+    finish, num_calls = SwapWorker.finish, Counter[str]()
+
+    def finish_late(worker: SwapWorker) -> tuple[set[str], set[str]]:
+        num_calls["finish"] += 1
+        return (set(), set()) if num_calls["finish"] % HOLD_STEPS else finish(worker)
+
+    monkeypatch.setattr(SwapWorker, "finish", finish_late)
+    scheduler_of(engine).policy_object = StormPolicy(seed=6, chance=0.15, recompute=0.1)
+    yield engine
+    expect_nothing_left(engine)
+
+
+def index_of(request: Any) -> int:
+    """vLLM adds something of its own to a request's name."""
+    return int(request.request_id.partition("-")[0])
+
+
+def count_copies(llm: LLM) -> Counter[str]:
+    """Copies under way by direction, and requests whose copies back have come and who have not begun."""
+    scheduler, copies = scheduler_of(llm), desk_of(llm).books._copies.values()
+    ways = Counter("back" if copy.is_inbound else "out" for copy in copies if not copy.is_void)
+    return ways + Counter("come" for _ in scheduler.finished_recving_kv_req_ids)
+
+
+def expect_forgotten(llm: LLM) -> None:
+    """Nothing holds a block but copies back that write into it still."""
+    scheduler, desk = scheduler_of(llm), desk_of(llm)
+    assert scheduler.finder.count_free() + desk.books.num_draining_blocks == scheduler.finder.num_blocks
+    assert not any(one.backups or one.tail for one in desk.roster)
+    assert not scheduler.finder.pool.cached_block_hash_to_block._cache
+    assert not scheduler.running and all(not request.num_computed_tokens for request in scheduler.waiting)
+
+
+@pytest.mark.parametrize("reset_connector", [False, True])
+def test_a_reset_in_a_storm_succeeds_and_costs_no_token(
+    llm: LLM, load: Load, expected: dict[int, list[int]], reset_connector: bool
+) -> None:
+    seen = Counter[str]()
+
+    def reset(step: int) -> None:
+        if step % 8 == 7 and step < 300:
+            seen.update({way for way, number in count_copies(llm).items() if number})
+            assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=reset_connector)
+            expect_forgotten(llm)
+
+    assert drive(llm, load, each_step=reset).tokens == expected
+    assert seen["out"] > 2 and seen["back"] > 2, seen
+
+
+def test_aborts_around_resets_leave_nothing(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
+    aborted = set[int]()
+
+    def abort_and_reset(step: int) -> None:
+        loading = [index_of(request) for request in scheduler_of(llm)._holding]
+        if loading and len(aborted) < 5 and step > 10:
+            aborted.add(loading[0])
+            llm.llm_engine.abort_request([str(loading[0])])
+            if len(aborted) % 2:
+                assert llm.reset_prefix_cache(reset_running_requests=True)
+                expect_forgotten(llm)
+
+    tokens = drive(llm, load, each_step=abort_and_reset).tokens
+    assert len(aborted) == 5
+    assert tokens == {index: expected[index] for index in tokens} and len(tokens) >= len(load) - 5
+
+
+def test_a_reset_that_spares_requests_fails_while_they_hold_blocks(
+    llm: LLM, load: Load, expected: dict[int, list[int]]
+) -> None:
+    """As in vLLM; then nothing is forgotten. After the last request it succeeds, whatever copies are under way."""
+    kept: list[int] = []
+
+    def reset(step: int) -> None:
+        scheduler, roster = scheduler_of(llm), desk_of(llm).roster
+        if step % 10 == 9:
+            before = sum(len(one.known_backups) for one in roster)
+            is_held = bool(scheduler.running or len(scheduler._holding))
+            assert llm.reset_prefix_cache() is not is_held
+            assert sum(len(one.known_backups) for one in roster) == before * is_held
+            kept.append(before * is_held)
+
+    assert drive(llm, load, each_step=reset).tokens == expected
+    assert max(kept) > 5
+    assert llm.reset_prefix_cache()
+    expect_forgotten(llm)
+
+
+def test_sleep_and_waking_up_in_a_storm_cost_no_token(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
+    """As far as a CPU shows it, where memory stays: the engine resets its caches before it sleeps."""
+    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+
+    def sleep(step: int) -> None:
+        if step % 20 == 19 and step < 200:
+            core.sleep(1, mode="keep")
+            expect_forgotten(llm)
+            core.wake_up()
+            assert not core.is_sleeping()
+
+    assert drive(llm, load, each_step=sleep).tokens == expected
+
+
+def test_requests_that_run_end_while_new_ones_are_held(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
+    """None of them is preempted for requests that vLLM does not admit."""
+    scheduler = scheduler_of(llm)
+    scheduler.policy_object = scheduler._settings.make_policy()
+    reasons, held = Counter[Reason](), list[int]()
+
+    def note(view: View, now: float, decision: Decision) -> None:
+        if len(held) == 1:
+            reasons.update(order.reason for order in decision.preemptions)
+            assert not decision.resumptions and not decision.admissions
+
+    def hold(step: int) -> None:
+        if step == 20:
+            scheduler.set_pause_state(PauseState.PAUSED_NEW)
+            held.append(len(scheduler.running))
+        elif len(held) == 1 and not scheduler.get_num_unfinished_requests():
+            scheduler.set_pause_state(PauseState.UNPAUSED)
+            held.append(len(scheduler.waiting))
+
+    desk_of(llm).watchers.append(note)
+    assert drive(llm, load, each_step=hold).tokens == expected
+    desk_of(llm).watchers.clear()
+    assert held[0] > 0 and held[1] > 0 and Reason.SLICE_ENDED not in reasons
+
+
+# -- other weights -----------------------------------------------------------------------------------------------------
+
+
+def scale_weights(llm: LLM, factor: float) -> None:
+    """So that the same tokens have other KV; a power of two, which rounds nothing."""
+
+    def scale(model: Any) -> None:
+        with torch.no_grad():
+            for layer in model.model.layers[::3]:
+                layer.input_layernorm.weight.mul_(factor)
+
+    llm.apply_model(scale)
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_requests_go_on_as_if_the_new_weights_had_computed_their_past(llm: LLM, load: Load, resets: bool) -> None:
+    """Without a reset they do not: the control."""
+    past: dict[int, list[int]] = {}
+
+    def update(step: int) -> None:
+        if step == 40:
+            past.update((index_of(r), list(r.output_token_ids)) for r in scheduler_of(llm).requests.values())
+            scale_weights(llm, 0.5)
+            if resets:
+                assert llm.reset_prefix_cache(reset_running_requests=True)
+
+    tokens = drive(llm, load, each_step=update).tokens
+    scheduler_of(llm).policy_object = StormPolicy(seed=0, chance=0.0)
+    assert llm.reset_prefix_cache()
+    same = []
+    for index, before in past.items():
+        assert tokens[index][: len(before)] == before
+        if len(before) < load.lengths[index]:
+            rest = Load(((*load.prompts[index], *before),), (load.lengths[index] - len(before),))
+            rest.send(llm)
+            ended: dict[int, list[int]] = {}
+            while not ended:
+                ended = finished_tokens(llm)
+            same.append(ended[0] == tokens[index][len(before) :])
+    scale_weights(llm, 2.0)
+    assert llm.reset_prefix_cache()
+    assert len(same) > 6 and sum(bool(before) for before in past.values()) > 3
+    assert all(same) if resets else sum(same) < len(same) // 2
