@@ -55,28 +55,25 @@ class FloodplainConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._engine_id = str(transfer.engine_id)
-        groups = kv_cache_config.kv_cache_groups
-        self._is_refused = find_cache_problem(groups) is not None
         self._desk: Desk | None = None
         self._worker: SwapWorker | None = None
+        problem = _find_problem(vllm_config, kv_cache_config.kv_cache_groups)
+        self._is_refused = problem is not None
+        if problem is not None and role is KVConnectorRole.WORKER:
+            return  # the scheduler's side comes next, and says it once
         with refusals_in_one_line():
-            check_config(vllm_config)
+            if problem is not None:
+                raise UserError(problem)
             self._settings = read_settings(transfer.kv_connector_extra_config)
-            self._block_tokens = int(groups[0].kv_cache_spec.block_size)
+            group = kv_cache_config.kv_cache_groups[0]
+            self._block_tokens = int(group.kv_cache_spec.block_size)
             self._num_blocks = int(kv_cache_config.num_blocks)
-            block_bytes = count_block_bytes(groups[0])
+            block_bytes = count_block_bytes(group)
+            self._num_slots = self._settings.swap_bytes // block_bytes
             if role is KVConnectorRole.SCHEDULER:
-                self._expect_cache(groups)
                 num_workers = vllm_config.parallel_config.tensor_parallel_size
                 peer = None if self._settings.coordinator is None else self._find_peer()
                 self._desk = Desk(self._settings, block_bytes, self._block_tokens, num_workers, peer)
-        self._num_slots = self._settings.swap_bytes // block_bytes
-
-    def _expect_cache(self, groups: list[Any]) -> None:
-        """Said by the scheduler's side alone, so that it is said once; workers start before it."""
-        problem = find_cache_problem(groups)
-        if problem is not None:
-            raise UserError(problem)
 
     def _find_peer(self) -> PeerParts:
         """What the worker of this process has for memory on neighbours."""
@@ -237,3 +234,12 @@ class FloodplainConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """See vLLM: copies hold their blocks, so nobody waits for them."""
+
+
+def _find_problem(vllm_config: Any, groups: list[Any]) -> str | None:
+    """What is not supported, in one line; None if all is."""
+    try:
+        check_config(vllm_config)
+    except UserError as error:
+        return str(error)
+    return find_cache_problem(groups)
