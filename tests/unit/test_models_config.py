@@ -146,3 +146,73 @@ def test_a_missing_field_is_named() -> None:
 def test_a_sliding_window_that_hides_nothing_is_accepted(unused: dict[str, Any]) -> None:
     assert parse(LLAMA, architectures=["MistralForCausalLM"], **unused)
     assert parse(LLAMA, architectures=["Qwen2ForCausalLM"], use_sliding_window=False, sliding_window=8)
+
+
+WRITTEN_BY_TRANSFORMERS_4: dict[str, Any] = {
+    "_name_or_path": "x", "add_cross_attention": False, "attention_bias": False, "attention_dropout": 0.0,
+    "bad_words_ids": None, "begin_suppress_tokens": None, "bos_token_id": 1, "chunk_size_feed_forward": 0,
+    "cross_attention_hidden_size": None, "decoder_start_token_id": None, "diversity_penalty": 0.0, "do_sample": False,
+    "early_stopping": False, "encoder_no_repeat_ngram_size": 0, "eos_token_id": 2,
+    "exponential_decay_length_penalty": None, "finetuning_task": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None, "id2label": {"0": "LABEL_0"}, "initializer_range": 0.02, "is_decoder": False,
+    "is_encoder_decoder": False, "label2id": {"LABEL_0": 0}, "length_penalty": 1.0, "max_length": 20, "min_length": 0,
+    "mlp_bias": False, "model_type": "llama", "no_repeat_ngram_size": 0, "num_beam_groups": 1, "num_beams": 1,
+    "num_return_sequences": 1, "output_attentions": False, "output_hidden_states": False, "output_scores": False,
+    "pad_token_id": None, "prefix": None, "pretraining_tp": 1, "problem_type": None, "pruned_heads": {},
+    "remove_invalid_values": False, "repetition_penalty": 1.0, "return_dict": True, "return_dict_in_generate": False,
+    "rope_scaling": None, "rope_theta": 10000.0, "sep_token_id": None, "suppress_tokens": None,
+    "task_specific_params": None, "temperature": 1.0, "tf_legacy_loss": False, "tie_encoder_decoder": False,
+    "tie_word_embeddings": False, "tokenizer_class": None, "top_k": 50, "top_p": 1.0, "torch_dtype": "bfloat16",
+    "torchscript": False, "transformers_version": "4.46.0", "typical_p": 1.0, "use_bfloat16": False, "use_cache": True,
+}  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "SmolLM2": {
+        "is_llama_config": True, "rope_interleaved": False, "tie_word_embeddings": True,
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    },
+    "Yi": {"auto_map": {"AutoConfig": "configuration_yi.YiConfig"}, "pretraining_tp": 1, "rope_theta": 5e6},
+    "Llama 3.1": {
+        "rope_scaling": {**LLAMA3, "rope_type": "llama3"}, "eos_token_id": [128001, 128008, 128009],
+        "bos_token_id": 128000, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+    },
+    "Mistral 0.3": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "model_type": "mistral"},
+    "Qwen2.5": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_window_layers": 28,
+        "sliding_window": 131072, "use_sliding_window": False, "rope_theta": 1e6, "use_mrope": False,
+    },
+    "Qwen3": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128,
+        "max_window_layers": 36, "rope_scaling": None, "sliding_window": None, "use_sliding_window": False,
+    },
+    "fine-tuned": {"unsloth_version": "2024.9", "unsloth_fixed": True, "neftune_noise_alpha": 5, "use_cache": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [WRITTEN_BY_TRANSFORMERS_4, *PUBLISHED.values()], ids=["4.46", *PUBLISHED])
+def test_configurations_as_they_are_published_are_accepted(changes: dict[str, Any]) -> None:
+    assert parse(LLAMA, **changes)
+
+
+def test_keys_as_published_of_opt_are_accepted() -> None:
+    published = {
+        "_remove_final_layer_norm": False, "attention_dropout": 0.0, "do_layer_norm_before": True, "dropout": 0.1,
+        "enable_bias": True, "init_std": 0.02, "layer_norm_elementwise_affine": True, "layerdrop": 0.0,
+        "model_type": "opt", "prefix": "</s>", "torch_dtype": "float16", "use_cache": True,
+    }  # fmt: skip
+    assert parse(OPT, **published) == parse(OPT)
+
+
+def test_the_context_is_as_long_as_its_frequencies_are_right() -> None:
+    def context_of(**rope: Any) -> int:
+        return parse(LLAMA, rope_scaling=rope).shape.max_position
+
+    assert context_of(type="linear", factor=4.0) == 2048
+    assert context_of(type="dynamic", factor=4.0) == 512
+    assert context_of(type="yarn", factor=4.0, original_max_position_embeddings=256) == 1024
+    assert context_of(type="yarn", factor=4.0, original_max_position_embeddings=64) == 512
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    assert context_of(type="longrope", **factors, original_max_position_embeddings=128) == 128
+    assert parse(LLAMA, architectures=["MistralForCausalLM"], sliding_window=512)
+    with pytest.raises(UserError, match="sliding_window=512"):
+        scaled = {"type": "linear", "factor": 2.0}
+        parse(LLAMA, architectures=["MistralForCausalLM"], sliding_window=512, rope_scaling=scaled)

@@ -14,6 +14,7 @@ from floodplain.engine.hf_tokenizer import HfTokenizer
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.fields import Fields
 from floodplain.engine.models.hf_config import parse_hf_config
+from floodplain.engine.models.hf_keys import TOKEN_IDS
 from floodplain.engine.models.load import HEAD_NAME, parameter_parts
 from floodplain.engine.weights.checkpoint import Format, match_tensors
 from floodplain.engine.weights.safetensors_files import SafetensorsFiles
@@ -29,6 +30,7 @@ _OTHER_WEIGHTS = {
     "quantization_config.json": "quantised weights",
     "adapter_config.json": "an adapter beside the weights",
 }
+_NO_SAMPLING = ("_from_model_config", "do_sample", "transformers_version", "use_cache", *TOKEN_IDS)
 _PLAIN_KINDS = ("F64", "F32", "F16", "BF16")
 
 
@@ -60,6 +62,15 @@ _FORMAT = Format(
         "do_layer_norm_before": re.compile(r".*decoder\.final_layer_norm\..*"),
     },
 )
+
+
+def _read_generation_config(path: Path) -> frozenset[int]:
+    """The ends of a text. All else is how to sample, which a request says: a log line names what is not applied."""
+    content = read_json_object(path)
+    others = [f"{key}={content[key]!r}" for key in sorted(content) if key not in _NO_SAMPLING]
+    if others:
+        logger.info("%s: %s not applied: requests say how they are sampled", path, ", ".join(others)[:200])
+    return Fields(content, str(path)).token_ids("eos_token_id")
 
 
 class HfFolder:
@@ -96,7 +107,7 @@ class HfFolder:
             self._eos_token_ids = Fields(content, str(path)).token_ids("eos_token_id")
             beside = path.with_name("generation_config.json")
             if is_file(beside):
-                self._eos_token_ids |= Fields(read_json_object(beside), str(beside)).token_ids("eos_token_id")
+                self._eos_token_ids |= _read_generation_config(beside)
             return parse_hf_config(content, self.name, str(path))
 
     def _resolve_tied_head(self, config: ModelConfig) -> ModelConfig:
