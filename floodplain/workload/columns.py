@@ -40,19 +40,37 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
     return header, [dict(zip(header, values, strict=True)) for _, values in found[1:]]
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (line number, object) for every line of a JSONL file that is not blank.
+def read_json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (where, object) for every line of a JSONL file that is not blank, or every item of one JSON list.
 
     Raises:
-        UserError: A line is not a JSON object.
+        UserError: The file is neither, or one of these is no object.
     """
-    for number, line in enumerate(read_text(path, MAX_TABLE_BYTES).split("\n"), start=1):
-        if not line.strip():
-            continue
-        row = parse_json(line, f"{path} line {number}")
+    text = read_text(path, MAX_TABLE_BYTES)
+    if text.lstrip().startswith("["):
+        document = parse_json(text, path)
+        rows = ((f"{path} item {number}", row) for number, row in enumerate(document, start=1))
+    else:
+        lines = ((f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), start=1) if line.strip())
+        rows = ((where, parse_json(line, where)) for where, line in lines)
+    for where, row in rows:
         if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} is not a JSON object")
-        yield number, row
+            raise UserError(f"{where} is not a JSON object")
+        yield where, row
+
+
+def prefix_ids_of(row: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Return the ``hash_ids`` of a row; none if it has none.
+
+    Raises:
+        UserError: They are something else.
+    """
+    prefix_ids = row.get("hash_ids")
+    if prefix_ids is None:
+        return ()
+    if not (isinstance(prefix_ids, list) and all(type(i) is int and i >= 0 for i in prefix_ids)):
+        raise UserError(f"{where}: hash_ids must be a list of whole numbers")
+    return tuple(prefix_ids)
 
 
 def find_column(path: Path, header: Sequence[str], names: Sequence[str]) -> str:

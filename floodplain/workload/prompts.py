@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from floodplain.core.errors import UserError
-from floodplain.workload.columns import parse_count, read_jsonl
-from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS
+from floodplain.workload.trace_row import MOONCAKE_BLOCK_TOKENS
 
 
 class Tokenizer(Protocol):
@@ -21,51 +16,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt in words.
-
-    Attributes:
-        text: Not empty.
-        output_tokens: How long its answer is, where the file says so.
-        prefix_ids: Names of blocks of 512 tokens that come before the text; equal leading ids give equal leading text.
-    """
-
-    text: str
-    output_tokens: int | None = None
-    prefix_ids: tuple[int, ...] = ()
-
-
-def load_prompts(path: Path) -> list[Prompt]:
-    """Read prompts from JSONL: a ``prompt`` on each line; ``output_tokens`` and ``hash_ids`` are optional.
-
-    Raises:
-        UserError: Unreadable, no prompt, or a line without one.
-    """
-    prompts = []
-    for number, row in read_jsonl(path):
-        text, prefix_ids = row.get("prompt"), row.get("hash_ids", [])
-        if not isinstance(text, str) or not text.strip():
-            raise UserError(
-                f'{path} line {number} has keys {", ".join(row) or "(none)"}; it needs a text under "prompt"'
-            )
-        if not (isinstance(prefix_ids, list) and all(type(i) is int and i >= 0 for i in prefix_ids)):
-            raise UserError(f"{path} line {number}: hash_ids must be a list of whole numbers")
-        output = row.get("output_tokens")
-        prompts.append(
-            Prompt(text, None if output is None else parse_count(path, "output_tokens", output), tuple(prefix_ids))
-        )
-    if not prompts:
-        raise UserError(f'{path} holds no prompt: expected lines such as {{"prompt": "…"}}')
-    return prompts
-
-
-def package_prompts() -> list[Prompt]:
-    """Return the prompts that come with the package: chat, code, summaries, translations, lists, sums, letters."""
-    with resources.as_file(resources.files("floodplain.workload") / "data" / "prompts.jsonl") as path:
-        return load_prompts(path)
 
 
 def machine_documents() -> list[str]:

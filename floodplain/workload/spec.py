@@ -14,9 +14,11 @@ from floodplain.workload.arrivals import FloatArray, arrival_times
 from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.lengths import chat_like, load_lengths
 from floodplain.workload.phases import phase_arrivals, quiet_burst_quiet
-from floodplain.workload.prompts import Prompt, PromptMaker, Tokenizer, load_prompts, package_prompts
+from floodplain.workload.prompt_files import Prompt, load_prompts, package_prompts
+from floodplain.workload.prompts import PromptMaker, Tokenizer
 from floodplain.workload.records import LoadRequest
-from floodplain.workload.traces import MOONCAKE_BLOCK_TOKENS, Trace, load_trace
+from floodplain.workload.trace_row import MOONCAKE_BLOCK_TOKENS
+from floodplain.workload.traces import Trace, load_trace
 
 DEFAULT_NUM_PROMPTS = 100
 MAX_REQUESTS = 10_000_000
@@ -42,7 +44,10 @@ class WorkloadSpec:
     """
 
     trace: Path | None = field(
-        default=None, metadata=_flag("replay arrivals and lengths of an Azure, BurstGPT (CSV) or Mooncake (JSONL) file")
+        default=None,
+        metadata=_flag(
+            "replay arrivals and lengths of an Azure or BurstGPT (CSV) or a Mooncake, aiperf or Dynamo (JSONL) file"
+        ),
     )
     request_rate: float = field(default=math.inf, metadata=_flag("mean requests a second; inf sends all at once"))
     num_prompts: int | None = field(
@@ -58,7 +63,8 @@ class WorkloadSpec:
         default=None, metadata=_flag("draw lengths from a CSV file with columns prompt_tokens,output_tokens")
     )
     prompts: Path | None = field(
-        default=None, metadata=_flag('take texts from a JSONL file with a "prompt" on each line')
+        default=None,
+        metadata=_flag('take texts from a JSONL file with a "prompt" on each line, or a ShareGPT file'),
     )
     limit: int | None = field(default=None, metadata=_flag("use only the first N requests of the trace or prompts"))
     speedup: float = field(default=1.0, metadata=_flag("let a trace's requests arrive this many times faster"))
@@ -204,7 +210,8 @@ def _verbatim(
         prompt = prompts[index % len(prompts)]
         blocks = [maker.prefix_block(i, MOONCAKE_BLOCK_TOKENS) for i in prompt.prefix_ids]
         tokens = (*(token for block in blocks for token in block), *maker.encode(prompt.text))[: spec.max_input]
-        output = max(1, round((prompt.output_tokens or int(drawn[index])) * spec.length_scale))
+        answered = len(maker.encode(prompt.answer)) if prompt.answer else prompt.output_tokens
+        output = max(1, round((answered or int(drawn[index])) * spec.length_scale))
         is_whole = not blocks and len(tokens) == len(maker.encode(prompt.text))
         text = prompt.text if is_whole else None
         requests.append(_request(spec, index, float(when), tokens, min(output, spec.max_output or output), text))

@@ -19,32 +19,14 @@ from floodplain.workload.columns import (
     find_column,
     parse_count,
     read_csv,
-    read_jsonl,
 )
+from floodplain.workload.json_traces import json_rows
 from floodplain.workload.times import TraceClock
+from floodplain.workload.trace_row import TraceRow
 
 TIME_COLUMNS = ("t_s", "timestamp")
 MAX_SPAN_S = 1e9
 """From the first to the last request: more, which is 30 years, is a mistake in the file."""
-MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens named by one Mooncake hash id."""
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One recorded request.
-
-    Attributes:
-        arrival_s: Seconds since the first request of the trace.
-        prompt_tokens: At least 1.
-        output_tokens: At least 1.
-        prefix_ids: Names of the prompt's leading blocks: equal leading ids mean equal leading text. Empty if unknown.
-    """
-
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    prefix_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +81,7 @@ def load_trace(path: Path) -> Trace:
     Raises:
         UserError: Unreadable, wrong columns (the message lists what was found and what would do), or no usable row.
     """
-    rows = list(_mooncake_rows(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
+    rows = list(json_rows(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
     usable = sorted((row for row in rows if row.prompt_tokens and row.output_tokens), key=lambda row: row.arrival_s)
     if not usable:
         raise UserError(f"{path} holds no request with a prompt and an output of at least one token")
@@ -121,25 +103,6 @@ def _csv_rows(path: Path) -> Iterator[TraceRow]:
             clock.seconds(row[time_column]),
             parse_count(path, prompt_column, row[prompt_column]),
             parse_count(path, output_column, row[output_column]),
-        )
-
-
-def _mooncake_rows(path: Path) -> Iterator[TraceRow]:
-    clock = TraceClock(path, units_per_s=1000)
-    for number, row in read_jsonl(path):
-        missing = [name for name in ("timestamp", "input_length", "output_length") if name not in row]
-        if missing:
-            raise UserError(
-                f"{path} line {number} has keys {', '.join(row)}; it needs timestamp, input_length, output_length"
-            )
-        prefix_ids = row.get("hash_ids", [])
-        if not (isinstance(prefix_ids, list) and all(type(i) is int and i >= 0 for i in prefix_ids)):
-            raise UserError(f"{path} line {number}: hash_ids must be a list of whole numbers")
-        yield TraceRow(
-            clock.seconds(row["timestamp"]),
-            parse_count(path, "input_length", row["input_length"]),
-            parse_count(path, "output_length", row["output_length"]),
-            tuple(prefix_ids),
         )
 
 

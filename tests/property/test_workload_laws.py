@@ -18,7 +18,8 @@ from floodplain.workload.phases import Phase, phase_arrivals, quiet_burst_quiet
 from floodplain.workload.prompts import PromptMaker
 from floodplain.workload.records import TokenChunk
 from floodplain.workload.sse import SseParser
-from floodplain.workload.traces import TraceRow, load_trace, save_trace
+from floodplain.workload.trace_row import TraceRow
+from floodplain.workload.traces import load_trace, save_trace
 from tests.support.examples import examples
 
 SEEDS = st.integers(0, 2**32)

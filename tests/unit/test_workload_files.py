@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 
 from floodplain.core.errors import UserError
 from floodplain.workload.lengths import load_lengths
-from floodplain.workload.prompts import load_prompts, package_prompts
-from floodplain.workload.traces import TraceRow, load_trace
+from floodplain.workload.prompt_files import load_prompts, package_prompts
+from floodplain.workload.spec import WorkloadSpec, build
+from floodplain.workload.trace_row import TraceRow
+from floodplain.workload.traces import load_trace
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:05.2299600,396,109\n"
@@ -43,6 +46,75 @@ def test_every_format_is_told_by_its_columns(
     tmp_path: Path, name: str, text: str, expected: tuple[TraceRow, ...]
 ) -> None:
     assert load_trace(write(tmp_path, name, text)).rows == expected
+
+
+AIPERF = (
+    '{"session_id": "a", "timestamp": 1000, "input_length": 600, "output_length": 26, "hash_ids": null, "delay": 0}\n'
+    '{"session_id": "a", "timestamp": 1500.5, "delay": 9, "input_length": 9, "output_length": 2, "model": "m"}\n'
+)
+
+
+@pytest.mark.parametrize("name", ["aiperf.jsonl", "aiperf.json"])
+def test_a_turn_of_a_session_arrives_at_its_timestamp(tmp_path: Path, name: str) -> None:
+    text = AIPERF if name.endswith("jsonl") else f"[{','.join(AIPERF.splitlines())}]"
+    assert load_trace(write(tmp_path, name, text)).rows == (TraceRow(0.0, 600, 26), TraceRow(0.5005, 9, 2))
+
+
+@pytest.mark.parametrize(
+    ("more", "needles"),
+    [
+        ({"timestamp": None, "delay": 5}, ("delay", "timestamp")),
+        ({"wait_for": ["r1"]}, ("wait_for",)),
+        ({"branches": ["r1"]}, ("branches",)),
+        ({"tool_wait_ms": 4.0}, ("tool_wait_ms",)),
+        ({"tool_events": [{}]}, ("tool_events",)),
+        ({"text_input": "hi"}, ("text_input", "--prompts")),
+        ({"messages": [{}]}, ("messages", "--prompts")),
+        ({"conversations": []}, ("conversations", "--prompts")),
+        ({"chat_id": 5}, ("chat_id", "Bailian")),
+        ({"block_size": 16}, ("block_size", "512")),
+        ({"output_length": None}, ("needs", "output_length")),
+    ],
+)
+def test_what_a_replay_cannot_do_is_refused_by_name(
+    tmp_path: Path, more: dict[str, object], needles: tuple[str, ...]
+) -> None:
+    plain = {"timestamp": 1, "input_length": 3, "output_length": 2, "wait_for": [], "session_id": "s"}
+    path = write(tmp_path, "t.jsonl", json.dumps(plain) + "\n" + json.dumps({**plain, **more}))
+    with pytest.raises(UserError) as caught:
+        load_trace(path)
+    assert all(needle in str(caught.value) for needle in ("line 2", *needles))
+
+
+def test_the_first_question_of_a_sharegpt_conversation_is_a_prompt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(*turns: tuple[str, str]) -> dict[str, object]:
+        return {"id": "x", "conversations": [{"from": who, "value": what} for who, what in turns]}
+
+    talks = [
+        said(("human", "What is a flood?"), ("gpt", "Water."), ("human", "Why?"), ("gpt", "Rain.")),
+        said(("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello there")),
+        said(("gpt", "Hello"), ("human", "Hi")),
+        said(("human", "Alone")),
+        said(("human", " "), ("gpt", "What?")),
+        {"id": "y", "conversations": []},
+    ]
+    path = write(tmp_path, "sharegpt.json", json.dumps(talks))
+    prompts = load_prompts(path)
+    assert [(p.text, p.answer) for p in prompts] == [("What is a flood?", "Water."), ("Hi", "Hello there")]
+    assert [record.args for record in caplog.records] == [(path, 4)]
+    requests = build(WorkloadSpec(prompts=path), Letters())
+    assert [(r.prompt, r.max_tokens) for r in requests] == [("What is a flood?", 6), ("Hi", 11)]
+    with pytest.raises(UserError, match="item 1: conversations must be a list of turns"):
+        load_prompts(write(tmp_path, "bad.json", '[{"conversations": "hi"}]'))
+
+
+class Letters:
+    """A letter is a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
 
 
 def test_recorded_failures_are_counted_not_replayed(tmp_path: Path) -> None:
@@ -95,7 +167,7 @@ def test_options_scale_before_they_cut(tmp_path: Path) -> None:
         ("x.csv", "t_s,prompt_tokens,output_tokens\n0,1,1\n1e300,1,1\n", ("spans more than 1e+09 seconds",)),
         ("x.csv", "t_s,prompt_tokens,output_tokens\n-1e308,1,1\n1e308,1,1\n", ("spans more than",)),
         ("x.csv", "timestamp,prompt_tokens,output_tokens\n1970-01-01,1,1\n9999-12-31,1,1\n", ("spans more than",)),
-        ("x.jsonl", "[" * 100_000, ("line 1", "nested too deeply")),
+        ("x.jsonl", "[" * 100_000, ("x.jsonl", "nested too deeply")),
         ("x.jsonl", f'{{"timestamp": {"9" * 5000}}}', ("line 1", "too many digits")),
         ("x.jsonl", '{"timestamp": 1e999}', ("line 1", "not finite")),
         ("x.csv", 't_s,prompt_tokens,output_tokens\n1,"2"2,3\n', ("line 2", "not CSV")),
@@ -109,7 +181,7 @@ def test_options_scale_before_they_cut(tmp_path: Path) -> None:
         ),
         ("x.jsonl", '{"timestamp": 1, "input_length": 3}\n', ("line 1", "output_length")),
         ("x.jsonl", '{"timestamp": 1\n', ("line 1", "not JSON")),
-        ("x.jsonl", "[1]\n", ("line 1", "not a JSON object")),
+        ("x.jsonl", "[1]\n", ("item 1", "not a JSON object")),
         ("x.jsonl", '{"timestamp":1,"input_length":3,"output_length":1,"hash_ids":[-1]}', ("hash_ids",)),
         ("x.jsonl", '{"timestamp":1,"input_length":true,"output_length":1}', ("input_length", "True")),
     ],
@@ -153,6 +225,9 @@ def test_prompt_files_need_a_prompt(tmp_path: Path) -> None:
     first, second = load_prompts(write(tmp_path, "p.jsonl", good))
     assert (first.text, first.output_tokens, first.prefix_ids) == ("Hi there", 7, (1,))
     assert (second.output_tokens, second.prefix_ids) == (None, ())
-    for text, needle in (('{"text": "Hi"}', "keys text"), ('{"prompt": " "}', "prompt"), ("", "no prompt")):
+    (aiperf,) = load_prompts(write(tmp_path, "a.jsonl", '{"text_input": "Hi", "output_length": 3}'))
+    assert (aiperf.text, aiperf.output_tokens) == ("Hi", 3)
+    bad = {'{"texts": "Hi"}': "keys texts", AIPERF: "give it as --trace", '{"prompt": " "}': "prompt", "": "no prompt"}
+    for text, needle in bad.items():
         with pytest.raises(UserError, match=needle):
             load_prompts(write(tmp_path, "bad.jsonl", text))
