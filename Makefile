@@ -1,13 +1,14 @@
 # make demo | test | check | chaos: each sets up .venv on first use and takes no set-up time afterwards.
-# make test-vllm sets up .venv-vllm, 3.5 GB.
+# make test-vllm sets up .venv-vllm, 3.5 GB. make test-clients sets up that and .venv-clients, 2 GB.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := .venv-vllm/.installed
+CLIENTS_STAMP := .venv-clients/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
-.PHONY: setup demo test test-pure test-vllm chaos check format clean
+.PHONY: setup demo test test-pure test-vllm test-clients chaos check format clean
 
 setup: $(STAMP)
 
@@ -38,6 +39,14 @@ test-vllm: $(VLLM_STAMP)
 	set -e; for file in tests/vllm/test_*.py; do \
 	    .venv-vllm/bin/python -m pytest --confcutdir=tests/vllm -W ignore $$file; \
 	done
+
+$(CLIENTS_STAMP): tools/setup_clients.sh
+	PYTHON=$(PYTHON) tools/setup_clients.sh
+	touch $(CLIENTS_STAMP)
+
+# Public clients, unchanged, against our server, about five minutes; the last result is committed.
+test-clients: $(STAMP) $(VLLM_STAMP) $(CLIENTS_STAMP)
+	$(BIN)/python -m tests.clients.run
 
 # More than a hundred faults in real processes, about ten minutes; its last result is committed.
 chaos: $(STAMP)

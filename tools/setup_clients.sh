@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Makes .venv-clients: public clients of the OpenAI API, at fixed versions, with torch's CPU build.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+TORCH=${TORCH_VERSION:-2.13.0}
+BIN=.venv-clients/bin
+"${PYTHON:-python3}" -m venv .venv-clients
+"$BIN/pip" install --quiet --quiet --disable-pip-version-check "torch==$TORCH"
+"$BIN/pip" install --quiet --quiet --disable-pip-version-check "torch==$TORCH" guidellm==0.8.1 langchain-openai==1.7.4 \
+    llama-index-llms-openai-like==0.8.1 pytest pytest-timeout
