@@ -50,6 +50,10 @@ class Reply(Protocol):
         """The whole answer, from one joined delta for each prompt."""
         ...
 
+    def logprobs(self, index: int, delta: OutputDelta) -> BaseModel | None:
+        """The log-probabilities of a delta of prompt ``index``, if there are any. Deltas come in their order."""
+        ...
+
 
 class _EventWriter:
     """The part of every event that does not change."""
@@ -133,7 +137,7 @@ class CompletionReply:
         """See ``Reply``."""
         prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
         fields = f'"text": {json.dumps(delta.text)}{prompt}{_listed("token_ids", self._token_ids.of_output(delta))}'
-        return self._writer.choice(fields, index, self._logprobs(index, delta), delta.finish_reason, usage)
+        return self._writer.choice(fields, index, self.logprobs(index, delta), delta.finish_reason, usage)
 
     def usage_event(self, usage: Usage) -> bytes:
         """See ``Reply``."""
@@ -145,7 +149,7 @@ class CompletionReply:
             CompletionChoice(
                 index=index,
                 text=output.text,
-                logprobs=self._logprobs(index, output),
+                logprobs=self.logprobs(index, output),
                 finish_reason="length" if output.finish_reason == "length" else "stop",
                 prompt_token_ids=self._token_ids.new_prompt(index),
                 token_ids=self._token_ids.of_output(output),
@@ -154,7 +158,8 @@ class CompletionReply:
         ]
         return Completion(id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage)
 
-    def _logprobs(self, index: int, delta: OutputDelta) -> CompletionLogprobs | None:
+    def logprobs(self, index: int, delta: OutputDelta) -> CompletionLogprobs | None:
+        """See ``Reply``."""
         if delta.logprobs is None:
             return None
         tokens = [self._tokenizer.token_text(token) for token in delta.token_ids]
@@ -200,7 +205,7 @@ class ChatReply:
         fields += _listed("token_ids", self._token_ids.of_output(delta))
         prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
         self._role = ""
-        return self._writer.choice(fields, index, self._logprobs(delta), delta.finish_reason, usage, prompt)
+        return self._writer.choice(fields, index, self.logprobs(index, delta), delta.finish_reason, usage, prompt)
 
     def usage_event(self, usage: Usage) -> bytes:
         """See ``Reply``."""
@@ -212,7 +217,7 @@ class ChatReply:
             ChatChoice(
                 index=index,
                 message=AssistantMessage(content=output.text),
-                logprobs=self._logprobs(output),
+                logprobs=self.logprobs(index, output),
                 finish_reason="length" if output.finish_reason == "length" else "stop",
                 token_ids=self._token_ids.of_output(output),
             )
@@ -227,7 +232,8 @@ class ChatReply:
             prompt_token_ids=self._token_ids.new_prompt(0),
         )
 
-    def _logprobs(self, delta: OutputDelta) -> ChatLogprobs | None:
+    def logprobs(self, index: int, delta: OutputDelta) -> ChatLogprobs | None:
+        """See ``Reply``."""
         if delta.logprobs is None:
             return None
         pairs = zip(delta.token_ids, delta.logprobs, strict=True)

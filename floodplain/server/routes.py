@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from floodplain.core.errors import UserError
 from floodplain.core.sampling import SamplingParams
+from floodplain.server.answers import WRITERS, write_answer
 from floodplain.server.auth import Client
 from floodplain.server.errors import ERROR_STATUSES, error_event
 from floodplain.server.fields import IgnoredFields
@@ -123,10 +124,10 @@ class OpenAIRoutes:
         tally = Tally(*map(len, prompts))
         if body.stream:
             return EventStream(_events(merge(streams), reply, tally, body.usage_detail))
-        outputs = await unless_hung_up(request.receive, gather(merge(streams), len(streams), tally))
-        if outputs is None:
+        answer = await unless_hung_up(request.receive, _whole(merge(streams), reply, tally, len(streams)))
+        if answer is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(reply.body(outputs, tally.usage()).model_dump_json(), media_type="application/json")
+        return Response(answer, media_type="application/json")
 
     def _card(self) -> ModelCard:
         engine = self._engine
@@ -144,6 +145,11 @@ def _name_of(body: GenerationRequest, request: Request) -> str:
     if not is_request_id(name):
         raise ApiError(400, "X-Request-Id should be 1 to 256 printable ASCII characters without spaces")
     return name
+
+
+async def _whole(stream: IndexedDeltas, reply: Reply, tally: Tally, num_prompts: int) -> bytes:
+    outputs = await gather(stream, num_prompts, tally)
+    return await WRITERS.run(write_answer, reply, outputs, tally.usage())
 
 
 async def _events(stream: IndexedDeltas, reply: Reply, tally: Tally, detail: UsageDetail) -> AsyncGenerator[bytes]:

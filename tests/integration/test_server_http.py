@@ -186,6 +186,26 @@ def test_texts_are_encoded_off_the_event_loop_and_only_if_they_may_fit(kind: str
             assert {thread for _, thread in engine.tokenizer.encoded}.isdisjoint({running.thread_id, None})
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_answers_with_logprobs_are_written_off_the_event_loop(path: str) -> None:
+    engine = FakeEngine()
+    asked: set[int] = set()
+
+    def token_text(token_id: int, /) -> str:
+        asked.add(threading.get_ident())
+        return chr(token_id)
+
+    engine.tokenizer.token_text = token_text  # type: ignore[method-assign]
+    is_chat = path != "completions"
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
+    scores = {"logprobs": True, "top_logprobs": 5} if is_chat else {"logprobs": 5}
+    with serving(engine) as running:
+        body = {"model": "fake", "max_tokens": 200, **prompt, **scores}
+        answer = httpx.post(f"{running.url}/v1/{path}", json=body).json()["choices"][0]["logprobs"]
+        assert len(answer["content" if is_chat else "tokens"]) == 200
+        assert asked and running.thread_id not in asked
+
+
 def test_too_many_token_ids_are_refused_before_the_engine_sees_them(server: RunningServer) -> None:
     body = {"model": "fake", "prompt": [[1], [1] * FakeEngine.max_model_len]}
     num_before = server.engine.submitted.qsize()

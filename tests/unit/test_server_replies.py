@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
+from floodplain.server import answers
+from floodplain.server.answers import write_answer
 from floodplain.server.replies import ChatReply, CompletionReply
 from floodplain.server.requests import UsageDetail
 from floodplain.server.streams import Tally
@@ -79,3 +83,32 @@ def test_a_token_whose_bytes_depend_on_its_neighbours_reports_none() -> None:
     delta = OutputDelta("a", (97,), "stop", (TokenLogprobs(-0.1),))
     logprobs = ChatReply("m", tokenizer, "r").body([delta], Tally(1).usage()).choices[0].logprobs
     assert logprobs is not None and logprobs.content[0].bytes is None
+
+
+logprob = st.floats(-1e9, 0) | st.just(-math.inf)
+scored = st.builds(
+    lambda token, top, value: (token, TokenLogprobs(value, tuple(top))),
+    st.integers(0, 255),
+    st.lists(st.tuples(st.integers(0, 255), logprob), max_size=3),
+    logprob,
+)
+
+
+@given(
+    st.lists(
+        st.tuples(texts | st.just('"logprobs":null'), st.none() | st.lists(scored, max_size=7)), min_size=1, max_size=3
+    )
+)
+def test_an_answer_written_in_pieces_is_the_whole_one(outputs: list[Any]) -> None:
+    deltas = [
+        OutputDelta(text, (1, 2) if pairs is None else tuple(token for token, _ in pairs), "stop")
+        if pairs is None
+        else OutputDelta(text, tuple(token for token, _ in pairs), "stop", tuple(entry for _, entry in pairs))
+        for text, pairs in outputs
+    ]
+    for make in (CompletionReply, ChatReply):
+        whole, pieces = (make("m", ByteTokenizer(), "r", shown_prompts=[[1]] * len(deltas)) for _ in range(2))
+        with patch.object(answers, "PIECE_TOKENS", 2):
+            written = write_answer(pieces, deltas, Tally(7).usage())
+        expected = whole.body(deltas, Tally(7).usage()).model_dump_json()
+        assert json.loads(written) == json.loads(expected)
