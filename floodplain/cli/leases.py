@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -101,13 +102,16 @@ def describe(listing: Mapping[str, Any], unix_s: float) -> str:
         listing: See ``coordinator.answers.Listing``.
         unix_s: Now.
     """
+    borrowed: Counter[str] = Counter()
+    for row in listing["leases"]:
+        borrowed[row["consumer"]] += row["num_bytes"]
     members = [
         [
             row["name"],
             "alive" if row["is_living"] else "ended",
             format_size(row["offered_bytes"]),
             format_size(row["leased_bytes"]),
-            format_size(sum(r["num_bytes"] for r in listing["leases"] if r["consumer"] == row["name"])),
+            format_size(borrowed[row["name"]]),
         ]
         for row in listing["members"]
     ]

@@ -154,10 +154,11 @@ def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, O
         view = None
         with suppress(NotLeading):
             view = await desk.ask(jobs.look(desk.service))
+        metrics = CoordinatorMetrics(view, desk.service.totals, dict(answered))
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(CoordinatorMetrics(view, desk.service.totals, dict(answered)))
+        registry.register(metrics)
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"Content-Type": content_type})
+        return Response(await run_in_threadpool(encode, registry), headers={"Content-Type": content_type})
 
 
 def _caller_of(request: Request) -> Caller:

@@ -103,17 +103,17 @@ class Clerk(Generic[T]):
             self._service.resign()
 
     def _work(self, taken: list[tuple[T, Job]]) -> None:
-        if not taken:
-            return
-        began_s = time.monotonic()
-        try:
-            answers = self._service.serve([job for _, job in taken])
-        except BaseException:
-            self._announce([(ticket, FAILED) for ticket, _ in taken])
-            raise
-        self._announce([(ticket, answer) for (ticket, _), answer in zip(taken, answers, strict=True)])
-        if (left_s := began_s + COMMIT_EVERY_S - time.monotonic()) > 0:
-            time.sleep(left_s)
+        while taken:
+            began_s = time.monotonic()
+            try:
+                answers = self._service.serve([job for _, job in taken])
+            except BaseException:
+                self._announce([(ticket, FAILED) for ticket, _ in taken])
+                raise
+            done, taken = taken[: len(answers)], taken[len(answers) :]
+            self._announce([(ticket, answer) for (ticket, _), answer in zip(done, answers, strict=True)])
+            if (left_s := began_s + COMMIT_EVERY_S - time.monotonic()) > 0:
+                time.sleep(left_s)
 
     def _refuse_waiting(self) -> None:
         with suppress(queue.Empty):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -59,6 +60,7 @@ def _open_sqlite(url: sql.URL) -> sql.Engine:
     folder = Path(url.database).parent
     if not folder.is_dir():
         raise UserError(f"--store: folder {folder} does not exist: create it")
+    _make_private(Path(url.database))
     engine = sql.create_engine(url, pool_size=1, max_overflow=0, connect_args={"timeout": STATEMENT_TIMEOUT_S})
 
     @sql.event.listens_for(engine, "connect")
@@ -69,6 +71,15 @@ def _open_sqlite(url: sql.URL) -> sql.Engine:
         connection.execute("PRAGMA synchronous=FULL").close()
 
     return engine
+
+
+def _make_private(path: Path) -> None:
+    """Make the file, if it is new, so that its owner alone may use it: SQLite's other files get the same mode."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--store: cannot open {str(path)!r} ({reason}): give another sqlite:///FILE") from error
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from floodplain.coordinator.clock import lease_clock
+from floodplain.coordinator.recall_times import RecallTimes
 from floodplain.core.leases.borrower import Borrower
 from floodplain.core.leases.lender import Lender
 from floodplain.core.leases.member import MemberSide
 from floodplain.core.leases.messages import Leave, Message
 from floodplain.core.leases.rows import Reply, Shard
-from floodplain.core.leases.states import Lease, LeaseId, LeaseState
+from floodplain.core.leases.states import Lease, LeaseId
 
 DEADLINE_S = 10.0
 """What consumers are given at a recall."""
+MOST_MESSAGES = 256
+"""At a time: what there is to say beyond that is said with the next beats. Coordinators take some more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +38,6 @@ class LentDevice:
     capacity_bytes: int
     foreign_bytes: Callable[[], int]
     deadline_s: float = DEADLINE_S
-
-
-@dataclass(slots=True)
-class RecallTimes:
-    """How long recalls took: from hearing of one until the bytes were free (a consumer), or seen free (a producer)."""
-
-    began_s: dict[LeaseId, float] = field(default_factory=dict)
-    ended: list[float] = field(default_factory=list)
-
-    def update(self, leases: Collection[Lease], now: float) -> None:
-        """Take note of leases that are recalled, and of those that were and are no longer there."""
-        there = {lease.lease_id for lease in leases}
-        for lease in leases:
-            if lease.state is LeaseState.RECALLED:
-                self.began_s.setdefault(lease.lease_id, now)
-        for lease_id in self.began_s.keys() - there:
-            self.ended.append(now - self.began_s.pop(lease_id))
 
 
 class Membership:
@@ -199,7 +185,7 @@ class Membership:
                 if lease.request in self._cancelled:
                     self._borrower.refused(lease.lease_id, "not wanted any more")
             if not self._unanswered:
-                messages += self._borrower.say()
+                messages += self._borrower.say(MOST_MESSAGES - len(messages))
             return messages, self._clock()
 
     def learn(self, messages: Sequence[Message], replies: Sequence[Reply], ttl_s: float, sent_s: float) -> bool:
@@ -244,7 +230,7 @@ class Membership:
         with self._lock:
             stamp = self._side.stamp
             leave = Leave(self.name, stamp.generation, self._is_last)
-            return [*self._borrower.say(), leave] if self._side.has_joined else []
+            return [*self._borrower.say(MOST_MESSAGES - 1), leave] if self._side.has_joined else []
 
     # -- what is seen ------------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class OwnNames:
     @classmethod
     def of(cls, host: str, url: str | None) -> OwnNames:
         """The names of a service that listens on ``host``, and that others reach at ``url`` (None if that is where)."""
-        told = urlsplit(url or "")
+        told = _split(url or "")
         is_everywhere = _is_address(host) and ipaddress.ip_address(host).is_unspecified
         names = {host, told.hostname or "", socket.gethostname() if is_everywhere else ""} - {""}
         origins = {f"{told.scheme}://{told.netloc}"} if told.netloc else set()

@@ -26,6 +26,10 @@ Job = Callable[[LeaseBook, float], Any]
 """Something to ask of the book, or to change in it, at a time; its value is the answer."""
 
 
+SERVE_S = 0.25
+"""In one transaction; a small part of the time for which a leader may answer after its last write."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unavailable:
     """The answer of a coordinator that does not lead, or cannot write.
@@ -111,7 +115,10 @@ class LeaseService:
         return self._url if self.is_leading else self._unavailable.leader_url
 
     def serve(self, jobs: Sequence[Job]) -> list[Any]:
-        """Do all jobs in one transaction; their values in order, or ``Unavailable`` for each.
+        """Do jobs in one transaction; their values in order, or ``Unavailable`` for each.
+
+        The first ones, if all would take longer than ``SERVE_S``: a leader that works for too long before it writes
+        could not know whether it still leads. The values are as many as jobs were done; at least one.
 
         Raises:
             InvariantError: A bug; the book must not be used any more.
@@ -119,8 +126,12 @@ class LeaseService:
         now = self._clock()
         if self._book is None or self._has_stood_still(now):
             return [self._unavailable] * len(jobs)
-        answers = [job(self._book, now) for job in jobs]
-        return answers if self._commit() else [self._unavailable] * len(jobs)
+        answers: list[Any] = []
+        for job in jobs:
+            answers.append(job(self._book, now))
+            if self._clock() - now > SERVE_S:
+                break
+        return answers if self._commit() else [self._unavailable] * len(answers)
 
     def tick(self) -> None:
         """What time brings: silent members end; a leader says that it lives; one that waits looks whether it may lead.

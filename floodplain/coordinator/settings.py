@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
 from floodplain.core.leases.limits import (
@@ -65,7 +66,7 @@ class CoordinatorConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise UserError(f"--port must be between 0 and 65535, not {self.port}")
-        if self.url is not None and not re.fullmatch(r"https?://[!-~]+", self.url):
+        if self.url is not None and not (re.fullmatch(r"https?://[!-~]+", self.url) and _has_host(self.url)):
             raise UserError(f"--url must be like http://HOST:PORT, not {self.url!r}")
         if not 1 <= self.ttl <= 3600:
             raise UserError(f"--ttl must be between 1 and 3600 seconds, not {self.ttl}")
@@ -76,6 +77,14 @@ class CoordinatorConfig:
         if not 1 <= self.forget_after <= 10 * 365 * 86400:
             raise UserError(f"--forget-after must be between 1 and 315360000 seconds, not {self.forget_after}")
         check_max_connections(self.max_connections)
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        return False
 
 
 def limits_of(config: CoordinatorConfig) -> LeaseLimits:

@@ -194,6 +194,8 @@ class PeerTier:
             if lease.request in self._pending:
                 self._pending.remove(lease.request)
                 self._use(lease)
+            else:
+                self._client.refused(lease.lease_id, "nobody here has asked for it")
 
     def _use(self, lease: Lease) -> None:
         chunk = self._free_chunk()

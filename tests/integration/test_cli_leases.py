@@ -7,9 +7,11 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from floodplain.cli.main import main
 from floodplain.coordinator.client import CoordinatorClient
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.core.leases.messages import Join, Offer, Recall, Report, Request
@@ -17,6 +19,7 @@ from floodplain.core.leases.rows import Shard
 from floodplain.core.leases.states import LeaseEvent, Stamp
 from tests.support.coordinator_processes import run
 from tests.support.coordinators import RunningCoordinator, coordinating, open_store
+from tests.support.peer import answer, answering
 
 pytestmark = pytest.mark.slow
 
@@ -121,3 +124,38 @@ def test_a_wrong_token_and_none_are_one_line_and_status_2(running: RunningCoordi
         done = run("leases", "--coordinator", running.url, *flags)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith(f"floodplain: {running.url} answers 401: ") and done.stderr.count("\n") == 1
+
+
+ROWS = {"members": [], "leases": [], "ttl_s": 1}
+MEMBER = {
+    "name": "gpu-0", "instance": "i1", "generation": 1, "revision": 1, "offered_bytes": 1, "last_request": 0,
+    "is_gone": False, "is_lender": True, "is_living": True, "leased_bytes": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {**ROWS, "members": [{**MEMBER, "name": "\033[2J"}]},
+        {**ROWS, "members": [{**MEMBER, "offered_bytes": 10**400}]},
+        {**ROWS, "members": [{**MEMBER, "leased_bytes": "x"}]},
+        {**ROWS, "leases": [{}]},
+        [],
+    ],
+)
+def test_what_is_no_listing_is_one_line_also_when_watched(
+    body: Any, watched: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(answer(json.dumps(body).encode())) as peer:
+        status = main(["leases", "--coordinator", peer.url, *(["--watch"] if watched else [])])
+    shown = capsys.readouterr()
+    assert (status, shown.out) == (2, "")
+    assert shown.err.startswith("floodplain: what answers as coordinator is none") and shown.err.count("\n") == 1
+    assert shown.err.strip().isprintable()
+
+
+def test_a_listing_that_could_be_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering(answer(json.dumps({**ROWS, "members": [MEMBER]}).encode())) as peer:
+        assert main(["leases", "--coordinator", peer.url]) == 0
+    assert "gpu-0" in capsys.readouterr().out

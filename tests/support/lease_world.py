@@ -52,7 +52,7 @@ LIMITS = LeaseLimits(
     max_leases=3,
     max_borrowed_bytes=14,
     max_leases_on_device=4,
-    max_members=5,
+    max_members=7,
     forget_after_s=0.5,
 )
 """So narrow that members are forgotten while others still speak of them, and that requests are often too many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -55,3 +56,15 @@ def test_an_address_is_shown_without_its_password(tmp_path: Path) -> None:
     assert shown == "postgresql://user:***@host/db?host=%2Frun&password=hidden"
     with closing(Store.open(f"sqlite:///{tmp_path}/leases.db")) as store:
         assert store.shown_url == f"sqlite:///{tmp_path}/leases.db"
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_the_files_of_a_store_are_their_owners_alone(umask: int, tmp_path: Path) -> None:
+    """The server's process has one umask; SQLite gives its other files the mode of the first."""
+    before = os.umask(umask)
+    try:
+        with closing(Store.open(f"sqlite:///{tmp_path}/leases.db")):
+            modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    finally:
+        os.umask(before)
+    assert modes == dict.fromkeys(("leases.db", "leases.db-shm", "leases.db-wal"), 0o600)

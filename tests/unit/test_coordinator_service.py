@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from floodplain.coordinator import jobs
+from floodplain.coordinator.clerk import Clerk
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import StoreError
 from floodplain.core.leases.book import LeaseBook
@@ -23,6 +25,7 @@ from floodplain.core.leases.states import LeaseState, Outcome, Stamp
 from tests.support.coordinated_engines import Devices, Engine
 from tests.support.examples import examples
 from tests.support.hooked_store import HookedStore, failing, let_pass
+from tests.support.waiting import wait_until
 
 TICK_S = 0.2
 
@@ -68,6 +71,48 @@ def told(service: LeaseService, *messages: Message) -> list[Reply]:
 def snapshot(book: LeaseBook, _: float) -> tuple[dict[str, Any], dict[Any, Any]]:
     book.rows.check_integrity()
     return dict(book.rows.members), dict(book.rows.leases)
+
+
+# -- long transactions -------------------------------------------------------------------------------------------------
+
+
+def test_jobs_that_take_long_are_committed_before_the_leader_is_too_late(store: HookedStore, clock: Clock) -> None:
+    """Together these jobs take ten seconds: longer than a leader may work without writing."""
+    service, number, num_done = leading(store, clock), count(), 0
+
+    def job(book: LeaseBook, now: float) -> None:
+        clock.now += 0.1
+        book.handle(Join(f"m{next(number)}", "i"), now)
+
+    while num_done < 100:
+        answers = service.serve([job] * (100 - num_done))
+        assert answers and not any(isinstance(answer, Unavailable) for answer in answers)
+        num_done += len(answers)
+        assert len(store.rows()[0]) == num_done
+    assert service.totals.num_takeovers == 1
+
+
+@pytest.mark.parametrize("most", [1, 3, 99])
+def test_every_ticket_gets_its_own_answer_however_few_are_served_at_once(most: int) -> None:
+    class Slow:
+        """Does the first few jobs that it is given."""
+
+        def serve(self, jobs: Sequence[Any]) -> list[Any]:
+            return [job(None, 0.0) for job in jobs[:most]]
+
+        def tick(self) -> None:
+            """Nothing."""
+
+        resign = tick
+
+    announced: list[tuple[int, int]] = []
+    clerk = Clerk(Slow(), announced.extend)  # type: ignore[arg-type]
+    for ticket in range(10):
+        clerk.submit(ticket, lambda _, now, ticket=ticket: ticket * 7)  # type: ignore[misc]
+    clerk.start()
+    wait_until(lambda: len(announced) == 10)
+    clerk.close()
+    assert announced == [(ticket, ticket * 7) for ticket in range(10)]
 
 
 # -- commits -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from floodplain.core.leases.book import LeaseBook
 from floodplain.core.leases.borrower import Borrower
 from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Heartbeat, Join, Message, Observe, Offer
+from floodplain.core.leases.messages import Heartbeat, Join, Message, Observe, Offer, Report, Request
 from floodplain.core.leases.rows import Shard
 from floodplain.core.leases.states import LeaseId, LeaseState
 
@@ -97,3 +97,17 @@ def test_who_allocated_what_was_settled_meanwhile_frees_when_it_hears_nothing_of
         desk.say(desk.side.greeting(), TTL_S + 1.0)
     assert lease_id not in desk.side.known
     assert desk.borrower.to_free() == {lease_id: float("-inf")}
+
+
+def test_a_crowd_of_requests_is_said_in_parts_after_what_became_of_leases() -> None:
+    """Nothing is left out for ever: what finds no room is in what is said next."""
+    desk = Desk()
+    [lease] = desk.borrower.to_allocate(0.0)
+    desk.borrower.allocated(lease.lease_id, 0.0)
+    for _ in range(7):
+        desk.borrower.ask([Shard(99)])
+    said = [desk.borrower.say(4) for _ in range(4)]
+    assert all(len(part) <= 4 and isinstance(part[0], Report) for part in said)
+    numbers = [message.number for part in said for message in part if isinstance(message, Request)]
+    assert numbers == [2, 3, 4, 5, 6, 7, 8, 2, 3, 4]
+    assert len(desk.borrower.say()) == len(desk.borrower.say()) == 8

@@ -490,13 +490,21 @@ def test_what_a_forgotten_life_still_says_is_stale() -> None:
 
 
 def test_a_full_book_forgets_who_ended_first_but_never_the_living() -> None:
-    desk = Desk(LeaseLimits(max_members=3, forget_after_s=1e9))
+    desk = Desk(LeaseLimits(max_members=4, forget_after_s=1e9))
     desk.say(Join("d", "d-1"))
     assert desk.say(Join("e", "e-1")).outcome is Outcome.DEFERRED
     desk.say(Leave("d", 1))
     desk.book.tick(0.0)
     assert desk.say(Join("e", "e-1")).outcome is Outcome.APPLIED
     assert set(desk.book.rows.members) == {"p", "c", "e"}
+
+
+def test_a_crowd_of_consumers_leaves_room_for_lenders() -> None:
+    desk = Desk(LeaseLimits(max_members=4))
+    for number in range(9):
+        desk.say(Join(f"c{number}", "i"))
+    joined = [desk.book.handle_all([Join(f"q{number}", "i")], 0.0, Producers())[0].outcome for number in range(2)]
+    assert (joined, len(desk.book.rows.members)) == ([Outcome.APPLIED, Outcome.DEFERRED], 4)
 
 
 # -- whose life it is --------------------------------------------------------------------------------------------------

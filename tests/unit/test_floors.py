@@ -43,7 +43,7 @@ KERNELS = {"floodplain.memory.triton_copy", "floodplain.engine.attention.paged_d
 
 MEMBER = {
     f"floodplain.coordinator.{name}"
-    for name in ("agent", "client", "clock", "exchange", "fields", "membership", "wire")
+    for name in ("agent", "client", "clock", "exchange", "fields", "membership", "recall_times", "wire")
 }
 """What an engine's process has of the coordinator: it imports where the data plane does."""
 

@@ -30,7 +30,7 @@ class Borrower:
 
     def __init__(self, member: MemberSide) -> None:
         self.member = member
-        self._last_number = 0
+        self._last_number = self._last_said = 0
         self._done: dict[LeaseId, tuple[LeaseEvent, str]] = {}
         self._too_late: set[LeaseId] = set()
 
@@ -85,21 +85,32 @@ class Borrower:
         self._done[lease_id] = (LeaseEvent.RELEASE, "")
         self._too_late.discard(lease_id)
 
-    def say(self) -> list[Request | Report]:
-        """Everything that the coordinator has not confirmed."""
+    def say(self, most: int | None = None) -> list[Request | Report]:
+        """What the coordinator has not confirmed: what became of leases, then what is wanted.
+
+        Args:
+            most: So many messages; None says everything. Requests that find no room are in what is said next.
+        """
         known = self.member.known
         for lease in self.member.borrowed():
             if lease.state is LeaseState.RECALLED and self._is_of_this_life(lease) and lease.lease_id not in self._done:
                 self.freed(lease.lease_id)  # recalled before it was allocated
         self._done = {i: done for i, done in self._done.items() if i in known or done[0] is LeaseEvent.HOLD}
         reports = (self._report(known[i].lease, *done) for i, done in self._done.items() if i in known)
-        return [*self._requests(), *(report for report in reports if report is not None)]
+        said = [report for report in reports if report is not None][:most]
+        return [*said, *self._requests(None if most is None else most - len(said))]
 
-    def _requests(self) -> list[Request]:
+    def _requests(self, most: int | None) -> list[Request]:
+        """Requests in the order of their numbers, from where the last ones that found no room stood."""
         if not self.member.has_joined:
             return []
-        name, generation = self.member.name, self.member.stamp.generation
-        return [Request(name, generation, number, shards) for number, shards in self.member.open_requests.items()]
+        name, generation, wanted = self.member.name, self.member.stamp.generation, self.member.open_requests
+        numbers = [number for number in wanted if most is None or number > self._last_said]
+        self._last_said = 0
+        if most is not None and len(numbers) > most:
+            numbers = numbers[:most]
+            self._last_said = numbers[-1] if numbers else 0
+        return [Request(name, generation, number, wanted[number]) for number in numbers]
 
     def _report(self, lease: Lease, done: LeaseEvent, reason: str) -> Report | None:
         event = next((event for event in _TO_SAY[done] if lease.allows(event)), None)

@@ -33,6 +33,11 @@ class LeaseLimits:
     max_members: int = MAX_MEMBERS
     forget_after_s: float = FORGET_AFTER_S
 
+    @property
+    def max_consumers(self) -> int:
+        """With so many members no other begins without a producer's token: there is always room for lenders."""
+        return self.max_members - self.max_members // 4
+
 
 DEFAULT_LIMITS = LeaseLimits()
 """Leases of any size; the rest as named above."""

@@ -51,8 +51,8 @@ class Roster:
         """
         known = self.table.members.get(message.name)
         if known is None:
-            if not self._make_room():
-                return Reply(Outcome.DEFERRED, detail=f"there are {self.limits.max_members} members, all that may be")
+            if not self._make_room(self.limits.max_members if is_lender else self.limits.max_consumers):
+                return Reply(Outcome.DEFERRED, detail="there are as many members as there may be: try later")
             self.table.add_member(message.name, message.instance, is_lender=is_lender)
         elif known.instance != message.instance and message.name in self._seen_s:
             return Reply(
@@ -144,9 +144,9 @@ class Roster:
             if lease.is_owed:
                 self.table.owe(lease)
 
-    def _make_room(self) -> bool:
-        """Whether there may be one member more; the one that ended first goes if it must."""
-        if len(self.table.members) < self.limits.max_members:
+    def _make_room(self, most: int) -> bool:
+        """Whether there may be one member more, of at most so many; the one that ended first goes if it must."""
+        if len(self.table.members) < most:
             return True
         first = next((name for name in self._ended_s if self.table.owes_nothing(name)), None)
         if first is not None:
