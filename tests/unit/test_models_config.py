@@ -207,6 +207,7 @@ def test_the_context_is_as_long_as_its_frequencies_are_right() -> None:
         return parse(LLAMA, rope_scaling=rope).shape.max_position
 
     assert context_of(type="linear", factor=4.0) == 2048
+    assert context_of(type="linear", factor=1e300) == 2**53
     assert context_of(type="dynamic", factor=4.0) == 512
     assert context_of(type="yarn", factor=4.0, original_max_position_embeddings=256) == 1024
     assert context_of(type="yarn", factor=4.0, original_max_position_embeddings=64) == 512

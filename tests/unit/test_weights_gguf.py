@@ -22,6 +22,7 @@ KEYS = gguf_keys(DUMMY.config)
     ("key", "value"),
     [
         ("general.type", "adapter"),
+        ("llama.attention.head_count", 6),
         ("llama.attention.key_length", 15),
         ("llama.attention.value_length", 32),
         ("llama.attention.sliding_window", 100),
@@ -161,6 +162,7 @@ def test_a_split_model_says_which_part_is_missing_or_wrong(tmp_path: Path) -> No
     assert "llama.block_count=9" in refusal(write_parts(tmp_path, llama__block_count=9))
     plain = write_gguf(tmp_path / "x-00001-of-00002.gguf", skip="output.weight")
     assert "split.count is 1" in refusal(plain)
+    assert "this is part 3 of 1" in refusal(write_gguf(tmp_path / "m.gguf", split__no=2))
     short = {**KEYS, "split.no": 0, "split.count": 1, "split.tensors.count": 99}
     assert "split.tensors.count is 99" in refusal(write_gguf_file(tmp_path / "m.gguf", short, TENSORS))
 

@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from floodplain.core.errors import UserError
 
+MAX_WHOLE: Final = 2**53
+"""Whole numbers of files are not larger: no size of a model comes near, and floats hold these exactly."""
 _MOST_NAMED: Final = 5
 _REQUIRED: Final = object()
 
@@ -47,7 +49,7 @@ class Fields:
     def whole(self, key: str, default: object = _REQUIRED, *, least: int = 1) -> int:
         """A whole number of at least ``least``."""
         value = self.value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_WHOLE:
             raise self.refusal(key, f"must be a whole number from {least} on")
         return value
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from floodplain.engine.models.config import RopeConfig
-from floodplain.engine.models.fields import Fields
+from floodplain.engine.models.fields import MAX_WHOLE, Fields
 
 _HARMLESS = ("finetuned",)
 _SCALED_TYPES = ("llama3", "yarn", "longrope")
@@ -38,7 +38,8 @@ def parse_rope(config: Fields, head_dim: int, max_position: int) -> tuple[RopeCo
         inner = rope.whole("original_max_position_embeddings", max_position, least=2)
         found = _parse_scaled(kind, rope, theta, head_dim, (original or inner, max_position))
     elif kind == "linear":
-        found = _stretched(RopeConfig(theta, "linear", rope.number("factor")), max_position)
+        linear = RopeConfig(theta, "linear", rope.number("factor"))
+        found = linear, stretched_context(max_position, linear.factor)
     else:
         if kind == "dynamic":
             rope.number("factor")  # of contexts beyond max_position
@@ -57,8 +58,9 @@ def _read_kind(rope: Fields) -> str:
     return kind
 
 
-def _stretched(rope: RopeConfig, context: int) -> tuple[RopeConfig, int]:
-    return rope, int(context * max(rope.factor, 1.0))
+def stretched_context(context: int, factor: float) -> int:
+    """``context`` times ``factor``, in whole tokens; never less than ``context``, and a number of sensible length."""
+    return int(min(context * max(factor, 1.0), MAX_WHOLE))
 
 
 def _parse_scaled(
@@ -68,8 +70,8 @@ def _parse_scaled(
     if kind == "llama3":
         return _parse_llama3(rope, theta, original), max_position
     if kind == "yarn":
-        found, stretched = _stretched(_parse_yarn(rope, theta, original, max_position), original)
-        return found, max(stretched, max_position)
+        yarn = _parse_yarn(rope, theta, original, max_position)
+        return yarn, max(stretched_context(original, yarn.factor), max_position)
     return _parse_longrope(rope, theta, head_dim, contexts), min(original, max_position)
 
 

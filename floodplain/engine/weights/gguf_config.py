@@ -8,12 +8,13 @@ from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.models.config import ModelConfig, RopeConfig
 from floodplain.engine.models.fields import Fields
-from floodplain.engine.models.hf_rope import yarn_attention
+from floodplain.engine.models.hf_rope import stretched_context, yarn_attention
 from floodplain.engine.weights.checkpoint import StoredTensor
 from floodplain.engine.weights.gguf_keys import HARMLESS_KEYS, NEUTRAL_VALUES, SPLITS_OF_TEXT
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _HEADS, _KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"
+_HEAD_DIM = "llama.attention.key_length"
 
 
 def parse_gguf_config(
@@ -37,11 +38,13 @@ def parse_gguf_config(
         raise UserError(f"{fields.where}: the weights have no tensor {_EMBEDDING!r}")
     hidden, heads = fields.whole("llama.embedding_length"), fields.whole(_HEADS)
     kv_heads = fields.whole(_KV_HEADS, heads)
-    head_dim = fields.whole("llama.attention.key_length", hidden // heads)
+    if _HEAD_DIM not in fields and hidden % heads:
+        raise fields.refusal(_HEADS, f"must divide llama.embedding_length={hidden}, or the file needs {_HEAD_DIM}")
+    head_dim = fields.whole(_HEAD_DIM, hidden // heads)
     if heads % kv_heads:
         raise fields.refusal(_HEADS, f"must be a multiple of {_KV_HEADS}={kv_heads}")
     if head_dim % 2:
-        raise UserError(f"{fields.where}: llama.attention.key_length={head_dim} must be even for rotary positions")
+        raise UserError(f"{fields.where}: {_HEAD_DIM}={head_dim} must be even for rotary positions")
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         fields.require(key, head_dim)
     rope, context = _parse_rope(fields, divisors, head_dim)
@@ -93,7 +96,7 @@ def _parse_rope(fields: Fields, divisors: tuple[float, ...], head_dim: int) -> t
         raise UserError(f"{fields.where}: rope_freqs.weight has {len(divisors)} numbers, not {head_dim // 2}")
     if kind == "none" or factor == 1.0:
         return RopeConfig(theta, divisors=divisors), context
-    stretched = max(context, int(original * factor))
+    stretched = max(context, stretched_context(original, factor))
     if kind == "linear":
         return RopeConfig(theta, "linear", factor, divisors=divisors), stretched
     if theta <= 1.0:

@@ -39,7 +39,7 @@ class GgufParts:
         count = self.fields.whole(_COUNT, 1, least=0)
         number = self.fields.whole(_NO, 0, least=0)
         wanted = self.fields.whole_or_none(_NUM_TENSORS)
-        if count > 1 or _stated_count(path) > 1:
+        if count > 1 or number > 0 or _stated_count(path) > 1:
             self._add_others(path, number, count)
         if wanted is not None and wanted != len(self.tensors):
             raise UserError(
