@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from floodplain.core.errors import UserError
-from floodplain.core.sampling import SamplingParams
+from floodplain.core.sampling import MAX_LOGPROBS, SamplingParams
 from floodplain.server.fields import IGNORED, OFF, OFF_IN_CHATS, OFF_IN_COMPLETIONS, OFF_IN_STREAM_OPTIONS, Body, Off
 from floodplain.server.messages import Message
 from floodplain.server.shapes import Int, Prompt, RequestId, Stop, TokenId
@@ -162,8 +162,12 @@ class ChatRequest(GenerationRequest):
         Raises:
             UserError: A value is out of its range, or two fields contradict each other.
         """
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise UserError("top_logprobs needs logprobs to be true")
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise UserError(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {self.top_logprobs}")
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
+            raise UserError(f"max_completion_tokens must be at least 1, not {self.max_completion_tokens}")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise UserError("max_tokens and max_completion_tokens mean the same: give one of them")

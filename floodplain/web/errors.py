@@ -19,6 +19,8 @@ from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, User
 from floodplain.web.problems import first_problem
 
 MAX_MESSAGE_CHARS = 500
+MAX_PARAM_CHARS = 100
+"""A client may give a field any name, of any length."""
 RETRY_AFTER_S = 1
 """What a refused client is told to wait: about the time in which a running request ends."""
 
@@ -82,7 +84,7 @@ def error_body(error: Exception, fields: RequestFields = NO_FIELDS) -> tuple[int
             return 400, _detail(400, str(error), word if word in fields.known else None, None)
         case RequestValidationError():
             message, param = first_problem(error.errors(), fields.unsupported)
-            return 400, _detail(400, _one_line(message), param, None)
+            return 400, _detail(400, message, param, None)
         case StarletteHTTPException():
             return error.status_code, _detail(error.status_code, str(error.detail), None, None)
         case _:
@@ -122,7 +124,10 @@ def describe_errors(statuses: Mapping[int, str]) -> dict[int | str, dict[str, An
 
 def _detail(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
+    short_param = None if param is None else param[:MAX_PARAM_CHARS]
+    return ErrorBody(
+        error=ErrorDetail(message=_one_line(message), type=kind, param=short_param, code=code)
+    ).model_dump()
 
 
 def _one_line(message: str) -> str:

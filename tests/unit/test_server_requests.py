@@ -249,7 +249,10 @@ def test_any_other_prompt_is_refused(prompt: Any) -> None:
     [
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "mean the same"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs must be between"),
+        ({"logprobs": True, "top_logprobs": 21}, "^top_logprobs must be between 0 and 20, not 21"),
+        ({"logprobs": True, "top_logprobs": -1}, "^top_logprobs must be between"),
+        ({"max_completion_tokens": 0}, "^max_completion_tokens must be at least 1, not 0"),
+        ({"max_tokens": 0}, "^max_tokens must be at least 1, not 0"),
         ({"temperature": -1.0}, "temperature must be"),
     ],
 )
@@ -260,7 +263,13 @@ def test_contradictions_are_user_errors(fields: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize(
-    ("fields", "logprobs"), [({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 2}, 2), ({}, None)]
+    ("fields", "logprobs"),
+    [
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 2}, 2),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({}, None),
+    ],
 )
 def test_chat_logprobs_are_a_switch_and_a_number(fields: dict[str, Any], logprobs: int | None) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "c"}], **fields}

@@ -6,7 +6,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from floodplain.core.errors import QueueFull, ShuttingDown, UserError
-from floodplain.web.errors import NO_FIELDS, RequestFields, error_body, error_response
+from floodplain.web.errors import NO_FIELDS, ApiError, RequestFields, error_body, error_response
 
 FIELDS = RequestFields(known=frozenset({"num_bytes"}), unsupported={"echo": "false"})
 
@@ -40,6 +40,12 @@ def test_fields_are_known_and_unsupported_as_the_service_says(
 def test_only_who_may_succeed_later_is_told_when(error: Exception, status: int, retry_after: str | None) -> None:
     response = error_response(error)
     assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
+
+
+def test_an_answer_quotes_a_part_of_what_is_long() -> None:
+    long = "x" * 10**6
+    for error in (UserError(long), ApiError(404, long, param=long), problem(long, "extra_forbidden", long)):
+        assert len(error_response(error).body) < 1000
 
 
 def test_a_failure_of_ours_says_nothing_of_itself() -> None:
