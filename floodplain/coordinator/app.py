@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from fastapi import APIRouter, FastAPI, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.types import ASGIApp
 
 from floodplain import __version__
@@ -28,6 +27,7 @@ from floodplain.core.leases.rows import Reply
 from floodplain.core.leases.states import Outcome
 from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
+from floodplain.web.scrape import scrape
 from floodplain.web.strict_json import JsonRoute
 
 MAX_BODY_BYTES = 2**18
@@ -157,8 +157,7 @@ def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, O
         metrics = CoordinatorMetrics(view, desk.service.totals, dict(answered))
         registry = CollectorRegistry(auto_describe=False)
         registry.register(metrics)
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(await run_in_threadpool(encode, registry), headers={"Content-Type": content_type})
+        return await scrape(registry, request.headers.get("accept", ""))
 
 
 def _caller_of(request: Request) -> Caller:

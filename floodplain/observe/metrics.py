@@ -103,7 +103,7 @@ class ServingMetrics(Collector):
     """
 
     def __init__(self, model_name: str, stats: Callable[[], StatsView]) -> None:
-        self._model_name = model_name
+        self._model_name = model_name.encode(errors="replace").decode()  # a path may hold what UTF-8 cannot
         self._stats = stats
         self._ttft = _Histogram(
             "floodplain_time_to_first_token_seconds", "First token - arrival.", FIRST_TOKEN_BUCKETS_S

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 
 from floodplain import __version__
 from floodplain.observe.metrics import ServingMetrics
@@ -18,6 +17,7 @@ from floodplain.server.responses import Health, Version
 from floodplain.server.routes import ERRORS, OpenAIRoutes
 from floodplain.web.errors import ApiError, install_error_handlers
 from floodplain.web.gate import DrainSwitch, Gate
+from floodplain.web.scrape import scrape
 
 MAX_BODY_BYTES = 8 * 2**20
 """A million tokens as ids; more is a mistake, or worse."""
@@ -77,5 +77,4 @@ def _add_service_routes(app: FastAPI, engine: ServingEngine) -> None:
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **ERRORS})
     async def show_metrics(request: Request) -> Response:
         """Prometheus metrics, in the format that the scraper prefers."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"Content-Type": content_type})
+        return await scrape(registry, request.headers.get("accept", ""))

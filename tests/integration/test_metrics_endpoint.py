@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import httpx
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.engine.outputs import EngineStats
 from tests.fakes.engine import FINISHED_LIFECYCLE_S, FakeEngine, serving
 
 
@@ -37,3 +46,57 @@ def test_a_scrape_counts_what_was_served(wants_openmetrics: bool) -> None:
     ):
         assert samples[f"floodplain_{name}_seconds_count", model] == count
         assert samples[f"floodplain_{name}_seconds_sum", model] == pytest.approx(total)
+
+
+TYPES = ["application/openmetrics-text", "text/plain", "*/*", ";", ",", "=", " ", "q=", "\xff"]
+PARAMETERS = ["version=", "0.0.4", "1.0.0", "2.0.0", "9" * 5000, "x", "escaping=", "allow-utf-8", "dots", "nonsense"]
+parts = st.sampled_from([*TYPES, *PARAMETERS]) | st.text(
+    st.characters(codec="latin-1", exclude_categories=["Cc"]), max_size=4
+)
+
+
+class OddEngine(FakeEngine):
+    """Its numbers are what a broken engine's might be, once ``is_broken``."""
+
+    is_broken = False
+    model_name = 'a "path"\n\\of \udcff bytes'
+
+    def stats(self) -> EngineStats:
+        stats = super().stats()
+        if not self.is_broken:
+            return stats
+        return replace(stats, swap_stall_s=math.nan, kv_bytes={"local": -1}, preemptions={"new": 2**80})
+
+
+@pytest.fixture(scope="module")
+def odd() -> Iterator[tuple[OddEngine, httpx.Client]]:
+    engine = OddEngine()
+    with serving(engine) as running, httpx.Client(base_url=running.url) as client:
+        yield engine, client
+
+
+@settings(max_examples=40)
+@given(st.lists(parts, max_size=12).map(lambda some: "".join(some).strip()))
+@example("application/openmetrics-text; version=x")
+@example(f"text/plain; version={'9' * 5000}")
+def test_any_accept_header_is_answered_in_a_format_that_parses(
+    odd: tuple[OddEngine, httpx.Client], accept: str
+) -> None:
+    answer = odd[1].get("/metrics", params={"name[]": ["x", ""]}, headers=[(b"Accept", accept.encode("latin-1"))])
+    assert answer.status_code == 200
+    is_open = answer.headers["content-type"].startswith("application/openmetrics-text")
+    families = list((parse_openmetrics if is_open else parse_text)(answer.text))
+    assert {s.labels["model_name"] for family in families for s in family.samples} == {'a "path"\n\\of ? bytes'}
+
+
+def test_scrapes_at_once_are_answered_whatever_the_numbers_are(odd: tuple[OddEngine, httpx.Client]) -> None:
+    engine, client = odd
+    engine.is_broken = True
+    for callback in engine._callbacks:
+        callback(Lifecycle(math.nan, token_times_s=[math.inf, math.nan, -1.0]))
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: client.get("/metrics"), range(24)))
+    assert {answer.status_code for answer in answers} == {200}
+    samples = {sample.name: sample.value for family in parse_text(answers[0].text) for sample in family.samples}
+    assert math.isnan(samples["floodplain_swap_stall_seconds_total"])
+    assert math.isnan(samples["floodplain_time_to_first_token_seconds_sum"])
