@@ -44,6 +44,7 @@ def _path_of(problem: Mapping[str, Any]) -> list[str]:
 def _complaint(where: str, message: str, given: object) -> str:
     """Pydantic's message as a sentence about the field, with what was given where the message does not say it."""
     wish = re.sub(r"^(Input|List|String|Dictionary) (?=should )", "", message).replace(" after validation", "")
+    wish = re.sub(r"a valid dictionary or instance of \w+", "an object", wish)
     if not wish.startswith("should "):
         return f"{where}: {wish}"
     return f"{where} {wish}" if ", not " in wish else f"{where} {wish}, not {_shown(given)}"

@@ -143,6 +143,7 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
             {"messages": [{"role": "user", "content": "x", "wait": 1}]},
             "messages.0.wait is not a",
         ),
+        (ChatRequest, {"messages": [5]}, "messages.0 should be an object, not 5"),
         (ChatRequest, {"messages": "hi"}, "messages should be a valid list, not 'hi'"),
         (ChatRequest, {"messages": []}, "messages should have at least 1 item, not 0"),
         (ChatRequest, {"n": 2}, "n is not supported: leave it out, or give 1"),
