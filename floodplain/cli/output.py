@@ -60,9 +60,18 @@ class LineFormatter(logging.Formatter):
         return printable_lines(super().formatException(ei))
 
 
+class SafeRecord(logging.LogRecord):
+    """A log entry for any handler: libraries have handlers of their own, and quote the files that they read."""
+
+    def getMessage(self) -> str:  # noqa: N802
+        """The message, perhaps of several lines."""
+        return printable_lines(super().getMessage())
+
+
 def start_logging(is_quiet: bool) -> None:
     """Log on standard error: warnings, and what our own parts tell unless ``is_quiet``."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
+    logging.setLogRecordFactory(SafeRecord)
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     logging.getLogger("floodplain").setLevel(logging.WARNING if is_quiet else logging.INFO)

@@ -121,6 +121,16 @@ def test_help_loads_nothing_heavy(argv: list[str]) -> None:
     assert ("serve" if "--help" in argv else __version__) in done.stdout
 
 
+def test_a_library_s_own_handler_gets_no_control_character() -> None:
+    program = (
+        "import logging; from floodplain.cli.output import start_logging; start_logging(False)\n"
+        "logger = logging.getLogger('library'); logger.propagate = False; logger.addHandler(logging.StreamHandler())\n"
+        "logger.warning('a model of type %s\\nis new', 'x\\x1b[2J')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "a model of type x\\u001b[2J\nis new\n"
+
+
 def test_a_log_entry_is_one_line_that_no_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter())
