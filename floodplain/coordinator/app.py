@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Path, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
@@ -17,23 +16,27 @@ from floodplain import __version__
 from floodplain.coordinator import jobs
 from floodplain.coordinator.answers import Health, Listing, ReplyBatch, ReplyBody
 from floodplain.coordinator.desk import Desk, NotLeading
-from floodplain.coordinator.message_route import MessageRoute
+from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.origin import LOOPBACK_ONLY, OriginGate, OwnNames
 from floodplain.coordinator.requests import MessageBatch, Name
-from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing, first_refused
+from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing
 from floodplain.coordinator.wire import encode_replies, encode_reply
+from floodplain.core.leases.messages import Message
 from floodplain.core.leases.rows import Reply
 from floodplain.core.leases.states import Outcome
 from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.scrape import scrape
 from floodplain.web.strict_json import JsonRoute
+from floodplain.web.workers import Workers
 
 MAX_BODY_BYTES = 2**18
 """A thousand messages; a host's members say less. A megabyte would be parsed for a tenth of a second."""
-FEW_LEASES = 64
-"""An answer that lists more is not written on the event loop."""
+FEW_ROWS = 64
+"""An answer of more replies and leases is not written on the event loop."""
+WRITERS = Workers(1, "answers")
+"""Writes long answers. One for the process: more threads would wait for each other, and the event loop for them all."""
 
 ERRORS = describe_errors(
     {
@@ -74,22 +77,18 @@ class LeaseRoutes:
 
     async def take_messages(self, batch: MessageBatch, request: Request) -> Response:
         """Handle what members say, in its order; answer when it is committed."""
-        return await self.answer(batch, _caller_of(request))
+        caller = _caller_of(request)
+        return await self.answer(admit(batch, caller), caller)
 
-    async def answer(self, batch: MessageBatch, caller: Caller) -> Response:
-        """The same for a caller who is known; ``MessageRoute`` asks here."""
-        messages = [message.to_core() for message in batch.messages]
-        refused = first_refused(caller, messages)
-        if refused is not None:
-            kind = type(refused).__name__.lower()
-            raise ApiError(403, f"this token may not say {kind} for {refused.name}", code="forbidden")
+    async def answer(self, messages: Sequence[Message], caller: Caller) -> Response:
+        """The same for messages that the caller may send; ``MessageRoute`` asks here."""
         replies = await self._desk.ask(jobs.handle(messages, self.answered, caller))
         if isinstance(replies, jobs.TooManyLeases):
             told = f"the answer would list {replies.num_leases} leases: speak for fewer members in one batch"
             raise ApiError(413, told, code="answer_too_large")
-        if sum(len(reply.leases) for reply in replies) <= FEW_LEASES:
+        if len(replies) + sum(len(reply.leases) for reply in replies) <= FEW_ROWS:
             return self._encode(replies)
-        return await run_in_threadpool(self._encode, replies)
+        return await WRITERS.run(self._encode, replies)
 
     def _encode(self, replies: Sequence[Reply]) -> Response:
         return _json({"ttl_s": self._desk.service.ttl_s, "replies": encode_replies(replies)})
@@ -98,7 +97,7 @@ class LeaseRoutes:
         """Who lends what to whom."""
         _require_admin(request)
         view = await self._desk.ask(jobs.look(self._desk.service))
-        return await run_in_threadpool(lambda: _json(jobs.encode_view(view, self._desk.service.ttl_s)))
+        return await WRITERS.run(lambda: _json(jobs.encode_view(view, self._desk.service.ttl_s)))
 
     async def forget_member(self, name: AnyName, request: Request) -> Response:
         """A device will not come back: what was lent on it is lost."""

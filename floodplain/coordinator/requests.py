@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import ConfigDict, Field
 
 from floodplain.core.leases import messages as core
 from floodplain.core.leases.rows import Shard
 from floodplain.core.leases.states import LeaseEvent, LeaseId, Stamp
+from floodplain.web.bodies import BoundedModel
 
 MAX_MESSAGES = 1024
 MAX_SHARDS = 64
-MAX_FIELDS = 16
-"""Of any object in a batch, known fields and others."""
 MAX_DEADLINE_S = 86400.0
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Of a member: of its device.")]
@@ -22,7 +21,7 @@ Count = Annotated[int, Field(ge=0, lt=2**62)]
 Number = Annotated[int, Field(ge=1, lt=2**62)]
 
 
-class _Part(BaseModel):
+class _Part(BoundedModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
@@ -128,7 +127,7 @@ class RequestMessage(_Part):
     name: Name
     generation: Count
     number: Number
-    shards: Annotated[list[ShardPart], FailFast(), Field(min_length=1, max_length=MAX_SHARDS)]
+    shards: Annotated[list[ShardPart], Field(min_length=1, max_length=MAX_SHARDS)]
 
     def to_core(self) -> core.Request:
         """The value."""
@@ -168,4 +167,4 @@ AnyMessage = Annotated[
 class MessageBatch(_Part):
     """Messages, handled in their order and committed together."""
 
-    messages: Annotated[list[AnyMessage], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

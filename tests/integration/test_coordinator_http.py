@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,8 @@ import httpx
 import pytest
 from fastapi import Response
 
-from floodplain.coordinator import clerk, jobs, message_route
+from floodplain.coordinator import app, clerk, jobs, message_route
 from floodplain.coordinator.app import MAX_BODY_BYTES
-from floodplain.coordinator.requests import MAX_FIELDS
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.web.errors import ApiError, error_response
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
@@ -283,7 +283,29 @@ def test_a_batch_of_many_faults_becomes_a_few_errors(
     monkeypatch.setattr(message_route, "error_response", count)
     response = httpx.post(f"{running.url}/v1/messages", json=wide)
     assert response.status_code == 400 and error_of(response)
-    assert 0 < sum(found) <= 2 * MAX_FIELDS
+    assert 0 < sum(found) <= 16
+
+
+@pytest.mark.parametrize(("number", "is_long"), [(1, False), (1000, True)])
+def test_long_batches_are_neither_read_nor_answered_on_the_event_loop(
+    running: RunningCoordinator, number: int, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, str] = {}
+
+    def noting(module: Any, name: str) -> None:
+        work = getattr(module, name)
+
+        def noted(*given: Any) -> Any:
+            threads[name] = threading.current_thread().name
+            return work(*given)
+
+        monkeypatch.setattr(module, name, noted)
+
+    noting(message_route, "parse_model")
+    noting(app, "encode_replies")
+    assert say(running, *[{"kind": "heartbeat", "name": "ann", "generation": 9}] * number).status_code == 200
+    helpers = {"parse_model": "json-0", "encode_replies": "answers-0"}
+    assert {name: threads[name] == helpers[name] for name in threads} == dict.fromkeys(helpers, is_long)
 
 
 def test_a_body_that_is_too_large_is_not_read(running: RunningCoordinator) -> None:
