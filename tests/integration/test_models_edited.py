@@ -136,6 +136,22 @@ def test_every_key_of_other_families_is_computed_or_named(folder: EditedFolder) 
     assert faults(folder, (({key: value}, key) for key, value in foreign.items())) == []
 
 
+def test_a_sliding_window_is_named_only_if_it_hides_something(folder: EditedFolder) -> None:
+    def edits() -> Edits:
+        for window in (16, 63, 64, 128):
+            yield {"sliding_window": window}, "sliding_window"
+            for types in (MISSING, ["full_attention", "sliding_attention"], ["full_attention"] * 2):
+                for first in (0, 1, 2):
+                    switched = {"use_sliding_window": True, "max_window_layers": first, "layer_types": types}
+                    yield {**switched, "sliding_window": window}, "sliding_window"
+
+    if "rope_parameters" not in folder.config:
+        pytest.skip("OPT has no windows")
+    is_switched = "use_sliding_window" in folder.config
+    wanted = [edit for edit in edits() if is_switched or len(edit[0]) == 1]
+    assert faults(folder, iter(wanted)) == []
+
+
 @pytest.mark.parametrize(("key", "rope"), REFUSED_ROPES)
 def test_rope_that_is_not_computed_is_named(llama: EditedFolder, key: str, rope: dict[str, Any]) -> None:
     for place in ("rope_parameters", "rope_scaling"):

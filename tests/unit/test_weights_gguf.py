@@ -22,6 +22,7 @@ KEYS = gguf_keys(DUMMY.config)
     ("key", "value"),
     [
         ("general.type", "adapter"),
+        ("general.quantization_version", 1),
         ("llama.attention.head_count", 6),
         ("llama.attention.key_length", 15),
         ("llama.attention.value_length", 32),

@@ -34,6 +34,7 @@ def parse_gguf_config(
     """
     fields.require("general.architecture", "llama")
     fields.require("general.type", "model")
+    fields.require("general.quantization_version", 2)
     if _EMBEDDING not in tensors:
         raise UserError(f"{fields.where}: the weights have no tensor {_EMBEDDING!r}")
     hidden, heads = fields.whole("llama.embedding_length"), fields.whole(_HEADS)
