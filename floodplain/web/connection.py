@@ -207,7 +207,13 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         else:
             self._drop_half_a_request()
             self.transport.write(_refusal(status, message))
+            self._end_writing()
+
+    def _end_writing(self) -> None:
+        try:
             self.transport.write_eof()
+        except OSError:  # the client has reset the connection, which is seen only when something is read
+            self.transport.abort()
 
     def _drop_half_a_request(self) -> None:
         if self._reading is Reading.BODY:

@@ -229,6 +229,29 @@ def test_stopping_does_not_wait_for_half_a_request() -> None:
         idle.close()
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_client_that_closed_while_nothing_was_read_ends_quietly(is_stopped: bool) -> None:
+    with limited() as server:
+        client = server.connect(b"POST /deaf HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n" + bytes(200_000))
+        while server.paths != ["/deaf"] or not paused(server):
+            server.settle(1)
+        client.close()  # what is sent to it now is answered by a reset at once
+        if is_stopped:
+            server.call(server.stop)
+        else:
+            server.pass_time(LIMITS.body_s + 1)
+            server.settle(0)
+            with server.connect(HEAD + b"\r\nabc") as other:
+                assert read_answer(other).startswith(b"HTTP/1.1 200")
+
+
+def paused(server: LimitedServer) -> bool:
+    """Whether the server has read all that it wants for now."""
+    flows: list[bool] = []
+    server.call(lambda: flows.extend(one.flow.read_paused for one in server.server_state.connections))
+    return all(flows)
+
+
 def test_connections_must_fit_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 256))
     assert limit_connections(None).max_connections == 192

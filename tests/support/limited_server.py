@@ -38,7 +38,10 @@ class Clock:
 
 
 class LimitedServer(StoppableServer):
-    """``/hold`` answers when ``release`` is set, ``/flood`` with 64 MiB, any other path with the length of the body."""
+    """Answers with the length of the body.
+
+    ``/hold`` answers when ``release`` is set, ``/deaf`` does not even read before that, ``/flood`` sends 64 MiB.
+    """
 
     failure = None
 
@@ -108,6 +111,8 @@ class LimitedServer(StoppableServer):
                 await send({"type": f"lifespan.{kind}.complete"})
             return
         self.paths.append(scope["path"])
+        if scope["path"] == "/deaf":
+            await self.release.wait()
         num_bytes, has_more = 0, True
         while has_more:
             message = await receive()
