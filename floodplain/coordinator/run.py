@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 from collections.abc import Callable
@@ -83,13 +82,6 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
         settings = asdict(config) | {"store": store.shown_url, "url": url}
         logger.info("coordinator config %s", json.dumps(settings, default=str))
         service = LeaseService(store, url, config.ttl, lease_clock, limits=limits_of(config))
-        _leave_out_of_collections()
         names = OwnNames.of(config.host, config.url)
         server = CoordinatorServer(Desk(service), tokens, lambda: on_ready(url, store.shown_url), limits, names)
         server.serve_on(sock)
-
-
-def _leave_out_of_collections() -> None:
-    """What is loaded stays: looking through it again and again would hold every answer up for tens of milliseconds."""
-    gc.collect()
-    gc.freeze()

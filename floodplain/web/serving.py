@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import signal
 import socket
@@ -90,6 +91,7 @@ class StoppableServer(uvicorn.Server):
             sock.listen(LISTEN_BACKLOG)
         except OSError as error:
             raise UserError(f"cannot listen on {url_of(sock)} ({error.strerror}): choose another --port") from error
+        _leave_out_of_collections()
         self.run(sockets=[sock])
         if self.failure is not None:
             raise self.failure
@@ -148,3 +150,12 @@ class StoppableServer(uvicorn.Server):
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+
+def _leave_out_of_collections() -> None:
+    """What is loaded stays: looking through it again and again would hold every answer up for tens of milliseconds.
+
+    A large body makes so many objects that each collection looks at everything: 120,000 lists took 0.4 s, not 0.01.
+    """
+    gc.collect()
+    gc.freeze()
