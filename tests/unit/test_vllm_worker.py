@@ -261,6 +261,20 @@ def test_copies_in_flight_end_before_it_closes_and_it_closes_twice(caches: dict[
         assert torch.equal(worker.slots.words[7, layer].view(torch.bfloat16), cache[5].flatten())
 
 
+def test_after_draining_no_copy_is_under_way_and_each_is_told_once(worker: SwapWorker) -> None:
+    worker.drain()  # with nothing to wait for
+    worker.begin(order_copy(0, TransferKind.SWAP_OUT, [0, 1, 2], [0, 1, 2]))
+    worker.begin(order_copy(1, TransferKind.BACKUP, [3], [4]))
+    worker.drain()
+    assert worker._space.num_in_flight == 0
+    worker.begin(order_copy(2, TransferKind.SWAP_IN, [5], [4]))
+    worker.drain()
+    worker.drain()
+    assert worker.finish() == ({"request-2"}, set())
+    assert worker.take_report().ended == {0: (1, True), 1: (1, True), 2: (1, True)}
+    assert worker.finish() == (set(), set()) and worker.take_report() == WorkerReport()
+
+
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 ENDED = st.dictionaries(st.integers(0, 5), st.tuples(st.integers(1, 3), st.booleans()))

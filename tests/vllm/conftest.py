@@ -17,6 +17,7 @@ os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "2",
+    "OMP_WAIT_POLICY": "passive",  # threads that wait for work leave the cores to others
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from floodplain.plugins.vllm.refusal import Refusal
 from tests.vllm.engines import Load, close, drive, expect_nothing_left, make_load, make_ours, scheduler_of, serve_calmly
 from tests.vllm.storm import StormPolicy
 
@@ -31,6 +33,22 @@ class MixedLoad(Load):
         )  # fmt: skip
 
 
+TINY = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "float32", "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 40_000, "max_position_embeddings": 512, "sliding_window": 48, "query_pre_attn_scalar": 32,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+"""A model without weights: vLLM draws them, the same each time."""
+
+
+def make_tiny(folder: Path, kinds: list[str]) -> dict[str, Any]:
+    """Flags for a model whose layers have these kinds of attention."""
+    layers = {"layer_types": [f"{kind}_attention" for kind in kinds], "num_hidden_layers": len(kinds)}
+    (folder / "config.json").write_text(json.dumps(TINY | layers))
+    return {"load_format": "dummy", "skip_tokenizer_init": True}
+
+
 def serve_in_a_storm(model: Path, load: Load, *, recompute: float = 0.2, **flags: Any) -> dict[int, list[int]]:
     small = {"num_gpu_blocks_override": 36, "max_num_batched_tokens": 64}
     llm = make_ours(model, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, **small, **flags)
@@ -46,6 +64,20 @@ def test_patterns_and_logprobs_of_prompts_survive_a_storm(model: Path) -> None:
     plain = make_load(seed=4, num_requests=12)
     load = MixedLoad(plain.prompts, plain.lengths)
     assert serve_in_a_storm(model, load, enable_prefix_caching=True) == serve_calmly(model, load)
+
+
+def test_windows_beside_full_attention_keep_their_tokens(tmp_path: Path) -> None:
+    """vLLM keeps the whole context of all layers, for want of its hybrid allocator."""
+    flags = make_tiny(tmp_path, ["sliding", "full", "sliding", "full"])
+    load = make_load(seed=2, num_requests=12)
+    assert serve_in_a_storm(tmp_path, load, **flags) == serve_calmly(tmp_path, load, **flags)
+
+
+def test_windows_in_all_layers_are_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = make_tiny(tmp_path, ["sliding"] * 4)
+    with pytest.raises(Refusal, match="this model keeps SlidingWindowSpec: serve it without floodplain"):
+        make_ours(tmp_path, {}, **flags)
+    assert capfd.readouterr().err.count("floodplain: ") == 1
 
 
 def test_caches_of_fp8_come_back_as_they_left(model: Path) -> None:

@@ -46,7 +46,9 @@ def test_every_method_that_vllm_calls_has_its_signature() -> None:
         parameters = [list(inspect.signature(getattr(cls, name)).parameters) for cls in (Scheduler, ours)]
         assert parameters[0] == parameters[1], name
     source = inspect.getsource(Scheduler.schedule)
-    assert source.count("self._reserve_prefill_lookahead(") == 2, "of those that run and those that come"
+    lookahead, encoder = "self._reserve_prefill_lookahead(", "self._try_schedule_encoder_inputs("
+    assert source.count(lookahead) == source.count(encoder) == 2, "of those that run and those that come"
+    assert source.index(encoder) < source.index(lookahead), "what is encoded is what is computed"
     assert "self._preempt_request(" in source
     assert set(RequestQueue.__abstractmethods__) <= set(dir(TurnQueue))
 

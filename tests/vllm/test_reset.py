@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test
 
 import torch
 from vllm import LLM
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.core.sched.interface import PauseState
 
 from floodplain.core.plan import Decision, Reason
@@ -29,6 +30,7 @@ from tests.vllm.engines import (
     make_ours,
     scheduler_of,
     serve_calmly,
+    worker_of,
 )  # fmt: skip
 from tests.vllm.storm import StormPolicy
 
@@ -145,17 +147,21 @@ def test_a_reset_that_spares_requests_fails_while_they_hold_blocks(
 
 
 def test_sleep_and_waking_up_in_a_storm_cost_no_token(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
-    """As far as a CPU shows it, where memory stays: the engine resets its caches before it sleeps."""
-    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    """As far as a CPU shows it, where memory stays: caches are reset before, and no copy is under way meanwhile."""
+    core, connector = llm.llm_engine.engine_core.engine_core, get_kv_transfer_group()  # type: ignore[attr-defined]
 
     def sleep(step: int) -> None:
         if step % 20 == 19 and step < 200:
             core.sleep(1, mode="keep")
             expect_forgotten(llm)
+            connector.unregister_kv_caches()  # as vLLM 0.33 does
+            assert worker_of(llm)._space.num_in_flight == 0
+            connector.restore_kv_caches()
             core.wake_up()
             assert not core.is_sleeping()
 
     assert drive(llm, load, each_step=sleep).tokens == expected
+    assert type(connector).supports_sleep_mode(llm.llm_engine.vllm_config.kv_transfer_config)
 
 
 def test_requests_that_run_end_while_new_ones_are_held(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
