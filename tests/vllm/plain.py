@@ -9,7 +9,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
 
-def main(model: str, prompts: list[list[int]], **flags: object) -> None:
+def main(model: str, prompts: list[list[int]], num_tokens: int, **flags: object) -> None:
     """All else is vLLM's default, but for ``flags``."""
     transfer = KVTransferConfig(
         kv_connector="FloodplainConnector",
@@ -18,7 +18,7 @@ def main(model: str, prompts: list[list[int]], **flags: object) -> None:
     )
     scheduler = "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
     llm = LLM(model, scheduler_cls=scheduler, kv_transfer_config=transfer, disable_log_stats=False, **flags)
-    params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     preemptions = sum(one.value for one in llm.get_metrics() if one.name == "vllm:num_preemptions")
     print(json.dumps({"tokens": [list(one.outputs[0].token_ids) for one in outputs], "preemptions": preemptions}))

@@ -20,7 +20,9 @@ pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test
 from tests.vllm.engines import Load, serve_calmly
 
 ROOT = Path(__file__).parents[2]
+NUM_TOKENS = 60
 PATIENCE_S = 400.0
+"""Three processes start, each with its own import of vLLM."""
 CONNECTOR = {
     "kv_connector": "FloodplainConnector",
     "kv_connector_module_path": "floodplain.plugins.vllm.connector",
@@ -38,16 +40,18 @@ def run(*words: str, seconds: float = PATIENCE_S) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.timeout(PATIENCE_S + 200)
 def test_scheduler_and_connector_alone_give_the_same_tokens(model: Path) -> None:
     rng = Random(8)
-    prompts = [[rng.randrange(10, 40_000) for _ in range(rng.randrange(20, 120))] for _ in range(10)]
-    load = Load(tuple(map(tuple, prompts)), (100,) * len(prompts))
+    prompts = [[rng.randrange(10, 40_000) for _ in range(rng.randrange(80, 125))] for _ in range(6)]
+    load = Load(tuple(map(tuple, prompts)), (NUM_TOKENS,) * len(prompts))
     expected = serve_calmly(model, load)
-    flags = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "num_gpu_blocks_override": 8}
-    ended = run("-m", "tests.vllm.plain", json.dumps({"model": str(model), "prompts": prompts, **flags}))
+    flags = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "num_gpu_blocks_override": 6}
+    told = {"model": str(model), "prompts": prompts, "num_tokens": NUM_TOKENS, **flags}
+    ended = run("-m", "tests.vllm.plain", json.dumps(told))
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"tokens"')))
-    assert found["preemptions"] > 3
+    assert found["preemptions"] > 1
     assert found["tokens"] == [expected[index] for index in range(len(prompts))]
 
 
@@ -100,5 +104,6 @@ def test_a_server_refuses_settings_before_it_starts_anything(model: Path, transf
 
 def test_a_program_is_refused_in_one_line_too(model: Path) -> None:
     flags = {"enable_chunked_prefill": False, "max_model_len": 512}
-    ended = run("-m", "tests.vllm.plain", json.dumps({"model": str(model), "prompts": [], **flags}))
+    told = {"model": str(model), "prompts": [], "num_tokens": 1, **flags}
+    ended = run("-m", "tests.vllm.plain", json.dumps(told))
     expect_refused(ended, "leave --no-enable-chunked-prefill out")

@@ -95,8 +95,9 @@ def count(url: str, name: str, labels: str = "") -> float:
 
 @pytest.fixture(scope="module")
 def expected(url: str) -> dict[str, str]:
-    """One after the other there is room for each."""
-    texts = {prompt: ask(url, prompt) for prompt in PROMPTS}
+    """Three at a time there is room for each."""
+    with ThreadPoolExecutor(3) as clients:
+        texts = dict(zip(PROMPTS, clients.map(lambda prompt: ask(url, prompt), PROMPTS), strict=True))
     assert count(url, "vllm:num_preemptions_total") == 0
     return texts
 
