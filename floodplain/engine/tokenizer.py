@@ -120,6 +120,9 @@ class ByteTokenizer:
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
 
+_MAX_LOOK_BACK = 256
+
+
 class StreamDecoder:
     """The text of one sequence, token by token; it ends before a stop string.
 
@@ -144,9 +147,10 @@ class StreamDecoder:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
     ) -> None:
+        self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._vocab_size = tokenizer.vocab_size
-        self._text = open_pieces(tokenizer, [token for token in prompt if self._has_text(token)])
+        self._text = open_pieces(tokenizer, self._end_of(prompt))
         self._stop = tuple(stop)
         self._num_tokens_before_stop = max(min_tokens - 1, 0)
         self._held = ""
@@ -163,6 +167,13 @@ class StreamDecoder:
             self._num_tokens_before_stop -= 1
             return text
         return self._before_stop(text)
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The end of the prompt that its continuation can depend on: all of it only if its end is one run of bytes."""
+        last = [token for token in prompt[-_MAX_LOOK_BACK:] if self._has_text(token)]
+        if len(prompt) <= _MAX_LOOK_BACK or (last and self._tokenizer.fallback_byte(last[0]) is None):
+            return last
+        return [token for token in prompt if self._has_text(token)]
 
     def _has_text(self, token_id: int) -> bool:
         """False for special tokens that are skipped, and for padding of the vocabulary."""

@@ -217,6 +217,19 @@ def test_byte_tokens_are_characters_or_one_broken_character_each(
     assert streamed(tokenizer, tokens[0], tokens[1][1:]) == text
 
 
+@pytest.mark.parametrize("end", [[0] * 300, "\u6cb3" * 200, "the plain"])
+def test_a_long_prompt_is_continued_as_a_short_one(end: list[int] | str) -> None:
+    """Special tokens, one run of bytes, or words: wherever the end of a prompt is cut for speed."""
+    tokenizer = tokenizer_of("sentencepiece")
+    words = tokenizer.encode("the river " * 100, add_special_tokens=False)
+    tail = tokenizer.encode(end, add_special_tokens=False) if isinstance(end, str) else end
+    letter = tokenizer.encode("\u6cb3", add_special_tokens=False)[-3:]  # three byte tokens
+    output = [*letter, *tokenizer.encode("plain", add_special_tokens=False)]
+    whole = tokenizer.decode([*words, *tail, *output], skip_special_tokens=True)
+    before = tokenizer.decode([*words, *tail], skip_special_tokens=True)
+    assert before + streamed(tokenizer, [*words, *tail], output) == whole
+
+
 def test_a_token_is_spelled_with_its_space() -> None:
     tokenizer = tokenizer_of("metaspace")
     assert [tokenizer.token_text(token) for token in (0, 2, 3, 6)] == [" ", " the", "fl", "\u00e9"]
