@@ -81,9 +81,9 @@ def test_families_differ_where_they_should() -> None:
         (
             LLAMA,
             {"architectures": ["MixtralForCausalLM"]},
-            "architectures is 'MixtralForCausalLM'; supported are Llama",
+            "architectures is 'MixtralForCausalLM' and model_type None; supported are Llama",
         ),
-        (LLAMA, {"architectures": None}, "architectures is None"),
+        (LLAMA, {"architectures": None, "model_type": "gpt2"}, "architectures is None and model_type 'gpt2'"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (LLAMA, {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, "one alone"),

@@ -154,6 +154,16 @@ def test_a_text_ends_as_tokenizer_config_or_generation_config_say(tmp_path: Path
     assert HfFolder(write_folder(tmp_path, eos_token_id=[7])).load_tokenizer().eos_token_ids == {1, 7}
 
 
+def test_settings_of_sampling_that_are_not_applied_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    folder = write_folder(tmp_path)
+    usual = {"do_sample": True, "eos_token_id": 2, "transformers_version": "5.23.0"}
+    for settings, is_logged in ((usual, False), ({**usual, "repetition_penalty": 1.1}, True)):
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+        HfFolder(folder)
+        assert ("repetition_penalty=1.1 not applied" in caplog.text) == is_logged
+
+
 def test_an_end_of_sequence_outside_the_vocabulary_harms_no_request(tmp_path: Path) -> None:
     folder = with_tokenizer(write_folder(tmp_path, eos_token_id=[-1, 288, 2**40]))
     with LLM(str(folder), kv_memory="8MiB", dtype="float32") as llm:

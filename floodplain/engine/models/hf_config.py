@@ -88,7 +88,8 @@ def _model_type(fields: Fields) -> str:
     found = _ARCHITECTURES.get(architecture) if isinstance(architecture, str) else None
     if found is None:
         raise UserError(
-            f"{fields.where}: architectures is {architecture!r}; supported are {', '.join(_ARCHITECTURES)}, one alone"
+            f"{fields.where}: architectures is {architecture!r} and model_type {model_type!r}; "
+            f"supported are {', '.join(_ARCHITECTURES)}, one alone"
         )
     fields.require("model_type", found, None)
     return found
