@@ -57,9 +57,9 @@ class Fields:
             raise self._wrong(name, f"a number from {least:g} to {most:g}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """True or false."""
-        value = self.get(name)
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false; the default, if there is one, where the field is missing."""
+        value = self._values.get(name, default) if default is not None else self.get(name)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false")
         return value

@@ -143,7 +143,7 @@ def decode_member(value: object) -> Member:
         offered_bytes=row.count("offered_bytes"),
         last_request=row.count("last_request"),
         is_gone=row.flag("is_gone"),
-        is_lender=row.flag("is_lender"),
+        is_lender=row.flag("is_lender", default=False),  # which an older coordinator does not know, nor a member need
     )
 
 

@@ -20,8 +20,10 @@ from floodplain.coordinator.wire import (
     check_listing,
     decode_answer,
     decode_lease,
+    decode_member,
     decode_reply,
     encode_lease,
+    encode_member,
     encode_message,
     encode_replies,
     encode_reply,
@@ -31,6 +33,13 @@ from floodplain.core.leases.rows import Member, Reply, Shard
 from floodplain.core.leases.states import Lease, LeaseId, Outcome
 from tests.support import lease_values
 from tests.support.examples import examples
+
+
+def test_an_older_coordinator_knows_no_lenders() -> None:
+    row = encode_member(Member("ann", "i1", is_lender=True))
+    assert decode_member(row).is_lender
+    del row["is_lender"]
+    assert not decode_member(row).is_lender
 
 
 def through_json(value: Any) -> Any:
