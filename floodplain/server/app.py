@@ -12,6 +12,7 @@ from floodplain import __version__
 from floodplain.observe.metrics import ServingMetrics
 from floodplain.server.auth import KeyRing
 from floodplain.server.errors import REQUEST_FIELDS
+from floodplain.server.prompt_limit import PromptLimit
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.responses import Health, Version
 from floodplain.server.routes import ERRORS, OpenAIRoutes
@@ -50,6 +51,7 @@ def create_app(
     # Without /docs and /redoc: their pages load scripts from another site.
     app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Gate, drain=drain or DrainSwitch(), authenticator=keys, max_body_bytes=max_body_bytes)
+    app.state.json_context = PromptLimit(engine.max_model_len)
     install_error_handlers(app, REQUEST_FIELDS)
     app.include_router(OpenAIRoutes(engine).router())
     _add_service_routes(app, engine)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from floodplain.core.errors import RequestRefused, UserError
+from floodplain.core.errors import UserError
+from floodplain.server.prompt_limit import PromptLimit
 from floodplain.server.protocol import ServingTokenizer
 from floodplain.server.requests import ChatRequest
 from floodplain.web.workers import Workers
@@ -30,17 +31,17 @@ class PromptReader:
 
     Args:
         tokenizer: The model's; it encodes in a worker's thread.
-        max_model_len: A prompt of so many tokens leaves no room for its output.
+        limit: How many tokens a prompt may have.
         is_long: Whether the body is large.
     """
 
-    def __init__(self, tokenizer: ServingTokenizer, max_model_len: int, *, is_long: bool) -> None:
+    def __init__(self, tokenizer: ServingTokenizer, limit: PromptLimit, *, is_long: bool) -> None:
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        self._limit = limit
         self._workers = LONG_TEXTS if is_long else SHORT_TEXTS
 
     async def read_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """The tokens of texts, or of lists of tokens.
+        """The tokens of texts; lists of tokens, whose number was checked with the body, stay as they are.
 
         Raises:
             RequestRefused: One has too many tokens; a text is then not tokenised if its length says so.
@@ -60,12 +61,11 @@ class PromptReader:
     async def _read(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return await self._workers.run(self._encode, prompt)
-        self._check_fits(len(prompt), f"{len(prompt)} prompt tokens")
         return prompt
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         least = self._tokenizer.least_tokens(text)
-        self._check_fits(least, f"a prompt of {len(text)} characters, at least {least} tokens,")
+        self._limit.check(least, f"a prompt of {len(text)} characters, at least {least} tokens,")
         tokens = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not tokens:
             raise UserError("prompt must hold at least one token")
@@ -74,8 +74,3 @@ class PromptReader:
     def _encode_chat(self, body: ChatRequest) -> ChatPrompt:
         text = self._tokenizer.render_chat([message.templated() for message in body.messages])
         return ChatPrompt(self._encode(text, add_special_tokens=False), body.ignored_fields)
-
-    def _check_fits(self, num_tokens: int, what: str) -> None:
-        if num_tokens >= self._max_model_len:
-            limit = f"the {self._max_model_len} tokens of max_model_len"
-            raise RequestRefused(f"{what} and the output are more than {limit}: send a shorter prompt")

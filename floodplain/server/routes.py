@@ -17,6 +17,7 @@ from floodplain.server.answers import WRITERS, write_answer
 from floodplain.server.auth import Client
 from floodplain.server.errors import ERROR_STATUSES, error_event
 from floodplain.server.fields import IgnoredFields
+from floodplain.server.prompt_limit import PromptLimit
 from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import DONE, ChatReply, CompletionReply, Reply
@@ -97,7 +98,9 @@ class OpenAIRoutes:
         return await self._answer(request, body, [chat.prompt], params, reply)
 
     def _reader(self, request: Request) -> PromptReader:
-        return PromptReader(self._engine.tokenizer, self._engine.max_model_len, is_long=is_large_body(request))
+        return PromptReader(
+            self._engine.tokenizer, PromptLimit(self._engine.max_model_len), is_long=is_large_body(request)
+        )
 
     async def _answer(
         self,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
+from floodplain.server.prompt_limit import PromptLimit
 from floodplain.web.problems import BRANCH
 from floodplain.web.request_id import REQUEST_ID
 
@@ -44,7 +45,16 @@ Stop = Annotated[
         kind_of_text, custom_error_type="stop", custom_error_message="should be a string or a list of strings"
     ),
 ]
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def _check_fits(value: object, info: ValidationInfo) -> object:
+    """Refuse too many tokens by their number, before any of them is looked at."""
+    if isinstance(value, list) and isinstance(info.context, PromptLimit):
+        info.context.check(len(value), f"{len(value)} prompt tokens")
+    return value
+
+
+Tokens = Annotated[list[TokenId], Field(min_length=1), BeforeValidator(_check_fits)]
 Prompt = Annotated[
     Annotated[str, Tag(TEXT)]
     | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag(TEXTS)]

@@ -33,16 +33,22 @@ def parse_json(body: bytes) -> Any:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
-def parse_model(model: type[M], body: bytes) -> M:
+def parse_model(model: type[M], body: bytes, context: object = None) -> M:
     """The value of a body, checked as ``model``.
+
+    Args:
+        model: Its validators may raise ``UserError``, too.
+        body: JSON.
+        context: What validators get as their context.
 
     Raises:
         ApiError: It is not JSON, or has too many parts.
         RequestValidationError: It is not what the model says.
+        UserError: As a validator raised it.
     """
     value = parse_json(body)
     try:
-        return model.model_validate(value)
+        return model.model_validate(value, context=context)
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
         raise RequestValidationError(problems) from None

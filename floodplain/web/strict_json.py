@@ -10,11 +10,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from floodplain.core.errors import UserError
 from floodplain.web.bodies import parse_model
 from floodplain.web.workers import Workers
 
 MAX_INLINE_BYTES = 2**16
 """Larger bodies are read in a thread: so many take a few milliseconds, for which streams may wait."""
+
+CONTEXT = "json_context"
+"""What an application's state may hold under this name is the context of validators."""
 
 READERS = Workers(1, "json")
 """Reads large bodies. One for the process: the parser holds the interpreter, so more threads would not be faster."""
@@ -33,13 +37,13 @@ class JsonRequest(Request):
             ApiError: It is not JSON, or has too many parts.
             _InvalidBody: It is not what the model says.
         """
-        body = await self.body()
+        body, context = await self.body(), getattr(self.app.state, CONTEXT, None)
         try:
             if len(body) <= MAX_INLINE_BYTES:
-                return parse_model(self.model, body)
+                return parse_model(self.model, body, context)
             self.is_large = True
-            return await READERS.run(parse_model, self.model, body)
-        except RequestValidationError as error:
+            return await READERS.run(parse_model, self.model, body, context)
+        except (RequestValidationError, UserError) as error:
             raise _InvalidBody(error) from None
 
 
@@ -49,9 +53,9 @@ def is_large_body(request: Request) -> bool:
 
 
 class _InvalidBody(HTTPException):
-    """Carries a validation error through FastAPI, which lets only ``HTTPException`` pass as it is."""
+    """Carries what is wrong with a body through FastAPI, which lets only ``HTTPException`` pass as it is."""
 
-    def __init__(self, error: RequestValidationError) -> None:
+    def __init__(self, error: RequestValidationError | UserError) -> None:
         super().__init__(400)
         self.error = error
 

@@ -206,11 +206,20 @@ def test_answers_with_logprobs_are_written_off_the_event_loop(path: str) -> None
         assert asked and running.thread_id not in asked
 
 
-def test_too_many_token_ids_are_refused_before_the_engine_sees_them(server: RunningServer) -> None:
-    body = {"model": "fake", "prompt": [[1], [1] * FakeEngine.max_model_len]}
+@pytest.mark.parametrize("num_more", [0, 100_000])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_too_many_token_ids_are_refused_before_one_is_looked_at(
+    is_nested: bool, num_more: int, server: RunningServer
+) -> None:
+    """Else the error would be about the one that is none."""
+    tokens = [-1] * (FakeEngine.max_model_len + num_more)
     num_before = server.engine.submitted.qsize()
-    response = httpx.post(f"{server.url}/v1/completions", json=body)
-    assert error_of(response)["code"] == "context_length_exceeded"
+    for num_dropped, code in ((0, "context_length_exceeded"), (num_more + 1, None)):
+        kept = tokens[num_dropped:]
+        body = {"model": "fake", "prompt": [[1], kept] if is_nested else kept}
+        error = error_of(httpx.post(f"{server.url}/v1/completions", json=body))
+        assert error["code"] == code
+        assert ("max_model_len" in error["message"]) == (code is not None)
     assert server.engine.submitted.qsize() == num_before
 
 

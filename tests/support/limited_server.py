@@ -52,8 +52,9 @@ class LimitedServer(StoppableServer):
         self.port = 0
         self._is_ready = threading.Event()
         self._sock = sock or bind("127.0.0.1", 0)
+        self._sock.listen()
         super().__init__(self._answer, closing_s=30, on_ready=self._note_ready, limits=limits, clock=self.clock)
-        self._thread = threading.Thread(target=self.serve_on, args=(self._sock,))
+        self._thread = threading.Thread(target=self.run, kwargs={"sockets": [self._sock]})
 
     @property
     def is_alive(self) -> bool:
