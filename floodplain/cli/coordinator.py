@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cli.output import say
+from floodplain.cli.output import announce
 from floodplain.coordinator.settings import CoordinatorConfig
 
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     def say_ready(url: str, store_url: str) -> None:
         is_json = args.format == "json"
         text = json.dumps({"url": url, "store": store_url})
-        say(text if is_json else f"leases in {store_url} are kept at {url}")
+        announce(text if is_json else f"leases in {store_url} are kept at {url}")
 
     coordinate(config, say_ready)
     return 0

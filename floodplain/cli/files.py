@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,8 +45,10 @@ def writing(name: object) -> Iterator[None]:
 
 def open_standard_streams() -> None:
     """Lead standard streams that are closed to ``/dev/null``: the next file that is opened would get their number."""
-    for fd in (0, 1, 2):
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False))

@@ -16,6 +16,8 @@ MAX_LINE = 1000
 """Letters of an error that are printed."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
+logger = logging.getLogger(__name__)
+
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
@@ -36,6 +38,14 @@ def say(text: str, screen_codes: str = "") -> None:
         with open(os.devnull, "w") as nowhere:  # noqa: PTH123 - the interpreter writes the rest when it ends
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         raise
+
+
+def announce(text: str) -> None:
+    """Say that a service is ready. One whose standard output cannot be written serves all the same."""
+    try:
+        say(text)
+    except WriteFailed as error:
+        logger.warning("%s: %s", error, text)
 
 
 def complain(message: str) -> None:

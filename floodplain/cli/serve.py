@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cli.output import say
+from floodplain.cli.output import announce
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.server.settings import ServerConfig
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         def say_ready() -> None:
             url, model = url_of(sock), engine.model_name
             is_json = args.format == "json"
-            say(json.dumps({"url": url, "model": model}) if is_json else f"{model} is served at {url}")
+            announce(json.dumps({"url": url, "model": model}) if is_json else f"{model} is served at {url}")
 
         drain_timeout_s = server_config.drain_timeout
         serve(engine, sock, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=say_ready, limits=limits)

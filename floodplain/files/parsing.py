@@ -6,8 +6,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from floodplain.files.reading import read_text
 MAX_JSON_BYTES = 2**26
 """Of one JSON file. The largest that are known, indices of checkpoints with many shards, have a few MB."""
 _MAX_REASON = 200
+_MAX_NAMES, _MAX_NAME = 16, 40
 _RUST_PANIC = "PanicException"  # of pyo3: what a bug in a parser written in Rust raises; derives from BaseException
 
 
@@ -32,11 +34,12 @@ def parsing(source: object, fault: str = "cannot be read") -> Iterator[None]:
         fault: What is wrong then.
 
     Raises:
-        UserError: For all but a UserError, which passes, an InvariantError, and an interruption.
+        UserError: For all but a UserError, which passes, an interruption, and what only a bug of ours can be
+            (InvariantError, NameError).
     """
     try:
         yield
-    except (UserError, InvariantError):
+    except (UserError, InvariantError, NameError):
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and not _is_panic(error):
@@ -82,6 +85,13 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError | ValueError) and message:
         return message
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def listed(names: Iterable[object]) -> str:
+    """Names from a file with commas between, as a message may show them: not too many, and none too long."""
+    shown = [str(name) for name in islice(names, _MAX_NAMES + 1)]
+    parts = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in shown[:_MAX_NAMES]]
+    return ", ".join([*parts, *(["…"] if len(shown) > _MAX_NAMES else [])]) or "(none)"
 
 
 def parse_json(text: str, source: object) -> Any:

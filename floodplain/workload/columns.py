@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.files.parsing import parse_json
+from floodplain.files.parsing import listed, parse_json
 from floodplain.files.reading import read_text
 
 MAX_TABLE_BYTES = 2**31
@@ -82,7 +82,7 @@ def find_column(path: Path, header: Sequence[str], names: Sequence[str]) -> str:
     for name in names:
         if name in header:
             return name
-    raise UserError(f"{path} has columns {', '.join(header)}; it needs one of: {', '.join(names)}")
+    raise UserError(f"{path} has columns {listed(header)}; it needs one of: {', '.join(names)}")
 
 
 def parse_count(path: Path, name: str, value: object) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.files.parsing import listed
 from floodplain.workload.columns import parse_count, prefix_ids_of, read_json_rows
 from floodplain.workload.times import TraceClock
 from floodplain.workload.trace_row import MOONCAKE_BLOCK_TOKENS, TraceRow
@@ -57,4 +58,4 @@ def _check_keys(where: str, row: Mapping[str, Any]) -> None:
     if row.get("block_size", MOONCAKE_BLOCK_TOKENS) != MOONCAKE_BLOCK_TOKENS:
         raise UserError(f"{where}: block_size must be {MOONCAKE_BLOCK_TOKENS}, the tokens that a hash id names")
     if not given.issuperset(NEEDED):
-        raise UserError(f"{where} has keys {', '.join(row) or '(none)'}; it needs {', '.join(NEEDED)}")
+        raise UserError(f"{where} has keys {listed(row)}; it needs {', '.join(NEEDED)}")

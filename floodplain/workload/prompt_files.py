@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.core.errors import UserError
+from floodplain.files.parsing import listed
 from floodplain.workload.columns import parse_count, prefix_ids_of, read_json_rows
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def _prompt_of(path: Path, where: str, row: Mapping[str, Any]) -> Prompt:
     if not isinstance(text, str) or not text.strip():
         is_trace = "timestamp" in row and "input_length" in row
         hint = " (is it a trace? give it as --trace)" if is_trace else ""
-        raise UserError(f'{where} has keys {", ".join(row) or "(none)"}; it needs a text under "prompt"{hint}')
+        raise UserError(f'{where} has keys {listed(row)}; it needs a text under "prompt"{hint}')
     output = next(((key, row[key]) for key in OUTPUT_KEYS if row.get(key) is not None), None)
     return Prompt(text, None if output is None else parse_count(path, *output), prefix_ids_of(row, where))
 

@@ -9,7 +9,7 @@ import pytest
 
 from floodplain.cli.bench import BenchConfig, _save
 from floodplain.cli.files import check_writable, writing
-from floodplain.cli.output import say
+from floodplain.cli.output import announce, say
 from floodplain.core.errors import UserError, WriteFailed
 
 
@@ -74,13 +74,22 @@ def test_output_that_is_not_read_is_one_line_and_no_traceback(redirection: str) 
 
 def test_closed_streams_are_not_given_to_other_files() -> None:
     """Otherwise the next file that is opened is number 1, and what a child process prints goes into it."""
-    program = SAY + "output.say('x'); sys.exit(min(os.open('/dev/zero', os.O_RDONLY) for _ in '1'))"
+    program = SAY + "print('x', file=sys.stderr, flush=True); sys.exit(os.open('/dev/zero', os.O_RDONLY))"
     done = subprocess.run(
         ["bash", "-c", '"$0" -c "import os; $1" <&- >&- 2>&-', sys.executable, program],
         capture_output=True,
         check=False,
     )
     assert done.returncode > 2
+
+
+def test_a_service_whose_output_is_full_says_so_and_serves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with open("/dev/full", "w") as full:  # noqa: PTH123
+        monkeypatch.setattr(sys, "stdout", full)
+        announce("m is served at u")
+    assert caplog.messages == ["standard output cannot be written: No space left on device: m is served at u"]
 
 
 def test_without_a_standard_output_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.files.parsing import parse_json, parsing, quiet_panics, read_json_object
+from floodplain.files.parsing import listed, parse_json, parsing, quiet_panics, read_json_object
 from floodplain.files.reading import read_file, read_text
 
 
@@ -94,7 +94,9 @@ def test_what_rust_prints_of_a_panic_is_dropped_and_nothing_else_is(capfd: pytes
     assert capfd.readouterr().err == "and afterwards\n"
 
 
-@pytest.mark.parametrize("error", [InvariantError("bug"), KeyboardInterrupt(), SystemExit(3), UserError("says more")])
+@pytest.mark.parametrize(
+    "error", [InvariantError("bug"), NameError("bug"), KeyboardInterrupt(), SystemExit(3), UserError("says more")]
+)
 def test_bugs_and_interruptions_are_not_taken_for_bad_files(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, parsing("f"):
         raise error
@@ -106,6 +108,13 @@ def test_json_that_no_program_means_is_refused_by_name(text: str) -> None:
     with pytest.raises(UserError, match=r"^f line 3") as caught:
         parse_json(text, "f line 3")
     assert len(str(caught.value)) < 300
+
+
+def test_names_in_a_message_are_neither_many_nor_long() -> None:
+    assert listed(["a", 1]) == "a, 1"
+    assert listed([]) == "(none)"
+    assert listed(["x" * 1000]) == "x" * 40 + "…"
+    assert listed("b" for _ in range(10**6)) == "b, " * 16 + "…"
 
 
 def test_json_is_read_as_it_stands(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from floodplain.core.errors import UserError
 MAX_WHOLE: Final = 2**53
 """Whole numbers of files are not larger: no size of a model comes near, and floats hold these exactly."""
 _MOST_NAMED: Final = 5
+_LONGEST_KEY: Final = 80
 _REQUIRED: Final = object()
 
 
@@ -136,7 +137,10 @@ class Fields:
         rest = [key for key in self._values if key not in self._read and key not in known]
         unread = [key for key in rest if not re.fullmatch(pattern, key) and not self._is_neutral(key, neutral)]
         if unread:
-            named = [f"{self._prefix}{key}={_short(self._values[key])}" for key in sorted(unread)[:_MOST_NAMED]]
+            named = [
+                f"{self._prefix}{key[:_LONGEST_KEY]}={_short(self._values[key])}"
+                for key in sorted(unread)[:_MOST_NAMED]
+            ]
             raise UserError(
                 f"{self.where}: {', '.join(named)} is not supported: {because}; "
                 "remove the key if the model does not need it"

@@ -75,7 +75,7 @@ class SafetensorsFiles:
         if not isinstance(index, dict):
             raise UserError(f"{path}: weight_map is missing")
         for file in index.values():
-            if not (isinstance(file, str) and file and Path(file).name == file):
+            if not (isinstance(file, str) and 0 < len(file) < 256 and Path(file).name == file):
                 raise UserError(f"{path}: weight_map names {str(file)[:80]!r}, which is not a file of this folder")
         return index
 
