@@ -63,6 +63,7 @@ class StoppableServer(uvicorn.Server):
             lifespan="on",
             ws="none",
             interface="asgi3",
+            loop="asyncio",  # where uvloop is installed, as beside vLLM, its transports are of another class
             timeout_keep_alive=math.ceil(limits.idle_s),
             timeout_graceful_shutdown=closing_s,
         )

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -71,6 +74,15 @@ def test_each_part_of_a_request_has_its_time_and_no_more(
                 client.sendall(rest)
                 assert read_answer(client).startswith(b"HTTP/1.1 200")
         server.settle(0)
+
+
+def test_asyncio_serves_whatever_other_loop_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside vLLM, whose uvloop uvicorn would take."""
+    other = ModuleType("uvloop")
+    other.new_event_loop = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "uvloop", other)
+    with socket.socket() as sock:
+        assert LimitedServer(sock=sock).config.get_loop_factory() is asyncio.SelectorEventLoop
 
 
 def test_a_running_request_may_take_any_time(server: LimitedServer) -> None:
