@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from floodplain.web.body_budget import BodyBudget, HeldBody
 from floodplain.web.errors import ApiError, error_response
 from floodplain.web.head import answer_head_as_get
 from floodplain.web.request_id import echo_request_id
@@ -36,7 +37,8 @@ class Gate:
         app: What lies behind.
         drain: While it drains, ``/v1`` and ``/health`` answer 503.
         authenticator: Knows who may use ``/v1``; None lets everybody in.
-        max_body_bytes: Larger bodies get 413, before they are read if the length is declared.
+        max_body_bytes: Larger bodies get 413, before they are read if the length is declared. All bodies of requests
+            that run are bounded, too: see ``BodyBudget``.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class Gate:
         self._app = app
         self._drain = drain
         self._authenticator = authenticator
-        self._max_body_bytes = max_body_bytes
+        self._budget = BodyBudget(max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer it."""
@@ -59,7 +61,11 @@ class Gate:
             headers = {"WWW-Authenticate": "Bearer"} if refusal.status_code == 401 else None
             await error_response(refusal, headers)(scope, receive, send)
             return
-        await self._app(scope, self._limited(receive), send)
+        body = HeldBody(receive, self._budget)
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            body.release()
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
@@ -71,22 +77,4 @@ class Gate:
             if client is None:
                 raise ApiError(401, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
             scope[CLIENT_SCOPE_KEY] = client
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body_bytes:
-            raise self._too_large()
-
-    def _limited(self, receive: Receive) -> Receive:
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise self._too_large()
-            return message
-
-        return counted
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is over {self._max_body_bytes} bytes: send less", code="body_too_large")
+        self._budget.check_length(headers.get(b"content-length", b"0"))

@@ -4,8 +4,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
+from floodplain.web.body_budget import BodyBudget, HeldBody
+from floodplain.web.errors import ApiError
 from floodplain.web.gate import CLIENT_SCOPE_KEY, Authenticator, DrainSwitch, Gate
 
 
@@ -63,3 +67,50 @@ def test_without_an_authenticator_everybody_comes_in() -> None:
 @pytest.mark.parametrize(("path", "status"), [("/v1/leases", 503), ("/health", 503), ("/version", 200)])
 def test_while_the_service_drains_it_is_unwell_and_takes_nothing(path: str, status: int) -> None:
     assert ask(path, b"7", authenticator=Members(), is_draining=True)[0] == status
+
+
+bodies = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 6)), max_size=30)
+
+
+@given(bodies)
+def test_held_bodies_are_bounded_and_forgotten_when_their_requests_end(pieces: list[tuple[int, int]]) -> None:
+    """Pieces of eight bodies; one that is refused, or that gets a piece of 0 bytes, ends."""
+    budget, held = BodyBudget(10, max_held_bytes=25), dict[int, int]()
+    running: dict[int, HeldBody] = {}
+    for number, num_bytes in pieces:
+
+        async def receive(num_bytes: int = num_bytes) -> Message:
+            return {"type": "http.request", "body": bytes(num_bytes)}
+
+        one = running.setdefault(number, HeldBody(receive, budget))
+        one._receive = receive
+        held[number] = held.get(number, 0) + num_bytes
+        expected = 413 if held[number] > 10 else 503 if sum(held.values()) > 25 else None
+        status = None
+        try:
+            asyncio.run(one.receive())
+        except ApiError as refusal:
+            status = refusal.status_code
+        assert status == expected
+        if status or not num_bytes:
+            running.pop(number).release()
+            del held[number]
+        assert budget.num_held_bytes == sum(held.values()) <= 25
+
+
+def test_a_gate_forgets_the_body_of_a_request_that_failed() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        raise KeyError
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"12345"}
+
+    async def send(message: Message) -> None:
+        return
+
+    gate = Gate(app, DrainSwitch(), None, max_body_bytes=9)
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            asyncio.run(gate({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send))
+    assert gate._budget.num_held_bytes == 0
