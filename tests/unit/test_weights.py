@@ -198,7 +198,7 @@ def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path) -> None:
     folder.mkdir()
     write_folder(folder)
     (folder / "model.safetensors").rename(tmp_path / "stolen.safetensors")
-    for file in ("../stolen.safetensors", "/dev/zero", str(tmp_path / "stolen.safetensors"), "", 5):
+    for file in ("../stolen.safetensors", "/dev/zero", str(tmp_path / "stolen.safetensors"), "", 5, "a\nb"):
         (folder / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": dict.fromkeys(dummy_weights(), file)})
         )

@@ -49,6 +49,18 @@ def test_a_tensor_that_is_not_computed_is_named(tmp_path: Path, name: str, tenso
     assert reason in refused
 
 
+def test_names_of_any_length_and_letters_are_one_short_line(tmp_path: Path) -> None:
+    hostile = "a\n\x1b[31m" + "b" * 5000
+    for folder in (
+        write_folder(tmp_path, **{hostile: 1}),
+        folder_of(tmp_path, {hostile: torch.ones(1)}),
+        folder_of(tmp_path, {hostile: torch.ones(1, dtype=torch.int8)}),
+    ):
+        refused = refusal(folder)
+        assert len(refused) < 600
+        assert refused.isprintable()
+
+
 def test_tensors_that_change_no_logit_are_passed_over(tmp_path: Path) -> None:
     harmless = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),

@@ -125,7 +125,7 @@ def test_a_tensor_that_is_not_computed_is_named(tmp_path: Path, name: str) -> No
 def test_integers_are_no_weights(tmp_path: Path) -> None:
     name = "blk.0.attn_q.weight"
     changed = {**TENSORS, name: TENSORS[name].to(torch.int8)}
-    assert f"{name} has the data type I8" in refusal(write_gguf_file(tmp_path / "m.gguf", KEYS, changed))
+    assert f"{name!r} has the data type I8" in refusal(write_gguf_file(tmp_path / "m.gguf", KEYS, changed))
 
 
 def write_parts(folder: Path, count: int = 3, **changes: object) -> Path:

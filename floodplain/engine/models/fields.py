@@ -114,7 +114,7 @@ class Fields:
 
     def refusal(self, key: str, reason: str) -> UserError:
         """The error that says what is wrong with the value of ``key``."""
-        return UserError(f"{self.where}: {self._prefix}{key}={_short(self._values.get(key))} {reason}")
+        return UserError(f"{self.where}: {self._label(key)}={_short(self._values.get(key))} {reason}")
 
     def refuse_unread(
         self,
@@ -137,14 +137,15 @@ class Fields:
         rest = [key for key in self._values if key not in self._read and key not in known]
         unread = [key for key in rest if not re.fullmatch(pattern, key) and not self._is_neutral(key, neutral)]
         if unread:
-            named = [
-                f"{self._prefix}{key[:_LONGEST_KEY]}={_short(self._values[key])}"
-                for key in sorted(unread)[:_MOST_NAMED]
-            ]
+            named = [f"{self._label(key)}={_short(self._values[key])}" for key in sorted(unread)[:_MOST_NAMED]]
             raise UserError(
                 f"{self.where}: {', '.join(named)} is not supported: {because}; "
                 "remove the key if the model does not need it"
             )
+
+    def _label(self, key: str) -> str:
+        """The key as it is, if that is one short line."""
+        return self._prefix + (key if len(key) <= _LONGEST_KEY and re.fullmatch(r"[\w.*-]+", key) else _short(key))
 
     def _is_neutral(self, key: str, neutral: Mapping[str, tuple[object, ...]]) -> bool:
         value = self._values[key]

@@ -12,6 +12,9 @@ from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.models.load import parameter_parts
 
+_MOST_SHOWN = 120
+"""Characters of a name."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -68,7 +71,7 @@ def match_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], form:
     for name, tensor in stored.items():
         if not form.harmless.fullmatch(name) and not form.is_plain(tensor.kind):
             raise UserError(
-                f"{tensor.file}: {name} has the data type {tensor.kind}, which is not supported; "
+                f"{tensor.file}: {name[:_MOST_SHOWN]!r} has the data type {tensor.kind}, which is not supported; "
                 "use a .gguf file or unquantised weights"
             )
     found = {}
@@ -103,7 +106,9 @@ def _refuse_unread(stored: Mapping[str, StoredTensor], read: set[str], shape: Mo
         why = "quantised weights are not supported; use a .gguf file or unquantised weights"
     else:
         why = "no code reads it, so the model would be computed without it"
-    raise UserError(f"{stored[name].file}: the tensor {name!r}{more} is not supported: {why}{_said_by(name, form)}")
+    raise UserError(
+        f"{stored[name].file}: the tensor {name[:_MOST_SHOWN]!r}{more} is not supported: {why}{_said_by(name, form)}"
+    )
 
 
 def _refuse_missing(

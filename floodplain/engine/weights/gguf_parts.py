@@ -50,7 +50,9 @@ class GgufParts:
         reader = _open(path)
         for tensor in reader.tensors:
             if tensor.name in self.tensors:
-                raise UserError(f"{path}: the tensor {tensor.name!r} is in {self.tensors[tensor.name][0].name}, too")
+                raise UserError(
+                    f"{path}: the tensor {tensor.name[:120]!r} is in {self.tensors[tensor.name][0].name}, too"
+                )
             self.tensors[tensor.name] = path, tensor
         return Fields(_Values(reader.fields), str(path))
 

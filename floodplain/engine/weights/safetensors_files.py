@@ -39,7 +39,7 @@ class SafetensorsFiles:
             self._add(file, index)
         missing = next((name for name in index or () if name not in self.tensors), None)
         if index is not None and missing is not None:
-            raise UserError(f"{folder / index[missing]}: the tensor {missing!r} is missing, which {_INDEX} names")
+            raise UserError(f"{folder / index[missing]}: the tensor {missing[:120]!r} is missing, which {_INDEX} names")
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor called ``name``.
@@ -58,7 +58,7 @@ class SafetensorsFiles:
             opened = self._open(file)
             for name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 if index is not None and index.get(name) != file:
-                    raise UserError(f"{path}: the tensor {name!r} is not in {_INDEX} with this file")
+                    raise UserError(f"{path}: the tensor {name[:120]!r} is not in {_INDEX} with this file")
                 view = opened.get_slice(name)
                 self.tensors[name] = StoredTensor(str(path), tuple(view.get_shape()), str(view.get_dtype()))
 
@@ -75,7 +75,8 @@ class SafetensorsFiles:
         if not isinstance(index, dict):
             raise UserError(f"{path}: weight_map is missing")
         for file in index.values():
-            if not (isinstance(file, str) and 0 < len(file) < 256 and Path(file).name == file):
+            is_name = isinstance(file, str) and 0 < len(file) < 256 and file.isprintable()
+            if not (is_name and Path(file).name == file):
                 raise UserError(f"{path}: weight_map names {str(file)[:80]!r}, which is not a file of this folder")
         return index
 
