@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,7 +52,7 @@ class TraceClock:
 def _seconds_of_date(text: str) -> float:
     """Seconds since 1970 in UTC; not a number if ``text`` is no date."""
     try:
-        date = datetime.fromisoformat(text)
+        date = datetime.fromisoformat(re.sub(r"\s*(UTC|GMT)$", "+00:00", text))
     except ValueError:
         return math.nan
     return ((date if date.tzinfo else date.replace(tzinfo=UTC)) - _EPOCH).total_seconds()

@@ -92,6 +92,11 @@ def test_a_service_whose_output_is_full_says_so_and_serves(
     assert caplog.messages == ["standard output cannot be written: No space left on device: m is served at u"]
 
 
+def test_only_our_own_codes_reach_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    say("gpu\x1b[31m\nbob\u202e", "\x1b[H")
+    assert capsys.readouterr().out == "\x1b[Hgpu\\u001b[31m\nbob\\u202e\n"
+
+
 def test_without_a_standard_output_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     say("x")

@@ -66,6 +66,13 @@ def test_table_columns_line_up() -> None:
     assert transposed(["run", "x"], [["a", "1"], ["b", "2"]]) == (["run", "a", "b"], [["x", "1", "2"]])
 
 
+def test_a_cell_of_a_table_neither_breaks_its_line_nor_moves_the_cursor() -> None:
+    lines = format_table(["lease", "from"], [["a\nb", "gpu\x1b[2J"], ["c", "d"]]).split("\n")
+    assert len(lines) == 4
+    assert lines[2].split() == [r"a\u000ab", r"gpu\u001b[2J"]
+    assert len({len(line) for line in lines}) == 1
+
+
 def test_summary_reads_any_result_and_leaves_gaps_where_keys_are_missing() -> None:
     headings, (row,) = summary_rows([("r", {"median_ttft_ms": 1500.0, "floodplain": {"preemptions": None}})])
     assert len(row) == len(headings)
