@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator
 from types import TracebackType
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
+from floodplain.files.parsing import parse_json
 from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk, Usage
 from floodplain.workload.sse import SseParser
 
@@ -127,7 +127,7 @@ class _AnswerReader:
 
     def _parse(self, event: str, now: float) -> list[TokenChunk]:
         try:
-            message = json.loads(event)
+            message = parse_json(event, "the event")
             if "error" in message:
                 raise RequestFailed(f"the server reports: {_one_line(event)}")
             chunks = [self._chunk(choice, now) for choice in message.get("choices") or ()]
@@ -135,7 +135,7 @@ class _AnswerReader:
             if usage:
                 counts = Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
                 chunks.append(TokenChunk(now, usage=counts))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (UserError, ValueError, TypeError, KeyError, AttributeError):
             raise RequestFailed(f"no completion chunk: {_one_line(event)}") from None
         return chunks
 

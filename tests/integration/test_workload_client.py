@@ -120,6 +120,8 @@ def test_events_cut_anywhere_in_the_bytes_are_put_together() -> None:
         ((event("", "stop"), usage(2, 0), DONE), "without a single token"),
         ((event("a"), b"data: {nope\n\n"), "no completion chunk: {nope"),
         ((b"data: [1]\n\n",), "no completion chunk"),
+        ((b"data: " + b"[" * 10_000 + b"\n\n",), "no completion chunk"),
+        ((b'data: {"choices": [], "usage": {"prompt_tokens": 1e999}}\n\n',), "no completion chunk"),
         ((b'data: {"choices": [7]}\n\n',), "no completion chunk"),
         ((event("a"), b'data: {"error": {"message": "out of\\nmemory"}}\n\n'), "the server reports"),
     ],
