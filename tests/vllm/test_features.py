@@ -12,6 +12,8 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
 
 from vllm import SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.sampling_params import StructuredOutputsParams
 
 from floodplain.plugins.vllm.refusal import Refusal
@@ -77,6 +79,8 @@ def test_windows_in_all_layers_are_refused_in_one_line(tmp_path: Path, capfd: py
     flags = make_tiny(tmp_path, ["sliding"] * 4)
     with pytest.raises(Refusal, match="this model keeps SlidingWindowSpec: serve it without floodplain"):
         make_ours(tmp_path, {}, **flags)
+    ensure_kv_transfer_shutdown()  # what vLLM leaves of an engine that did not start
+    cleanup_dist_env_and_memory()
     assert capfd.readouterr().err.count("floodplain: ") == 1
 
 
