@@ -167,8 +167,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._give_up()
 
     def shutdown(self) -> None:
-        """The server stops: half a request is refused, a whole one is answered."""
-        if self._reading is Reading.BODY and not self._is_answering and not self._is_refused:
+        """The server stops: half a request is refused, a whole one is answered. Called again and again."""
+        if self._is_answering:
+            super().shutdown()
+        elif self._is_refused:
+            self.transport.close()
+        elif self._reading is Reading.BODY:
             self._refuse(503, "the server is stopping: send requests elsewhere")
         else:
             super().shutdown()

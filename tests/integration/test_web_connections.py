@@ -232,13 +232,11 @@ def test_stopping_does_not_wait_for_half_a_request() -> None:
             server.settle(5)
         server.call(server.stop)
         assert [read_all(one)[:12] for one in (*halves, idle)] == [b"", b"", b"HTTP/1.1 503", b""]
-        for one in halves:
-            one.close()
         server.call(server.release.set)
         assert read_answer(busy).startswith(b"HTTP/1.1 200")
-        assert server.stop_and_join(5)
-        busy.close()
-        idle.close()
+        assert server.stop_and_join(5), "although no client closes its connection, and no time passes"
+        for one in (*halves, busy, idle):
+            one.close()
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
