@@ -16,6 +16,8 @@ from floodplain.web.request_id import REQUEST_ID
 MAX_PROMPTS = 256
 """Most prompts in one completion request."""
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+"""Each new token of a text that may end in a stop string is compared with all of them, on the thread of the engine."""
 
 TEXT, TEXTS, TOKENS, TOKEN_LISTS = (f"{BRANCH} {name}" for name in ("text", "texts", "tokens", "token lists"))
 
@@ -39,8 +41,9 @@ def _kind_of_prompt(value: object) -> str | None:
     return TOKENS if isinstance(first, int | float) else TOKEN_LISTS if isinstance(first, list) else TEXTS
 
 
+_StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Stop = Annotated[
-    Annotated[str, Tag(TEXT)] | Annotated[list[str], Field(max_length=MAX_STOPS), Tag(TEXTS)],
+    Annotated[_StopText, Tag(TEXT)] | Annotated[list[_StopText], Field(max_length=MAX_STOPS), Tag(TEXTS)],
     Discriminator(
         kind_of_text, custom_error_type="stop", custom_error_message="should be a string or a list of strings"
     ),

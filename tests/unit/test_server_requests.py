@@ -150,6 +150,7 @@ def test_each_ignored_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> 
         (ChatRequest, {"response_format": {"type": "json_object"}}, 'leave it out, or give {"type": "text"}'),
         (ChatRequest, {"stop": ["x"] * 20}, "stop should have at most 16 items, not 20"),
         (ChatRequest, {"stop": ["x", 7]}, "stop.1 should be a valid string, not 7"),
+        (ChatRequest, {"stop": ["a" * 1024, "b" * 1025]}, "stop.1 should have at most 1024 characters"),
         (ChatRequest, {"stop": 7}, "stop should be a string or a list of strings, not 7"),
         (ChatRequest, {"temperature": [1]}, "temperature should be a valid number, not a list"),
         (ChatRequest, {"max_tokens": True}, "max_tokens should be a valid integer, not true"),
