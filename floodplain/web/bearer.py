@@ -34,7 +34,7 @@ def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
 
 
 def find_bearer(authorization: bytes, owners: Mapping[bytes, T]) -> T | None:
-    """Whose secret an ``Authorization`` header carries; None if nobody's. Takes as long for every wrong secret.
+    """The owner of the secret in an ``Authorization`` header; None if it has none. Equally long for every wrong secret.
 
     Args:
         authorization: The header's value; empty if there is none.

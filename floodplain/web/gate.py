@@ -19,12 +19,12 @@ class Authenticator(Protocol):
     """Knows clients by the secret that their requests carry."""
 
     def client_of(self, authorization: bytes, /) -> object | None:
-        """Who sends a request with this ``Authorization`` header; None if it lets nobody in."""
+        """The client that sends a request with this ``Authorization`` header; None if it is not valid."""
         ...
 
 
 class DrainSwitch:
-    """Whether the server still takes requests; whoever stops it turns this on."""
+    """Whether the server refuses new requests; turned on when it is stopped."""
 
     def __init__(self) -> None:
         self.is_draining = False
