@@ -98,6 +98,8 @@ def read_keys(path: Path) -> dict[str, Client]:
 def _parse_line(words: list[str], number: int, path: Path) -> tuple[str, Client]:
     if len(words) == 1:
         return words[0], Client(f"key-{number}")
+    if re.fullmatch(r"key-\d+", words[0], re.ASCII):
+        raise UserError(f"{path}, line {number}: the name {words[0]} is for keys without a name: choose another NAME")
     priority = words[2] if len(words) == 3 else "0"
     if len(words) > 3 or not re.fullmatch(r"-?\d{1,3}", priority, re.ASCII):
         raise UserError(f"{path}, line {number}: write KEY, NAME KEY, or NAME KEY PRIORITY with a whole number")

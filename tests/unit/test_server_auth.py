@@ -37,6 +37,12 @@ def test_nobody_goes_beyond_the_ceiling_of_its_key(client: Client, asked: int) -
         client.priority(asked)
 
 
+def test_a_name_may_not_be_that_of_a_key_without_one(tmp_path: Path) -> None:
+    """Else two keys were one client, and shared prefixes."""
+    with pytest.raises(UserError, match="line 2: the name key-1 is for keys without a name"):
+        KeyRing.from_file(key_file(tmp_path, "secret-a\nkey-1 secret-b\n"))
+
+
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o602])
 def test_a_file_that_others_may_open_is_refused(mode: int, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run chmod 600"):
