@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -53,11 +54,11 @@ class Acceptor:
     ) -> None:
         self._sock = sock
         buffer = bytearray(READ_BYTES)
-        self._make = lambda: Connection(config, state, app_state, limits, clock, buffer)
+        self._make: Callable[[], Connection] = lambda: Connection(config, state, app_state, limits, clock, buffer)
         self._connections: set[Connection] = state.connections  # type: ignore[assignment]
         self._limits = limits
         self._clock = clock
-        self._opening: set[asyncio.Task[Any]] = set()
+        self._opening: dict[Connection, asyncio.Task[Any]] = {}
         self._retry: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -82,7 +83,7 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
-            has_room = len(self._connections) + len(self._opening) < self._limits.max_connections
+            has_room = self._num_connections < self._limits.max_connections
             victim = None if has_room else self._longest_waiting()
             if victim is None and not has_room:
                 self._pause(
@@ -101,11 +102,20 @@ class Acceptor:
             self._evict(victim)
             self._open_connection(accepted)
 
+    @property
+    def _num_connections(self) -> int:
+        """Open ones and those that are being opened. A connection may be both for a turn of the loop."""
+        return len(self._connections) + sum(one not in self._connections for one in self._opening)
+
     def _open_connection(self, accepted: socket.socket) -> None:
         assert self._loop is not None
-        task = self._loop.create_task(self._loop.connect_accepted_socket(self._make, accepted))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+        connection = self._make()
+        task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, accepted))
+        self._opening[connection] = task
+        task.add_done_callback(partial(self._opened, connection))
+
+    def _opened(self, connection: Connection, task: asyncio.Task[Any]) -> None:
+        self._opening.pop(connection)
 
     def _longest_waiting(self) -> Connection | None:
         """The connection that has waited longest without a running request; None if all have one."""

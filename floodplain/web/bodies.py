@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -67,27 +66,34 @@ def _may_exceed_parts(body: bytes) -> bool:
 
 
 def _stop_early(schema: Any) -> None:
+    """Change a core schema in place. pydantic keeps schemas and hands them out again: a second time changes nothing."""
     if not isinstance(schema, dict | list):
         return
     if isinstance(schema, dict) and schema.get("type") == "list":
         schema["fail_fast"] = True
+    validator = schema.get("function") if isinstance(schema, dict) else None
+    if isinstance(validator, dict) and isinstance(validator["function"], _Cutter):
+        return
     for key, part in list(schema.items() if isinstance(schema, dict) else enumerate(schema)):
         if isinstance(part, dict) and part.get("type") == "model-fields":
             _stop_early(list(part["fields"].values()))
-            schema[key] = core_schema.no_info_before_validator_function(_cutter(frozenset(part["fields"])), part)
+            schema[key] = core_schema.no_info_before_validator_function(_Cutter(frozenset(part["fields"])), part)
         elif key not in ("metadata", "serialization"):
             _stop_early(part)
 
 
-def _cutter(names: frozenset[str]) -> Callable[[Any], Any]:
-    def cut(value: Any) -> Any:
-        """The known members and one that is not, which is enough to refuse an object."""
+class _Cutter:
+    """A validator that leaves an object its known members and one that is not, which is enough to refuse it."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+
+    def __call__(self, value: Any) -> Any:
+        names = self._names
         if not isinstance(value, dict) or len(value) <= len(names):
             return value
         unknown = next(name for name in value if name not in names)
         return {name: value[name] for name in (*names, unknown) if name in value}
-
-    return cut
 
 
 class BoundedModel(BaseModel):

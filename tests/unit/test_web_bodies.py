@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from floodplain.server.requests import ChatRequest, CompletionRequest
 from floodplain.web import bodies
@@ -79,6 +79,14 @@ def test_no_number_of_faults_makes_more_than_a_few_errors(model: type[BaseModel]
         parse_model(model, json.dumps(fields).encode())
     except RequestValidationError as error:
         assert len(error.errors()) <= 12
+
+
+def test_a_schema_that_is_made_again_stays_as_it_was() -> None:
+    """pydantic hands out the schema of a model that it has kept, and each service makes it anew."""
+    first = len(str(TypeAdapter(list[Sample]).core_schema))
+    for _ in range(3):
+        again = len(str(TypeAdapter(list[Sample]).core_schema))
+    assert again < 1.05 * first
 
 
 def test_an_unknown_member_is_named_among_any_number() -> None:
