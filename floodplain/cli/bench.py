@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from floodplain.workload.traces import Trace, load_trace
 
 if TYPE_CHECKING:
     from floodplain.engine.offline import OfflineRun
-    from floodplain.workload.records import RequestRecord
+    from floodplain.workload.records import LoadRequest, LoadTarget, RequestRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,7 @@ def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError("--fair-by key needs clients with keys, and bench offline has none: use serve --api-key-file")
 
     from floodplain.engine.async_engine import AsyncEngine
+    from floodplain.engine.load_target import EngineTarget
     from floodplain.engine.offline import hardware_report, run_offline
     from floodplain.observe.result import benchmark_result
     from floodplain.observe.run_facts import RunInfo
@@ -87,21 +89,24 @@ def _bench_offline(args: argparse.Namespace) -> dict[str, Any]:
     # The load waits in line, not at the door: nothing is refused for the length of the queue.
     engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
 
-    async def replay() -> OfflineRun:
+    async def replay() -> tuple[tuple[str, ...], OfflineRun]:
         await engine.start()
         try:
             requests = build(spec, engine.tokenizer, trace)
-            return await run_offline(engine, requests, progress=not args.quiet, max_concurrency=bench.max_concurrency)
+            goals = await _goals(spec, EngineTarget(engine), requests, args)
+            run = await run_offline(engine, requests, progress=not args.quiet, max_concurrency=bench.max_concurrency)
+            return goals, run
         finally:
             await engine.close()
 
-    run = asyncio.run(replay())
+    goals, run = asyncio.run(replay())
     info = RunInfo(
         backend="floodplain",
         model_id=engine.model_name,
         tokenizer_id=engine.model_name,
         config=asdict(engine.engine.config) | _workload(spec),
         hardware=hardware_report(config.device, engine.engine.links),
+        goodput=goals,
         **_asked(spec, bench, trace),
     )
     return benchmark_result(run.records, info, run.report, run.timeline, save_tokens=bench.save_tokens)
@@ -127,16 +132,20 @@ def _bench_serve(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"{error} (prompts need a tokenizer: name one with --tokenizer MODEL)") from None
     requests = build(spec, tokenizer, trace)
 
-    async def replay() -> list[RequestRecord]:
+    async def replay() -> tuple[tuple[str, ...], list[RequestRecord]]:
         async with HttpTarget(server.base_url, server.model, api_key=api_key) as target:
-            return await run_load(target, requests, progress=not args.quiet, max_concurrency=bench.max_concurrency)
+            goals = await _goals(spec, target, requests, args)
+            return goals, await run_load(
+                target, requests, progress=not args.quiet, max_concurrency=bench.max_concurrency
+            )
 
-    records = asyncio.run(replay())
+    goals, records = asyncio.run(replay())
     info = RunInfo(
         backend="openai",
         model_id=server.model,
         tokenizer_id=tokenizer_name,
         config=asdict(server) | _workload(spec),
+        goodput=goals,
         **_asked(spec, bench, trace),
     )
     return benchmark_result(records, info, timeline=client_timeline(records), save_tokens=bench.save_tokens)
@@ -159,6 +168,18 @@ def read_trace(spec: WorkloadSpec) -> Trace | None:
     return trace
 
 
+async def _goals(
+    spec: WorkloadSpec, target: LoadTarget, requests: Sequence[LoadRequest], args: argparse.Namespace
+) -> tuple[str, ...]:
+    """The limits of a good request: as asked, or measured before the load; one line on stderr says which."""
+    from floodplain.workload.goals import describe_goals, measure_goals
+
+    goals = spec.goodput or await measure_goals(target, requests)
+    if not args.quiet:
+        print(f"floodplain: {describe_goals(goals, is_measured=not spec.goodput)}", file=sys.stderr)
+    return goals
+
+
 def _workload(spec: WorkloadSpec) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(spec).items()}
 
@@ -170,7 +191,6 @@ def _asked(spec: WorkloadSpec, bench: BenchConfig, trace: Trace | None) -> dict[
         "max_concurrency": bench.max_concurrency,
         "seed": spec.seed,
         "skipped_rows": None if trace is None else trace.num_skipped,
-        "goodput": spec.goodput,
     }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from floodplain.cli.demo_leases import serve_scene
 from floodplain.cli.demo_leases_load import FULL_SCENE, QUICK_SCENE
 from floodplain.cli.demo_load import FULL, QUICK, Scale, burst, engine_config, sample_spec
 from floodplain.cli.demo_page import print_summary, write_files
-from floodplain.cli.demo_run import Run, measure_capacity, serve_way
+from floodplain.cli.demo_run import Run, measure_machine, serve_way
 from floodplain.cli.demo_ways import WAYS
 from floodplain.cli.files import check_writable
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.workload.goals import describe_goals
 
 STABLE_SHARE = 0.5
 """The stable rate as a share of the measured capacity."""
@@ -63,8 +65,10 @@ async def _serve_ways(demo: DemoConfig, *, progress: bool) -> list[Run]:
     scale = _scale(demo)
     sample = sample_spec(demo.seed, scale)
     base = engine_config(demo.model, sample, scale)
-    capacity = await measure_capacity(base, replace(sample, num_prompts=scale.num_resident))
-    spec = burst(sample, STABLE_SHARE * capacity, scale)
+    capacity, goals = await measure_machine(base, replace(sample, num_prompts=scale.num_resident))
+    if progress:
+        print(describe_goals(goals, is_measured=True), file=sys.stderr)
+    spec = replace(burst(sample, STABLE_SHARE * capacity, scale), goodput=goals)
     return [await serve_way(way, base, spec, capacity, progress=progress) for way in WAYS]
 
 

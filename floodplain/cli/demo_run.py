@@ -55,18 +55,22 @@ async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: 
     return way.name, result
 
 
-async def measure_capacity(base: EngineConfig, batch: WorkloadSpec) -> float:
-    """Requests a second that this machine can sustain with a full pool.
+async def measure_machine(base: EngineConfig, batch: WorkloadSpec) -> tuple[float, tuple[str, ...]]:
+    """(requests a second that this machine can sustain with a full pool, goals from requests without load).
 
-    Time a full batch over two output lengths; the longer run less the shorter one is pure decoding. They are the same
-    prompts, and nothing is cached, so that they differ in nothing else.
+    Capacity: time a full batch over two output lengths; the longer run less the shorter one is pure decoding. They are
+    the same prompts, and nothing is cached, so that they differ in nothing else.
     """
+    from floodplain.engine.load_target import EngineTarget
+    from floodplain.workload.goals import measure_goals
+
     async with _started(replace(base, enable_prefix_caching=False), make_policy(base.policy)) as engine:
         _, short_s, long_s = [await _time_batch(engine, batch, 0, n) for n in (1, 1, CALIBRATION_TOKENS)]  # 1: warms up
         requests = build(batch, engine.tokenizer)
+        goals = await measure_goals(EngineTarget(engine), requests)
     decode_s = max(1e-6, long_s - short_s) / (CALIBRATION_TOKENS - 1)
     mean_output = sum(request.max_tokens for request in requests) / len(requests)
-    return len(requests) / (short_s + decode_s * mean_output)
+    return len(requests) / (short_s + decode_s * mean_output), goals
 
 
 @asynccontextmanager
@@ -92,6 +96,7 @@ def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) ->
         tokenizer_id=engine.model_name,
         request_rate=spec.request_rate,
         seed=spec.seed,
+        goodput=spec.goodput,
         config=facts | asdict(engine.engine.config) | asdict(spec),
         hardware=hardware_report(engine.engine.config.device, engine.engine.links),
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from floodplain.observe.pareto import draw_pareto
 from floodplain.observe.strip import draw_strip
 from floodplain.observe.style import COLOURS, LINES, MARKERS, Run, add_legend, make_figure, styled, subtitle
 from floodplain.observe.table import lookup
@@ -108,10 +109,11 @@ def _timeline(result: Mapping[str, Any]) -> dict[str, Sequence[float]]:
 
 
 def draw_all(runs: Sequence[Run]) -> dict[str, Figure]:
-    """Return every picture that the runs give, by its name: ``ttft``, ``tpot``, ``timeline``, ``strip``."""
+    """Return every picture that the runs give, by its name: ``ttft``, ``tpot``, ``pareto``, ``timeline``, ``strip``."""
     drawn = {
         "ttft": draw_ttft(runs),
         "tpot": draw_tpot(runs),
+        "pareto": draw_pareto(runs),
         "timeline": draw_timeline(runs),
         "strip": draw_strip(runs),
     }

@@ -16,6 +16,8 @@ CAPTIONS: Mapping[str, str] = {
     "ttft": "How long each request waited for its first token. A hill is a queue: requests that came later waited for "
     "those before them.",
     "tpot": "How fast text came once it had begun. Low and flat reads smoothly; peaks are pauses or a crowded batch.",
+    "pareto": "The wait for a first token against the pace of the rest, for the slowest one in a hundred requests. The "
+    "larger a point, the longer its slowest requests take in all. Dashed lines: the goals.",
     "timeline": "How many requests ran and how many waited, and how full the KV memory was, over time.",
     "strip": "Who was on the device when. Each row is a request, the first to arrive at the top. A bar: it was on the "
     "device. A thin grey line: it was alive, but not on the device. The dot: its first token.",

@@ -44,7 +44,7 @@ def benchmark_result(
     result: dict[str, Any] = {
         **_head(info, len(records)),
         **_totals(done, len(records), duration_s),
-        "request_goodput": _goodput(done, duration_s, parse_goodput(info.goodput)),
+        **_attainment(done, len(records), duration_s, parse_goodput(info.goodput)),
         **_latencies(done),
         **_peaks(done),
         **_per_request(records),
@@ -59,6 +59,7 @@ def benchmark_result(
         **_gaps(done),
         "max_send_lag_s": max((record.sent_s - record.arrival_s for record in records), default=None),
         "seed": info.seed,
+        "goals_ms": parse_goodput(info.goodput),
         "skipped_rows": info.skipped_rows,
     }
     if timeline is not None:
@@ -100,10 +101,12 @@ def _rate(count: float, duration_s: float) -> float | None:
     return count / duration_s if duration_s > 0 else None
 
 
-def _goodput(done: Sequence[RequestRecord], duration_s: float, limits_ms: Mapping[str, float]) -> float | None:
-    """Good requests a second; TPOT counts as 0 for an output of one token, as in vLLM. None if nothing was asked."""
+def _attainment(
+    done: Sequence[RequestRecord], num_requests: int, duration_s: float, limits_ms: Mapping[str, float]
+) -> dict[str, float | None]:
+    """Share and rate of requests within all limits; TPOT counts as 0 for one token, as in vLLM. None without limits."""
     if not limits_ms:
-        return None
+        return {"slo_attainment": None, "request_goodput": None}
     good = 0
     for record in done:
         values_s = {
@@ -112,7 +115,8 @@ def _goodput(done: Sequence[RequestRecord], duration_s: float, limits_ms: Mappin
             "e2el": lifecycle.end_to_end_s(record.sent_s, record.token_times_s),
         }
         good += all((values_s[name] or 0.0) * 1e3 <= limit for name, limit in limits_ms.items())
-    return _rate(good, duration_s)
+    share = good / num_requests if num_requests else None
+    return {"slo_attainment": share, "request_goodput": _rate(good, duration_s)}
 
 
 def _latencies(done: Sequence[RequestRecord]) -> dict[str, float | None]:

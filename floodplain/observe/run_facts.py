@@ -88,7 +88,7 @@ class RunInfo:
         seed: Of the workload.
         skipped_rows: Rows of the trace's file that could not be replayed; None without a trace.
         config: The resolved configuration.
-        goodput: As asked, ``ttft:MS …``.
+        goodput: The limits of a good request, ``ttft:MS …``: as asked, or measured (``workload.goals``).
         hardware: Where the engine ran; None if unknown.
     """
 

@@ -10,13 +10,15 @@ from floodplain.core.printable import printable
 
 SUMMARY: tuple[tuple[str, str, float], ...] = (
     ("TTFT p50 (s)", "median_ttft_ms", 1e-3),
-    ("TTFT p90 (s)", "p90_ttft_ms", 1e-3),
+    ("TTFT p99 (s)", "p99_ttft_ms", 1e-3),
     ("TTFT max (s)", "max_ttft_ms", 1e-3),
     ("TPOT p50 (ms)", "median_tpot_ms", 1.0),
     ("TPOT p99 (ms)", "p99_tpot_ms", 1.0),
     ("E2E p50 (s)", "median_e2el_ms", 1e-3),
     ("E2E p99 (s)", "p99_e2el_ms", 1e-3),
     ("longest gap (s)", "floodplain.max_token_gap_s", 1.0),
+    ("goals met (%)", "slo_attainment", 100.0),
+    ("goodput (requests/s)", "request_goodput", 1.0),
     ("tokens/s", "output_throughput", 1.0),
     ("done", "completed", 1.0),
     ("failed", "failed", 1.0),

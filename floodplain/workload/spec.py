@@ -78,7 +78,11 @@ class WorkloadSpec:
     )
     seed: int = field(default=0, metadata=_flag("seed of arrivals, lengths and texts"))
     goodput: tuple[str, ...] = field(
-        default=(), metadata=_flag("a request is good within these limits in ms: ttft:MS tpot:MS e2el:MS")
+        default=(),
+        metadata=_flag(
+            "a request is good within these limits in ms: ttft:MS tpot:MS e2el:MS (default: five times the medians of "
+            "TTFT and TPOT without load, measured before the load)"
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -46,6 +46,18 @@ def test_skipped_rows_of_a_trace_are_told_and_counted_and_without_a_trace_unknow
     assert "rows" not in told
 
 
+@pytest.mark.parametrize("verb", [offline, serve])
+def test_goals_are_measured_before_the_load_unless_asked_for(verb: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num-prompts", "3", "--max-input", "9", "--max-output", "3", "--ignore-eos")
+    measured, _ = verb(capsys, *flags)
+    assert (measured["completed"], len(measured["request_ids"])) == (3, 3)
+    assert list(measured["floodplain"]["goals_ms"]) == ["ttft", "tpot"]
+    assert 0 <= measured["slo_attainment"] <= 1
+    asked, _ = verb(capsys, *flags, "--goodput", "ttft:1e6", "tpot:1e6")
+    assert asked["floodplain"]["goals_ms"] == {"ttft": 1e6, "tpot": 1e6}
+    assert (asked["slo_attainment"], asked["request_goodput"]) == (1.0, asked["request_throughput"])
+
+
 def test_a_result_names_the_emulated_link_and_how_much_slower_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--num-prompts", "2", "--max-input", "9", "--max-output", "3", "--dtype", "float32", "--swap", "host")
     plain, _ = offline(capsys, *flags)

@@ -13,10 +13,11 @@ import pytest
 from floodplain.cli.demo_leases_load import QUICK_SCENE
 from floodplain.cli.demo_load import QUICK
 from floodplain.cli.demo_page import print_summary, write_files
-from floodplain.cli.demo_run import measure_capacity, serve_way
+from floodplain.cli.demo_run import measure_machine, serve_way
 from floodplain.cli.demo_ways import HOST_LINK, NEIGHBOUR_LINK, WAYS
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.tokenizer import ByteTokenizer
+from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.spec import WorkloadSpec, build
 
 NUM_REQUESTS = 16
@@ -88,8 +89,9 @@ def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: py
     monkeypatch.setattr("floodplain.cli.demo_run._time_batch", time_batch)
     requests = build(SPEC, ByteTokenizer(256))
     mean_output = sum(request.max_tokens for request in requests) / len(requests)
-    capacity = asyncio.run(measure_capacity(BASE, SPEC))
+    capacity, goals = asyncio.run(measure_machine(BASE, SPEC))
     assert capacity == pytest.approx(NUM_REQUESTS / (2.0 + 0.1 * mean_output))
+    assert list(parse_goodput(goals)) == ["ttft", "tpot"]
     assert len({number for number, _ in asked}) == 1
 
 

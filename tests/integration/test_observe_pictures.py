@@ -43,7 +43,8 @@ def run(name: str, wait_s: float, *, has_failure: bool = False) -> tuple[str, di
         "slowdown": 250.0, "source": "a paper <1>",
     }  # fmt: skip
     hardware = HardwareReport(name="emulated-nvlink4", emulated=True, links=(link,))
-    info = RunInfo(backend="floodplain", model_id="tiny <model>", tokenizer_id="tiny", hardware=hardware)
+    goals = ("ttft:700", "tpot:50")
+    info = RunInfo(backend="floodplain", model_id="tiny <model>", tokenizer_id="tiny", hardware=hardware, goodput=goals)
     result = benchmark_result(records, info, None, timeline.columns())
     result["floodplain"]["residence"] = residence_columns([life(record) for record in reversed(records)])
     return name, result
@@ -66,7 +67,7 @@ RUNS = [run("FCFS & co", 2.0, has_failure=True), run("fair", 0.5)]
 def test_saved_pictures_are_whole_files(tmp_path: Path) -> None:
     paths = save_plots(RUNS, tmp_path / "plots")
     assert [path.name for path in paths] == [
-        "ttft.svg", "ttft.png", "tpot.svg", "tpot.png", "timeline.svg", "timeline.png",
+        "ttft.svg", "ttft.png", "tpot.svg", "tpot.png", "pareto.svg", "pareto.png", "timeline.svg", "timeline.png",
         "strip.svg", "strip.png",
     ]  # fmt: skip
     for path in paths:
@@ -89,6 +90,22 @@ def test_a_picture_shows_the_numbers_and_marks_failures() -> None:
     assert drawn["FCFS & co: failed (1)"] == ([4], [0.0])
     kv = draw_all(RUNS)["timeline"].axes[-1].lines[0]
     assert max(kv.get_ydata()) == pytest.approx(49.0)
+
+
+def test_the_pareto_picture_has_a_point_for_each_run_and_a_line_for_each_goal() -> None:
+    (axes,) = draw_all(RUNS)["pareto"].axes
+    points = [collection.get_offsets()[0] for collection in axes.collections]
+    assert [list(point) for point in points] == [pytest.approx([2.0, 1000.0]), pytest.approx([0.5, 1000.0])]
+    areas = [collection.get_sizes()[0] for collection in axes.collections]
+    assert areas[1] / areas[0] == pytest.approx(1.5 / 3.0)  # E2E p99
+    horizontal, vertical = ([line.get_xdata()[0], line.get_ydata()[0]] for line in axes.lines)
+    assert (horizontal[0], vertical[1]) == (pytest.approx(0.7), pytest.approx(50.0))
+
+
+def test_goals_that_differ_between_runs_are_not_drawn() -> None:
+    (name, result), other = RUNS
+    changed = result | {"floodplain": result["floodplain"] | {"goals_ms": {"ttft": 1.0}}}
+    assert not draw_all([(name, changed), other])["pareto"].axes[0].lines
 
 
 def test_the_strip_has_a_row_for_each_request_in_order_of_arrival() -> None:
@@ -162,7 +179,7 @@ def test_the_page_is_self_contained_and_accessible() -> None:
     assert not re.search(r"@import|url\((?!#)", text)
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids))
-    assert page.tags.count("svg") == page.tags.count("figcaption") == 4
+    assert page.tags.count("svg") == page.tags.count("figcaption") == 5
     assert dict(page.attributes)["lang"] == "en"
     assert ("role", "img") in page.attributes
     assert {"caption", "main", "title", "h1"} <= set(page.tags)

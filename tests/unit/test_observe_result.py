@@ -79,8 +79,18 @@ def test_a_failed_request_counts_as_failed_and_nowhere_else() -> None:
 )
 def test_goodput_counts_requests_within_every_limit(limits: tuple[str, ...], good: int) -> None:
     info = RunInfo(backend="openai", model_id="m", tokenizer_id="t", goodput=limits)
-    assert benchmark_result(THREE, info)["request_goodput"] == good / 4.0
-    assert benchmark_result(THREE, INFO)["request_goodput"] is None
+    result = benchmark_result(THREE, info)
+    assert (result["request_goodput"], result["slo_attainment"]) == (good / 4.0, good / 3)
+    assert result["floodplain"]["goals_ms"] == parse_goodput(limits)
+    without = benchmark_result(THREE, INFO)
+    assert (without["request_goodput"], without["slo_attainment"]) == (None, None)
+
+
+def test_a_failed_request_misses_its_goals() -> None:
+    info = RunInfo(backend="openai", model_id="m", tokenizer_id="t", goodput=("ttft:1e9",))
+    result = benchmark_result([*THREE, FAILED], info)
+    assert (result["slo_attainment"], result["request_goodput"]) == (3 / 4, 3 / 5)
+    assert benchmark_result([], info)["slo_attainment"] is None
 
 
 def test_goodput_reads_names_and_milliseconds() -> None:

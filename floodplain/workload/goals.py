@@ -1,0 +1,79 @@
+"""Goals that follow the machine: what requests take without load, times five.
+
+KunServe's evaluation ("SLO attainment", Figure 13) takes five times the median for chat. Its median is that of the best
+baseline under load; ours is without load, so that the goals do not depend on what is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+from floodplain.core.lifecycle import time_per_output_token_s, time_to_first_token_s
+from floodplain.workload.client import run_load
+from floodplain.workload.records import LoadRequest, LoadTarget, RequestRecord
+
+FACTOR = 5.0
+"""A goal is the median without load, times this."""
+
+NUM_SAMPLES, SAMPLE_TOKENS = 5, 32
+"""Requests that are timed alone, and their most output tokens."""
+
+
+async def measure_goals(target: LoadTarget, requests: Sequence[LoadRequest]) -> tuple[str, ...]:
+    """Time a few requests like these, one at a time; return limits as ``--goodput`` reads them.
+
+    Args:
+        target: Where the load will go; idle now.
+        requests: The load. Samples have its prompts' lengths and other tokens, so that no prefix stays cached.
+
+    Returns:
+        ``("ttft:MS", "tpot:MS")``; without a limit that no sample gave (failed requests, outputs of one token).
+    """
+    samples = sample_requests(requests)
+    records = await run_load(target, samples, progress=False, max_concurrency=1)
+    return goals_from(records[1:])  # the first one warms up
+
+
+def sample_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
+    """One request to warm up, then ``NUM_SAMPLES`` from all over the load, sent at once; none of an empty load."""
+    if not requests:
+        return []
+    last = len(requests) - 1
+    chosen = [requests[last * index // NUM_SAMPLES] for index in range(NUM_SAMPLES + 1)]
+    return [
+        replace(
+            request,
+            request_id=f"unloaded-{index}",
+            arrival_s=0.0,
+            prompt=None,
+            prompt_token_ids=_rotated(request.prompt_token_ids[::-1], index),
+            max_tokens=min(request.max_tokens, SAMPLE_TOKENS),
+        )
+        for index, request in enumerate(chosen)
+    ]
+
+
+def goals_from(records: Sequence[RequestRecord]) -> tuple[str, ...]:
+    """``FACTOR`` times the medians of completed requests, in whole milliseconds, at least one."""
+    done = [record for record in records if record.error is None]
+    values = {
+        "ttft": [time_to_first_token_s(record.sent_s, record.token_times_s) for record in done],
+        "tpot": [time_per_output_token_s(record.token_times_s) for record in done],
+    }
+    known = {name: [value for value in each if value is not None] for name, each in values.items()}
+    return tuple(f"{name}:{max(1, round(FACTOR * 1e3 * median(each)))}" for name, each in known.items() if each)
+
+
+def describe_goals(goals: Sequence[str], *, is_measured: bool) -> str:
+    """One line that names the limits and where they come from."""
+    if not goals:
+        return "no goals: no request was answered without load"
+    limits = ", ".join(f"{name.upper()} {limit} ms" for name, _, limit in (goal.partition(":") for goal in goals))
+    return f"goals: {limits} ({f'{FACTOR:g} times the medians without load' if is_measured else 'as asked'})"
+
+
+def _rotated(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
+    cut = count % len(tokens)
+    return tokens[cut:] + tokens[:cut]
