@@ -58,8 +58,8 @@ WAYS = {
         *_swapping("cfs"),
         *_swapping("fair"),
         *_swapping("paced"),
-        *_swapping("paced", "-slice2", slice_steps=2, pace=0.8),
-        *_swapping("paced", "-visitors0.3", visitor_share=0.3),
+        *_swapping("paced", "-slice2", slice_steps=2),
+        *_swapping("paced", "-visitors0.4", visitor_share=0.4),
     ]
 }
 """By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing computed while copies run. The

@@ -71,10 +71,10 @@ WAYS = (
     ),
     Way(
         name="floodplain",
-        words="Most of the memory belongs to the oldest requests until they are complete. The rest is shared by all "
-        "others in short turns: newcomers first, then whoever has been silent longest. Copies run while others "
-        "compute, over the slower link to the host's own memory (PCIe, emulated). This is the default of floodplain "
-        "serve.",
+        words="First tokens come first. Then as many answers as possible keep the pace of their goal: they take short "
+        "turns, short answers first. When there are too many for that, most of the memory belongs to the oldest "
+        "requests until they are complete. Copies run while others compute, over the slower link to the host's own "
+        "memory (PCIe, emulated). This is the default of floodplain serve.",
         policy="paced",
         hardware=HOST_LINK,
     ),

@@ -46,6 +46,7 @@ class SequenceView:
         credit: Served work that it was taken to have had when it arrived.
         is_leaving: Copies of its blocks are on their way out, so that what can be restored may still grow.
         pace: Tokens per second that its reader wants; None: as the server is told.
+        first_token_s: When it got its first token; None before.
         next_copy: Waiting or swapped: the first content that a swap-in copies. Whoever has the same one needs what
             comes first, and can share it then.
         is_arriving: That content is on its way onto the device already, for somebody else.
@@ -73,6 +74,7 @@ class SequenceView:
     credit: float
     is_leaving: bool
     pace: float | None = None
+    first_token_s: float | None = None
     next_copy: BlockKey | None = None
     is_arriving: bool = False
 
@@ -118,11 +120,13 @@ class Prices:
         step_s: Seconds of a step that only decodes, as of late.
         prefill_token_s: Seconds that one token of a prompt adds to a step.
         prompt_share: The part of the device's time that prompts take, by the requests that ended lately.
+        lone_step_s: Seconds of a step with one decode.
     """
 
     step_s: float = 0.0
     prefill_token_s: float = 0.0
     prompt_share: float = 0.0
+    lone_step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }  # fmt: skip
 _USED_BY = {
     "slice": ("cfs", "fair", "paced"), "slice_ends": ("cfs",), "fair_by": ("fair",),
-    "pace": ("paced",), "max_gap": ("paced",),
+    "ttft_goal": ("paced",), "tpot_goal": ("paced",), "pace": ("paced",), "max_gap": ("paced",),
 }  # fmt: skip
 _SHARING = SharingSettings()
 _LENDING = LendingSettings()
@@ -62,7 +62,13 @@ class EngineConfig:
         None, f"steps that whoever comes onto the device stays at least (default: {_SLICES})"
     )
     slice_ends: str = _flag("completion", "cfs: what ends a slice: steps alone, or sooner", SLICE_ENDS)  # type: ignore[assignment]
-    pace: float = _flag(_SHARING.pace, "paced: tokens per second of a stream that takes turns, if it can")  # type: ignore[assignment]
+    ttft_goal: float | None = _flag(  # type: ignore[assignment]
+        None, "paced: seconds to a first token; newcomers then go first even where prompts are most of the work"
+    )
+    tpot_goal: float | None = _flag(  # type: ignore[assignment]
+        None, "paced: seconds per token after the first one (default: five times what a token takes without load)"
+    )
+    pace: float | None = _flag(None, "paced: the same in tokens per second")  # type: ignore[assignment]
     max_gap: float = _flag(  # type: ignore[assignment]
         _SHARING.max_gap_s, "paced: newcomers wait while a stream has been silent for so many seconds"
     )
@@ -160,6 +166,8 @@ class EngineConfig:
         return settings_for(
             self.policy,
             slice_ends=self.slice_ends,
+            ttft_goal_s=self.ttft_goal,
+            tpot_goal_s=self.tpot_goal,
             pace=self.pace,
             max_gap_s=self.max_gap,
             fair_by=self.fair_by,

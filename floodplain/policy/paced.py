@@ -1,22 +1,27 @@
-"""Everybody speaks soon, nobody falls silent for long, and work still finishes in order of arrival.
+"""The default: first tokens soon, then as many streams at their pace as can be, while work finishes by arrival.
 
-The device, its pool and its places (``max_num_seqs``) alike, is divided. One part, the *core*, serves requests to their
-end by arrival, as FCFS does, so that work finishes. The rest is for *visitors*: all other streams take short turns
-there, the one that has fallen behind its pace furthest first; with one pace for all, the one that has been silent
-longest. How large their part is follows from the pace that they shall keep (their own goals, else ``--pace``), up to a
-limit: under overload the pace falls for all of them alike. Once one of them is *overdue* (silent for ``overdue`` of
-``max_gap_s``) their part is as large as the limit, and larger if that one does not fit into it. So turns, each of which
-costs copies, are no more than it takes, and newcomers seldom have to wait. Requests without a first token go before
-all, unless the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``), swap space could not take
-one more, or the load is *prompt bound*: prompts are so large a part of the work that first tokens first costs the
-others more than it brings. Then they wait, as under FCFS.
+The device, its pool and its places (``max_num_seqs``) alike, is divided. One part, the *core*, runs the oldest streams
+to their end, as FCFS does, so that work finishes. The rest is for *visitors*: all other streams, in short turns. While
+the TPOT goals of all live requests can be kept by sharing the device, the visitors' part is large, for a core that is
+far ahead of its goals helps no request. When they cannot, it is small: equal shares would make all of them late. The
+order is
+
+1. newcomers, which have no first token yet, by arrival;
+2. the core, by arrival;
+3. visitors: the overdue ones (silent for ``OVERDUE`` of ``max_gap_s``), the longest silence first; then those on time
+   for their TPOT goal; then the late ones. Of each kind those with fewer tokens go first, in rounds that double, for a
+   pause costs the mean of a short answer most and a short answer ends soonest; in one round they go by arrival.
+
+If one of the overdue does not fit into the visitors' part, the core's youngest make room for it. Newcomers wait, as
+under FCFS, while the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``), while swap space
+could not take one more, and, without a TTFT goal of the operator's, while the load is *prompt bound*: prompts are so
+large a part of the work that first tokens first costs the others more than it brings.
 
 Bounds, for steps of at most t seconds with turns of s steps and visitors that need V blocks in a part of P blocks (or V
-places of P): a visitor is silent for at most (V / P + 1) * (s + 3) * t seconds, V / P rounded up: blocks are taken for
-three steps beside a turn, until copies are there and gone. Each of the others counts as often as its pace is faster:
-``FASTEST / SLOWEST`` times at most, whatever clients ask for; one that is larger than the part, for as long as it takes
-all that are to have their turns. Newcomers add to V only while nobody is silent for more than ``max_gap_s``, so silence
-grows beyond it only with the visitors' own contexts.
+places of P): a visitor is silent for at most ``OVERDUE * max_gap_s + (V / P + 1) * (s + 3) * t`` seconds, V / P rounded
+up: blocks are taken for three steps beside a turn, until copies are there and gone. One that is larger than the part
+counts for as long as it takes all that are to have their turns. Newcomers add to V only while no visitor has been
+silent for more than ``max_gap_s``, so silence grows beyond it only with the visitors' own contexts.
 """
 
 from __future__ import annotations
@@ -24,28 +29,38 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from operator import attrgetter
 
 from floodplain.core.plan import Reason
 from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, View
+from floodplain.policy.goals import PaceGoals
 from floodplain.policy.growth import blocks_for, blocks_held
 from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
 from floodplain.policy.settings import SharingSettings
 from floodplain.policy.sharing import SharingPolicy
-from floodplain.policy.slices import slice_for
+from floodplain.policy.slices import Slice, blocks_in_slice, slice_for
 from floodplain.policy.swap import quick_tiers
 
-FASTEST, SLOWEST = 4.0, 0.5
-"""Times ``--pace``: a client's goal for TPOT counts within these, since anybody can ask for anything."""
+OVERDUE = 0.8
+"""Of ``max_gap_s``: visitors that have been silent for longer go first, so that newcomers seldom have to wait."""
 
 STEPS_BESIDE = 3
 """A turn holds its blocks for so many steps more than its slice has, until copies are there and gone."""
 
-MIN_VISITOR_SHARE = 0.1
-"""Of the device, as soon as there are visitors: enough that turns go on at all."""
+SLOTS_PER_BLOCK = 8
+"""Swap slots for each block of the visitors' part: those that take turns in it lie there, and so do newcomers."""
+
+LEAST_SHARE = 0.07
+"""Of the device, however small swap space is: enough that turns go on at all."""
+
+WIDE_SHARE = 0.8
+"""The visitors' part of the device at most, while the goals of all live requests fit into ``FULL_SHARE`` of it."""
+
+FULL_SHARE = 0.8
+"""Of the device, for streams by their goals: the rest is for prompts, and for turns that do not fill it."""
 
 _BY_ARRIVAL = attrgetter("order_key")
 
@@ -55,8 +70,17 @@ class _Newcomers:
     """Requests without a first token: those that go before all, those that wait, and why they do."""
 
     welcome: Seq[SequenceView]
-    others: Seq[SequenceView] = ()
+    held: Seq[SequenceView] = ()
     reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The core by arrival, the visitors in their order, and a visitor's turn."""
+
+    core: Seq[SequenceView]
+    visitors: Seq[SequenceView]
+    turn: Slice
 
 
 class PacedPolicy(SharingPolicy):
@@ -70,67 +94,65 @@ class PacedPolicy(SharingPolicy):
         return seq.order_key
 
     def rank(self, view: View, now: float) -> Ranking:
-        """Newcomers, the core by arrival, then visitors by lag; a crowd of newcomers last of all."""
+        """Newcomers, the core, visitors; newcomers that are held back last of all."""
         streams, fresh = _split(view)
-        num_blocks = int(self.settings.visitor_share * view.num_blocks)
-        current = slice_for(view, num_blocks, self.settings, STEPS_BESIDE)
-        core, visitors = divide(view, streams, now, current.steps, self.settings)
-        newcomers = _judge(view, now, fresh, visitors, self.settings)
+        parts = divide(view, streams, now, self.settings)
+        newcomers = _judge(view, now, fresh, parts.visitors, self.settings)
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
-        staying = frozenset([*prompts, *rows_in_slice(view, current.steps)])
-        rows = [*newcomers.welcome, *core, *visitors, *newcomers.others]
-        reason = newcomers.reason or current.reason
-        return Ranking(rows, staying, current.steps, reason, caps_prompts=not _is_prompt_bound(view, self.settings))
+        staying = frozenset([*prompts, *rows_in_slice(view, parts.turn.steps)])
+        rows = [*newcomers.welcome, *parts.core, *parts.visitors, *newcomers.held]
+        reason = newcomers.reason or parts.turn.reason
+        return Ranking(rows, staying, parts.turn.steps, reason, caps_prompts=not _is_prompt_bound(view, self.settings))
 
 
-def divide(
-    view: View, streams: Seq[SequenceView], now: float, num_steps: int, settings: SharingSettings
-) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(the core, the visitors by lag) of streams in order of arrival, for turns of so many steps.
+def visitor_share(view: View, goals: PaceGoals, settings: SharingSettings) -> float:
+    """The visitors' part of the device, by goals and settings, as far as the link and swap space allow."""
+    share = settings.visitor_share
+    if share < WIDE_SHARE and goals.fit_into(FULL_SHARE, live_rows(view)):
+        share = max(share, min(WIDE_SHARE, blocks_in_slice(view, settings, STEPS_BESIDE) / view.num_blocks))
+    num_slots = sum(tier.num_slots for tier in quick_tiers(view))
+    return min(share, max(LEAST_SHARE, num_slots / SLOTS_PER_BLOCK / view.num_blocks))
 
-    Visitors get what their pace needs, up to the limit; all of that, or room for the one that is furthest behind if
-    that is more, once one of them is overdue.
+
+def divide(view: View, streams: Seq[SequenceView], now: float, settings: SharingSettings) -> Division:
+    """Divide streams, given in order of arrival.
+
+    While a visitor is overdue, the core's youngest make room for it if the visitors' part is too small.
     """
-    core, visitors = _cut(view, streams, settings.visitor_share)
-    if longest_silence_s(visitors, now) > settings.overdue * settings.max_gap_s:
-        visitors = by_lag(visitors, now, settings)
-        core, given_way = _let_in(view, visitors[0], core, num_steps)
-        return core, [*visitors, *given_way]
-    share = _share_for_pace(view, visitors, settings)
-    if share < settings.visitor_share:
-        core, visitors = _cut(view, streams, share)
-    return core, by_lag(visitors, now, settings)
-
-
-def pace_of(row: SequenceView, settings: SharingSettings) -> float:
-    """Tokens per second that a visitor is to get: what it asks for, within limits; two turns in each ``max_gap_s``."""
-    return _pace(1.0 if row.pace is None else row.pace / settings.pace, settings)
-
-
-def by_lag(visitors: Iterable[SequenceView], now: float, settings: SharingSettings) -> list[SequenceView]:
-    """The one that has missed most tokens first; those that speak now come last, by arrival."""
-    speaking: list[SequenceView] = []
-    silent: list[tuple[float, OrderKey, SequenceView]] = []
-    usual_pace = _pace(1.0, settings)
-    for row in visitors:
-        if row.is_decoding or row.last_token_s is None:
-            speaking.append(row)
-        else:
-            pace = usual_pace if row.pace is None else pace_of(row, settings)
-            silent.append(((row.last_token_s - now) * pace, row.order_key, row))
-    silent.sort()  # keys differ, so rows are never compared
-    return [*[row for _, _, row in silent], *speaking]
-
-
-def _pace(factor: float, settings: SharingSettings) -> float:
-    """So many times ``--pace``, within limits; but two turns in each ``max_gap_s``."""
-    return max(settings.pace * min(FASTEST, max(SLOWEST, factor)), 2 * settings.slice_steps / settings.max_gap_s)
+    goals = PaceGoals(view, settings.tpot_goal_s)
+    share = visitor_share(view, goals, settings)
+    turn = slice_for(view, int(share * view.num_blocks), settings, STEPS_BESIDE)
+    core, others = _cut(view, streams, share)
+    overdue = _by_silence(others, now - OVERDUE * settings.max_gap_s)
+    first = {row.seq_id for row in overdue}
+    visitors = [row for row in others if row.seq_id not in first]
+    if overdue:
+        core, given_way = _let_in(view, overdue[0], core, turn.steps)
+        visitors += given_way
+    visitors.sort(key=lambda row: _visitor_key(view, row, now, goals))
+    return Division(core, [*overdue, *visitors], turn)
 
 
 def longest_silence_s(rows: Iterable[SequenceView], now: float) -> float:
-    """Seconds since the last token of the stream that has gone without one for longest; 0 if all speak."""
+    """Seconds since the last token of the stream that has gone without one for longest; 0 if all get tokens."""
     last_s = [row.last_token_s for row in rows if not row.is_decoding and row.last_token_s is not None]
     return now - min(last_s, default=now)
+
+
+def _by_silence(rows: Iterable[SequenceView], limit_s: float) -> list[SequenceView]:
+    """Streams without a token since ``limit_s``, the longest silence first."""
+    silent = [
+        (row.last_token_s, row.order_key, row)
+        for row in rows
+        if not row.is_decoding and row.last_token_s is not None and row.last_token_s < limit_s
+    ]
+    return [row for _, _, row in sorted(silent)]  # keys differ, so rows are never compared
+
+
+def _visitor_key(view: View, row: SequenceView, now: float, goals: PaceGoals) -> tuple[int, bool, int, OrderKey]:
+    """(priority, whether it is late, round, arrival); the round is the number of binary digits of its tokens."""
+    num_digits = (max(0, row.num_generated(view.step)) + 1).bit_length()
+    return row.order_key[0], goals.is_late(row, now), num_digits, row.order_key
 
 
 def _split(view: View) -> tuple[list[SequenceView], list[SequenceView]]:
@@ -138,8 +160,8 @@ def _split(view: View) -> tuple[list[SequenceView], list[SequenceView]]:
     streams: list[SequenceView] = []
     fresh: list[SequenceView] = []
     for row in sorted(live_rows(view), key=_BY_ARRIVAL):
-        has_spoken = row.num_tokens > row.num_prompt or row.num_generated(view.step)
-        (streams if has_spoken else fresh).append(row)
+        has_token = row.num_tokens > row.num_prompt or row.num_generated(view.step)
+        (streams if has_token else fresh).append(row)
     return streams, fresh
 
 
@@ -160,28 +182,10 @@ def _split_at(
     return list(streams), []
 
 
-def _share_for_pace(view: View, visitors: Seq[SequenceView], settings: SharingSettings) -> float:
-    """The part of the device that lets every visitor keep its pace: each must be there ``pace * step_s`` of the time.
-
-    Nobody counts further than the limit: under overload there are many visitors.
-    """
-    step_s, share, seat = view.prices.step_s or inf, 0.0, 1 / view.max_num_seqs
-    usual = min(1.0, _pace(1.0, settings) * step_s)
-    for row in visitors:
-        presence = usual if row.pace is None else min(1.0, pace_of(row, settings) * step_s)
-        share += presence * max(blocks_held(view, row) / view.num_blocks, seat)
-        if share >= settings.visitor_share:
-            return share
-    return max(share, MIN_VISITOR_SHARE if visitors else 0.0)
-
-
 def _let_in(
     view: View, first: SequenceView, core: Seq[SequenceView], num_steps: int
 ) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(what of the core leaves room for this visitor's turn, the others: its youngest).
-
-    A part made for the many may be too small for one with a long context.
-    """
+    """(what of the core leaves room for this visitor's turn, the others: its youngest)."""
     num_blocks = view.num_blocks - min(blocks_for(view, first.num_tokens + num_steps), view.num_blocks)
     return _split_at(view, core, num_blocks, view.max_num_seqs - 1)
 
@@ -189,18 +193,18 @@ def _let_in(
 def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
     """Whether first tokens first costs more than it brings.
 
-    What a request has cost before its first token is then much of what it costs: who finishes requests in order of
-    arrival has fewer of them waiting. And a part of a step's time is too little for prompts that are more of the work.
+    What a request has cost before its first token is then much of what it costs: if requests finish in order of
+    arrival, fewer of them wait. And a part of a step's time is too little for prompts that are more of the work.
     """
-    return view.prices.prompt_share > settings.prompt_share
+    return settings.ttft_goal_s is None and view.prices.prompt_share > settings.prompt_share
 
 
 def _judge(
     view: View, now: float, fresh: Seq[SequenceView], visitors: Seq[SequenceView], settings: SharingSettings
 ) -> _Newcomers:
-    """Newcomers wait while the load is prompt bound, or somebody is silent too long.
+    """All newcomers are held back while the load is prompt bound or a visitor is silent too long.
 
-    And one by one, when swap space could not take them too.
+    Else they are held back one by one, when swap space could not take them too.
     """
     is_waiting = any(row.status is Status.WAITING for row in fresh)
     if fresh and _is_prompt_bound(view, settings):

@@ -27,12 +27,13 @@ class SharingSettings:
             What is here is for ``paced``; ``settings_for`` knows each policy's.
         slice_ends: ``cfs``: what ends a slice. ``steps``: only their number; ``completion``: also a request that ends,
             as AQUA has it; ``arrival``: also one that arrives.
-        pace: ``paced``: tokens per second that a stream should get while it has to take turns (``--pace``), if it can.
-        max_gap_s: ``paced``: newcomers wait while a visitor has been silent for longer (``--max-gap``). Whatever the
-            pace, visitors get two turns in that time, as far as there is room.
-        overdue: ``paced``: a visitor is overdue when it has been silent for this part of ``max_gap_s``; visitors
-            then get all of the pool that they may, so that newcomers seldom have to wait.
-        visitor_share: ``paced``: at most this part of the pool serves turns; the rest finishes requests by arrival.
+        ttft_goal_s: ``paced``: seconds to a first token that users were promised (``--ttft-goal``): newcomers then go
+            first even where prompts are most of the work.
+        tpot_goal_s: ``paced``: seconds per token after the first one that users were promised (``--tpot-goal``,
+            ``--pace``); None: five times what a token takes without load, by step prices.
+        max_gap_s: ``paced``: newcomers wait while a visitor has been silent for longer (``--max-gap``).
+        visitor_share: ``paced``: this part of the device serves turns while TPOT goals cannot all be kept; the rest
+            finishes requests by arrival.
         prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
         prompt_share: ``paced``: newcomers go first while prompts are at most this part of the work.
         fair_by: ``fair``: whose work is counted, each request's or each API key's.
@@ -45,10 +46,10 @@ class SharingSettings:
 
     slice_steps: int = SLICE_STEPS["paced"]
     slice_ends: str = "completion"
-    pace: float = 1.25
+    ttft_goal_s: float | None = None
+    tpot_goal_s: float | None = None
     max_gap_s: float = 6.0
-    overdue: float = 0.8
-    visitor_share: float = 0.4
+    visitor_share: float = 0.3
     prefill_share: float = 0.5
     prompt_share: float = 0.3
     fair_by: str = "request"
@@ -60,14 +61,13 @@ class SharingSettings:
             raise UserError(f"--slice must be between 1 and 10000 steps, not {self.slice_steps}")
         if self.slice_ends not in SLICE_ENDS:
             raise UserError(f"--slice-ends must be one of {', '.join(SLICE_ENDS)}, not {self.slice_ends!r}")
-        if not 0 < self.pace <= 1e6:
-            raise UserError(f"--pace must be above 0 tokens per second, not {self.pace}")
+        for flag, goal_s in (("--ttft-goal", self.ttft_goal_s), ("--tpot-goal", self.tpot_goal_s)):
+            if goal_s is not None and not 0 < goal_s <= 1e6:
+                raise UserError(f"{flag} must be above 0 seconds, not {goal_s}")
         if self.fair_by not in FAIR_BY:
             raise UserError(f"--fair-by must be one of {', '.join(FAIR_BY)}, not {self.fair_by!r}")
         if not self.max_gap_s > 0:
             raise UserError(f"--max-gap must be above 0 seconds, not {self.max_gap_s}")
-        if not self.overdue >= 0:
-            raise UserError(f"overdue must be at least 0, not {self.overdue}")
         if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1):
             raise UserError("visitor_share and prefill_share lie between 0 and 1")
         if not 0 <= self.prompt_share <= 1:
@@ -77,8 +77,17 @@ class SharingSettings:
 def settings_for(policy: str, **changes: Any) -> SharingSettings:
     """A policy's defaults, with ``changes``, fields of ``SharingSettings`` by name; ``fcfs`` reads none of them.
 
+    ``pace``, in tokens per second, is another name of the TPOT goal: its inverse.
+
     Raises:
         UserError: A value is out of its range; the message names the flag.
     """
+    pace = changes.pop("pace", None)
+    if pace is not None:
+        if changes.get("tpot_goal_s") is not None:
+            raise UserError("--pace and --tpot-goal say the same thing: leave one out")
+        if not 0 < pace <= 1e6:
+            raise UserError(f"--pace must be above 0 tokens per second, not {pace}")
+        changes["tpot_goal_s"] = 1 / pace
     slice_steps = SLICE_STEPS.get(policy, SLICE_STEPS["paced"])
     return SharingSettings(**{"slice_steps": slice_steps} | changes)

@@ -38,3 +38,11 @@ def slice_for(view: View, num_blocks: int, settings: SharingSettings, num_steps_
     if num_steps <= settings.slice_steps:
         return Slice(settings.slice_steps)
     return Slice(num_steps, Reason.LINK_BUSY)
+
+
+def blocks_in_slice(view: View, settings: SharingSettings, num_steps_beside: int = 0) -> float:
+    """The blocks that the nearest link brings in within the slice that was asked for; inf without a link or prices."""
+    if not view.tiers or not view.prices.step_s:
+        return math.inf
+    slice_s = (settings.slice_steps + num_steps_beside) * view.prices.step_s
+    return slice_s * LINK_USE / view.tiers[0].block_s

@@ -67,7 +67,8 @@ class StepPrices:
         base_s, decode_s, token_s = weights
         step_s = 0.0 if self._num_decodes is None else max(0.0, base_s + decode_s * self._num_decodes)
         token_s = max(0.0, token_s) if self._has_prefill else 0.0
-        return Prices(step_s, token_s, self._prompt_share(step_s, token_s))
+        lone_step_s = max(0.0, base_s + decode_s) if step_s else 0.0
+        return Prices(step_s, token_s, self._prompt_share(step_s, token_s), lone_step_s)
 
     def _prompt_share(self, step_s: float, token_s: float) -> float:
         prompts_s = self._num_prompt_tokens * token_s

@@ -198,6 +198,7 @@ class ViewBuilder:
             credit=seq.credit,
             is_leaving=seq.num_leaving > 0,
             pace=seq.request.pace,
+            first_token_s=seq.lifecycle.token_times_s[0] if seq.lifecycle.token_times_s else None,
             next_copy=next_copy,
             is_arriving=is_arriving,
         )

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
+from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.lifecycle import time_per_output_token_s, time_to_first_token_s
 from floodplain.workload.client import run_load
 from floodplain.workload.records import LoadRequest, LoadTarget, RequestRecord
-
-FACTOR = 5.0
-"""A goal is the median without load, times this."""
 
 NUM_SAMPLES, SAMPLE_TOKENS = 5, 32
 """Requests that are timed alone, and their most output tokens."""
@@ -56,14 +54,16 @@ def sample_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
 
 
 def goals_from(records: Sequence[RequestRecord]) -> tuple[str, ...]:
-    """``FACTOR`` times the medians of completed requests, in whole milliseconds, at least one."""
+    """``UNLOADED_FACTOR`` times the medians of completed requests, in whole milliseconds, at least one."""
     done = [record for record in records if record.error is None]
     values = {
         "ttft": [time_to_first_token_s(record.sent_s, record.token_times_s) for record in done],
         "tpot": [time_per_output_token_s(record.token_times_s) for record in done],
     }
     known = {name: [value for value in each if value is not None] for name, each in values.items()}
-    return tuple(f"{name}:{max(1, round(FACTOR * 1e3 * median(each)))}" for name, each in known.items() if each)
+    return tuple(
+        f"{name}:{max(1, round(UNLOADED_FACTOR * 1e3 * median(each)))}" for name, each in known.items() if each
+    )
 
 
 def describe_goals(goals: Sequence[str], *, is_measured: bool) -> str:
@@ -71,7 +71,7 @@ def describe_goals(goals: Sequence[str], *, is_measured: bool) -> str:
     if not goals:
         return "no goals: no request was answered without load"
     limits = ", ".join(f"{name.upper()} {limit} ms" for name, _, limit in (goal.partition(":") for goal in goals))
-    return f"goals: {limits} ({f'{FACTOR:g} times the medians without load' if is_measured else 'as asked'})"
+    return f"goals: {limits} ({f'{UNLOADED_FACTOR:g} times the medians without load' if is_measured else 'as asked'})"
 
 
 def _rotated(tokens: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -14,24 +14,6 @@ from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Recorder, Run, burst, make_burst
 from tests.support.overload import MACHINE, MAX_GAP_S, NUM_PROMPT, UNCROWDED, longest_step_s, overload
 
-# -- turns -----------------------------------------------------------------------------------------------------------
-
-
-def crowded_and_swaps(overdue: float) -> tuple[int, int]:
-    """(steps in which newcomers had to wait, turns) where visitors' part is whole after this part of ``max_gap_s``."""
-    run, _ = overload(1.3, 200, MAX_GAP_S, overdue=overdue)
-    return run.counters.limited_steps["crowded"], run.counters.preemptions["swap"]
-
-
-@pytest.mark.slow
-def test_visitors_part_grows_before_newcomers_would_have_to_wait_and_no_sooner() -> None:
-    """The controls: a part that follows the pace alone, and one that is always as large as it may be."""
-    num_crowded, num_turns = crowded_and_swaps(SharingSettings().overdue)
-    assert num_crowded == 0
-    assert crowded_and_swaps(math.inf)[0] > 30
-    assert crowded_and_swaps(0.0)[1] > 1.4 * num_turns
-
-
 # -- first tokens ----------------------------------------------------------------------------------------------------
 
 
@@ -102,10 +84,11 @@ def largest_lead(run: Run) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [2, 3])
-def test_work_finishes_in_order_of_arrival_up_to_a_batch(factor: float) -> None:
+def test_work_finishes_in_order_of_arrival_up_to_two_batches(factor: float) -> None:
+    """Visitors on time may end before the core does: a batch of them, beside the batch that the core is."""
     run, _ = overload(factor, 300, MAX_GAP_S)
     batch = max(len(plan.decodes) + len(plan.prefills) for _, plan in run.steps)
-    assert largest_lead(run) <= batch
+    assert largest_lead(run) <= 2 * batch
 
 
 @pytest.mark.slow

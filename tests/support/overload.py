@@ -35,15 +35,14 @@ def overload(
     num_requests: int,
     max_gap_s: float,
     name: str = "paced",
-    pace: float = SharingSettings().pace,
-    overdue: float = SharingSettings().overdue,
-    goals: Sequence[float | None] = (None,),
+    tpot_goal_s: float | None = None,
+    paces: Sequence[float | None] = (None,),
 ) -> tuple[Run, Recorder]:
-    """Requests at ``factor`` times the rate that the machine can serve; ``goals`` are theirs, one after the other."""
-    recorder = Recorder(make_policy(name, SharingSettings(max_gap_s=max_gap_s, pace=pace, overdue=overdue)))
+    """Requests at ``factor`` times the rate that the machine can serve; ``paces`` are theirs, one after the other."""
+    recorder = Recorder(make_policy(name, SharingSettings(max_gap_s=max_gap_s, tpot_goal_s=tpot_goal_s)))
     interval_s = 1 / (factor * CAPACITY)
     requests = make_burst(num_requests, interval_s=interval_s, num_prompt=NUM_PROMPT, max_tokens=MAX_TOKENS)
-    requests = [replace(one, pace=goals[number % len(goals)]) for number, one in enumerate(requests)]
+    requests = [replace(one, pace=paces[number % len(paces)]) for number, one in enumerate(requests)]
     return burst(MACHINE, recorder, requests), recorder
 
 

@@ -77,7 +77,7 @@ def _make_settings(dice: Random) -> SharingSettings:
     """A call of the driver takes a second, a step two or more: times are to be read so."""
     return SharingSettings(
         slice_steps=dice.choice([1, 2, 4, 9]),
-        pace=dice.choice([0.01, 0.2, 12.0]),
+        tpot_goal_s=dice.choice([None, 0.01, 0.08, 5.0]),
         max_gap_s=dice.choice([3.0, 30.0, 1e9]),
         visitor_share=dice.choice([0.1, 0.3, 0.7]),
         prefill_share=dice.choice([0.1, 0.5, 0.9]),

@@ -27,6 +27,9 @@ URL = {"coordinator": "http://127.0.0.1:8100"}
         ({"policy": "lifo"}, "^--policy must be one of fcfs, cfs, fair, paced, not 'lifo'$"),
         ({"slice": 0}, "^--slice must be between 1 and 10000 steps, not 0$"),
         ({"pace": -1.0}, "^--pace must be above 0 tokens per second, not -1.0$"),
+        ({"ttft_goal": 0.0}, "^--ttft-goal must be above 0 seconds, not 0.0$"),
+        ({"tpot_goal": math.inf}, "^--tpot-goal must be above 0 seconds, not inf$"),
+        ({"tpot_goal": 0.1, "pace": 5.0}, "^--pace and --tpot-goal say the same thing: leave one out$"),
         ({"max_gap": 0.0}, "^--max-gap must be above 0 seconds, not 0.0$"),
         ({"slice_ends": "never"}, "^--slice[-_]ends must be one of steps, completion, arrival, not 'never'$"),
         ({"fair_by": "user"}, "^--fair[-_]by must be one of request, key, not 'user'$"),
@@ -94,15 +97,15 @@ def test_slices_are_the_policys_own_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("policy", "unused"),
     [
-        ("fcfs", ["--slice", "--slice-ends", "--pace", "--max-gap", "--fair-by"]),
-        ("cfs", ["--pace", "--max-gap", "--fair-by"]),
-        ("fair", ["--slice-ends", "--pace", "--max-gap"]),
+        ("fcfs", ["--slice", "--slice-ends", "--ttft-goal", "--pace", "--max-gap", "--fair-by"]),
+        ("cfs", ["--ttft-goal", "--pace", "--max-gap", "--fair-by"]),
+        ("fair", ["--slice-ends", "--ttft-goal", "--pace", "--max-gap"]),
         ("paced", ["--slice-ends", "--fair-by"]),
     ],
 )
 def test_what_a_policy_has_no_use_for_is_known(policy: str, unused: list[str]) -> None:
     assert not EngineConfig(model="m", policy=policy).unused_flags()
-    every = {"slice": 9, "slice_ends": "steps", "pace": 9, "max_gap": 9, "fair_by": "key"}
+    every = {"slice": 9, "slice_ends": "steps", "ttft_goal": 9, "pace": 9, "max_gap": 9, "fair_by": "key"}
     assert EngineConfig(model="m", policy=policy, **every).unused_flags() == unused  # type: ignore[arg-type]
 
 

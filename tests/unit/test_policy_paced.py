@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from floodplain.core.plan import Reason
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
-from floodplain.policy.paced import PacedPolicy, divide, longest_silence_s, pace_of
+from floodplain.policy.goals import GRACE_TOKENS, PaceGoals
+from floodplain.policy.paced import LEAST_SHARE, WIDE_SHARE, PacedPolicy, divide, longest_silence_s
 from floodplain.policy.ranking import Ranking
 from floodplain.policy.settings import SharingSettings
 from tests.support.views import host, make_view, prompt, stream, swapped, waiting
@@ -25,10 +28,10 @@ def order(view: View, **settings: object) -> list[int]:
     return [row.seq_id for row in rank(view, **settings).rows]
 
 
-def parts(view: View, *, now: float = 0.0, num_steps: int = 4, **settings: object) -> tuple[list[int], list[int]]:
+def parts(view: View, *, now: float = 0.0, **settings: object) -> tuple[list[int], list[int]]:
     streams = sorted((*view.running, *view.loading, *view.swapped), key=lambda row: row.order_key)
-    core, visitors = divide(view, streams, now, num_steps, SharingSettings(**settings))  # type: ignore[arg-type]
-    return [row.seq_id for row in core], [row.seq_id for row in visitors]
+    parted = divide(view, streams, now, SharingSettings(**{"slice_steps": 4} | settings))  # type: ignore[arg-type]
+    return [row.seq_id for row in parted.core], [row.seq_id for row in parted.visitors]
 
 
 def visitor(number: int, last_token_s: float, **fields: object) -> SequenceView:
@@ -51,50 +54,60 @@ def test_the_core_are_the_oldest_streams_that_fit_into_its_part() -> None:
 def test_a_stream_that_does_not_fit_ends_the_core() -> None:
     """By arrival: a small one does not pass a large one."""
     large = swapped(1, num_tokens=80)
-    assert parts(make_view(swapped(0), large, swapped(2), swapped(3), num_blocks=30)) == ([0], [1, 2, 3])
+    assert parts(make_view(swapped(0), large, swapped(2), swapped(3), num_blocks=30)) == ([0], [2, 3, 1])
 
 
-def test_visitors_whose_pace_needs_less_than_their_part_leave_the_rest_to_the_core() -> None:
-    """Steps of 25 ms and 8 tokens a second: each visitor is there for a fifth of the time."""
-    view = make_view(*(swapped(number) for number in range(18)), num_blocks=50, prices=Prices(step_s=0.025))
-    assert parts(view, visitor_share=0.3, pace=1e6) == ([*range(11)], [*range(11, 18)])
-    assert parts(view, visitor_share=0.3, pace=8.0) == ([*range(15)], [*range(15, 18)])  # a tenth at least: 5 of 50
+PRICED = Prices(step_s=0.025, lone_step_s=0.02)
 
 
-def test_a_slow_pace_still_means_two_turns_in_each_gap() -> None:
-    """Turns of 5 steps and gaps of 1.25 s: 8 tokens a second, whatever the pace."""
-    view = make_view(*(swapped(number) for number in range(18)), num_blocks=50, prices=Prices(step_s=0.025))
-    for pace, max_gap_s in ((0.001, 1.25), (8.0, 1e9)):
-        split = parts(view, visitor_share=0.4, slice_steps=5, pace=pace, max_gap_s=max_gap_s)
-        assert split == parts(view, visitor_share=0.4, slice_steps=5, pace=8.0, max_gap_s=100.0)
-    assert split != parts(view, visitor_share=0.4, slice_steps=5, pace=0.001, max_gap_s=0.5)
+def test_while_all_goals_fit_into_the_device_visitors_have_most_of_it() -> None:
+    """Eighteen streams of three blocks in 50: at four steps of 25 ms a token they need 0.27 of the device."""
+    view = make_view(*(swapped(number) for number in range(18)), num_blocks=50, prices=PRICED)
+    assert WIDE_SHARE == 0.8
+    assert parts(view, visitor_share=0.3, tpot_goal_s=0.1)[0] == [0, 1, 2]
+    assert parts(view, visitor_share=0.3, tpot_goal_s=0.03)[0] == [*range(11)]  # 0.9 of it
+    assert parts(view, visitor_share=0.9, tpot_goal_s=0.1)[0] == [0]
 
 
-def test_once_one_of_them_is_overdue_visitors_get_all_that_they_may() -> None:
-    """Overdue: silent for more than four fifths of six seconds, and here for all others nine tenths go to the core."""
-    silent = [visitor(number, 5.2 if number == 17 else 9.0) for number in range(18)]
-    view = make_view(*silent, num_blocks=50, prices=Prices(step_s=0.025))
-    in_time, overdue = (parts(view, visitor_share=0.3, pace=0.001, max_gap_s=6.0, now=now) for now in (10.0, 10.1))
-    assert in_time == ([*range(15)], [17, 15, 16])
-    assert overdue == ([*range(11)], [17, *range(11, 17)])
+def test_requests_that_wait_count_by_their_prompts_for_what_fits() -> None:
+    rows = [swapped(number) for number in range(12)]
+    crowd = [waiting(20 + number, 60) for number in range(6)]
+    prices = {"num_blocks": 50, "prices": PRICED}
+    assert len(parts(make_view(*rows, **prices), tpot_goal_s=0.05)[0]) == 3  # type: ignore[arg-type]
+    assert len(parts(make_view(*rows, *crowd, **prices), tpot_goal_s=0.05)[0]) == 11  # type: ignore[arg-type]
+
+
+def test_without_a_goal_it_is_five_times_what_a_token_takes_alone() -> None:
+    assert PaceGoals(make_view(prices=PRICED), None).of(swapped(0)) == pytest.approx(0.1)
+    assert PaceGoals(make_view(prices=PRICED), 0.3).of(swapped(0)) == 0.3
+    assert PaceGoals(make_view(), None).of(swapped(0)) == math.inf
+
+
+def test_while_no_step_is_priced_the_visitors_part_is_the_small_one() -> None:
+    view = make_view(*(swapped(number) for number in range(12)), num_blocks=30)
+    assert parts(view, visitor_share=0.3)[0] == [*range(7)]
+
+
+@pytest.mark.parametrize(("num_slots", "core"), [(1000, 7), (48, 8), (16, 9), (0, 9)])
+def test_the_visitors_part_needs_eight_slots_for_each_of_its_blocks(num_slots: int, core: int) -> None:
+    """Of 30 blocks: 9, 6 and then the least, 2."""
+    tiers = (host(num_slots=num_slots, num_free_slots=0),) if num_slots else ()
+    view = make_view(*(swapped(number) for number in range(12)), num_blocks=30, tiers=tiers)
+    assert LEAST_SHARE == 0.07
+    assert len(parts(view, visitor_share=0.3)[0]) == core
 
 
 def test_one_of_the_core_is_never_overdue() -> None:
-    view = make_view(*(visitor(number, 0.0) for number in range(5)), num_blocks=50, prices=Prices(step_s=0.025))
+    view = make_view(*(visitor(number, 0.0) for number in range(5)), num_blocks=50)
     assert parts(view, visitor_share=0.3, now=10.0) == ([*range(5)], [])
 
 
-def test_if_all_that_they_may_have_is_too_little_for_it_the_core_gives_way() -> None:
+def test_if_the_visitors_part_is_too_little_for_one_that_is_overdue_the_core_gives_way() -> None:
     """Twelve of 30 blocks for visitors; the one that is overdue needs 21: so the core's youngest leaves it room."""
     large = visitor(9, 0.0, num_tokens=80, num_backed_blocks=20)
     view = make_view(*(stream(number) for number in range(6)), large, num_blocks=30)
     assert parts(view, visitor_share=0.4, now=4.8)[0] == [*range(6)]
     assert parts(view, visitor_share=0.4, now=4.9) == ([0, 1, 2], [9, 3, 4, 5])
-
-
-def test_while_no_step_is_priced_visitors_get_their_whole_part() -> None:
-    view = make_view(*(swapped(number) for number in range(12)), num_blocks=30)
-    assert parts(view, visitor_share=0.3, pace=0.001)[0] == [*range(7)]
 
 
 # -- the order -------------------------------------------------------------------------------------------------------
@@ -106,37 +119,50 @@ def test_newcomers_go_before_the_core_and_the_core_before_visitors() -> None:
     assert order(view) == [8, 9, 0, 1, 2, 3]
 
 
-def test_among_visitors_the_one_that_has_been_silent_longest_goes_first() -> None:
-    silent = [visitor(1, 7.0), visitor(2, 9.0), visitor(3, 6.0), visitor(4, 7.0)]
-    assert order(make_view(swapped(0), *silent, num_blocks=5)) == [0, 3, 1, 4, 2]
-
-
-def test_among_visitors_with_goals_of_their_own_the_one_that_has_missed_most_tokens_goes_first() -> None:
-    silent = [visitor(1, 4.0), visitor(2, 7.0, pace=12.0), visitor(3, 3.0, pace=4.0), visitor(4, 9.0)]
+def test_of_visitors_the_longest_silence_goes_first_once_it_is_overdue() -> None:
+    """Silent for more than four fifths of ``max_gap_s``; the others by their tokens."""
+    silent = [visitor(1, 4.0), visitor(2, 9.0, num_tokens=30), visitor(3, 3.0), visitor(4, 8.0)]
     view = make_view(swapped(0), *silent, num_blocks=5)
-    assert order(view, pace=5.0) == [0, 2, 1, 3, 4]  # 36 tokens at 12 a second, 30 at 5, 28 at 4, 5 at 5
+    assert order(view, max_gap_s=5.0) == [0, 3, 1, 4, 2]
+    assert order(view, max_gap_s=8.0) == [0, 3, 1, 4, 2]
+    assert order(view, max_gap_s=100.0) == [0, 1, 3, 4, 2]
 
 
-@pytest.mark.parametrize(("asked", "counted"), [(None, 8.0), (10.0, 10.0), (1e300, 32.0), (1e-300, 4.0)])
-def test_a_goal_counts_within_limits(asked: float | None, counted: float) -> None:
-    assert pace_of(visitor(0, 0.0, pace=asked), SharingSettings(pace=8.0, max_gap_s=1e9)) == counted
+def test_visitors_with_fewer_tokens_go_first_in_rounds_that_double() -> None:
+    """1 and 2 tokens, 3 to 6, 7 to 14; within a round by arrival."""
+    tokens = {1: 14, 2: 11, 3: 3, 4: 6, 5: 7, 6: 1}
+    rows = [visitor(number, NOW, num_tokens=8 + count) for number, count in tokens.items()]
+    assert order(make_view(swapped(0), *rows, num_blocks=5)) == [0, 6, 3, 4, 1, 2, 5]
 
 
-def test_a_slow_goal_still_means_two_turns_in_each_gap() -> None:
-    assert pace_of(visitor(0, 0.0, pace=1.0), SharingSettings(pace=8.0, slice_steps=5, max_gap_s=1.25)) == 8.0
+def test_visitors_that_are_late_go_behind_those_on_time() -> None:
+    """At 0.1 s a token and four tokens, a stream is late 2 s after its first one."""
+    late, on_time = visitor(1, NOW, first_token_s=7.9), visitor(2, NOW, first_token_s=8.1, num_tokens=12)
+    assert GRACE_TOKENS == 16
+    view = make_view(swapped(0), late, on_time, num_blocks=5)
+    assert order(view, tpot_goal_s=0.1) == [0, 2, 1]
+    assert order(view, tpot_goal_s=0.2) == [0, 1, 2]
 
 
-def test_slower_goals_need_less_of_the_pool() -> None:
-    """Steps of 25 ms: at 8 tokens a second each visitor is there for a fifth of the time, at 16 for two fifths."""
+def test_tokens_ahead_of_the_goal_count() -> None:
+    goals = PaceGoals(make_view(), 0.1)
+    assert goals.is_late(visitor(1, NOW, num_tokens=12, first_token_s=7.0), NOW)
+    assert not goals.is_late(visitor(1, NOW, num_tokens=40, first_token_s=7.0), NOW)
+    assert not goals.is_late(visitor(1, NOW, first_token_s=None), NOW)
 
-    def num_visitors(pace: float | None) -> int:
-        view = make_view(
-            *(swapped(number, pace=pace) for number in range(18)), num_blocks=50, prices=Prices(step_s=0.025)
-        )
-        return len(parts(view, visitor_share=0.5, pace=8.0, max_gap_s=1e9)[1])
 
-    assert num_visitors(4.0) < num_visitors(16.0)
-    assert num_visitors(None) == num_visitors(8.0)
+@pytest.mark.parametrize(("asked", "counted"), [(None, 0.1), (8.0, 0.125), (1e300, 0.025), (1e-300, 0.2)])
+def test_a_goal_of_a_request_counts_within_limits(asked: float | None, counted: float) -> None:
+    assert PaceGoals(make_view(), 0.1).of(visitor(0, 0.0, pace=asked)) == pytest.approx(counted)
+
+
+def test_looser_goals_need_less_of_the_device() -> None:
+    def fits(pace: float | None) -> bool:
+        rows = [swapped(number, pace=pace) for number in range(18)]
+        return PaceGoals(make_view(num_blocks=50, prices=PRICED), 0.03).fit_into(0.8, rows)
+
+    assert fits(20.0)
+    assert not fits(None)
 
 
 def test_a_visitor_that_speaks_is_not_silent() -> None:
@@ -157,9 +183,15 @@ def test_priority_goes_before_arrival() -> None:
 def test_where_prompts_are_most_of_the_work_newcomers_wait_in_line() -> None:
     rows = waiting(5, 8), stream(0), visitor(3, 9.0)
     view = make_view(*rows, prices=Prices(prompt_share=0.5), num_blocks=4)
-    assert order(view, prompt_share=0.5) == [5, 3, 0]
-    assert order(view, prompt_share=0.49) == [3, 0, 5]
+    assert order(view, prompt_share=0.5) == [5, 0, 3]
+    assert order(view, prompt_share=0.49) == [0, 3, 5]
     assert (rank(view, prompt_share=0.5).reason, rank(view, prompt_share=0.49).reason) == (None, Reason.PROMPT_BOUND)
+
+
+def test_with_a_ttft_goal_of_the_operators_they_go_first_all_the_same() -> None:
+    view = make_view(waiting(5, 8), stream(0), prices=Prices(prompt_share=0.9))
+    assert order(view, ttft_goal_s=1.0) == [5, 0]
+    assert rank(view, ttft_goal_s=1.0).reason is None
 
 
 def test_and_get_what_streams_leave_of_a_step() -> None:
@@ -180,13 +212,6 @@ def test_newcomers_wait_while_somebody_has_been_silent_too_long() -> None:
     assert order(view, max_gap_s=5.9) == [0, 1, 2, 5, 6]
     assert rank(view, max_gap_s=5.9).reason is Reason.CROWDED
     assert rank(view, max_gap_s=6.0).reason is None
-
-
-def test_who_is_behind_least_may_have_been_silent_longest() -> None:
-    crowd = [swapped(0), visitor(1, 4.0, pace=1.0), visitor(2, 6.0)]
-    view = make_view(*crowd, waiting(5), num_blocks=8)
-    assert order(view, max_gap_s=5.9, pace=3.0) == [0, 2, 1, 5]
-    assert rank(view, max_gap_s=5.9, pace=3.0).reason is Reason.CROWDED
 
 
 def test_a_silent_core_is_no_crowd() -> None:
@@ -254,6 +279,15 @@ def test_a_slice_is_as_long_as_the_copies_of_the_visitors_part(share: float, ste
     view = make_view(tiers=(host(block_s=0.02),), prices=Prices(step_s=0.02))
     assert rank(view, visitor_share=share).slice_steps == steps
     assert rank(view, visitor_share=share).reason is Reason.LINK_BUSY
+
+
+def test_the_wide_part_is_no_wider_than_the_link_bears() -> None:
+    """Six steps of 25 ms at 0.85 of the link, of 100 blocks: 60 of 2.125 ms each."""
+    rows = [swapped(number) for number in range(30)]
+    view = make_view(*rows, tiers=(host(block_s=0.002125),), prices=PRICED)
+    assert len(parts(view, tpot_goal_s=1.0, slice_steps=3)[0]) == 13  # 40 blocks
+    assert len(parts(view, tpot_goal_s=1.0, slice_steps=30)[0]) == 6  # 20 blocks
+    assert rank(view, tpot_goal_s=1.0, visitor_share=0.3).slice_steps == 3
 
 
 def test_loading_visitors_are_ranked_with_the_others() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from floodplain.core.errors import UserError
 from floodplain.core.plan import Reason
 from floodplain.core.view import Prices
-from floodplain.policy.settings import SharingSettings
+from floodplain.policy.settings import SharingSettings, settings_for
 from floodplain.policy.slices import LINK_USE, Slice, slice_for
 from tests.support.examples import examples
 from tests.support.views import host, make_view
@@ -53,16 +53,23 @@ def test_the_copies_always_fit_and_one_step_less_would_not_do(
     [
         ("slice_steps", 0, "--slice"),
         ("slice_steps", 10_001, "--slice"),
-        ("pace", 0.0, "--pace"),
-        ("pace", float("nan"), "--pace"),
+        ("ttft_goal_s", 0.0, "--ttft-goal"),
+        ("tpot_goal_s", float("nan"), "--tpot-goal"),
         ("fair_by", "user", "--fair-by"),
         ("slice_ends", "never", "--slice-ends"),
         ("visitor_share", 1.0, "visitor_share"),
         ("prefill_share", 0.0, "prefill_share"),
         ("max_gap_s", 0.0, "--max-gap"),
-        ("overdue", -0.1, "overdue"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object, flag: str) -> None:
     with pytest.raises(UserError, match=flag):
         SharingSettings(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_pace_is_the_inverse_of_a_tpot_goal() -> None:
+    assert settings_for("paced", pace=8.0).tpot_goal_s == 0.125
+    assert settings_for("paced", pace=None, tpot_goal_s=0.5).tpot_goal_s == 0.5
+    for pace in (0.0, float("nan"), 1e7):
+        with pytest.raises(UserError, match="--pace must be above 0"):
+            settings_for("paced", pace=pace)

@@ -125,7 +125,14 @@ def test_one_step_that_stumbles_moves_little() -> None:
 
 def test_beside_decodes_a_prompt_pays_for_what_it_adds() -> None:
     prices = learned(*[(plan(4), 0.02)] * 20, *[(plan(4, 30, 10), 0.06), (plan(4), 0.02)] * 20)
-    assert prices == Prices(pytest.approx(0.02, rel=0.02), pytest.approx(0.04 / 40, rel=0.05))
+    assert prices.step_s == pytest.approx(0.02, rel=0.02)
+    assert prices.prefill_token_s == pytest.approx(0.04 / 40, rel=0.05)
+
+
+def test_a_lone_step_costs_what_a_step_and_one_decode_do() -> None:
+    steps = [(plan(count), 0.01 + 0.001 * count) for count in (1, 20, 5, 12)] * 40
+    assert learned(*steps).lone_step_s == pytest.approx(0.011, rel=0.05)
+    assert learned((plan(0, 30), 0.02)).lone_step_s == 0.0
 
 
 def test_a_step_with_a_prompt_that_was_faster_than_one_without_never_costs_less_than_nothing() -> None:

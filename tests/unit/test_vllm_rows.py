@@ -142,11 +142,16 @@ def test_blocks_that_others_or_copies_hold_are_not_its_own() -> None:
 def test_a_row_carries_what_ranks_its_request() -> None:
     world = World()
     one = world.arrive(3, num_output=2, priority=-1)
-    one.entered_step, one.last_token_s = 42, 7.25
+    one.entered_step = 42
+    one.note_tokens(5.5)
+    one.note_tokens(6.0)  # no token came
+    cast(Any, one.request).num_output_tokens = 3
+    one.note_tokens(7.25)
+    cast(Any, one.request).num_output_tokens = 2
     row = world.make.absent(one)
     assert (row.seq_id, row.order_key, row.client, row.num_prompt) == (3, (-1, 3.0, 3), "", 10)
     assert (row.since_step, row.num_tokens, row.entered_step) == (STEP, 12, 42)
-    assert (row.last_token_s, row.credit) == (7.25, 0.5)
+    assert (row.first_token_s, row.last_token_s, row.credit) == (5.5, 7.25, 0.5)
 
 
 def test_rows_stand_in_order_of_priority_then_arrival() -> None:

@@ -58,7 +58,6 @@ def test_swap_memory_is_a_size_or_a_number_of_bytes(memory: str | int, num_bytes
     ("name", "value", "field"),
     [
         ("slice", 7, "slice_steps"),
-        ("pace", 2.5, "pace"),
         ("max_gap", 3.0, "max_gap_s"),
         *(("slice_ends", end, "slice_ends") for end in SLICE_ENDS),
     ],
@@ -67,6 +66,11 @@ def test_sharing_is_told_by_the_names_of_the_flags(name: str, value: Any, field:
     settings = read_settings({name: value, "policy": "cfs"})
     assert settings.sharing == {field: value}
     assert getattr(settings_for("cfs", **settings.sharing), field) == value
+
+
+def test_a_pace_is_a_tpot_goal() -> None:
+    settings = read_settings({"pace": 2.5})
+    assert settings_for("paced", **(settings.sharing or {})).tpot_goal_s == 0.4
 
 
 def test_what_is_not_told_is_as_the_policy_has_it() -> None:

@@ -158,6 +158,7 @@ class RowMaker:
             num_restorable_tokens=num_restorable_tokens,
             entered_step=tracked.entered_step,
             last_token_s=tracked.last_token_s,
+            first_token_s=tracked.first_token_s,
             credit=tracked.credit,
             is_leaving=tracked.num_leaving > 0 and status is Status.SWAPPED,
         )

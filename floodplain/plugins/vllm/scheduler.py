@@ -196,8 +196,8 @@ class FloodplainScheduler(SteeredScheduler):
         self._prices.learn(num_single, sum(sizes) - num_single, now - self._issued_s)
         for request_id in output.num_scheduled_tokens:
             one = self._desk.roster.find(request_id)
-            if one is not None and one.request.num_output_tokens > one.num_seen_tokens:
-                one.num_seen_tokens, one.last_token_s = one.request.num_output_tokens, now
+            if one is not None:
+                one.note_tokens(now)
 
 
 def _newcomers(decision: Decision) -> list[SeqId]:

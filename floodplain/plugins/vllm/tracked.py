@@ -21,6 +21,7 @@ class TrackedRequest:
         request: vLLM's own; read only.
         credit: Served work that it was taken to have had when it arrived.
         entered_step: The step in which it last came onto the device.
+        first_token_s: When it got its first token; None before.
         last_token_s: When it got its last token; None before the first.
         num_seen_tokens: Output tokens that it had then.
         backups: Of its leading full blocks, one each.
@@ -32,8 +33,8 @@ class TrackedRequest:
     """
 
     __slots__ = (
-        "backups", "credit", "entered_step", "is_away", "last_token_s", "num_leaving", "num_local_tokens",
-        "num_seen_tokens", "request", "seq_id", "tail",
+        "backups", "credit", "entered_step", "first_token_s", "is_away", "last_token_s", "num_leaving",
+        "num_local_tokens", "num_seen_tokens", "request", "seq_id", "tail",
     )  # fmt: skip
 
     def __init__(self, seq_id: SeqId, request: Request, credit: float) -> None:
@@ -41,6 +42,7 @@ class TrackedRequest:
         self.request = request
         self.credit = credit
         self.entered_step = 0
+        self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.num_seen_tokens = 0
         self.backups: list[Backup] = []
@@ -53,6 +55,12 @@ class TrackedRequest:
     def order_key(self) -> OrderKey:
         """(priority, arrival, id)."""
         return (self.request.priority, self.request.arrival_time, self.seq_id)
+
+    def note_tokens(self, now: float) -> None:
+        """Note when output tokens came, if there are more than were seen."""
+        if self.request.num_output_tokens > self.num_seen_tokens:
+            self.num_seen_tokens, self.last_token_s = self.request.num_output_tokens, now
+            self.first_token_s = now if self.first_token_s is None else self.first_token_s
 
     @property
     def known_backups(self) -> list[Backup]:

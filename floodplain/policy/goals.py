@@ -1,0 +1,57 @@
+"""The pace that streams are promised: a request's own goal within limits, else the server's, else by step prices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from floodplain.core.goals import UNLOADED_FACTOR
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.growth import blocks_held
+
+TIGHTEST, LOOSEST = 0.25, 2.0
+"""A request's own TPOT goal counts within these times the server's, since a client can ask for anything."""
+
+GRACE_TOKENS = 16
+"""A stream is late when it is more than so many tokens behind its TPOT goal."""
+
+
+class PaceGoals:
+    """TPOT goals as of one view, in seconds per token after the first one; inf while nothing says one.
+
+    Args:
+        view: Prices of steps.
+        tpot_goal_s: The server's; None: what a token takes without load, times ``UNLOADED_FACTOR``.
+    """
+
+    def __init__(self, view: View, tpot_goal_s: float | None) -> None:
+        self._view = view
+        self._usual_s = tpot_goal_s or UNLOADED_FACTOR * view.prices.lone_step_s or inf
+
+    def of(self, row: SequenceView) -> float:
+        """The goal of one request."""
+        if row.pace is None:
+            return self._usual_s
+        own_s = 1 / row.pace
+        return own_s if self._usual_s == inf else min(LOOSEST * self._usual_s, max(TIGHTEST * self._usual_s, own_s))
+
+    def is_late(self, row: SequenceView, now: float) -> bool:
+        """Whether a stream has fewer tokens than its goal says, by ``GRACE_TOKENS``; tokens that came early count."""
+        if row.first_token_s is None:
+            return False
+        return now - row.first_token_s > (row.num_generated(self._view.step) + GRACE_TOKENS) * self.of(row)
+
+    def fit_into(self, share: float, rows: Iterable[SequenceView]) -> bool:
+        """Whether this share of the device is enough for all goals; False while steps have no price.
+
+        A stream must be on the device for step time over goal of the time, with its blocks or its place.
+        """
+        view, step_s = self._view, self._view.prices.step_s
+        if not step_s:
+            return False
+        for row in rows:
+            presence = min(1.0, step_s / self.of(row))
+            share -= presence * max(blocks_held(view, row) / view.num_blocks, 1 / view.max_num_seqs)
+            if share < 0:
+                return False
+        return True
