@@ -24,15 +24,15 @@ def lengths(num_requests: int, seed: int) -> Lengths:
     return chat_like(num_requests, np.random.default_rng(seed)).fitted(0.6, 320, 256)
 
 
-def scaled(tokens: Any, factor: float) -> list[int]:
-    """So many times as long, but no longer than the pool has room for."""
-    return [int(number) for number in np.clip(np.round(tokens * factor), 1, MAX_TOKENS)]
+def scaled(tokens: Any, factors: Any) -> list[int]:
+    """So many times as long each, but no longer than the pool has room for."""
+    return [int(number) for number in np.clip(np.round(tokens * factors), 1, MAX_TOKENS)]
 
 
-def pool_blocks() -> int:
-    """Room for ``NUM_RESIDENT`` requests, each at half of its output."""
+def pool_blocks(num_resident: int = NUM_RESIDENT) -> int:
+    """Room for so many chat-like requests, each at half of its output."""
     pool = lengths(2000, seed=999)
-    return math.ceil(NUM_RESIDENT * float((pool.prompt_tokens + pool.output_tokens / 2).mean()) / BLOCK_TOKENS)
+    return math.ceil(num_resident * float((pool.prompt_tokens + pool.output_tokens / 2).mean()) / BLOCK_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class Load:
     """``factor`` times capacity for ``burst_s`` seconds, after 25 requests at capacity and before ``tail_s`` at it.
 
     Below capacity there is neither: nobody shall have to wait. ``prompts`` and ``outputs`` are so many times as long as
-    in a chat; capacity is that of requests like these. All rates are ``scale`` times what they would be.
+    in a chat, or of each kind of ``mix`` in turn; capacity is that of requests like these. All rates are ``scale``
+    times what they would be.
     """
 
     name: str
@@ -50,6 +51,12 @@ class Load:
     prompts: float = 1.0
     outputs: float = 1.0
     scale: float = 1.0
+    mix: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def kinds(self) -> tuple[tuple[float, float], ...]:
+        """(prompts, outputs) of the requests, one after the other."""
+        return self.mix or ((self.prompts, self.outputs),)
 
     def phases(self, capacity: float) -> list[tuple[float, float]]:
         """(requests per second, how many) of each phase."""
@@ -78,7 +85,8 @@ def make_requests(load: Load, capacity: float, seed: int) -> list[Request]:
     phases[-1] = replace(phases[-1], duration_s=math.inf)
     count = round(sum(number for _, number in planned))
     arrivals, drawn = phase_arrivals(phases, count, 1.0, np.random.default_rng(seed)), lengths(count, seed)
-    sizes = zip(scaled(drawn.prompt_tokens, load.prompts), scaled(drawn.output_tokens, load.outputs), strict=True)
+    prompts, outputs = (np.resize(np.array(factors), count) for factors in zip(*load.kinds, strict=True))
+    sizes = zip(scaled(drawn.prompt_tokens, prompts), scaled(drawn.output_tokens, outputs), strict=True)
     return [
         Request(
             request_id=str(index),

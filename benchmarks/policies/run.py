@@ -30,13 +30,13 @@ IN_LINE_S = 1.0
 """A request with a longer TTFT stood in line."""
 
 
-def simulate(way: Way, requests: list[Request]) -> dict[str, Any]:
-    """Serve the requests one way."""
+def simulate(way: Way, requests: list[Request], num_blocks: int = pool_blocks()) -> dict[str, Any]:
+    """Serve the requests one way, with a pool of so many blocks."""
     environment, policy = Environment(), way.make_policy()
     link = Link(Tier.HOST, way.bandwidth, 1e-5)
     backups = BackupTable([SlotLedger(Tier.HOST, way.num_slots)] if way.num_slots else [])
     config = LoopConfig(max_model_len=1024, block_bytes=BLOCK_BYTES)
-    state = LoopState(config, BlockLedger(pool_blocks(), BLOCK_TOKENS), policy, backups, [link])
+    state = LoopState(config, BlockLedger(num_blocks, BLOCK_TOKENS), policy, backups, [link])
     executor = VirtualExecutor(way.step_time_s, VirtualLinks({Tier.HOST: link}, BLOCK_BYTES))
     instance = VirtualInstance(environment, Loop(state, policy), executor)
     for request in requests:
@@ -50,6 +50,7 @@ def simulate(way: Way, requests: list[Request]) -> dict[str, Any]:
         "duration_s": environment.now,
         "output_tokens": sum(len(life.token_times_s) for life in lives),
         "ttft_s": [round(life.ttft_s or 0.0, 4) for life in lives],
+        "tpot_s": [round(life.tpot_s or 0.0, 4) for life in lives],
         "e2e_s": [round(life.e2e_s or 0.0, 4) for life in lives],
         "longest_gap_s": [round(max(life.itl_s, default=0.0), 4) for life in lives],
         "preemptions": state.counters.preemptions,
@@ -75,6 +76,8 @@ def find_capacity(prompts: float, outputs: float) -> float:
 COLUMNS: dict[str, Callable[[list[dict[str, Any]]], float]] = {
     "TTFT p50": lambda runs: _quantile(runs, "ttft_s", 0.5),
     "TTFT p99": lambda runs: _quantile(runs, "ttft_s", 0.99),
+    "TPOT p50": lambda runs: _quantile(runs, "tpot_s", 0.5),
+    "TPOT p99": lambda runs: _quantile(runs, "tpot_s", 0.99),
     "E2E p50": lambda runs: _quantile(runs, "e2e_s", 0.5),
     "E2E p99": lambda runs: _quantile(runs, "e2e_s", 0.99),
     "E2E mean": lambda runs: float(np.mean(np.concatenate([run["e2e_s"] for run in runs]))),

@@ -1,0 +1,174 @@
+"""The sweep over loads, mixes of lengths, pools and devices: in each cell four policies serve the same requests.
+
+python benchmarks/policies/cells.py --seeds 1 --out benchmarks/policies/cells.json      # minutes; virtual time
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from loads import BLOCK_TOKENS, NUM_RESIDENT, Load, lengths, make_requests, pool_blocks, scaled
+from run import BLOCK_BYTES, COLUMNS, simulate
+from ways import LINE, PCIE, Way
+
+from floodplain.core.goals import UNLOADED_FACTOR
+from floodplain.policy.settings import settings_for
+from floodplain.sim.executor import StepLine
+
+POLICIES = ("fcfs", "cfs", "fair", "paced")
+SWAP_POOLS = 8
+H100_LINE = StepLine(base_s=0.0300, decode_s=0.000304, prefill_token_s=0.0000909)
+"""Llama-2-70B on eight H100: least squares over the 17 rows of Splitwise's measurements (``splitwise_e2e.csv``)."""
+H100_BLOCK_S = BLOCK_TOKENS * 80 * 2 * 8 * 128 * 2 / 8 / 50e9
+"""A block of 16 tokens over PCIe 5 (50 GB/s), a part of it on each of the eight GPUs."""
+MIXES: dict[str, tuple[tuple[float, float], ...]] = {
+    "chat": ((1.0, 1.0),),
+    "short answers": ((1.0, 0.25),),
+    "long prompts": ((3.0, 1.0),),
+    "all": ((1.0, 1.0), (1.0, 0.25), (3.0, 1.0)),
+}
+"""(prompts, outputs) as multiples of a chat's, one request after the other."""
+FACTORS = (1.2, 1.5, 2.0, 3.0, 5.0)
+NUM_STEADY = 400
+"""Requests that show whether a rate can be sustained."""
+SHAPES = {"burst": (30.0, 60.0), "lasting": (60.0, 0.0)}
+"""Seconds above capacity, and then at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One load on one device."""
+
+    factor: float
+    shape: str
+    mix: str
+    num_resident: int = NUM_RESIDENT
+    device: str = "cpu"
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.factor:g}x {self.shape}, {self.mix}, pool of {self.num_resident}, {self.device}"
+
+    @property
+    def load(self) -> Load:
+        """Its requests."""
+        burst_s, tail_s = SHAPES[self.shape]
+        return Load(self.name, self.factor, burst_s, tail_s, mix=MIXES[self.mix])
+
+    @property
+    def line(self) -> StepLine:
+        """What its steps cost."""
+        return LINE if self.device == "cpu" else H100_LINE
+
+    def way(self, policy: str) -> Way:
+        """Its device under a policy; on a GPU copies take nothing from steps."""
+        num_slots = 0 if policy == "fcfs" else SWAP_POOLS * pool_blocks(self.num_resident)
+        is_cpu = self.device == "cpu"
+        bandwidth = PCIE if is_cpu else BLOCK_BYTES / H100_BLOCK_S
+        settings = settings_for(policy)
+        return Way(policy, policy, bandwidth, num_slots, settings, copies_cost=is_cpu, line=self.line)
+
+    def goals_s(self) -> tuple[float, float]:
+        """(TTFT, TPOT): five times what the median request takes alone."""
+        drawn = lengths(2000, seed=999)
+        factors = np.resize(np.array([prompts for prompts, _ in MIXES[self.mix]]), 2000)
+        prompt = median(scaled(drawn.prompt_tokens, factors))
+        line = self.line
+        ttft_s, tpot_s = line.base_s + line.prefill_token_s * prompt, line.base_s + line.decode_s
+        return UNLOADED_FACTOR * ttft_s, UNLOADED_FACTOR * tpot_s
+
+
+CELLS = (
+    *(Cell(factor, shape, mix) for mix, shape, factor in product(MIXES, SHAPES, FACTORS)),
+    *(
+        Cell(factor, "burst", mix, num_resident)
+        for mix, num_resident, factor in product(("chat", "all"), (12, 48), (1.5, 2.0, 3.0))
+    ),
+    *(Cell(factor, shape, mix, 64, "h100") for mix, shape, factor in product(("chat", "all"), SHAPES, (2.0, 3.0))),
+)
+
+
+@cache
+def find_capacity(mix: str, num_resident: int, device: str) -> float:
+    """The highest steady rate at which FCFS keeps TTFT p99 under a second (ten bisections of the logarithm)."""
+    cell = Cell(1.0, "lasting", mix, num_resident, device)
+    low, high = math.log(0.25), math.log(128.0)
+    for _ in range(10):
+        rate = math.exp((low + high) / 2)
+        steady = Load("steady", 1.0, NUM_STEADY / rate, mix=MIXES[mix])
+        run = simulate(cell.way("fcfs"), make_requests(steady, rate, 11), pool_blocks(num_resident))
+        is_kept = float(np.quantile(run["ttft_s"], 0.99)) < 1.0
+        low, high = (math.log(rate), high) if is_kept else (low, math.log(rate))
+    return math.exp(low)
+
+
+def serve(cell: Cell, seeds: list[int]) -> dict[str, Any]:
+    """All policies in one cell: columns of the table, by policy."""
+    capacity = find_capacity(cell.mix, cell.num_resident, cell.device)
+    goals_s = cell.goals_s()
+    rows: dict[str, Any] = {}
+    for policy in POLICIES:
+        runs = [
+            simulate(cell.way(policy), make_requests(cell.load, capacity, seed), pool_blocks(cell.num_resident))
+            for seed in seeds
+        ]
+        pairs = [pair for run in runs for pair in zip(run["ttft_s"], run["tpot_s"], strict=True)]
+        met = sum(ttft_s <= goals_s[0] and tpot_s <= goals_s[1] for ttft_s, tpot_s in pairs)
+        rows[policy] = {"attained": met / len(pairs), "requests": len(pairs)}
+        rows[policy] |= {name: round(column(runs), 4) for name, column in COLUMNS.items()}
+    return {"cell": cell.name, "capacity": round(capacity, 3), "goals_s": goals_s, "policies": rows}
+
+
+def print_table(results: list[dict[str, Any]]) -> None:
+    """A line for each cell: attainment of the four, then the default's latencies as multiples of FCFS's."""
+    ratios = ("TTFT p99", "TPOT p50", "TPOT p99", "E2E p50", "E2E p99", "longest gap", "tokens/s")
+    print("| cell | " + " | ".join(POLICIES) + " | " + " | ".join(f"{name} / FCFS" for name in ratios) + " |")
+    print("|---" * (1 + len(POLICIES) + len(ratios)) + "|")
+    for result in results:
+        rows = result["policies"]
+        attained = [f"{rows[policy]['attained']:.0%}" for policy in POLICIES]
+        parts = [f"{rows['paced'][name] / max(rows['fcfs'][name], 1e-9):.2f}" for name in ratios]
+        print(f"| {result['cell']} | " + " | ".join((*attained, *parts)) + " |")
+
+
+def summarise(results: list[dict[str, Any]]) -> str:
+    """In how many cells the default is within two points of the best, and where it is below FCFS."""
+    attained = [{policy: row["attained"] for policy, row in result["policies"].items()} for result in results]
+    near = sum(one["paced"] >= max(one.values()) - 0.02 for one in attained)
+    names = [result["cell"] for result in results]
+    below = [name for name, one in zip(names, attained, strict=True) if one["paced"] < one["fcfs"] - 0.02]
+    return (
+        f"paced is within 2 points of the best of {', '.join(POLICIES[:3])} in {near} of {len(results)} cells; "
+        f"more than 2 points below fcfs in {len(below)}: {'; '.join(below) or 'none'}"
+    )
+
+
+def main() -> None:
+    """Serve all cells, print the table, keep the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--only", default="", help="cells whose name holds this")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    cells = [cell for cell in CELLS if args.only in cell.name]
+    with ProcessPoolExecutor() as workers:
+        results = list(workers.map(serve, cells, [args.seeds] * len(cells)))
+    print_table(results)
+    print(summarise(results))
+    if args.out:
+        args.out.write_text(json.dumps({"seeds": args.seeds, "cells": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
