@@ -1,11 +1,12 @@
 """The text of generated tokens, piece by piece: joined, it continues the text of the prompt.
 
-The law, for every tokenizer: prompt text + joined pieces is the text of prompt and output decoded as a whole. Two
+The law, for every tokenizer: prompt text + joined pieces is the text of prompt and output decoded as a whole. Three
 exceptions:
 
 - A prompt that ends within a character: if the output completes the character, it is part of the first piece.
 - SentencePiece decodes a run of byte tokens to nothing but U+FFFD if any byte of the run is wrong. Whole characters
   of such a run that were shown before the wrong byte came stay as they were shown.
+- Where ``ByteLevel`` is one of several decoders, broken bytes look as they do beside the last tokens alone.
 """
 
 from __future__ import annotations
