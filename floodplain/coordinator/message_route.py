@@ -32,7 +32,7 @@ class MessageRoute:
 
     Args:
         app: Gets everything else.
-        answer: To the messages of a batch, from whoever sends it.
+        answer: To the messages of a batch, by its sender.
     """
 
     def __init__(self, app: ASGIApp, answer: Callable[[Sequence[Message], Caller], Awaitable[Response]]) -> None:

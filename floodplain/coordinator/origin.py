@@ -1,4 +1,4 @@
-"""Refuses what a web page can make a browser send: a page that is open on a machine speaks for nobody there.
+"""Refuses what a web page can make a browser send: such a page has no right to the machine's leases.
 
 A page reaches a service of its reader's machine or network by its address, or by a name of its own that it points there
 (DNS rebinding). In the first case the browser names the page in ``Origin``; in the second ``Host`` has the page's name.

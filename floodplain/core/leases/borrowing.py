@@ -70,7 +70,7 @@ def report(table: LeaseTable, message: Report) -> Reply:
 
 
 def _refuse_by_limits(table: LeaseTable, message: Request, limits: LeaseLimits) -> Reply | None:
-    """Why a request is not granted whoever lends: for good if it asks for too little or too much, else for now."""
+    """Why no lender's memory can be granted: for good if it asks for too little or too much, else for now."""
     name, asked = message.name, message.shards
     asked_bytes, least = sum(shard.num_bytes for shard in asked), limits.least_lease_bytes
     if min(shard.num_bytes for shard in asked) < least:

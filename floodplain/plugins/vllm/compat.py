@@ -201,7 +201,7 @@ class SteeredScheduler(Scheduler):
 
     @contextmanager
     def _free_held(self) -> Iterator[None]:
-        """In here blocks are free that only copies hold; nobody allocates."""
+        """While the context is open, blocks that only copies hold are free; allocate none."""
         held = list(self.held_blocks)
         self.finder.pool.free_blocks(held)
         try:

@@ -227,13 +227,13 @@ class FloodplainConnector(KVConnectorBase_V1):
         """See vLLM: copies have begun already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See vLLM: nobody computes before all of it is there. Where KV may come layer by layer, this is the place."""
+        """See vLLM: a request computes when all its KV is there. KV that came by layers would be waited for here."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """See vLLM: blocks leave whole."""
 
     def wait_for_save(self) -> None:
-        """See vLLM: copies hold their blocks, so nobody waits for them."""
+        """See vLLM: copies hold their blocks, so no wait is needed."""
 
 
 def _find_problem(vllm_config: Any, groups: list[Any]) -> str | None:
