@@ -11,9 +11,8 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.leases.book import LeaseBook
 from floodplain.core.leases.borrower import Borrower
 from floodplain.core.leases.choice import choose_producers, choose_recalls
-from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
+from floodplain.core.leases.messages import Heartbeat, Join, Leave, Observe, Offer, Recall, Report, Request
 from floodplain.core.leases.rows import Member, Reply, Shard
 from floodplain.core.leases.states import (
     ENDED,
@@ -29,8 +28,8 @@ from floodplain.core.leases.states import (
     judge,
     judge_copy,
 )
+from tests.support.lease_desk import TTL_S, Desk
 
-TTL_S = 10.0
 DESIGN = Path(__file__).parents[2] / "docs" / "design" / "005-leases.md"
 
 
@@ -141,36 +140,6 @@ def test_a_recall_takes_what_costs_least() -> None:
 
 
 # -- the book ----------------------------------------------------------------------------------------------------------
-
-
-class Desk:
-    """A book with a producer that has put up ten bytes and a consumer, and short names for what they say."""
-
-    def __init__(self, limits: LeaseLimits = DEFAULT_LIMITS) -> None:
-        self.book = LeaseBook(TTL_S, now=0.0, limits=limits)
-        self.now = 0.0
-        for name in ("p", "c"):
-            assert self.say(Join(name, f"{name}-1")).outcome is Outcome.APPLIED
-        assert self.say(Offer("p", self.row("p").stamp, 10)).outcome is Outcome.APPLIED
-
-    def say(self, message: Join | Leave | Heartbeat | Offer | Recall | Observe | Request | Report) -> Reply:
-        reply = self.book.handle(message, self.now)
-        self.book.rows.check_integrity()
-        return reply
-
-    def row(self, name: str) -> Member:
-        return self.book.rows.members[name]
-
-    def grant(self, number: int, *sizes: int) -> list[Lease]:
-        reply = self.say(Request("c", self.row("c").generation, number, tuple(Shard(size) for size in sizes)))
-        return list(reply.leases)
-
-    def report(self, lease: Lease, event: LeaseEvent) -> Reply:
-        known = self.book.rows.leases[lease.lease_id]
-        return self.say(Report("c", lease.lease_id, Stamp(known.generation, known.revision), event))
-
-    def observe(self, foreign_bytes: int) -> Reply:
-        return self.say(Observe("p", self.row("p").stamp, foreign_bytes))
 
 
 def test_a_lease_from_offer_to_settlement() -> None:
@@ -372,185 +341,3 @@ def test_nobody_reports_of_what_another_borrowed_nor_what_only_others_can_say() 
     assert desk.say(Report("p", lease.lease_id, stamp, LeaseEvent.RELEASE)).outcome is Outcome.CONFLICT
     assert desk.say(Report("c", lease.lease_id, stamp, LeaseEvent.SETTLE)).outcome is Outcome.CONFLICT
     assert desk.book.rows.leases[lease.lease_id] == lease
-
-
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sizes", "outcome"),
-    [
-        ((2,), Outcome.APPLIED),
-        ((2, 3), Outcome.APPLIED),
-        ((3, 3), Outcome.DEFERRED),
-        ((1,), Outcome.CONFLICT),
-        ((4, 1), Outcome.CONFLICT),
-        ((9,), Outcome.CONFLICT),
-        ((2, 2, 2, 2), Outcome.CONFLICT),
-    ],
-)
-def test_a_request_beyond_a_quota_waits_or_is_refused(sizes: tuple[int, ...], outcome: Outcome) -> None:
-    """The consumer has one lease of three bytes; it may have three, of at least two and together eight."""
-    desk = Desk(LeaseLimits(least_lease_bytes=2, max_leases=3, max_borrowed_bytes=8))
-    assert desk.grant(1, 3)
-    reply = desk.say(Request("c", 1, 2, tuple(Shard(size) for size in sizes)))
-    assert (reply.outcome, len(reply.leases)) == (outcome, len(sizes) if outcome is Outcome.APPLIED else 0)
-    assert reply.member == desk.row("c") and (not reply.detail) == (outcome is Outcome.APPLIED)
-
-
-def test_owed_leases_count_until_they_are_settled() -> None:
-    desk = Desk(LeaseLimits(max_leases=1))
-    [lease] = desk.grant(1, 1)
-    desk.report(lease, LeaseEvent.HOLD)
-    desk.report(lease, LeaseEvent.RELEASE)
-    assert desk.grant(2, 1) == []
-    desk.observe(0)
-    assert len(desk.grant(3, 1)) == 1
-
-
-def test_a_device_with_all_its_leases_lends_no_more() -> None:
-    desk = Desk(LeaseLimits(max_leases_on_device=3))
-    assert len(desk.grant(1, 1, 1)) == 2
-    assert desk.grant(2, 1, 1) == []
-    assert len(desk.grant(2, 1)) == 1
-    assert desk.grant(3, 1) == []
-
-
-# -- answers to a batch ------------------------------------------------------------------------------------------------
-
-
-def test_however_often_a_member_beats_in_a_batch_it_is_told_once() -> None:
-    desk = Desk()
-    desk.grant(1, 1, 1)
-    request = Request("c", 1, 2, (Shard(1), Shard(1)))
-    batch: list[Message] = [Heartbeat("c", 1), request, Join("c", "c-1"), Heartbeat("p", 1), request, Heartbeat("c", 1)]
-    replies = desk.book.handle_all(batch, 1.0)
-    assert [reply.outcome for reply in replies] == [Outcome.APPLIED] * len(batch)
-    first, asked, again, other, repeated, last = (reply.leases for reply in replies)
-    assert first is again is last and asked is repeated and len(asked) == 2
-    assert set(first) == set(other) == set(desk.book.rows.leases.values()) and len(first) == 4
-    assert desk.book.count_told(batch) == 4 + 4 + 2
-
-
-def test_a_batch_tells_leases_as_they_are_after_it() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 4)
-    held = Report("c", lease.lease_id, Stamp(1, 1), LeaseEvent.HOLD)
-    batch: list[Message] = [Heartbeat("c", 1), held, Request("c", 1, 1, (Shard(4),)), Request("c", 1, 1, (Shard(4),))]
-    beat, _, *_ = desk.book.handle_all(batch, 1.0)
-    assert [told.state for told in beat.leases] == [LeaseState.HELD]
-    recall = Recall("p", desk.row("p").stamp, 99, deadline_s=3.0)
-    beat, copy, recalled, again = desk.book.handle_all([batch[0], batch[2], recall, batch[2]], 2.0)
-    assert beat.due_in_s == recalled.due_in_s == {lease.lease_id: 3.0}
-    assert [told.state for told in (*copy.leases, *again.leases)] == [LeaseState.HELD] * 2
-    assert desk.book.due_in_s(3.0) == {lease.lease_id: 2.0}
-
-
-def test_a_lease_is_shown_to_its_ends_alone() -> None:
-    desk = Desk()
-    [lease] = desk.grant(1, 4)
-    desk.say(Join("eve", "eve-1"))
-    reply = desk.say(Report("eve", lease.lease_id, Stamp(1, 1), LeaseEvent.RELEASE))
-    assert (reply.outcome, reply.leases, reply.member) == (Outcome.CONFLICT, (), None)
-
-
-# -- members that are gone ---------------------------------------------------------------------------------------------
-
-
-def test_a_member_is_forgotten_when_it_ended_long_ago_and_owes_nothing() -> None:
-    desk = Desk(LeaseLimits(forget_after_s=5.0))
-    [lease] = desk.grant(1, 4)
-    desk.report(lease, LeaseEvent.HOLD)
-    desk.say(Leave("c", 1))
-    for desk.now in (1.0, 7.0):
-        desk.say(Heartbeat("p", 1))
-        desk.book.tick(desk.now)
-    assert "c" in desk.book.rows.members  # its lease is owed
-    desk.observe(0)
-    desk.book.take_changes()
-    desk.book.tick(desk.now)
-    assert set(desk.book.rows.members) == {"p"}
-    changes = desk.book.take_changes()
-    assert (changes.members, changes.forgotten) == ((), ("c",)) and changes.floor >= 1
-
-
-def test_what_a_forgotten_life_still_says_is_stale() -> None:
-    desk = Desk(LeaseLimits(forget_after_s=5.0))
-    for life in range(1, 4):
-        desk.say(Leave("c", desk.row("c").generation))
-        for desk.now in (10.0 * life, 10.0 * life + 6):
-            desk.say(Heartbeat("p", 1))
-            desk.book.tick(desk.now)
-        old = desk.book.rows.floor
-        member = desk.say(Join("c", "c-1")).member
-        assert member is not None and member.stamp == Stamp(old + 1, old + 1)
-        assert desk.say(Heartbeat("c", old)).outcome is Outcome.STALE
-        assert desk.say(Leave("c", old)).outcome is Outcome.STALE
-        assert desk.say(Request("c", old, 9, (Shard(1),))).outcome is Outcome.STALE
-
-
-def test_a_full_book_forgets_who_ended_first_but_never_the_living() -> None:
-    desk = Desk(LeaseLimits(max_members=4, forget_after_s=1e9))
-    desk.say(Join("d", "d-1"))
-    assert desk.say(Join("e", "e-1")).outcome is Outcome.DEFERRED
-    desk.say(Leave("d", 1))
-    desk.book.tick(0.0)
-    assert desk.say(Join("e", "e-1")).outcome is Outcome.APPLIED
-    assert set(desk.book.rows.members) == {"p", "c", "e"}
-
-
-def test_a_crowd_of_consumers_leaves_room_for_lenders() -> None:
-    desk = Desk(LeaseLimits(max_members=4))
-    for number in range(9):
-        desk.say(Join(f"c{number}", "i"))
-    joined = [desk.book.handle_all([Join(f"q{number}", "i")], 0.0, Producers())[0].outcome for number in range(2)]
-    assert (joined, len(desk.book.rows.members)) == ([Outcome.APPLIED, Outcome.DEFERRED], 4)
-
-
-# -- whose life it is --------------------------------------------------------------------------------------------------
-
-
-class Borrowers:
-    """A token of consumers, for whatever name."""
-
-    def may_lend(self, _: str) -> bool:
-        return False
-
-    def is_producer(self, _: str) -> bool:
-        return False
-
-
-class Producers(Borrowers):
-    """A token of producers."""
-
-    def may_lend(self, _: str) -> bool:
-        return True
-
-    is_producer = may_lend
-
-
-@pytest.mark.parametrize("is_alive", [True, False])
-@pytest.mark.parametrize("has_offered", [True, False])
-def test_who_may_only_borrow_says_nothing_for_a_lender(is_alive: bool, has_offered: bool) -> None:
-    desk = Desk()
-    if not has_offered:
-        desk.book.handle_all([Join("q", "q-1")], 0.0, Producers())
-    lender = "p" if has_offered else "q"
-    if not is_alive:
-        desk.say(Leave(lender, 1))
-    before = desk.row(lender)
-    lease = LeaseId("q.1.1.0")
-    for generation in (1, 2, 99):
-        batch: list[Message] = [
-            Join(lender, "new"),
-            Join(lender, f"{lender}-1"),
-            Heartbeat(lender, generation),
-            Leave(lender, generation),
-            Request(lender, generation, 1, (Shard(1),)),
-            Report(lender, lease, Stamp(generation, 1), LeaseEvent.RELEASE),
-        ]
-        replies = desk.book.handle_all(batch, 1.0, Borrowers())
-        assert {(reply.outcome, reply.member, reply.leases) for reply in replies} == {(Outcome.CONFLICT, None, ())}
-    assert desk.row(lender) == before
-    allowed = desk.book.handle_all([Join("new", "n-1"), Heartbeat("new", 1)], 1.0, Borrowers())
-    assert [reply.outcome for reply in allowed] == [Outcome.APPLIED] * 2
