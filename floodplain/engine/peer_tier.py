@@ -195,7 +195,7 @@ class PeerTier:
                 self._pending.remove(lease.request)
                 self._use(lease)
             else:
-                self._client.refused(lease.lease_id, "nobody here has asked for it")
+                self._client.refused(lease.lease_id, "this engine has not asked for it")
 
     def _use(self, lease: Lease) -> None:
         chunk = self._free_chunk()

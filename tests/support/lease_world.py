@@ -272,7 +272,7 @@ class LeaseWorld:
         self._check_limits()
 
     def _forget_members(self, changes: Changes) -> None:
-        """Whoever is forgotten owes nothing."""
+        """A member that is forgotten owes nothing."""
         ends = {name for lease in self.stored_leases.values() for name in (lease.producer, lease.consumer)}
         for name in changes.forgotten:
             assert name not in ends, f"{name} is forgotten and has leases"
