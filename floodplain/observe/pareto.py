@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 LARGEST_POINT = 900.0
 """Area in points squared of the run with the longest E2E."""
 
+LEGEND_SCALE = 0.3
+"""Of a point's width, in the legend."""
+
 AXES: tuple[tuple[str, str, float], ...] = (
     ("ttft", "TTFT p99 (s)", 1e-3),
     ("tpot", "TPOT p99 (ms)", 1.0),
@@ -38,12 +41,11 @@ def draw_pareto(runs: Sequence[Run]) -> Figure | None:
             x, y = (value * factor for value, (_, _, factor) in zip(values, AXES, strict=True))
             panel.scatter(
                 [x], [y], s=LARGEST_POINT * e2e_ms / longest_ms, color=COLOURS[i % len(COLOURS)],
-                marker=MARKERS[i % len(MARKERS)], alpha=0.7,
+                marker=MARKERS[i % len(MARKERS)], alpha=0.7, label=f"{name} (E2E p99 {e2e_ms / 1e3:.1f} s)",
             )  # fmt: skip
-            label = f"{name}\nE2E p99 {e2e_ms / 1e3:.1f} s"
-            panel.annotate(label, (x, y), (14, 0), textcoords="offset points", va="center", fontsize=8.5)
         _draw_goals(panel, runs)
         _scale(panel)
+        figure.legend(loc="outside lower center", ncols=min(4, len(known)), markerscale=LEGEND_SCALE)
     return figure
 
 
@@ -54,16 +56,16 @@ def _draw_goals(panel: Axes, runs: Sequence[Run]) -> None:
         return
     for (goal, _, factor), draw in zip(AXES, (panel.axvline, panel.axhline), strict=True):
         if goal in goals[0]:
-            draw(goals[0][goal] * factor, color="#888888", linestyle="--", linewidth=1.0, label="goal")
+            draw(goals[0][goal] * factor, color="#888888", linestyle="--", linewidth=1.0)
 
 
 def _scale(panel: Axes) -> None:
-    """Logarithmic, with room for points and their names."""
+    """Logarithmic, with room for points."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     panel.set_xscale("log")
     panel.set_yscale("log")
-    panel.margins(x=0.35, y=0.35)
+    panel.margins(x=0.2, y=0.25)
     panel.set_xlabel(AXES[0][1])
     panel.set_ylabel(AXES[1][1])
     for axis in (panel.xaxis, panel.yaxis):
