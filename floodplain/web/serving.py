@@ -21,8 +21,11 @@ from floodplain.web.acceptor import Acceptor
 from floodplain.web.limits import ConnectionLimits
 from floodplain.web.listen import url_of
 
-LISTEN_BACKLOG = 128
-"""Connections that the kernel keeps until they are accepted."""
+LISTEN_BACKLOG = 4096
+"""Connections that the kernel keeps until they are accepted; it takes less where ``net.core.somaxconn`` says so.
+
+Beyond these the kernel drops a connection's first packet, and the client repeats it after a second.
+"""
 
 TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second; connections are checked once a second."""
