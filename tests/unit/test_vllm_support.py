@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +14,20 @@ import pytest
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.refusal import Refusal, refusals_in_one_line
 from floodplain.plugins.vllm.register import CONNECTOR, SCHEDULER
-from floodplain.plugins.vllm.support import CACHE_DTYPES, count_block_bytes, expect_supported, find_cache_problem
+from floodplain.plugins.vllm.support import (
+    CACHE_DTYPES,
+    count_block_bytes,
+    expect_connector,
+    expect_supported,
+    find_cache_problem,
+    names_connector,
+    names_scheduler,
+)
 
 DEFAULTS = {
     "scheduler_config": {
         "async_scheduling": False, "enable_chunked_prefill": True, "disable_chunked_mm_input": False,
-        "scheduler_cls": SCHEDULER,
+        "scheduler_cls": SCHEDULER, "disable_hybrid_kv_cache_manager": True,
     },
     "parallel_config": {
         "pipeline_parallel_size": 1, "tensor_parallel_size": 1, "decode_context_parallel_size": 1,
@@ -28,7 +38,10 @@ DEFAULTS = {
         "is_attention_free": False, "enable_sleep_mode": False,
     },
     "cache_config": {"cache_dtype": "auto", "kv_offloading_size": None},
-    "kv_transfer_config": {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "fail"},
+    "kv_transfer_config": {
+        "kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {},
+    },
 }  # fmt: skip
 """What vLLM hands over of an engine with nothing but the scheduler and the connector."""
 
@@ -77,6 +90,10 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
         ({"scheduler_config__async_scheduling": True}, "pass --no-async-scheduling"),
         ({"scheduler_config__enable_chunked_prefill": False}, "leave --no-enable-chunked-prefill out"),
         ({"scheduler_config__disable_chunked_mm_input": True}, "leave --disable-chunked-mm-input out"),
+        (
+            {"scheduler_config__disable_hybrid_kv_cache_manager": False},
+            "leave --no-disable-hybrid-kv-cache-manager out",
+        ),
         ({"speculative_config": object()}, "speculative decoding"),
         ({"lora_config": object()}, "leave --enable-lora out"),
         ({"ec_transfer_config": object()}, "leave --ec-transfer-config out"),
@@ -105,6 +122,23 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], messa
     with pytest.raises(UserError) as refusal:
         expect_supported(make_config(**changes), borrows=True, follows_sleep=False)
     assert message in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("transfer", [None, SimpleNamespace(kv_connector="Other", kv_connector_extra_config={})])
+def test_the_scheduler_without_its_connector_is_refused(transfer: Any) -> None:
+    config = make_config(kv_transfer_config=transfer)
+    assert names_scheduler(config) and not names_connector(config)
+    with pytest.raises(UserError, match="FloodplainScheduler needs FloodplainConnector beside it"):
+        expect_connector(config)
+
+
+def test_a_configuration_that_names_nothing_of_ours_is_none_of_ours() -> None:
+    config = make_config(kv_transfer_config=None, scheduler_config__scheduler_cls=None)
+    assert not names_scheduler(config) and not names_connector(config)
+    inner = {"connectors": [{"kv_connector": CONNECTOR}]}
+    many = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=inner)
+    assert names_connector(make_config(kv_transfer_config=many))
+    expect_connector(make_config())
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------
@@ -175,6 +209,45 @@ def test_an_uncaught_refusal_is_one_line_and_status_2() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (2, "floodplain: leave it out\n")
+
+
+PARENT = """
+import subprocess, sys
+from floodplain.plugins.vllm.refusal import end_quietly_after_refusals
+end_quietly_after_refusals()
+child = subprocess.run([sys.executable, "-c", sys.argv[1]])
+if "forget" in sys.argv: end_quietly_after_refusals()
+raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+"""
+"""As vLLM's process that starts engine processes, and does not know why they ended."""
+
+REFUSING = """
+from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.refusal import end_quietly_after_refusals, refusals_in_one_line
+end_quietly_after_refusals()
+with refusals_in_one_line(): raise UserError('leave it out')
+"""
+
+
+@pytest.mark.parametrize(
+    ("child", "more", "status", "num_traces"),
+    [
+        (REFUSING, (), 2, 0),
+        (REFUSING, ("forget",), 1, 1),
+        ("raise SystemExit(2)", (), 1, 1),
+        ("raise ValueError('no memory')", (), 1, 2),
+    ],
+    ids=["refused", "refused before the last start", "ended otherwise", "failed"],
+)
+def test_a_process_ends_quietly_if_the_one_that_it_started_refused(
+    child: str, more: tuple[str, ...], status: int, num_traces: int, tmp_path: Path
+) -> None:
+    words = [sys.executable, "-c", PARENT, child, *more]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    assert (ended.returncode, ended.stderr.count("Traceback")) == (status, num_traces), ended.stderr
+    assert ended.stderr.count("floodplain: leave it out\n") == (child == REFUSING)
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_errors_are_left_alone() -> None:

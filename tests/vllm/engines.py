@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,13 @@ from floodplain.plugins.vllm.worker import SwapWorker
 
 BLOCK_TOKENS = 32
 MAX_MODEL_LEN = 512
+TINY = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "float32", "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "vocab_size": 40_000, "max_position_embeddings": 512, "sliding_window": 48, "query_pre_attn_scalar": 32,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+"""A model without weights: vLLM draws them, the same each time."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,13 @@ def make_load(seed: int, num_requests: int, *, num_common: int = 0) -> Load:
     tails = ([rng.randrange(10, 40_000) for _ in range(rng.randrange(20, 180))] for _ in range(num_requests))
     prompts = tuple((*common, *tail) for tail in tails)
     return Load(prompts, tuple(rng.randrange(20, 100) for _ in range(num_requests)))
+
+
+def make_tiny(folder: Path, kinds: list[str]) -> dict[str, Any]:
+    """Flags for a model whose layers have these kinds of attention."""
+    layers = {"layer_types": [f"{kind}_attention" for kind in kinds], "num_hidden_layers": len(kinds)}
+    (folder / "config.json").write_text(json.dumps(TINY | layers))
+    return {"load_format": "dummy", "skip_tokenizer_init": True}
 
 
 def make_stock(model: Path, **flags: Any) -> LLM:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
 
-from tests.vllm.engines import Load, serve_calmly
+from tests.vllm.engines import Load, make_tiny, serve_calmly
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 60
@@ -28,13 +29,18 @@ CONNECTOR = {
     "kv_connector_module_path": "floodplain.plugins.vllm.connector",
     "kv_role": "kv_both",
 }
+TRANSFER = ["--kv-transfer-config", json.dumps(CONNECTOR)]
 SCHEDULER = ["--scheduler-cls", "floodplain.plugins.vllm.scheduler.FloodplainScheduler"]
 
 
-def run(*words: str, seconds: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
-    """A program in vLLM's environment, with several processes as by default."""
+def run(*words: str, seconds: float = PATIENCE_S, installed: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A program in vLLM's environment, with several processes as by default.
+
+    ``installed`` is a folder that makes floodplain one of the packages that are installed there.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= {"PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    path = os.pathsep.join(map(str, [ROOT, *([installed] if installed else [])]))
+    environment |= {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return subprocess.run(
         [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
@@ -61,12 +67,12 @@ def server(model: Path, *flags: str, transfer: dict[str, Any] = CONNECTOR) -> li
 
 
 def expect_refused(ended: subprocess.CompletedProcess[str], line: str) -> None:
-    """Its last words are one line, and there is no traceback."""
+    """There is one line of ours, and no traceback."""
     said = ended.stderr.rstrip().splitlines()
     assert ended.returncode == 2, said[-5:]
-    assert said[-1].startswith("floodplain: ") and line in said[-1]
+    [own] = [one for one in said if "floodplain: " in one]
+    assert own.startswith("floodplain: ") and line in own
     assert "Traceback" not in ended.stderr + ended.stdout
-    assert sum("floodplain: " in one for one in said) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,3 +113,38 @@ def test_a_program_is_refused_in_one_line_too(model: Path) -> None:
     told = {"model": str(model), "prompts": [], "num_tokens": 1, **flags}
     ended = run("-m", "tests.vllm.plain", json.dumps(told))
     expect_refused(ended, "leave --no-enable-chunked-prefill out")
+
+
+def install(folder: Path) -> Path:
+    """What pip would write of floodplain, in as far as vLLM reads it."""
+    about = folder / "floodplain-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: floodplain\nVersion: 0\n")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (about / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (SCHEDULER, "FloodplainScheduler needs FloodplainConnector beside it"),
+        (
+            [*SCHEDULER, "--disable-hybrid-kv-cache-manager", "--enable-lora", *TRANSFER],
+            "leave --enable-lora out",
+        ),
+    ],
+    ids=["no connector", "vLLM asks for no connector early"],
+)
+def test_the_engine_process_refuses_in_one_line_too(model: Path, tmp_path: Path, flags: list[str], line: str) -> None:
+    words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--max-model-len", "512"]
+    ended = run(*words, "--port", "0", "--no-async-scheduling", *flags, installed=install(tmp_path))
+    expect_refused(ended, line)
+    assert "Loading safetensors" not in ended.stderr
+
+
+def test_what_only_a_loaded_model_shows_is_refused_in_one_line(tmp_path: Path) -> None:
+    flags = make_tiny(tmp_path, ["sliding"] * 4)
+    ended = run(*server(tmp_path, *SCHEDULER, "--load-format", flags["load_format"], "--skip-tokenizer-init"))
+    expect_refused(ended, "this model keeps SlidingWindowSpec: serve it without floodplain")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,17 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.sampling_params import StructuredOutputsParams
 
 from floodplain.plugins.vllm.refusal import Refusal
-from tests.vllm.engines import Load, close, drive, expect_nothing_left, make_load, make_ours, scheduler_of, serve_calmly
+from tests.vllm.engines import (
+    Load,
+    close,
+    drive,
+    expect_nothing_left,
+    make_load,
+    make_ours,
+    make_tiny,
+    scheduler_of,
+    serve_calmly,
+)
 from tests.vllm.storm import StormPolicy
 
 
@@ -33,22 +42,6 @@ class MixedLoad(Load):
             temperature=0.0, max_tokens=self.lengths[index], ignore_eos=True,
             prompt_logprobs=1 if index % 3 == 2 else None, seed=index,
         )  # fmt: skip
-
-
-TINY = {
-    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "float32", "hidden_size": 64,
-    "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "vocab_size": 40_000, "max_position_embeddings": 512, "sliding_window": 48, "query_pre_attn_scalar": 32,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-"""A model without weights: vLLM draws them, the same each time."""
-
-
-def make_tiny(folder: Path, kinds: list[str]) -> dict[str, Any]:
-    """Flags for a model whose layers have these kinds of attention."""
-    layers = {"layer_types": [f"{kind}_attention" for kind in kinds], "num_hidden_layers": len(kinds)}
-    (folder / "config.json").write_text(json.dumps(TINY | layers))
-    return {"load_format": "dummy", "skip_tokenizer_init": True}
 
 
 def serve_in_a_storm(model: Path, load: Load, *, recompute: float = 0.2, **flags: Any) -> dict[int, list[int]]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from floodplain.plugins.vllm.refusal import refusals_in_one_line
+from floodplain.plugins.vllm.refusal import end_quietly_after_refusals, refusals_in_one_line
 from floodplain.plugins.vllm.register import CONNECTOR
 from floodplain.plugins.vllm.settings import read_settings
-from floodplain.plugins.vllm.support import expect_supported
+from floodplain.plugins.vllm.support import expect_connector, expect_supported, names_connector, names_scheduler
 from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def __getattr__(name: str) -> Any:
     """
     if name.startswith("__"):
         raise AttributeError(name)
-    config = _config_in_the_making()
+    end_quietly_after_refusals()
+    config = _find_config()
     if config is not None:
         with refusals_in_one_line():
             check_config(config)
@@ -38,6 +39,20 @@ def __getattr__(name: str) -> Any:
     from floodplain.plugins.vllm.wires import FloodplainConnector
 
     return FloodplainConnector
+
+
+def refuse_early() -> None:
+    """Refuse the configuration that vLLM makes, or starts an engine with, where this is called; if it is for us.
+
+    Raises:
+        Refusal: It names our scheduler or our connector, and is not supported.
+    """
+    end_quietly_after_refusals()
+    config = _find_config()
+    if config is not None and (names_scheduler(config) or names_connector(config)):
+        with refusals_in_one_line():
+            expect_connector(config)
+            check_config(config)
 
 
 def check_config(vllm_config: Any) -> None:
@@ -56,11 +71,13 @@ def check_config(vllm_config: Any) -> None:
     expect_supported(vllm_config, borrows=settings.coordinator is not None, follows_sleep=follows_sleep)
 
 
-def _config_in_the_making() -> Any:
-    """The ``VllmConfig`` in whose ``__post_init__`` this is called; None elsewhere."""
+def _find_config() -> Any:
+    """The ``VllmConfig`` in whose ``__post_init__`` this is called, or with which an engine starts; None elsewhere."""
     from vllm.config import VllmConfig
 
+    names = {"__post_init__": "self", "__init__": "vllm_config"}
     for frame, _ in traceback.walk_stack(None):
-        if frame.f_code.co_name == "__post_init__" and isinstance(frame.f_locals.get("self"), VllmConfig):
-            return frame.f_locals["self"]
+        found = frame.f_locals.get(names.get(frame.f_code.co_name, ""))
+        if isinstance(found, VllmConfig):
+            return found
     return None

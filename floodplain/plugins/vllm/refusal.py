@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
 
 from floodplain.core.errors import UserError
 
 BAD_USAGE = 2
+
+_FAILED_START = "Engine core initialization failed"
+"""What vLLM says in the process that started engine processes; not why."""
+
+_MARK = "_FLOODPLAIN_REFUSED"
+"""Variable of the environment: a file that a process makes when it refuses, for the process that started it to find."""
 
 
 class Refusal(UserError, SystemExit):
@@ -35,4 +46,44 @@ def refusals_in_one_line() -> Iterator[None]:
     except UserError as error:
         line = " ".join(str(error).split())
         sys.stderr.write(f"floodplain: {line}\n")
+        _leave_mark()
         raise Refusal(line) from None
+
+
+def _leave_mark() -> None:
+    if isinstance(sys.excepthook, _QuietEnd):
+        return  # no process of vLLM's started this one
+    with suppress(KeyError, OSError):  # a traceback more is no reason to fail otherwise
+        os.close(os.open(os.environ[_MARK], os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+
+
+def end_quietly_after_refusals() -> None:
+    """Let this process end without a traceback if an engine process that it starts ends by a ``Refusal``.
+
+    That process has said the line by then. vLLM raises a ``RuntimeError`` here, which a program may still catch; it has
+    no other place where a plug-in could say how the process ends. Called again, it forgets earlier refusals.
+    """
+    if isinstance(sys.excepthook, _QuietEnd):
+        sys.excepthook.forget()
+    elif _MARK not in os.environ:  # else another process started this one, and is the one to end quietly
+        sys.excepthook = _QuietEnd(sys.excepthook)
+
+
+class _QuietEnd:
+    """``sys.excepthook``: the one before, but for starts that ended by a refusal."""
+
+    def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
+        self._before = before
+        self._mark = Path(tempfile.gettempdir()) / f"floodplain-refused-{secrets.token_hex(8)}"
+        os.environ[_MARK] = str(self._mark)
+
+    def forget(self) -> bool:
+        """Whether a process that was started from here has refused, since it was last asked."""
+        was_refused = self._mark.exists()
+        self._mark.unlink(missing_ok=True)
+        return was_refused
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if self.forget() and _FAILED_START in str(error):
+            raise SystemExit(BAD_USAGE)
+        self._before(kind, error, trace)

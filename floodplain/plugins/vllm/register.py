@@ -10,11 +10,17 @@ SCHEDULER = "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
 
 
 def register() -> None:
-    """Make the connector known by its name. Loads nothing of it, and changes nothing else; safe to call twice.
+    """Make the connector known by its name, and refuse in one line what it does not support. Safe to call twice.
+
+    Raises:
+        Refusal: This process of vLLM starts an engine with our scheduler or connector that is not supported.
 
     https://docs.vllm.ai/en/latest/design/plugin_system.html
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    from floodplain.plugins.vllm.connector import refuse_early
+
     with suppress(ValueError):  # it is registered already
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    refuse_early()

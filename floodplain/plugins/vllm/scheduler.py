@@ -15,8 +15,8 @@ from floodplain.core.sequence import Status
 from floodplain.core.view import View
 from floodplain.plugins.vllm.compat import SteeredScheduler
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
-from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE
 from floodplain.plugins.vllm.rows import Crowd, Limits, RowMaker, sort_rows, view_tiers
+from floodplain.plugins.vllm.support import NO_CONNECTOR
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.wires import FloodplainConnector
 from floodplain.runtime.prices import StepPrices
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
-
-NO_CONNECTOR = (
-    f"FloodplainScheduler needs {CONNECTOR} beside it, alone: pass --kv-transfer-config"
-    f' \'{{"kv_connector": "{CONNECTOR}", "kv_connector_module_path": "{CONNECTOR_MODULE}", "kv_role": "kv_both"}}\''
-)
 
 
 class FloodplainScheduler(SteeredScheduler):

@@ -10,13 +10,18 @@ from importlib import import_module
 from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm.register import CONNECTOR, SCHEDULER
+from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Of vLLM's KV cache: those whose blocks hold all that belongs to them."""
 
 _WHOLE_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of KV cache in which a request keeps every block that it filled."""
+
+NO_CONNECTOR = (
+    f"FloodplainScheduler needs {CONNECTOR} beside it, alone: pass --kv-transfer-config"
+    f' \'{{"kv_connector": "{CONNECTOR}", "kv_connector_module_path": "{CONNECTOR_MODULE}", "kv_role": "kv_both"}}\''
+)
 
 Check = tuple[Callable[[Any], bool], str]
 
@@ -66,6 +71,10 @@ _CHECKS: tuple[Check, ...] = (
         "prompts are computed in chunks: leave --disable-chunked-mm-input out",
     ),
     (
+        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager is False,
+        "vLLM's hybrid KV cache manager is not supported: leave --no-disable-hybrid-kv-cache-manager out",
+    ),
+    (
         lambda c: c.lora_config is not None,
         "LoRA adapters are not supported yet: leave --enable-lora out",
     ),
@@ -112,6 +121,32 @@ def expect_supported(vllm_config: Any, *, borrows: bool, follows_sleep: bool) ->
         _expect_one_process(vllm_config.parallel_config)
 
 
+def names_connector(vllm_config: Any) -> bool:
+    """Whether a configuration of vLLM names our connector, alone or beside others."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and CONNECTOR in f"{transfer.kv_connector} {transfer.kv_connector_extra_config}"
+
+
+def names_scheduler(vllm_config: Any) -> bool:
+    """Whether a configuration of vLLM names our scheduler, or a class that is made of it."""
+    return _is_ours(vllm_config.scheduler_config.scheduler_cls)
+
+
+def expect_connector(vllm_config: Any) -> None:
+    """Refuse a configuration without our connector.
+
+    Raises:
+        UserError: One line that says what to pass.
+    """
+    if not names_connector(vllm_config):
+        raise UserError(NO_CONNECTOR)
+
+
+def _is_ours(scheduler: str | type | None) -> bool:
+    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in getattr(scheduler, "__mro__", ())]
+    return scheduler == SCHEDULER or SCHEDULER in names
+
+
 def _expect_scheduler(scheduler: str | type | None) -> None:
     if isinstance(scheduler, str) and scheduler != SCHEDULER:
         module, _, name = scheduler.rpartition(".")
@@ -119,8 +154,7 @@ def _expect_scheduler(scheduler: str | type | None) -> None:
             scheduler = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"--scheduler-cls {scheduler} is not found: {error}") from None
-    names = [f"{cls.__module__}.{cls.__qualname__}" for cls in getattr(scheduler, "__mro__", ())]
-    if scheduler != SCHEDULER and SCHEDULER not in names:
+    if not _is_ours(scheduler):
         raise UserError(f"{CONNECTOR} does nothing without its scheduler: pass --scheduler-cls {SCHEDULER}")
 
 
