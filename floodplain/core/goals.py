@@ -1,6 +1,22 @@
-"""The one number behind default goals for TTFT and TPOT."""
+"""What users are promised of latencies: a request's own goals, and the number behind the defaults."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 UNLOADED_FACTOR = 5.0
 """A default goal is what a request takes without load, times this: KunServe's factor for chat ("SLO attainment")."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goals:
+    """A request's own goals; what is None is as the server is told.
+
+    Attributes:
+        tpot_s: Seconds per token after the first one, above 0.
+    """
+
+    tpot_s: float | None = None
+
+
+NO_GOALS = Goals()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.sampling import SamplingParams
 
 SeqId = NewType("SeqId", int)
@@ -35,8 +36,7 @@ class Request:
         priority: Lower is sooner, as in vLLM.
         client: Whose request it is (the name of the API key); fairness may be counted by it.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
-        pace: Tokens per second that its reader wants (1 / a goal for TPOT), for policies that keep a pace; None: as the
-            server is told.
+        goals: Its own, for policies that keep goals.
     """
 
     request_id: str
@@ -46,4 +46,4 @@ class Request:
     priority: int = 0
     client: str = ""
     cache_salt: str = ""
-    pace: float | None = None
+    goals: Goals = NO_GOALS

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.hashing import BlockKey
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Status
@@ -45,7 +46,7 @@ class SequenceView:
             gets one in every step since.
         credit: Served work that it was taken to have had when it arrived.
         is_leaving: Copies of its blocks are on their way out, so that what can be restored may still grow.
-        pace: Tokens per second that its reader wants; None: as the server is told.
+        goals: Its own.
         first_token_s: When it got its first token; None before.
         next_copy: Waiting or swapped: the first content that a swap-in copies. Whoever has the same one needs what
             comes first, and can share it then.
@@ -73,7 +74,7 @@ class SequenceView:
     last_token_s: float | None
     credit: float
     is_leaving: bool
-    pace: float | None = None
+    goals: Goals = NO_GOALS
     first_token_s: float | None = None
     next_copy: BlockKey | None = None
     is_arriving: bool = False

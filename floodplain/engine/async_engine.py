@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from floodplain.core.errors import ShuttingDown, UserError
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
@@ -139,7 +140,7 @@ class AsyncEngine:
         priority: int = 0,
         client: str = "",
         cache_salt: str = "",
-        pace: float | None = None,
+        goals: Goals = NO_GOALS,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
 
@@ -160,7 +161,7 @@ class AsyncEngine:
             priority=priority,
             client=client,
             cache_salt=cache_salt,
-            pace=pace,
+            goals=goals,
         )
         caller = _Client(request, self._loop.create_future())
         self._callers.add(caller)

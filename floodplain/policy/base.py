@@ -22,8 +22,8 @@ class Policy(Protocol):
     waiting_window: int
     """How many waiting sequences, at most, a view shows it."""
 
-    keeps_pace: bool
-    """Whether a request's own pace means anything to it."""
+    keeps_goals: bool
+    """Whether a request's own goals mean anything to it."""
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """The order of the waiting queue. Fixed for as long as the sequence waits."""

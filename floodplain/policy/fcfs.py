@@ -28,7 +28,7 @@ class FcfsPolicy:
 
     name = "fcfs"
     waiting_window = 64
-    keeps_pace = False
+    keeps_goals = False
 
     def __init__(self, *, saves_prefixes: bool = False) -> None:
         self._saves_prefixes = saves_prefixes

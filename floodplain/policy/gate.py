@@ -31,7 +31,7 @@ class GatedPolicy:
 
     def __init__(self, inner: SharingPolicy) -> None:
         self.name = inner.name
-        self.waiting_window, self.keeps_pace = inner.waiting_window, inner.keeps_pace
+        self.waiting_window, self.keeps_goals = inner.waiting_window, inner.keeps_goals
         self._inner = inner
         self._fcfs = FcfsPolicy()
         self._slice_steps = inner.settings.slice_steps

@@ -30,9 +30,9 @@ class PaceGoals:
 
     def of(self, row: SequenceView) -> float:
         """The goal of one request."""
-        if row.pace is None:
+        own_s = row.goals.tpot_s
+        if own_s is None:
             return self._usual_s
-        own_s = 1 / row.pace
         return own_s if self._usual_s == inf else min(LOOSEST * self._usual_s, max(TIGHTEST * self._usual_s, own_s))
 
     def is_late(self, row: SequenceView, now: float) -> bool:

@@ -87,7 +87,7 @@ class PacedPolicy(SharingPolicy):
     """See the module's docstring."""
 
     name = "paced"
-    keeps_pace = True
+    keeps_goals = True
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """(priority, arrival, id): as everywhere in this policy."""

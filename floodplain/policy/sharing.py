@@ -19,7 +19,7 @@ class SharingPolicy(ABC):
 
     name: str
     waiting_window = 64
-    keeps_pace = False
+    keeps_goals = False
 
     def __init__(self, settings: SharingSettings) -> None:
         self.settings = settings

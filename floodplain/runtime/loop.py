@@ -102,8 +102,8 @@ class Loop:
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if not num_prompt:
             raise RequestRefused("the prompt is empty: send at least one token", field="prompt")
-        if request.pace is not None and not (self.policy.keeps_pace and self.state.backups.slots):
-            flag = "--swap none" if self.policy.keeps_pace else f"--policy {self.policy.name}"
+        if request.goals.tpot_s is not None and not (self.policy.keeps_goals and self.state.backups.slots):
+            flag = "--swap none" if self.policy.keeps_goals else f"--policy {self.policy.name}"
             raise RequestRefused(f"{flag} keeps no pace: leave tpot_goal_ms out", field="tpot_goal_ms")
         total = max_model_len if max_tokens is None else num_prompt + max_tokens
         if num_prompt >= max_model_len or total > max_model_len:

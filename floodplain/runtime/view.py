@@ -197,7 +197,7 @@ class ViewBuilder:
             last_token_s=seq.lifecycle.token_times_s[-1] if seq.lifecycle.token_times_s else None,
             credit=seq.credit,
             is_leaving=seq.num_leaving > 0,
-            pace=seq.request.pace,
+            goals=seq.request.goals,
             first_token_s=seq.lifecycle.token_times_s[0] if seq.lifecycle.token_times_s else None,
             next_copy=next_copy,
             is_arriving=is_arriving,

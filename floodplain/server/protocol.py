@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, OutputDelta
@@ -97,7 +98,7 @@ class ServingEngine(Protocol):
         priority: int = 0,
         client: str = "",
         cache_salt: str = "",
-        pace: float | None = None,
+        goals: Goals = NO_GOALS,
     ) -> AsyncGenerator[OutputDelta, None]:
         """The output as it comes; the last delta, and only that, has a ``finish_reason``.
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from floodplain.core.errors import UserError
+from floodplain.core.goals import Goals
 from floodplain.core.sampling import MAX_LOGPROBS, SamplingParams
 from floodplain.server.fields import IGNORED, OFF, OFF_IN_CHATS, OFF_IN_COMPLETIONS, OFF_IN_STREAM_OPTIONS, Body, Off
 from floodplain.server.messages import Message
@@ -76,9 +77,9 @@ class GenerationRequest(Body):
         return self.ignored
 
     @property
-    def pace(self) -> float | None:
-        """Tokens per second that meet the goal for TPOT, if there is one."""
-        return None if self.tpot_goal_ms is None else 1e3 / self.tpot_goal_ms
+    def goals(self) -> Goals:
+        """Its own."""
+        return Goals(tpot_s=None if self.tpot_goal_ms is None else self.tpot_goal_ms / 1e3)
 
     @property
     def usage_detail(self) -> UsageDetail:

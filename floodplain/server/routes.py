@@ -120,7 +120,7 @@ class OpenAIRoutes:
                 priority=priority,
                 client=client.name,
                 cache_salt=client.cache_salt(body.cache_salt),
-                pace=body.pace,
+                goals=body.goals,
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from floodplain.core.errors import QueueFull, RequestRefused, UserError
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import TokenLogprobs
 from floodplain.core.sampling import SamplingParams
@@ -105,12 +106,12 @@ class FakeEngine:
         priority: int = 0,
         client: str = "",
         cache_salt: str = "",
-        pace: float | None = None,
+        goals: Goals = NO_GOALS,
     ) -> AsyncGenerator[OutputDelta, None]:
         num_tokens = self._admit(prompt_token_ids, params)
         self._live.add(request_id)
         order = {"id": request_id, "params": params, "priority": priority, "client": client, "cache_salt": cache_salt}
-        self.submitted.put(order | {"pace": pace})
+        self.submitted.put(order | {"goals": goals})
         is_finished = False
         try:
             for i in range(num_tokens):

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown
+from floodplain.core.goals import Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
@@ -63,7 +64,7 @@ def test_stream_equals_generate() -> None:
 
 
 def test_everything_that_a_caller_says_of_a_request_reaches_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"priority": 3, "client": "somebody", "cache_salt": "salt", "pace": 7.0}
+    said = {"priority": 3, "client": "somebody", "cache_salt": "salt", "goals": Goals(tpot_s=0.2)}
 
     async def ask() -> Request:
         added: list[Request] = []

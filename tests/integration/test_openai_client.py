@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from floodplain.core.goals import Goals
 from tests.fakes.engine import FakeEngine, RunningServer, serving
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -164,7 +165,7 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     seen = server.engine.submitted.get(timeout=5)
     params: Any = seen["params"]
     assert (seen["priority"], seen["cache_salt"], seen["client"]) == (3, "tenant", "")
-    assert seen["pace"] == 8.0
+    assert seen["goals"] == Goals(tpot_s=0.125)
     assert (params.ignore_eos, params.top_k, params.min_tokens, params.stop_token_ids) == (True, 5, 1, (7,))
     assert (params.seed, params.stop) == (4, ("x",))
 

@@ -58,14 +58,14 @@ def test_without_the_crowding_rule_silence_grows_as_long_as_the_overload_lasts()
     assert whole_s > 3 * bound_s
 
 
-GREEDY, MODEST = 1e9, 1e-9
+GREEDY, MODEST = 1e-9, 1e9
 """Goals that no request can ask for in earnest."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_modest", [1, 3])
 def test_goals_of_others_make_no_silence_longer(num_modest: int) -> None:
-    run, _ = overload(3, 400, MAX_GAP_S, paces=(GREEDY,) + num_modest * (MODEST,))
+    run, _ = overload(3, 400, MAX_GAP_S, goals_s=(GREEDY,) + num_modest * (MODEST,))
     assert MAX_GAP_S < run.max_gap_s <= silence_bound_s(3, longest_step_s(run))
 
 

@@ -74,7 +74,7 @@ class Recorder:
 
     def __init__(self, inner: Policy) -> None:
         self.name = inner.name
-        self.waiting_window, self.keeps_pace = inner.waiting_window, inner.keeps_pace
+        self.waiting_window, self.keeps_goals = inner.waiting_window, inner.keeps_goals
         self.inner = inner
         self.seen: list[tuple[View, float, Decision]] = []
 

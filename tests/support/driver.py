@@ -25,7 +25,7 @@ class ScriptedPolicy:
 
     name = "scripted"
     waiting_window = 16
-    keeps_pace = False
+    keeps_goals = False
 
     def __init__(self, script: Iterable[Choice] = ()) -> None:
         self.script = deque(script)

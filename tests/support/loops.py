@@ -160,7 +160,7 @@ class RandomPolicy:
 
     name = "random"
     waiting_window = 4
-    keeps_pace = False
+    keeps_goals = False
 
     def __init__(self) -> None:
         self._fcfs = FcfsPolicy()

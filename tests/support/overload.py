@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+from floodplain.core.goals import Goals
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Machine, Recorder, Run, burst, make_burst
@@ -36,13 +37,13 @@ def overload(
     max_gap_s: float,
     name: str = "paced",
     tpot_goal_s: float | None = None,
-    paces: Sequence[float | None] = (None,),
+    goals_s: Sequence[float | None] = (None,),
 ) -> tuple[Run, Recorder]:
-    """Requests at ``factor`` times the rate that the machine can serve; ``paces`` are theirs, one after the other."""
+    """Requests at ``factor`` times the rate that the machine can serve; ``goals_s`` are their TPOT goals, in turn."""
     recorder = Recorder(make_policy(name, SharingSettings(max_gap_s=max_gap_s, tpot_goal_s=tpot_goal_s)))
     interval_s = 1 / (factor * CAPACITY)
     requests = make_burst(num_requests, interval_s=interval_s, num_prompt=NUM_PROMPT, max_tokens=MAX_TOKENS)
-    requests = [replace(one, pace=paces[number % len(paces)]) for number, one in enumerate(requests)]
+    requests = [replace(one, goals=Goals(tpot_s=goals_s[number % len(goals_s)])) for number, one in enumerate(requests)]
     return burst(MACHINE, recorder, requests), recorder
 
 

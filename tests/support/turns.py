@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
+from floodplain.core.goals import Goals
 from floodplain.core.plan import StepPlan
 from floodplain.core.request import FinishReason
 from floodplain.policy.base import Policy
@@ -123,12 +124,12 @@ class Teller:
         max_tokens = dice.randint(1, MAX_TOKENS - len(prompt))
         self.num_tokens += len(prompt) + max_tokens
         request = make_request("r", prompt, self.driver.tick(), max_tokens=max_tokens, ignore_eos=dice.random() < 0.8)
-        pace = dice.choice([None, 1e-9, 5.0, 1e9]) if self._keeps_pace() else None
-        request = replace(request, client=dice.choice("aab"), priority=dice.choice([0, 0, 0, 1, -3]), pace=pace)
+        goals = Goals(tpot_s=dice.choice([None, 1e9, 0.2, 1e-9]) if self._keeps_goals() else None)
+        request = replace(request, client=dice.choice("aab"), priority=dice.choice([0, 0, 0, 1, -3]), goals=goals)
         self.driver.submit_request(request)
 
-    def _keeps_pace(self) -> bool:
-        return self.driver.loop.policy.keeps_pace and self.story.machine.num_slots > 0
+    def _keeps_goals(self) -> bool:
+        return self.driver.loop.policy.keeps_goals and self.story.machine.num_slots > 0
 
     def _hang_up(self) -> None:
         driver, dice = self.driver, self.dice

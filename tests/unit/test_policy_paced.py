@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from floodplain.core.goals import Goals
 from floodplain.core.plan import Reason
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
@@ -151,17 +152,17 @@ def test_tokens_ahead_of_the_goal_count() -> None:
     assert not goals.is_late(visitor(1, NOW, first_token_s=None), NOW)
 
 
-@pytest.mark.parametrize(("asked", "counted"), [(None, 0.1), (8.0, 0.125), (1e300, 0.025), (1e-300, 0.2)])
+@pytest.mark.parametrize(("asked", "counted"), [(None, 0.1), (0.125, 0.125), (1e-300, 0.025), (1e300, 0.2)])
 def test_a_goal_of_a_request_counts_within_limits(asked: float | None, counted: float) -> None:
-    assert PaceGoals(make_view(), 0.1).of(visitor(0, 0.0, pace=asked)) == pytest.approx(counted)
+    assert PaceGoals(make_view(), 0.1).of(visitor(0, 0.0, goals=Goals(tpot_s=asked))) == pytest.approx(counted)
 
 
 def test_looser_goals_need_less_of_the_device() -> None:
-    def fits(pace: float | None) -> bool:
-        rows = [swapped(number, pace=pace) for number in range(18)]
+    def fits(tpot_s: float | None) -> bool:
+        rows = [swapped(number, goals=Goals(tpot_s=tpot_s)) for number in range(18)]
         return PaceGoals(make_view(num_blocks=50, prices=PRICED), 0.03).fit_into(0.8, rows)
 
-    assert fits(20.0)
+    assert fits(0.05)
     assert not fits(None)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import (
     Chunk,
@@ -52,9 +53,9 @@ def test_a_request_that_never_fits_is_refused_with_its_numbers(
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_goal_that_the_policy_would_ignore_is_refused(name: str) -> None:
     loop = make_loop(policy=make_policy(name), num_slots=16)
-    hurried = replace(make_request("r", (1, 2)), pace=8.0)
+    hurried = replace(make_request("r", (1, 2)), goals=Goals(tpot_s=0.125))
     if name == "paced":
-        assert loop.check(hurried) == loop.check(replace(hurried, pace=None))
+        assert loop.check(hurried) == loop.check(replace(hurried, goals=NO_GOALS))
         return
     with pytest.raises(RequestRefused, match=f"--policy {name} keeps no pace: leave tpot_goal_ms out"):
         loop.submit(hurried)
@@ -63,7 +64,7 @@ def test_a_goal_that_the_policy_would_ignore_is_refused(name: str) -> None:
 def test_a_goal_that_nobody_can_keep_without_swap_space_is_refused() -> None:
     loop = make_loop(policy=make_policy("paced"))
     with pytest.raises(RequestRefused, match="--swap none keeps no pace: leave tpot_goal_ms out") as caught:
-        loop.submit(replace(make_request("r", (1, 2)), pace=8.0))
+        loop.submit(replace(make_request("r", (1, 2)), goals=Goals(tpot_s=0.125)))
     assert caught.value.field == "tpot_goal_ms"
 
 

@@ -21,7 +21,7 @@ class StormPolicy:
     """
 
     name = "storm"
-    keeps_pace = False
+    keeps_goals = False
 
     def __init__(self, seed: int, chance: float = 0.05, recompute: float = 0.2) -> None:
         self._calm = make_policy("cfs")
