@@ -13,9 +13,11 @@ class Goals:
     """A request's own goals; what is None is as the server is told.
 
     Attributes:
+        ttft_s: Seconds to the first token, above 0.
         tpot_s: Seconds per token after the first one, above 0.
     """
 
+    ttft_s: float | None = None
     tpot_s: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""The pace that streams are promised: a request's own goal within limits, else the server's, else by step prices."""
+"""What requests are promised: their own goals within limits, else the server's, else by step prices."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import blocks_held
 
 TIGHTEST, LOOSEST = 0.25, 2.0
-"""A request's own TPOT goal counts within these times the server's, since a client can ask for anything."""
+"""A request's own goal counts within these times the server's, since a client can ask for anything."""
 
 GRACE_TOKENS = 16
 """A stream is late when it is more than so many tokens behind its TPOT goal."""
+
+
+def due_s(view: View, row: SequenceView, ttft_goal_s: float | None) -> float:
+    """When a newcomer counts as arrived: sooner or later by what its own TTFT goal differs from the server's.
+
+    Args:
+        view: Prices of steps.
+        row: Without a first token; its order key has its arrival.
+        ttft_goal_s: The server's; None: what this prompt takes without load, times ``UNLOADED_FACTOR``.
+    """
+    arrival_s, own_s = row.order_key[1], row.goals.ttft_s
+    usual_s = ttft_goal_s or UNLOADED_FACTOR * (view.prices.lone_step_s + view.prices.prefill_token_s * row.num_prompt)
+    return arrival_s if own_s is None else arrival_s + _within_limits(own_s, usual_s) - usual_s
 
 
 class PaceGoals:
@@ -33,7 +46,7 @@ class PaceGoals:
         own_s = row.goals.tpot_s
         if own_s is None:
             return self._usual_s
-        return own_s if self._usual_s == inf else min(LOOSEST * self._usual_s, max(TIGHTEST * self._usual_s, own_s))
+        return own_s if self._usual_s == inf else _within_limits(own_s, self._usual_s)
 
     def is_late(self, row: SequenceView, now: float) -> bool:
         """Whether a stream has fewer tokens than its goal says, by ``GRACE_TOKENS``; tokens that came early count."""
@@ -55,3 +68,7 @@ class PaceGoals:
             if share < 0:
                 return False
         return True
+
+
+def _within_limits(own_s: float, usual_s: float) -> float:
+    return min(LOOSEST * usual_s, max(TIGHTEST * usual_s, own_s))

@@ -6,7 +6,7 @@ the TPOT goals of all live requests can be kept by sharing the device, the visit
 far ahead of its goals helps no request. When they cannot, it is small: equal shares would make all of them late. The
 order is
 
-1. newcomers, which have no first token yet, by arrival;
+1. newcomers, which have no first token yet, by arrival (a TTFT goal of their own moves them within limits);
 2. the core, by arrival;
 3. visitors: the overdue ones (silent for ``OVERDUE`` of ``max_gap_s``), the longest silence first; then those on time
    for their TPOT goal; then the late ones. Of each kind those with fewer tokens go first, in rounds that double, for a
@@ -36,7 +36,7 @@ from floodplain.core.plan import Reason
 from floodplain.core.request import OrderKey
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, View
-from floodplain.policy.goals import PaceGoals
+from floodplain.policy.goals import PaceGoals, due_s
 from floodplain.policy.growth import blocks_for, blocks_held
 from floodplain.policy.ranking import Ranking, live_rows, rows_in_slice
 from floodplain.policy.settings import SharingSettings
@@ -95,7 +95,7 @@ class PacedPolicy(SharingPolicy):
 
     def rank(self, view: View, now: float) -> Ranking:
         """Newcomers, the core, visitors; newcomers that are held back last of all."""
-        streams, fresh = _split(view)
+        streams, fresh = _split(view, self.settings.ttft_goal_s)
         parts = divide(view, streams, now, self.settings)
         newcomers = _judge(view, now, fresh, parts.visitors, self.settings)
         prompts = [row.seq_id for row in fresh if row.status is Status.RUNNING]
@@ -155,13 +155,15 @@ def _visitor_key(view: View, row: SequenceView, now: float, goals: PaceGoals) ->
     return row.order_key[0], goals.is_late(row, now), num_digits, row.order_key
 
 
-def _split(view: View) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(streams, requests without a first token), each in order of arrival."""
+def _split(view: View, ttft_goal_s: float | None) -> tuple[list[SequenceView], list[SequenceView]]:
+    """(streams by arrival, requests without a first token by when they count as arrived)."""
     streams: list[SequenceView] = []
     fresh: list[SequenceView] = []
     for row in sorted(live_rows(view), key=_BY_ARRIVAL):
         has_token = row.num_tokens > row.num_prompt or row.num_generated(view.step)
         (streams if has_token else fresh).append(row)
+    if any(row.goals.ttft_s for row in fresh):
+        fresh.sort(key=lambda row: (row.order_key[0], due_s(view, row, ttft_goal_s), row.seq_id))
     return streams, fresh
 
 

@@ -16,6 +16,7 @@ from random import Random
 
 from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
 from floodplain.core.free_blocks import BlockId
+from floodplain.core.goals import NO_GOALS
 from floodplain.core.hashing import root_key
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.plan import Decision, StepOutputs, StepPlan, StepResult, Wait
@@ -102,9 +103,10 @@ class Loop:
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if not num_prompt:
             raise RequestRefused("the prompt is empty: send at least one token", field="prompt")
-        if request.goals.tpot_s is not None and not (self.policy.keeps_goals and self.state.backups.slots):
+        if request.goals != NO_GOALS and not (self.policy.keeps_goals and self.state.backups.slots):
             flag = "--swap none" if self.policy.keeps_goals else f"--policy {self.policy.name}"
-            raise RequestRefused(f"{flag} keeps no pace: leave tpot_goal_ms out", field="tpot_goal_ms")
+            field = "ttft_goal_ms" if request.goals.tpot_s is None else "tpot_goal_ms"
+            raise RequestRefused(f"{flag} keeps no goals: leave {field} out", field=field)
         total = max_model_len if max_tokens is None else num_prompt + max_tokens
         if num_prompt >= max_model_len or total > max_model_len:
             wanted = f"{num_prompt} prompt tokens + max_tokens {max_tokens if max_tokens is not None else 1}"

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Self
 
 from floodplain.core.errors import UserError
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.web.bearer import find_bearer, read_secret_lines
 from floodplain.web.listen import is_loopback
+
+KEY_LINE = "KEY, or NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]"
+"""Of a key file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +23,14 @@ class Client:
     Attributes:
         name: Whose requests these are; fairness may be counted by it.
         best_priority: The lowest ``priority`` that its requests may ask for; lower is sooner.
+        best_goals: The tightest goals that they may ask for; what is None has no limit here.
         shares_prefixes: Whether its requests find prefixes that other clients have computed.
     """
 
     name: str = ""
     best_priority: int = 0
     shares_prefixes: bool = False
+    best_goals: Goals = NO_GOALS
 
     def priority(self, asked: int | None) -> int:
         """The priority of a request that asks for this one.
@@ -35,6 +41,19 @@ class Client:
         if asked is not None and asked < self.best_priority:
             raise UserError(f"priority {asked} is beyond this API key's ceiling: send {self.best_priority} or more")
         return max(self.best_priority, 0) if asked is None else asked
+
+    def goals(self, asked: Goals) -> Goals:
+        """The goals of a request that asks for these.
+
+        Raises:
+            UserError: One of them is tighter than the client's.
+        """
+        best = self.best_goals
+        for name, asked_s, best_s in (("ttft", asked.ttft_s, best.ttft_s), ("tpot", asked.tpot_s, best.tpot_s)):
+            if asked_s is not None and best_s is not None and asked_s < best_s:
+                limit = f"{name}_goal_ms {1e3 * asked_s:g} is below this API key's floor"
+                raise UserError(f"{limit}: send {1e3 * best_s:g} or more")
+        return asked
 
     def cache_salt(self, asked: str | None) -> str:
         """The cache salt of a request that asks for this one: no two clients have one in common.
@@ -76,10 +95,10 @@ class KeyRing:
 
 
 def read_keys(path: Path) -> dict[str, Client]:
-    """Keys and their clients, from a file with a line ``KEY``, ``NAME KEY`` or ``NAME KEY PRIORITY`` for each.
+    """Keys and their clients, from a file with a line ``KEY`` or ``NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]`` for each.
 
     A bare key's client is named ``key-N`` after its line. PRIORITY is the lowest that its requests may ask for, 0
-    unless it says so. ``#`` starts a comment.
+    unless it says so; ``ttft`` and ``tpot`` are the tightest goals, in milliseconds. ``#`` starts a comment.
 
     Raises:
         UserError: The file is unreadable, others may read it, or a line is malformed.
@@ -91,7 +110,7 @@ def read_keys(path: Path) -> dict[str, Client]:
             raise UserError(f"{path}, line {number}: this KEY stands there twice")
         clients[key] = client
     if not clients:
-        raise UserError(f"the API key file {path} holds no key: write one a line, KEY, NAME KEY or NAME KEY PRIORITY")
+        raise UserError(f"the API key file {path} holds no key: write one a line, {KEY_LINE}")
     return clients
 
 
@@ -100,10 +119,12 @@ def _parse_line(words: list[str], number: int, path: Path) -> tuple[str, Client]
         return words[0], Client(f"key-{number}")
     if re.fullmatch(r"key-\d+", words[0], re.ASCII):
         raise UserError(f"{path}, line {number}: the name {words[0]} is for keys without a name: choose another NAME")
-    priority = words[2] if len(words) == 3 else "0"
-    if len(words) > 3 or not re.fullmatch(r"-?\d{1,3}", priority, re.ASCII):
-        raise UserError(f"{path}, line {number}: write KEY, NAME KEY, or NAME KEY PRIORITY with a whole number")
-    return words[1], Client(words[0], int(priority))
+    found = re.fullmatch(r"(-?\d{1,3}\b)?((?: ?(?:ttft|tpot)=[1-9]\d{0,8})*)", " ".join(words[2:]), re.ASCII)
+    limits = dict(word.split("=") for word in found[2].split()) if found else {}
+    if found is None or len(limits) < len(found[2].split()):
+        raise UserError(f"{path}, line {number}: write {KEY_LINE}, with whole numbers")
+    best = {f"{name}_s": int(limit_ms) / 1e3 for name, limit_ms in limits.items()}
+    return words[1], Client(words[0], int(found[1] or 0), best_goals=Goals(**best))
 
 
 def check_exposure(host: str, keys: KeyRing | None) -> None:

@@ -19,7 +19,7 @@ from floodplain.core.goals import Goals
 from floodplain.core.sampling import MAX_LOGPROBS, SamplingParams
 from floodplain.server.fields import IGNORED, OFF, OFF_IN_CHATS, OFF_IN_COMPLETIONS, OFF_IN_STREAM_OPTIONS, Body, Off
 from floodplain.server.messages import Message
-from floodplain.server.shapes import Int, Prompt, RequestId, Stop, TokenId
+from floodplain.server.shapes import Int, Milliseconds, Prompt, RequestId, Stop, TokenId
 
 COMPLETION_MAX_TOKENS = 16
 """``max_tokens`` of a completion request that gives none, as in the OpenAI API."""
@@ -47,7 +47,8 @@ class StreamOptions(Body):
 class GenerationRequest(Body):
     """The fields that both endpoints share.
 
-    ``tpot_goal_ms`` is ours: the milliseconds per token that are quick enough for whoever reads.
+    ``ttft_goal_ms`` and ``tpot_goal_ms`` are ours: milliseconds to the first token, and per token after it, that are
+    quick enough for this request.
     """
 
     ignores: ClassVar[frozenset[str]] = IGNORED
@@ -66,7 +67,8 @@ class GenerationRequest(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Int | None = None
-    tpot_goal_ms: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    ttft_goal_ms: Milliseconds | None = None
+    tpot_goal_ms: Milliseconds | None = None
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     request_id: RequestId | None = None
     return_token_ids: bool | None = None
@@ -79,7 +81,8 @@ class GenerationRequest(Body):
     @property
     def goals(self) -> Goals:
         """Its own."""
-        return Goals(tpot_s=None if self.tpot_goal_ms is None else self.tpot_goal_ms / 1e3)
+        ttft_ms, tpot_ms = self.ttft_goal_ms, self.tpot_goal_ms
+        return Goals(ttft_s=ttft_ms and ttft_ms / 1e3, tpot_s=tpot_ms and tpot_ms / 1e3)
 
     @property
     def usage_detail(self) -> UsageDetail:

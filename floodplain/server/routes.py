@@ -111,7 +111,7 @@ class OpenAIRoutes:
         reply: Reply,
     ) -> Response:
         client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
-        priority = client.priority(body.priority)
+        priority, goals = client.priority(body.priority), client.goals(body.goals)
         streams = [
             self._engine.generate(
                 prompt,
@@ -120,7 +120,7 @@ class OpenAIRoutes:
                 priority=priority,
                 client=client.name,
                 cache_salt=client.cache_salt(body.cache_salt),
-                goals=body.goals,
+                goals=goals,
             )
             for index, prompt in enumerate(prompts)
         ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from floodplain.core.errors import UserError
+from floodplain.server.auth import KEY_LINE
 from floodplain.web.limits import MAX_CONNECTIONS_HELP, check_max_connections
 
 
@@ -21,7 +22,7 @@ class ServerConfig:
     port: int = field(default=8000, metadata={"help": "port to listen on; 0 takes a free one"})
     api_key_file: Path | None = field(
         default=None,
-        metadata={"help": "keys of /v1, a line KEY, NAME KEY or NAME KEY PRIORITY each, mode 0600", "metavar": "FILE"},
+        metadata={"help": f"keys of /v1, of mode 0600, with a line for each: {KEY_LINE}", "metavar": "FILE"},
     )
     share_prefixes: bool = field(
         default=False,

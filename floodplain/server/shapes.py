@@ -22,6 +22,7 @@ MAX_STOP_CHARS = 1024
 TEXT, TEXTS, TOKENS, TOKEN_LISTS = (f"{BRANCH} {name}" for name in ("text", "texts", "tokens", "token lists"))
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]

@@ -155,6 +155,7 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     ours = {
         "priority": 3,
         "cache_salt": "tenant",
+        "ttft_goal_ms": 500,
         "tpot_goal_ms": 125,
         "ignore_eos": True,
         "top_k": 5,
@@ -165,7 +166,7 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
     seen = server.engine.submitted.get(timeout=5)
     params: Any = seen["params"]
     assert (seen["priority"], seen["cache_salt"], seen["client"]) == (3, "tenant", "")
-    assert seen["goals"] == Goals(tpot_s=0.125)
+    assert seen["goals"] == Goals(ttft_s=0.5, tpot_s=0.125)
     assert (params.ignore_eos, params.top_k, params.min_tokens, params.stop_token_ids) == (True, 5, 1, (7,))
     assert (params.seed, params.stop) == (4, ("x",))
 
@@ -185,6 +186,7 @@ def drain_queue(server: RunningServer) -> None:
         ({"temperature": -1}, 400, "temperature", None),
         ({"max_tokens": 0}, 400, "max_tokens", None),
         ({"extra_body": {"tpot_goal_ms": 0}}, 400, "tpot_goal_ms", None),
+        ({"extra_body": {"ttft_goal_ms": -1}}, 400, "ttft_goal_ms", None),
         ({"extra_body": {"tpot_goal_ms": "quick"}}, 400, "tpot_goal_ms", None),
         ({"max_tokens": 10**6}, 400, None, "context_length_exceeded"),
         ({"prompt": ""}, 400, "prompt", None),

@@ -124,7 +124,8 @@ class Teller:
         max_tokens = dice.randint(1, MAX_TOKENS - len(prompt))
         self.num_tokens += len(prompt) + max_tokens
         request = make_request("r", prompt, self.driver.tick(), max_tokens=max_tokens, ignore_eos=dice.random() < 0.8)
-        goals = Goals(tpot_s=dice.choice([None, 1e9, 0.2, 1e-9]) if self._keeps_goals() else None)
+        choices = [None, 1e9, 0.2, 1e-9] if self._keeps_goals() else [None]
+        goals = Goals(ttft_s=dice.choice(choices), tpot_s=dice.choice(choices))
         request = replace(request, client=dice.choice("aab"), priority=dice.choice([0, 0, 0, 1, -3]), goals=goals)
         self.driver.submit_request(request)
 

@@ -11,7 +11,7 @@ from floodplain.core.plan import Reason
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
-from floodplain.policy.goals import GRACE_TOKENS, PaceGoals
+from floodplain.policy.goals import GRACE_TOKENS, PaceGoals, due_s
 from floodplain.policy.paced import LEAST_SHARE, WIDE_SHARE, PacedPolicy, divide, longest_silence_s
 from floodplain.policy.ranking import Ranking
 from floodplain.policy.settings import SharingSettings
@@ -155,6 +155,24 @@ def test_tokens_ahead_of_the_goal_count() -> None:
 @pytest.mark.parametrize(("asked", "counted"), [(None, 0.1), (0.125, 0.125), (1e-300, 0.025), (1e300, 0.2)])
 def test_a_goal_of_a_request_counts_within_limits(asked: float | None, counted: float) -> None:
     assert PaceGoals(make_view(), 0.1).of(visitor(0, 0.0, goals=Goals(tpot_s=asked))) == pytest.approx(counted)
+
+
+@pytest.mark.parametrize(
+    ("asked", "due"), [(None, 7.0), (0.5, 6.5), (1.0, 7.0), (1.5, 7.5), (1e-300, 6.25), (1e300, 8.0)]
+)
+def test_a_ttft_goal_moves_a_newcomer_by_what_it_differs_from_the_servers(asked: float | None, due: float) -> None:
+    row = waiting(7, 40, goals=Goals(ttft_s=asked))
+    assert row.order_key[1] == 7.0
+    assert due_s(make_view(), row, 1.0) == due
+    prices = Prices(step_s=0.3, lone_step_s=0.04, prefill_token_s=0.004)  # five times 0.2 s for 40 tokens
+    assert due_s(make_view(prices=prices), row, None) == pytest.approx(due)
+
+
+def test_newcomers_go_by_when_they_count_as_arrived() -> None:
+    rows = [waiting(1, 40), waiting(2, 40, goals=Goals(ttft_s=1e-9)), waiting(3, 40, goals=Goals(ttft_s=1e9))]
+    assert order(make_view(*rows, num_blocks=50)) == [1, 2, 3]  # nothing is priced
+    assert order(make_view(*rows, num_blocks=50), ttft_goal_s=4.0) == [2, 1, 3]
+    assert order(make_view(waiting(0, 40), *rows[1:], num_blocks=50), ttft_goal_s=2.0) == [0, 2, 3]
 
 
 def test_looser_goals_need_less_of_the_device() -> None:

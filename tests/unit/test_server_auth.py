@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
+from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.server.auth import Client, KeyRing, check_exposure
 
 
@@ -31,6 +32,21 @@ def test_a_key_may_have_a_ceiling_of_priority(tmp_path: Path) -> None:
     assert [batch.priority(3), batch.priority(None)] == [3, 3]
 
 
+def test_a_key_may_have_floors_for_goals(tmp_path: Path) -> None:
+    keys = KeyRing.from_file(key_file(tmp_path, "ops s1 -5 ttft=200 tpot=50\nann s2 tpot=100\nbob s3\n"))
+    ops, ann, bob = (keys.client_of(f"Bearer s{number}".encode()) for number in (1, 2, 3))
+    assert ops is not None and ann is not None and bob is not None
+    assert ops == Client("ops", -5, best_goals=Goals(ttft_s=0.2, tpot_s=0.05))
+    for goals in (NO_GOALS, Goals(ttft_s=0.2, tpot_s=0.05), Goals(tpot_s=9.0)):
+        assert ops.goals(goals) == goals
+    assert ann.goals(Goals(ttft_s=1e-9, tpot_s=0.1)) == Goals(ttft_s=1e-9, tpot_s=0.1)
+    assert bob.goals(Goals(ttft_s=1e-9, tpot_s=1e-9)) == Goals(ttft_s=1e-9, tpot_s=1e-9)
+    with pytest.raises(UserError, match="ttft_goal_ms 100 is below this API key's floor: send 200 or more"):
+        ops.goals(Goals(ttft_s=0.1, tpot_s=1.0))
+    with pytest.raises(UserError, match="tpot_goal_ms 99 is below this API key's floor: send 100 or more"):
+        ann.goals(Goals(tpot_s=0.099))
+
+
 @pytest.mark.parametrize(("client", "asked"), [(Client(), -1), (Client("ops", -5), -6), (Client("batch", 3), 2)])
 def test_nobody_goes_beyond_the_ceiling_of_its_key(client: Client, asked: int) -> None:
     with pytest.raises(UserError, match=f"priority {asked} is beyond this API key's ceiling"):
@@ -49,7 +65,23 @@ def test_a_file_that_others_may_open_is_refused(mode: int, tmp_path: Path) -> No
         KeyRing.from_file(key_file(tmp_path, "k", mode))
 
 
-@pytest.mark.parametrize("text", ["", "# only\n", "a b c\n", "a b 1 2\n", "a b 1.5\n", "k\nk\n", "ann k\nbob k\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# only\n",
+        "a b c\n",
+        "a b 1 2\n",
+        "a b 1.5\n",
+        "a b tpot=1 tpot=2\n",
+        "a b tpot=0\n",
+        "a b ttft=-1\n",
+        "a b 1tpot=5\n",
+        "a b tpot=5 1\n",
+        "k\nk\n",
+        "ann k\nbob k\n",
+    ],
+)
 def test_a_malformed_file_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="KEY") as caught:
         KeyRing.from_file(key_file(tmp_path, text))
