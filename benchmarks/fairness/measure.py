@@ -14,18 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from floodplain.core.goals import UNLOADED_FACTOR
+from floodplain.core.lifecycle import time_per_output_token_s
 from floodplain.core.request import FinishReason
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.offline import hardware_report, report_between
 from floodplain.engine.weights.open_model import open_model
+from floodplain.workload.goals import sample_requests
+from floodplain.workload.records import LoadRequest
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from lane import Lane, run_in_turns  # noqa: E402
-from steps import StepLog  # noqa: E402
 from ways import WAYS  # noqa: E402
 from workloads import make_requests, make_warm_up, pool_bytes  # noqa: E402
 
@@ -47,7 +51,7 @@ def main(
         lane.load(make_warm_up(seed, tokenizer))  # threads, allocator, prices
         lane.run()
     gc.freeze()  # the more engines there are the longer it takes to look at them all, and every lane would pay for all
-    logs = [StepLog(lane.engine) for lane in lanes]
+    goals_s = measure_goals(lanes[0], requests[seeds[0]])
     before = [lane.engine.stats() for lane in lanes]
     begins_s = [lane.load(requests[seed]) for lane, seed in zip(lanes, seeds, strict=True)]
     run_in_turns(lanes)
@@ -55,6 +59,7 @@ def main(
         "process": datetime.now(UTC).isoformat(timespec="seconds"),
         "load": load,
         "capacity": capacity,
+        "goals_s": goals_s,
     }
     return [
         {
@@ -63,17 +68,26 @@ def main(
             "seed": seed,
             "num_requests": len(requests[seed]),
             **_times(lane, begin_s, len(requests[seed])),
-            "slowness": round(log.slowness[0], 4),
-            "num_plain_steps": log.slowness[1],
-            "steps": log.costs(),
             "engine": asdict(report_between(stats, lane.engine.stats())),
             "limited_steps": _since(stats.limited_steps, lane.engine.stats().limited_steps),
             "config": asdict(lane.engine.config),
             "sharing": asdict(way.sharing),
             "hardware": asdict(hardware_report(lane.engine.config.device, lane.engine.links)),
         }
-        for way, seed, lane, begin_s, log, stats in zip(ways, seeds, lanes, begins_s, logs, before, strict=True)
+        for way, seed, lane, begin_s, stats in zip(ways, seeds, lanes, begins_s, before, strict=True)
     ]
+
+
+def measure_goals(lane: Lane, requests: Sequence[LoadRequest]) -> tuple[float, float]:
+    """(TTFT, TPOT): ``UNLOADED_FACTOR`` times the medians of a few requests like these, each alone on the machine."""
+    lives = []
+    for request in sample_requests(requests):
+        lane.load([request])
+        lane.run()
+        lives += [life for life, _ in lane.ended]
+    ttft_s = median(life.ttft_s or 0.0 for life in lives[1:])  # the first one warms up
+    tpot_s = median(time_per_output_token_s(life.token_times_s) or 0.0 for life in lives[1:])
+    return _round(UNLOADED_FACTOR * ttft_s), _round(UNLOADED_FACTOR * tpot_s)
 
 
 def _times(lane: Lane, begin_s: float, num_requests: int) -> dict[str, Any]:
@@ -85,6 +99,7 @@ def _times(lane: Lane, begin_s: float, num_requests: int) -> dict[str, Any]:
         "duration_s": max(life.token_times_s[-1] for life in done) - begin_s,
         "output_tokens": sum(len(life.token_times_s) for life in done),
         "ttft_s": [_round(life.ttft_s) for life in done],
+        "tpot_s": [_round(time_per_output_token_s(life.token_times_s)) for life in done],
         "e2e_s": [_round(life.e2e_s) for life in done],
         "longest_gap_s": [_round(max(life.itl_s, default=0.0)) for life in done],
     }

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from secrets import randbelow
 from typing import Any
 
 from capacity import find_capacity
 from table import format_table
-from ways import BASELINE, CHOICES, WAYS
+from ways import BASELINE, COMPARED, WAYS
 from workloads import LOADS
 
 HERE = Path(__file__).resolve().parent
@@ -36,7 +35,7 @@ def main() -> None:
         capacity, result["capacity_probes"] = find_capacity()
     result["capacity"] = capacity
     for load in args.loads:
-        for seed in [*args.seeds, *(randbelow(10**6) for _ in range(args.drawn_seeds))]:
+        for seed in args.seeds:
             _run(result, load, seed, args)
     print(format_table(result["runs"]))
 
@@ -57,13 +56,9 @@ def _run(result: dict[str, Any], load: str, seed: int, args: argparse.Namespace)
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    others = [way for way in WAYS if way != BASELINE]
-    parser.add_argument(
-        "--ways", nargs="+", choices=others, default=[way for way in others if way not in CHOICES], help="beside FCFS"
-    )
-    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=["burst"])
-    parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3])
-    parser.add_argument("--drawn-seeds", type=int, default=0, help="seeds drawn now, beside --seeds")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=COMPARED, help="beside FCFS")
+    parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=["quiet", "burst", "sustained"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--capacity", type=float, help="requests per second (default: found first)")
     parser.add_argument("--traces", type=Path, help="folder with the trace files that some loads need")
     parser.add_argument("--resume", action="store_true", help="add to the runs that --out holds")

@@ -25,7 +25,6 @@ class Way:
         return EngineConfig(
             model="smollm2",
             policy=self.policy,
-            slice=self.settings.get("slice_steps"),
             dtype="bfloat16",
             kv_memory=kv_memory,
             max_model_len=1024,
@@ -58,13 +57,10 @@ WAYS = {
         *_swapping("cfs"),
         *_swapping("fair"),
         *_swapping("paced"),
-        *_swapping("paced", "-slice2", slice_steps=2),
-        *_swapping("paced", "-visitors0.4", visitor_share=0.4),
     ]
 }
-"""By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing computed while copies run. The
-last ones are other defaults that were considered."""
-
-CHOICES = [name for name in WAYS if name.startswith("paced-")]
+"""By name. ``cfs-sync`` is AQUA's synchronous switch: nothing written behind, nothing computed while copies run."""
 
 BASELINE = "fcfs"
+COMPARED = ("cfs/pcie", "fair/pcie", "paced/pcie")
+"""With it, unless told otherwise."""

@@ -20,12 +20,6 @@ CHAT = WorkloadSpec(request_rate=1.0, length_scale=0.6, max_input=320, max_outpu
 """Chat-like lengths, kept short so that a laptop's processor sees many requests."""
 
 
-NUM_BEFORE, BURST_S = 25, 60
-"""Requests at capacity before the burst, and its length."""
-
-TAIL_S = 180
-"""Of arrivals at capacity after the burst: until then FCFS has worked its line off, or nearly (see the README)."""
-
 WARM_UP_SEED = 1000
 """Added to a run's seed."""
 
@@ -35,36 +29,36 @@ class Load:
     """One row of the comparison.
 
     Attributes:
-        phases: (requests or seconds, how many, rate as a multiple of capacity), in order.
+        phases: (requests, rate as a multiple of capacity), in order.
         trace: A file whose arrivals and lengths are replayed instead.
         speedup: How many times faster, for a capacity of one request per second: a machine that serves twice as many is
             as hard pressed by the same window at twice the speed.
         spec: Lengths, and for a trace how it is scaled.
     """
 
-    phases: tuple[tuple[str, float, float], ...] = ()
+    phases: tuple[tuple[int, float], ...] = ()
     trace: str | None = None
     speedup: float = 1.0
     spec: WorkloadSpec = CHAT
 
 
 LOADS = {
-    "burst": Load((("requests", NUM_BEFORE, 1.0), ("seconds", BURST_S, 2.0), ("seconds", TAIL_S, 1.0))),
-    "sustained": Load((("requests", 25, 1.0), ("seconds", 120, 3.0), ("requests", 5, 1.0))),
-    "quiet": Load((("requests", 100, 0.5),)),
-    "steady": Load((("requests", 300, 1.0),)),
+    "quiet": Load(((40, 0.5),)),
+    "burst": Load(((15, 1.0), (60, 2.0), (15, 1.0))),
+    "sustained": Load(((10, 1.0), (80, 3.0))),
+    "steady": Load(((300, 1.0),)),
     "azure": Load(
         trace="azure2023_conv.csv",
         speedup=0.9,
-        spec=replace(CHAT, request_rate=math.inf, length_scale=0.15, limit=250),
+        spec=replace(CHAT, request_rate=math.inf, length_scale=0.15, limit=90),
     ),
     "burstgpt": Load(
         trace="burstgpt_burst_1h.csv",
         speedup=12.0,
-        spec=replace(CHAT, request_rate=math.inf, length_scale=0.25, limit=250),
+        spec=replace(CHAT, request_rate=math.inf, length_scale=0.25, limit=90),
     ),
     "arxiv": Load(
-        (("requests", 10, 0.3), ("seconds", 60, 0.8), ("requests", 10, 0.3)),
+        ((10, 0.3), (40, 0.8), (10, 0.3)),
         spec=replace(CHAT, lengths=Path("len_arxiv_summ_4k.csv"), length_scale=0.25, max_input=900, max_output=120),
     ),
 }
@@ -97,13 +91,10 @@ def make_warm_up(seed: int, tokenizer: Tokenizer) -> list[LoadRequest]:
 
 
 def _arrivals(load: Load, capacity: float, seed: int) -> np.ndarray:
-    phases, num_requests = [], 0.0
-    for unit, amount, factor in load.phases:
-        rate = factor * capacity
-        phases.append(Phase(amount / rate if unit == "requests" else amount, rate))
-        num_requests += amount if unit == "requests" else amount * rate
+    phases = [Phase(number / (factor * capacity), factor * capacity) for number, factor in load.phases]
     phases[-1] = Phase(math.inf, phases[-1].rate)
-    return phase_arrivals(phases, round(num_requests), 1.0, np.random.default_rng(seed))
+    num_requests = sum(number for number, _ in load.phases)
+    return phase_arrivals(phases, num_requests, 1.0, np.random.default_rng(seed))
 
 
 def pool_bytes(tokenizer: Tokenizer, bytes_per_token: int) -> int:
