@@ -20,5 +20,10 @@ class Goals:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
+    @property
+    def field(self) -> str:
+        """Which field of a request to the API says one of them."""
+        return "ttft_goal_ms" if self.tpot_s is None else "tpot_goal_ms"
+
 
 NO_GOALS = Goals()

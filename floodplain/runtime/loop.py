@@ -105,8 +105,7 @@ class Loop:
             raise RequestRefused("the prompt is empty: send at least one token", field="prompt")
         if request.goals != NO_GOALS and not (self.policy.keeps_goals and self.state.backups.slots):
             flag = "--swap none" if self.policy.keeps_goals else f"--policy {self.policy.name}"
-            field = "ttft_goal_ms" if request.goals.tpot_s is None else "tpot_goal_ms"
-            raise RequestRefused(f"{flag} keeps no goals: leave {field} out", field=field)
+            raise RequestRefused(f"{flag} keeps no goals: leave {request.goals.field} out", field=request.goals.field)
         total = max_model_len if max_tokens is None else num_prompt + max_tokens
         if num_prompt >= max_model_len or total > max_model_len:
             wanted = f"{num_prompt} prompt tokens + max_tokens {max_tokens if max_tokens is not None else 1}"
