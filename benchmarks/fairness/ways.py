@@ -52,7 +52,6 @@ WAYS = {
     way.name: way
     for way in [
         Way("fcfs", "fcfs"),
-        Way("cfs-recompute", "cfs", settings={"takes_turns_by_recompute": True}),
         *_swapping("cfs", "-sync", is_synchronous=True),
         *_swapping("cfs"),
         *_swapping("fair"),

@@ -49,7 +49,6 @@ class Way:
 AQUA, FAIR = settings_for("cfs"), settings_for("fair")
 WAYS = (
     Way("fcfs", "fcfs", num_slots=0),
-    Way("cfs-recompute", "cfs", num_slots=0, settings=replace(AQUA, takes_turns_by_recompute=True)),
     Way("cfs-sync/pcie", "cfs", settings=replace(AQUA, is_synchronous=True)),
     Way("cfs-sync/nvlink", "cfs", NVLINK, settings=replace(AQUA, is_synchronous=True)),
     Way("cfs/pcie", "cfs", settings=AQUA),

@@ -153,7 +153,6 @@ class View:
         key_credits: For each API key with live requests: its lift, and the work of its requests that have ended.
         num_draining_blocks: Blocks that will be available when the copies that read them are done.
         completion_step: The first step that was planned after the last request ended, if one has; else -1.
-        arrival_step: The same for the last that arrived.
     """
 
     step: int
@@ -174,4 +173,3 @@ class View:
     num_empty_blocks: int = 0
     key_credits: Mapping[str, float] = field(default_factory=dict)
     completion_step: int = -1
-    arrival_step: int = -1

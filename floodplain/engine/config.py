@@ -12,7 +12,7 @@ from floodplain.cost.link import LINKS
 from floodplain.memory.named_file import NAME
 from floodplain.policy.lending import LendingSettings
 from floodplain.policy.registry import POLICIES
-from floodplain.policy.settings import FAIR_BY, SLICE_ENDS, SLICE_STEPS, SharingSettings, settings_for
+from floodplain.policy.settings import FAIR_BY, SLICE_STEPS, SharingSettings, settings_for
 
 
 def _flag(
@@ -37,7 +37,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "policy": POLICIES, "dtype": DTYPES, "swap": SWAPS, "hardware": (None, *HARDWARE),
 }  # fmt: skip
 _USED_BY = {
-    "slice": ("cfs", "fair", "paced"), "slice_ends": ("cfs",), "fair_by": ("fair",),
+    "slice": ("cfs", "fair", "paced"), "fair_by": ("fair",),
     "ttft_goal": ("paced",), "tpot_goal": ("paced",), "pace": ("paced",), "max_gap": ("paced",),
 }  # fmt: skip
 _SHARING = SharingSettings()
@@ -61,7 +61,6 @@ class EngineConfig:
     slice: int | None = _flag(  # type: ignore[assignment]
         None, f"steps that whoever comes onto the device stays at least (default: {_SLICES})"
     )
-    slice_ends: str = _flag("completion", "cfs: what ends a slice: steps alone, or sooner", SLICE_ENDS)  # type: ignore[assignment]
     ttft_goal: float | None = _flag(  # type: ignore[assignment]
         None, "paced: seconds to a first token; newcomers then go first even where prompts are most of the work"
     )
@@ -165,7 +164,6 @@ class EngineConfig:
         asked = {} if self.slice is None else {"slice_steps": self.slice}
         return settings_for(
             self.policy,
-            slice_ends=self.slice_ends,
             ttft_goal_s=self.ttft_goal,
             tpot_goal_s=self.tpot_goal,
             pace=self.pace,

@@ -12,8 +12,7 @@ from floodplain.policy.slices import slice_for
 class CfsPolicy(SharingPolicy):
     """Every ``slice_steps`` steps, or when a request ends, the device is filled anew with those served least.
 
-    A newcomer has been served nothing and goes first. Between the ends of slices it comes only where there is room, or,
-    with ``slice_ends="arrival"``, ends the slice itself.
+    A newcomer has been served nothing and goes first. Between the ends of slices it comes only where there is room.
     """
 
     name = "cfs"
@@ -23,7 +22,7 @@ class CfsPolicy(SharingPolicy):
         rows = sorted(live_rows(view), key=lambda row: (*service(row, view.step), row.order_key))
         current = slice_for(view, view.num_blocks, self.settings)
         slice_steps = self._lengthen(current.steps)
-        is_end = view.step % slice_steps == 0 or self._ends_early(view)
+        is_end = view.step % slice_steps == 0 or view.completion_step == view.step
         staying = rows_in_slice(view, 1) if is_end else [row.seq_id for row in view.running]
         return Ranking(rows, frozenset(staying), slice_steps, current.reason, refills=True)
 
@@ -36,11 +35,6 @@ class CfsPolicy(SharingPolicy):
         while slice_steps < num_steps:
             slice_steps *= 2
         return slice_steps
-
-    def _ends_early(self, view: View) -> bool:
-        has_completed, has_arrived = view.completion_step == view.step, view.arrival_step == view.step
-        ends = self.settings.slice_ends
-        return (has_completed and ends != "steps") or (has_arrived and ends == "arrival")
 
 
 def service(row: SequenceView, step: int) -> tuple[bool, int]:

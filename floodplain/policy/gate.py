@@ -35,7 +35,6 @@ class GatedPolicy:
         self._inner = inner
         self._fcfs = FcfsPolicy()
         self._slice_steps = inner.settings.slice_steps
-        self._takes_turns_by_recompute = inner.settings.takes_turns_by_recompute
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """As the inner policy."""
@@ -48,8 +47,6 @@ class GatedPolicy:
             decision = self._fcfs.decide(view, now, rng)
             order = prefix_backup(view, decision, num_spare)
             return decision if order is None else replace(decision, prefix_backup=order)
-        if self._takes_turns_by_recompute:
-            return self._inner.decide(view, now, rng)
         if not view.tiers:
             return replace(self._fcfs.decide(view, now, rng), reason=Reason.NO_SWAP)
         if copying_pays(view):

@@ -10,9 +10,6 @@ from floodplain.core.errors import UserError
 FAIR_BY = ("request", "key")
 """Whose work ``fair`` can count."""
 
-SLICE_ENDS = ("steps", "completion", "arrival")
-"""What can end a slice of ``cfs``; see ``SharingSettings``."""
-
 SLICE_STEPS = {"cfs": 16, "fair": 12, "paced": 3}
 """Steps of a slice under each policy, if nobody asks for others. Under ``cfs`` and ``fair`` nearly everybody takes
 turns, so there must be few; under ``paced`` the core never leaves, and visitors come for a few tokens."""
@@ -25,8 +22,6 @@ class SharingSettings:
     Attributes:
         slice_steps: Steps that whoever comes onto the device stays at least (``--slice``); ``cfs``: of all slices.
             What is here is for ``paced``; ``settings_for`` knows each policy's.
-        slice_ends: ``cfs``: what ends a slice. ``steps``: only their number; ``completion``: also a request that ends,
-            as AQUA has it; ``arrival``: also one that arrives.
         ttft_goal_s: ``paced``: seconds to a first token that users were promised (``--ttft-goal``): newcomers then go
             first even where prompts are most of the work.
         tpot_goal_s: ``paced``: seconds per token after the first one that users were promised (``--tpot-goal``,
@@ -37,7 +32,6 @@ class SharingSettings:
         prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
         prompt_share: ``paced``: newcomers go first while prompts are at most this part of the work.
         fair_by: ``fair``: whose work is counted, each request's or each API key's.
-        takes_turns_by_recompute: Without swap space, take turns all the same and compute what was lost (a baseline).
         is_synchronous: AQUA's switch (a baseline): write nothing behind, compute nothing while copies are under way.
 
     Raises:
@@ -45,7 +39,6 @@ class SharingSettings:
     """
 
     slice_steps: int = SLICE_STEPS["paced"]
-    slice_ends: str = "completion"
     ttft_goal_s: float | None = None
     tpot_goal_s: float | None = None
     max_gap_s: float = 6.0
@@ -53,14 +46,11 @@ class SharingSettings:
     prefill_share: float = 0.5
     prompt_share: float = 0.3
     fair_by: str = "request"
-    takes_turns_by_recompute: bool = False
     is_synchronous: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.slice_steps <= 10_000:
             raise UserError(f"--slice must be between 1 and 10000 steps, not {self.slice_steps}")
-        if self.slice_ends not in SLICE_ENDS:
-            raise UserError(f"--slice-ends must be one of {', '.join(SLICE_ENDS)}, not {self.slice_ends!r}")
         for flag, goal_s in (("--ttft-goal", self.ttft_goal_s), ("--tpot-goal", self.tpot_goal_s)):
             if goal_s is not None and not 0 < goal_s <= 1e6:
                 raise UserError(f"{flag} must be above 0 seconds, not {goal_s}")

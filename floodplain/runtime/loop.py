@@ -76,7 +76,6 @@ class Loop:
         self.state.open_account(seq)
         self.state.sequences[seq_id] = seq
         self.state.waiting.push(seq)
-        self.state.arrival_step = self.state.counters.num_steps
         return seq_id
 
     def finish(self, seq_id: SeqId, reason: FinishReason, now: float) -> bool:

@@ -103,7 +103,7 @@ class LoopState:
         """Running sequences whose exclusive blocks must be counted anew, beside what ``sharing_version`` says."""
         self.stale_tables: set[SeqId] = set()
         """Sequences whose whole block table must go into the next plan."""
-        self.completion_step = self.arrival_step = -1
+        self.completion_step = -1
         """The first step planned after the last request ended, and after the last arrived."""
         self.preempted: list[Preemption] = []
         """By decisions whose plan had no work, so that nobody has been told of them."""

@@ -55,7 +55,6 @@ class ViewBuilder:
             tiers=self._tiers(step),
             prices=state.prices.now,
             completion_step=state.completion_step,
-            arrival_step=state.arrival_step,
         )
         state.stale_rows.clear()
         return view

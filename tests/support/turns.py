@@ -10,7 +10,7 @@ from floodplain.core.plan import StepPlan
 from floodplain.core.request import FinishReason
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
-from floodplain.policy.settings import SLICE_ENDS, SharingSettings
+from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Machine
 from tests.support.driver import Driver
 from tests.support.loops import make_request
@@ -70,7 +70,7 @@ def make_story(seed: int, policy: str, max_requests: int = 24) -> Story:
         slowness=dice.choice([0.0, 0.5, 0.9]),
         hanging_up=dice.choice([0.0, 0.0, 0.05]),
         quaking=dice.choice([0.0, 0.1]),
-        settings=replace(sharing, slice_ends=dice.choice(SLICE_ENDS)),
+        settings=sharing,
     )
 
 
@@ -83,7 +83,6 @@ def _make_settings(dice: Random) -> SharingSettings:
         visitor_share=dice.choice([0.1, 0.3, 0.7]),
         prefill_share=dice.choice([0.1, 0.5, 0.9]),
         fair_by=dice.choice(["request", "key"]),
-        takes_turns_by_recompute=dice.random() < 0.5,
         is_synchronous=dice.random() < 0.2,
     )
 

@@ -31,7 +31,6 @@ URL = {"coordinator": "http://127.0.0.1:8100"}
         ({"tpot_goal": math.inf}, "^--tpot-goal must be above 0 seconds, not inf$"),
         ({"tpot_goal": 0.1, "pace": 5.0}, "^--pace and --tpot-goal say the same thing: leave one out$"),
         ({"max_gap": 0.0}, "^--max-gap must be above 0 seconds, not 0.0$"),
-        ({"slice_ends": "never"}, "^--slice[-_]ends must be one of steps, completion, arrival, not 'never'$"),
         ({"fair_by": "user"}, "^--fair[-_]by must be one of request, key, not 'user'$"),
         ({"slice": "5"}, "^--slice must be a whole number, not '5'$"),
         ({"slice": 2.5}, "^--slice must be a whole number, not 2.5$"),
@@ -97,15 +96,15 @@ def test_slices_are_the_policys_own_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("policy", "unused"),
     [
-        ("fcfs", ["--slice", "--slice-ends", "--ttft-goal", "--pace", "--max-gap", "--fair-by"]),
+        ("fcfs", ["--slice", "--ttft-goal", "--pace", "--max-gap", "--fair-by"]),
         ("cfs", ["--ttft-goal", "--pace", "--max-gap", "--fair-by"]),
-        ("fair", ["--slice-ends", "--ttft-goal", "--pace", "--max-gap"]),
-        ("paced", ["--slice-ends", "--fair-by"]),
+        ("fair", ["--ttft-goal", "--pace", "--max-gap"]),
+        ("paced", ["--fair-by"]),
     ],
 )
 def test_what_a_policy_has_no_use_for_is_known(policy: str, unused: list[str]) -> None:
     assert not EngineConfig(model="m", policy=policy).unused_flags()
-    every = {"slice": 9, "slice_ends": "steps", "ttft_goal": 9, "pace": 9, "max_gap": 9, "fair_by": "key"}
+    every = {"slice": 9, "ttft_goal": 9, "pace": 9, "max_gap": 9, "fair_by": "key"}
     assert EngineConfig(model="m", policy=policy, **every).unused_flags() == unused  # type: ignore[arg-type]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
-
 from floodplain.core.plan import Decision, PreemptionMode, Reason
 from floodplain.core.view import Prices, SequenceView
 from floodplain.policy.cfs import CfsPolicy, prefilled_tokens, service
@@ -16,12 +14,11 @@ from tests.support.views import host, loading, make_view, prompt, stream, swappe
 def decide(
     *rows: SequenceView,
     step: int = 100,
-    slice_ends: str = "completion",
     is_synchronous: bool = False,
     **fields: object,
 ) -> Decision:
     view = make_view(*rows, step=step, **fields)
-    settings = SharingSettings(slice_steps=4, slice_ends=slice_ends, is_synchronous=is_synchronous)
+    settings = SharingSettings(slice_steps=4, is_synchronous=is_synchronous)
     return CfsPolicy(settings).decide(view, 0.0, Random(0))
 
 
@@ -124,19 +121,12 @@ def test_between_the_ends_of_slices_nobody_leaves() -> None:
         assert decide(*RESIDENTS, swapped(3), step=step, **FULL).preemptions == ()
 
 
-@pytest.mark.parametrize(
-    ("slice_ends", "at_completion", "at_arrival"),
-    [("steps", False, False), ("completion", True, False), ("arrival", True, True)],
-)
-def test_a_completion_ends_the_slice_and_an_arrival_if_that_is_asked_for(
-    slice_ends: str, at_completion: bool, at_arrival: bool
-) -> None:
-    def ends(**steps: int) -> bool:
-        return bool(decide(*RESIDENTS, swapped(3), step=101, slice_ends=slice_ends, **steps, **FULL).preemptions)
+def test_a_completion_ends_the_slice() -> None:
+    def ends(step: int) -> bool:
+        return bool(decide(*RESIDENTS, swapped(3), step=101, completion_step=step, **FULL).preemptions)
 
-    assert ends(completion_step=101) == at_completion
-    assert ends(arrival_step=101) == at_arrival
-    assert not ends(completion_step=100, arrival_step=100)
+    assert ends(101)
+    assert not ends(100)
 
 
 def test_but_who_fits_comes() -> None:

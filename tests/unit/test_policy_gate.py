@@ -34,13 +34,13 @@ class Marked(SharingPolicy):
         return Ranking(live_rows(view), frozenset(), SLICE)
 
 
-def ask(*rows: SequenceView, takes_turns_by_recompute: bool = False, **fields: object) -> Decision:
-    settings = SharingSettings(slice_steps=SLICE, takes_turns_by_recompute=takes_turns_by_recompute)
+def ask(*rows: SequenceView, **fields: object) -> Decision:
+    settings = SharingSettings(slice_steps=SLICE)
     return GatedPolicy(Marked(settings)).decide(make_view(*rows, **fields), 0.0, Random(0))
 
 
-def is_open(*rows: SequenceView, takes_turns_by_recompute: bool = False, **fields: object) -> bool:
-    return ask(*rows, takes_turns_by_recompute=takes_turns_by_recompute, **fields).wake_s == 42.0
+def is_open(*rows: SequenceView, **fields: object) -> bool:
+    return ask(*rows, **fields).wake_s == 42.0
 
 
 def test_it_is_closed_while_everybody_fits() -> None:
@@ -88,9 +88,8 @@ def test_it_opens_when_there_are_too_few_places() -> None:
 
 
 @pytest.mark.parametrize("rows", [(stream(0), waiting(1, 8)), (swapped(0),)])
-def test_without_swap_space_it_stays_closed_unless_turns_by_computing_are_wanted(rows: tuple[SequenceView]) -> None:
+def test_without_swap_space_it_stays_closed(rows: tuple[SequenceView]) -> None:
     assert not is_open(*rows, tiers=(), num_available_blocks=0)
-    assert is_open(*rows, tiers=(), num_available_blocks=0, takes_turns_by_recompute=True)
 
 
 def test_without_swap_space_it_says_why_nobody_takes_turns() -> None:

@@ -56,7 +56,6 @@ def test_the_copies_always_fit_and_one_step_less_would_not_do(
         ("ttft_goal_s", 0.0, "--ttft-goal"),
         ("tpot_goal_s", float("nan"), "--tpot-goal"),
         ("fair_by", "user", "--fair-by"),
-        ("slice_ends", "never", "--slice-ends"),
         ("visitor_share", 1.0, "visitor_share"),
         ("prefill_share", 0.0, "prefill_share"),
         ("max_gap_s", 0.0, "--max-gap"),

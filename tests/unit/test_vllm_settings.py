@@ -11,7 +11,7 @@ from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, PluginSettings,
 from floodplain.policy.base import Policy
 from floodplain.policy.gate import GatedPolicy
 from floodplain.policy.registry import POLICIES, make_policy
-from floodplain.policy.settings import SLICE_ENDS, SLICE_STEPS, settings_for
+from floodplain.policy.settings import SLICE_STEPS, settings_for
 
 
 def shape(policy: Policy) -> tuple[type, type | None]:
@@ -59,7 +59,6 @@ def test_swap_memory_is_a_size_or_a_number_of_bytes(memory: str | int, num_bytes
     [
         ("slice", 7, "slice_steps"),
         ("max_gap", 3.0, "max_gap_s"),
-        *(("slice_ends", end, "slice_ends") for end in SLICE_ENDS),
     ],
 )
 def test_sharing_is_told_by_the_names_of_the_flags(name: str, value: Any, field: str) -> None:
@@ -86,7 +85,6 @@ def test_all_names_can_stand_together() -> None:
         "seed": 3,
         "allow_untested": True,
         "slice": 4,
-        "slice_ends": "steps",
         "pace": 1.0,
         "max_gap": 9.0,
         "coordinator": "http://c:1",
@@ -94,7 +92,7 @@ def test_all_names_can_stand_together() -> None:
         "device_name": "gpu-0",
         "peer_memory": "3GiB",
     }
-    sharing = {"slice_steps": 4, "slice_ends": "steps", "pace": 1.0, "max_gap_s": 9.0}
+    sharing = {"slice_steps": 4, "pace": 1.0, "max_gap_s": 9.0}
     borrowing = ("http://c:1", "token", "gpu-0", 3 * 2**30)
     assert read_settings(told) == PluginSettings("cfs", sharing, 2**30, 3, *borrowing)
 
@@ -114,7 +112,7 @@ def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
         (
             {"slices": 3},
             "kv_connector_extra_config has 'slices', which is none of policy, swap_memory, seed, allow_untested, "
-            "slice, slice_ends, pace, max_gap, coordinator, coordinator_token_file, device_name, peer_memory",
+            "slice, pace, max_gap, coordinator, coordinator_token_file, device_name, peer_memory",
         ),
         ({"policy": "lifo"}, "policy must be one of fcfs, cfs, fair, paced, not 'lifo'"),
         ({"policy": None}, "kv_connector_extra_config has a value for 'policy' of the wrong kind: None"),
@@ -129,7 +127,6 @@ def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
         ({"swap_memory": "1.3B"}, "'1.3B' is not a whole number of bytes"),
         ({"swap_memory": "2000TiB"}, "'2000TiB' is out of range: sizes lie between 1 byte and 1024TiB"),
         ({"slice": 0}, "slice must be between 1 and 10000 steps, not 0"),
-        ({"slice_ends": "never"}, "slice_ends must be one of steps, completion, arrival, not 'never'"),
         ({"pace": 0}, "pace must be above 0 tokens per second, not 0"),
         ({"max_gap": 0}, "max_gap must be above 0 seconds, not 0"),
         ({"policy": "fcfs", "pace": -1}, "pace must be above 0 tokens per second, not -1"),

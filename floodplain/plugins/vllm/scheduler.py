@@ -49,7 +49,7 @@ class FloodplainScheduler(SteeredScheduler):
         )
         self._prices = StepPrices()
         self._step = -1
-        self._completion_step = self._arrival_step = -1
+        self._completion_step = -1
         self._caps: dict[str, int] = {}
         self._leaving: Preemption | None = None
         self._was_running: set[SeqId] = set()
@@ -85,7 +85,6 @@ class FloodplainScheduler(SteeredScheduler):
             num_empty_blocks=num_free,
             key_credits={"": 0.0},
             completion_step=self._completion_step,
-            arrival_step=self._arrival_step,
         )
         return view, {one.seq_id: one for one in self._desk.roster}
 
@@ -115,11 +114,9 @@ class FloodplainScheduler(SteeredScheduler):
         return [by_id[seq_id].request.request_id for seq_id in _newcomers(decision)]
 
     def _note_changes(self) -> None:
-        has_arrival, departed = self._desk.roster.take_changes()
+        departed = self._desk.roster.take_departed()
         if departed:
             self._completion_step = self._step
-        if has_arrival:
-            self._arrival_step = self._step
         for one in departed:
             self._prices.learn_end(one.request.num_prompt_tokens)
 

@@ -17,12 +17,12 @@ from floodplain.policy.settings import settings_for
 DEFAULT_POLICY = "paced"
 DEFAULT_SWAP_BYTES = 4 * 2**30
 
-_SHARING = {"slice": "slice_steps", "slice_ends": "slice_ends", "pace": "pace", "max_gap": "max_gap_s"}
+_SHARING = {"slice": "slice_steps", "pace": "pace", "max_gap": "max_gap_s"}
 """Names of flags, and of the fields of ``SharingSettings`` that they set."""
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "policy": str, "swap_memory": (int, str), "seed": int, "allow_untested": bool,
-    "slice": int, "slice_ends": str, "pace": (int, float), "max_gap": (int, float),
+    "slice": int, "pace": (int, float), "max_gap": (int, float),
     "coordinator": str, "coordinator_token_file": str, "device_name": str, "peer_memory": (int, str),
 }  # fmt: skip
 """Every setting, and what it may be."""

@@ -79,7 +79,6 @@ class Roster:
     def __init__(self) -> None:
         self._by_name: dict[str, TrackedRequest] = {}
         self._num_arrived = 0
-        self._has_arrival = False
         self._departed: list[TrackedRequest] = []
 
     def __getitem__(self, request_id: str) -> TrackedRequest:
@@ -101,7 +100,6 @@ class Roster:
         tracked = TrackedRequest(SeqId(self._num_arrived), request, credit)
         self._num_arrived += 1
         self._by_name[request.request_id] = tracked
-        self._has_arrival = True
         return tracked
 
     def depart(self, request_id: str) -> TrackedRequest | None:
@@ -111,8 +109,7 @@ class Roster:
             self._departed.append(tracked)
         return tracked
 
-    def take_changes(self) -> tuple[bool, list[TrackedRequest]]:
-        """Whether somebody came, and who went, since the last call."""
-        changes = self._has_arrival, self._departed
-        self._has_arrival, self._departed = False, []
-        return changes
+    def take_departed(self) -> list[TrackedRequest]:
+        """Those that ended since the last call."""
+        departed, self._departed = self._departed, []
+        return departed
