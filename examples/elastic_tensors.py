@@ -17,7 +17,7 @@ import torch
 from floodplain import ElasticPool, HostPeerMemory
 from floodplain.coordinator.agent import LeaseAgent
 from floodplain.coordinator.client import CoordinatorClient
-from floodplain.core.leases.client import LeaseClient, NobodyLends
+from floodplain.leases.client import LeaseClient, NobodyLends
 from floodplain.memory.elastic import Moves
 from floodplain.memory.peer import PeerMemory
 

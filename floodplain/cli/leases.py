@@ -18,8 +18,8 @@ from floodplain.cli.output import complain, say
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, read_token
 from floodplain.coordinator.settings import DEFAULT_URL
 from floodplain.core.errors import UserError
-from floodplain.core.leases.states import LeaseState
 from floodplain.core.sizes import format_size
+from floodplain.leases.states import LeaseState
 from floodplain.observe.table import format_table
 
 CLEAR = "\033[H\033[J"

@@ -22,8 +22,8 @@ from typing import Self
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
 from floodplain.coordinator.membership import LentDevice, Membership
 from floodplain.core.errors import UserError
-from floodplain.core.leases.rows import Reply
-from floodplain.core.leases.states import Outcome
+from floodplain.leases.rows import Reply
+from floodplain.leases.states import Outcome
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from floodplain.core.leases.states import LeaseState, Outcome
+from floodplain.leases.states import LeaseState, Outcome
 
 
 class _Answer(BaseModel):
@@ -14,7 +14,7 @@ class _Answer(BaseModel):
 
 
 class MemberRow(_Answer):
-    """See ``core.leases.rows.Member``."""
+    """See ``leases.rows.Member``."""
 
     name: str
     instance: str
@@ -27,7 +27,7 @@ class MemberRow(_Answer):
 
 
 class LeaseRow(_Answer):
-    """See ``core.leases.states.Lease``."""
+    """See ``leases.states.Lease``."""
 
     lease_id: str
     request: int

@@ -22,9 +22,9 @@ from floodplain.coordinator.origin import LOOPBACK_ONLY, OriginGate, OwnNames
 from floodplain.coordinator.requests import MessageBatch, Name
 from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing
 from floodplain.coordinator.wire import encode_replies, encode_reply
-from floodplain.core.leases.messages import Message
-from floodplain.core.leases.rows import Reply
-from floodplain.core.leases.states import Outcome
+from floodplain.leases.messages import Message
+from floodplain.leases.rows import Reply
+from floodplain.leases.states import Outcome
 from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.scrape import scrape

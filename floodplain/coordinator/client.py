@@ -15,8 +15,8 @@ from floodplain.coordinator.exchange import AnswerTooLong, DeadlineConnection
 from floodplain.coordinator.fields import WireError
 from floodplain.coordinator.wire import Answer, check_listing, decode_answer, decode_reply, encode_message
 from floodplain.core.errors import UserError
-from floodplain.core.leases.messages import Message
-from floodplain.core.leases.rows import Reply
+from floodplain.leases.messages import Message
+from floodplain.leases.rows import Reply
 from floodplain.web.bearer import read_secret_lines
 
 T = TypeVar("T")

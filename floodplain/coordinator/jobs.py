@@ -10,10 +10,10 @@ from typing import Any
 
 from floodplain.coordinator.service import Job, LeaseService
 from floodplain.coordinator.wire import encode_lease, encode_member
-from floodplain.core.leases.book import ANYBODY, LeaseBook, Speaker
-from floodplain.core.leases.messages import Message
-from floodplain.core.leases.rows import Member, Reply
-from floodplain.core.leases.states import ENDED, Lease, LeaseId, LeaseState, Outcome
+from floodplain.leases.book import ANYBODY, LeaseBook, Speaker
+from floodplain.leases.messages import Message
+from floodplain.leases.rows import Member, Reply
+from floodplain.leases.states import ENDED, Lease, LeaseId, LeaseState, Outcome
 
 
 @dataclass(frozen=True, slots=True)

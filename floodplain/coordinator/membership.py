@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from floodplain.coordinator.clock import lease_clock
 from floodplain.coordinator.recall_times import RecallTimes
-from floodplain.core.leases.borrower import Borrower
-from floodplain.core.leases.lender import Lender
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Leave, Message
-from floodplain.core.leases.rows import Reply, Shard
-from floodplain.core.leases.states import Lease, LeaseId
+from floodplain.leases.borrower import Borrower
+from floodplain.leases.lender import Lender
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Leave, Message
+from floodplain.leases.rows import Reply, Shard
+from floodplain.leases.states import Lease, LeaseId
 
 DEADLINE_S = 10.0
 """What consumers are given at a recall."""

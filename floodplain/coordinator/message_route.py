@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from floodplain.coordinator.requests import MessageBatch
 from floodplain.coordinator.tokens import ANYBODY, Caller, first_refused
 from floodplain.core.errors import UserError
-from floodplain.core.leases.messages import Message
+from floodplain.leases.messages import Message
 from floodplain.web.bodies import parse_model
 from floodplain.web.errors import ApiError, error_response
 from floodplain.web.gate import CLIENT_SCOPE_KEY

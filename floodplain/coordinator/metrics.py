@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from floodplain.coordinator.jobs import BookView, count_leases
 from floodplain.coordinator.service import ServiceTotals
-from floodplain.core.leases.states import Outcome
+from floodplain.leases.states import Outcome
 
 PREFIX = "floodplain_coordinator_"
 

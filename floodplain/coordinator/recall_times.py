@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from floodplain.core.leases.states import Lease, LeaseId, LeaseState
+from floodplain.leases.states import Lease, LeaseId, LeaseState
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from floodplain.core.leases import messages as core
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import LeaseEvent, LeaseId, Stamp
+from floodplain.leases import messages as core
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import LeaseEvent, LeaseId, Stamp
 from floodplain.web.bodies import BoundedModel
 
 MAX_MESSAGES = 1024

@@ -15,10 +15,10 @@ from typing import Any
 
 from floodplain.coordinator.leadership import Tenure, Watch
 from floodplain.coordinator.store import Store, StoredRows, StoreError
-from floodplain.core.leases.book import LeaseBook
-from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
-from floodplain.core.leases.states import LeaseId
-from floodplain.core.leases.table import Changes
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
+from floodplain.leases.states import LeaseId
+from floodplain.leases.table import Changes
 
 logger = logging.getLogger(__name__)
 

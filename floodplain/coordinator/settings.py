@@ -8,7 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
-from floodplain.core.leases.limits import (
+from floodplain.files.home import user_folder
+from floodplain.leases.limits import (
     FORGET_AFTER_S,
     LEAST_LEASE_BYTES,
     MAX_BORROWED_BYTES,
@@ -16,7 +17,6 @@ from floodplain.core.leases.limits import (
     MAX_LEASES_ON_DEVICE,
     LeaseLimits,
 )
-from floodplain.files.home import user_folder
 from floodplain.web.limits import MAX_CONNECTIONS_HELP, check_max_connections
 
 DEFAULT_URL = "http://127.0.0.1:8100"

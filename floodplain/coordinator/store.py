@@ -19,9 +19,9 @@ from floodplain.coordinator.database import hide_password, open_database
 from floodplain.coordinator.statements import Statement
 from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA, SCHEMA
 from floodplain.core.errors import UserError
-from floodplain.core.leases.rows import Member
-from floodplain.core.leases.states import Lease, LeaseId, LeaseState
-from floodplain.core.leases.table import Changes
+from floodplain.leases.rows import Member
+from floodplain.leases.states import Lease, LeaseId, LeaseState
+from floodplain.leases.table import Changes
 
 StoreError = sql.exc.DBAPIError
 """The store cannot be reached, or does not answer: what was being written is written, or is not."""
@@ -54,7 +54,7 @@ class StoredRows:
         members: All.
         leases: Those that have not ended.
         granted_unix_s: When each was granted; to be shown, nothing rests on it.
-        floor: See ``core.leases.table.LeaseTable``.
+        floor: See ``leases.table.LeaseTable``.
     """
 
     members: Sequence[Member]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from floodplain.core.errors import UserError
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
+from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
 from floodplain.web.bearer import read_secret_lines
 from floodplain.web.listen import is_loopback
 

@@ -14,7 +14,6 @@ import torch
 from floodplain.coordinator.client import CoordinatorClient
 from floodplain.core.backups import BackupTable
 from floodplain.core.errors import UserError
-from floodplain.core.leases.client import LeaseClient
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.cuda_lending import open_lent_pool
 from floodplain.engine.device_memory import DeviceMemory
@@ -32,6 +31,7 @@ from floodplain.engine.shell import Engine
 from floodplain.engine.swap import OpenedSwap, open_swap
 from floodplain.engine.tokenizer import Tokenizer
 from floodplain.engine.weights.open_model import ModelSource, open_model
+from floodplain.leases.client import LeaseClient
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_space import SwapStats
 from floodplain.policy.base import Policy

@@ -15,11 +15,11 @@ from pathlib import Path
 from floodplain.coordinator.agent import LeaseAgent
 from floodplain.coordinator.client import CoordinatorClient, read_token
 from floodplain.coordinator.membership import LentDevice
-from floodplain.core.leases.client import LeaseClient
 from floodplain.engine.lending import LenderTimes, PoolLender
 from floodplain.engine.lent_pool import LentPool
 from floodplain.engine.peer_tier import PeerTier
 from floodplain.engine.peer_watch import PeerWatch
+from floodplain.leases.client import LeaseClient
 from floodplain.policy.lending import LendingPolicy
 
 MOST_RECALL_TIMES = 1000

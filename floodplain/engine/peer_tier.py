@@ -11,10 +11,10 @@ import threading
 from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
-from floodplain.core.leases.client import LeaseClient
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import Lease, LeaseId
 from floodplain.core.tiers import Tier
+from floodplain.leases.client import LeaseClient
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Lease, LeaseId
 from floodplain.memory.peer import PeerMemory
 from floodplain.memory.peer_slots import PeerSlots
 from floodplain.memory.slot_mover import SlotMover

@@ -21,10 +21,10 @@ from typing import Self
 import torch
 
 from floodplain.core.errors import UserError
-from floodplain.core.leases.client import LeaseClient
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import Lease, LeaseId
 from floodplain.core.tiers import Tier
+from floodplain.leases.client import LeaseClient
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Lease, LeaseId
 from floodplain.memory.elastic_tensor import ElasticTensor
 from floodplain.memory.peer import Extent, PeerMemory
 

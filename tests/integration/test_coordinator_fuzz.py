@@ -14,7 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
-from floodplain.core.leases.book import LeaseBook
+from floodplain.leases.book import LeaseBook
 from tests.support.coordinators import coordinating, open_store
 from tests.support.examples import examples
 from tests.support.lease_values import MOST

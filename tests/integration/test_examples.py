@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from floodplain.core.leases.client import NobodyLends
+from floodplain.leases.client import NobodyLends
 from floodplain.memory.elastic import Moves
 from floodplain.memory.peer import HostPeerMemory
 from tests.support.lease_client import Clock, Coordinator, InProcessClient, Producer

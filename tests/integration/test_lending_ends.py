@@ -17,10 +17,10 @@ import pytest
 from floodplain.coordinator import agent as agents
 from floodplain.coordinator.client import CoordinatorClient
 from floodplain.coordinator.membership import Membership
-from floodplain.core.leases.lender import Lender
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.lent_pool import LentPool
+from floodplain.leases.lender import Lender
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_device import HostDevice, open_device
 from tests.support.coordinators import coordinating, open_store

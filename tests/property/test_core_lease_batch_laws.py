@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.core.leases.book import LeaseBook
-from floodplain.core.leases.limits import LeaseLimits
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import LeaseEvent, LeaseId, Outcome, Stamp
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.limits import LeaseLimits
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import LeaseEvent, LeaseId, Outcome, Stamp
 from tests.support.examples import examples
 
 LIMITS = LeaseLimits(least_lease_bytes=2, max_leases=5, max_borrowed_bytes=20, max_leases_on_device=6)

@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from floodplain.core.leases.book import LeaseBook
-from floodplain.core.leases.messages import Join, Leave, Observe, Offer, Report, Request
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import Lease, LeaseEvent, LeaseState, Stamp
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.messages import Join, Leave, Observe, Offer, Report, Request
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Lease, LeaseEvent, LeaseState, Stamp
 
 TTL_S = 10.0
 PRODUCERS, CONSUMERS = ("p0", "p1"), ("c0", "c1")

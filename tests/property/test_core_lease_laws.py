@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.leases import borrowing, lending, roster, states
-from floodplain.core.leases.borrower import Borrower
-from floodplain.core.leases.lender import Lender
-from floodplain.core.leases.limits import LeaseLimits
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Heartbeat, Join, Message, Observe, Report, Request
-from floodplain.core.leases.roster import Roster
-from floodplain.core.leases.rows import Member, Reply
-from floodplain.core.leases.states import TRANSITIONS, Lease, LeaseEvent, LeaseId, LeaseState, Outcome
-from floodplain.core.leases.table import LeaseTable
+from floodplain.leases import borrowing, lending, roster, states
+from floodplain.leases.borrower import Borrower
+from floodplain.leases.lender import Lender
+from floodplain.leases.limits import LeaseLimits
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Report, Request
+from floodplain.leases.roster import Roster
+from floodplain.leases.rows import Member, Reply
+from floodplain.leases.states import TRANSITIONS, Lease, LeaseEvent, LeaseId, LeaseState, Outcome
+from floodplain.leases.table import LeaseTable
 from tests.support import lease_world
 from tests.support.lease_world import Faults, LeaseWorld
 

@@ -27,8 +27,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from floodplain.core.leases.states import LeaseId, LeaseState
 from floodplain.core.tiers import Tier
+from floodplain.leases.states import LeaseId, LeaseState
 from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.elastic import ElasticPool, Moves

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from random import Random
 
-from floodplain.core.leases.borrower import Borrower
-from floodplain.core.leases.lender import Lender
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Leave, Message
-from floodplain.core.leases.rows import Reply, Shard
-from floodplain.core.leases.states import Lease, LeaseId
+from floodplain.leases.borrower import Borrower
+from floodplain.leases.lender import Lender
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Leave, Message
+from floodplain.leases.rows import Reply, Shard
+from floodplain.leases.states import Lease, LeaseId
 
 CAPACITY = 16
 

@@ -17,8 +17,8 @@ from random import Random
 from typing import Any
 
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
-from floodplain.core.leases.messages import Message
-from floodplain.core.leases.rows import Reply
+from floodplain.leases.messages import Message
+from floodplain.leases.rows import Reply
 from tests.support.coordinated_engines import Devices, Engine
 from tests.support.waiting import wait_until
 

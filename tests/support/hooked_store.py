@@ -10,9 +10,9 @@ import sqlalchemy as sql
 
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
 from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS
-from floodplain.core.leases.rows import Member
-from floodplain.core.leases.states import Lease, LeaseId, LeaseState
-from floodplain.core.leases.table import Changes
+from floodplain.leases.rows import Member
+from floodplain.leases.states import Lease, LeaseId, LeaseState
+from floodplain.leases.table import Changes
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from floodplain.core.leases.book import LeaseBook
-from floodplain.core.leases.borrower import Borrower
-from floodplain.core.leases.lender import Lender
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Message
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import Lease, LeaseId, LeaseState
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.borrower import Borrower
+from floodplain.leases.lender import Lender
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Message
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Lease, LeaseId, LeaseState
 from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_device import open_device

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from floodplain.core.leases.book import LeaseBook
-from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Observe, Offer, Recall, Report, Request
-from floodplain.core.leases.rows import Member, Reply, Shard
-from floodplain.core.leases.states import (
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
+from floodplain.leases.messages import Heartbeat, Join, Leave, Observe, Offer, Recall, Report, Request
+from floodplain.leases.rows import Member, Reply, Shard
+from floodplain.leases.states import (
     Lease,
     LeaseEvent,
     Outcome,

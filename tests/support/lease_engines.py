@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from floodplain.core.leases.borrower import Borrower
-from floodplain.core.leases.lender import Lender
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Leave, Message, Observe
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import Lease, LeaseId
+from floodplain.leases.borrower import Borrower
+from floodplain.leases.lender import Lender
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Leave, Message, Observe
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Lease, LeaseId
 
 TTL_S = 10.0
 BEAT_S = 1.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
-from floodplain.core.leases.rows import Member, Reply, Shard
-from floodplain.core.leases.states import ENDED, Lease, LeaseEvent, LeaseId, LeaseState, Outcome, Stamp
+from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
+from floodplain.leases.rows import Member, Reply, Shard
+from floodplain.leases.states import ENDED, Lease, LeaseEvent, LeaseId, LeaseState, Outcome, Stamp
 
 MOST = 2**62 - 1
 """The largest number that a message may hold."""

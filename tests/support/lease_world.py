@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from floodplain.core.leases.book import LeaseBook
-from floodplain.core.leases.limits import LeaseLimits
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Message
-from floodplain.core.leases.rows import Member, Reply
-from floodplain.core.leases.states import TRANSITIONS, Lease, LeaseId
-from floodplain.core.leases.table import Changes
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.limits import LeaseLimits
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Message
+from floodplain.leases.rows import Member, Reply
+from floodplain.leases.states import TRANSITIONS, Lease, LeaseId
+from floodplain.leases.table import Changes
 from tests.support.lease_engines import BEAT_S, CAPACITY, TTL_S, Engines, Process, Timeline
 
 

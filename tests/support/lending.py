@@ -21,10 +21,10 @@ from floodplain.coordinator.run import CoordinatorServer
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import LeaseId
 from floodplain.engine.lent_pool import LentPool
 from floodplain.engine.shell import Engine
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import LeaseId
 from floodplain.memory.arena import Page
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.host_device import HostDevice, open_device

@@ -13,8 +13,8 @@ from floodplain.coordinator.agent import LeaseAgent
 from floodplain.coordinator.client import CoordinatorClient
 from floodplain.coordinator.wire import encode_reply
 from floodplain.core.errors import UserError
-from floodplain.core.leases.rows import Reply
-from floodplain.core.leases.states import Outcome
+from floodplain.leases.rows import Reply
+from floodplain.leases.states import Outcome
 from tests.support.peer import DRIP, answer, answering
 from tests.support.waiting import wait_until
 

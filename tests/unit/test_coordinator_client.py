@@ -15,9 +15,9 @@ from floodplain.coordinator import exchange
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator, read_token
 from floodplain.coordinator.wire import encode_reply
 from floodplain.core.errors import UserError
-from floodplain.core.leases.messages import Heartbeat
-from floodplain.core.leases.rows import Reply
-from floodplain.core.leases.states import Outcome
+from floodplain.leases.messages import Heartbeat
+from floodplain.leases.rows import Reply
+from floodplain.leases.states import Outcome
 from floodplain.web.listen import bind, url_of
 from tests.support.peer import DRIP, HANG_UP, HANG_UP_AFTER, answer, answering
 

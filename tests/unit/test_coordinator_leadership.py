@@ -19,7 +19,7 @@ from floodplain.coordinator import jobs, leadership
 from floodplain.coordinator.leadership import BEAT_S, LEASE_S, TAKEOVER_S, Tenure, Watch
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import Leadership
-from floodplain.core.leases.messages import Heartbeat, Join, Message
+from floodplain.leases.messages import Heartbeat, Join, Message
 from tests.support.examples import examples
 from tests.support.hooked_store import HookedStore, failing, let_pass
 

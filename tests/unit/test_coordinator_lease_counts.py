@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from floodplain.coordinator.membership import LentDevice, Membership
-from floodplain.core.leases.rows import Member, Reply
-from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
+from floodplain.leases.rows import Member, Reply
+from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
 
 
 class Told:

@@ -18,10 +18,10 @@ from floodplain.coordinator import jobs
 from floodplain.coordinator.clerk import Clerk
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import StoreError
-from floodplain.core.leases.book import LeaseBook
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Offer, Recall, Request
-from floodplain.core.leases.rows import Reply, Shard
-from floodplain.core.leases.states import LeaseState, Outcome, Stamp
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Offer, Recall, Request
+from floodplain.leases.rows import Reply, Shard
+from floodplain.leases.states import LeaseState, Outcome, Stamp
 from tests.support.coordinated_engines import Devices, Engine
 from tests.support.examples import examples
 from tests.support.hooked_store import HookedStore, failing, let_pass

@@ -18,9 +18,9 @@ from floodplain.coordinator import database
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
 from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA, SCHEMA
 from floodplain.core.errors import UserError
-from floodplain.core.leases.rows import Member
-from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId
-from floodplain.core.leases.table import Changes
+from floodplain.leases.rows import Member
+from floodplain.leases.states import Lease, LeaseEvent, LeaseId
+from floodplain.leases.table import Changes
 from tests.support import lease_values
 from tests.support.examples import examples
 from tests.support.postgres import PostgresServer

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from floodplain.coordinator.tokens import ANYBODY, MAY_SAY, Caller, Role, TokenRing, check_exposure, first_refused
 from floodplain.core.errors import UserError
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import LeaseEvent, LeaseId, Stamp
+from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import LeaseEvent, LeaseId, Stamp
 from tests.support import lease_values
 
 STAMP = Stamp(1, 1)

@@ -28,9 +28,9 @@ from floodplain.coordinator.wire import (
     encode_replies,
     encode_reply,
 )
-from floodplain.core.leases.messages import Heartbeat, Join, Message
-from floodplain.core.leases.rows import Member, Reply, Shard
-from floodplain.core.leases.states import Lease, LeaseId, Outcome
+from floodplain.leases.messages import Heartbeat, Join, Message
+from floodplain.leases.rows import Member, Reply, Shard
+from floodplain.leases.states import Lease, LeaseId, Outcome
 from tests.support import lease_values
 from tests.support.examples import examples
 

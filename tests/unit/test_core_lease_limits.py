@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from floodplain.core.leases.limits import LeaseLimits
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Recall, Report, Request
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import (
+from floodplain.leases.limits import LeaseLimits
+from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Recall, Report, Request
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import (
     LeaseEvent,
     LeaseId,
     LeaseState,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from floodplain.core.leases.book import LeaseBook
-from floodplain.core.leases.borrower import Borrower
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Heartbeat, Join, Message, Observe, Offer, Report, Request
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import LeaseId, LeaseState
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.borrower import Borrower
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Offer, Report, Request
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import LeaseId, LeaseState
 
 TTL_S = 10.0
 

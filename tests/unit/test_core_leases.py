@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.leases.book import LeaseBook
-from floodplain.core.leases.borrower import Borrower
-from floodplain.core.leases.choice import choose_producers, choose_recalls
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Observe, Offer, Recall, Report, Request
-from floodplain.core.leases.rows import Member, Reply, Shard
-from floodplain.core.leases.states import (
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.borrower import Borrower
+from floodplain.leases.choice import choose_producers, choose_recalls
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Heartbeat, Join, Leave, Observe, Offer, Recall, Report, Request
+from floodplain.leases.rows import Member, Reply, Shard
+from floodplain.leases.states import (
     ENDED,
     OWED,
     TRANSITIONS,

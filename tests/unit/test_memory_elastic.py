@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from floodplain.core.errors import UserError
-from floodplain.core.leases.client import NobodyLends
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import LeaseState
 from floodplain.core.tiers import Tier
+from floodplain.leases.client import NobodyLends
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import LeaseState
 from floodplain.memory import elastic_tensor
 from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.elastic import ElasticPool, Moves

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heapreplace
 
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import Lease, LeaseState
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Lease, LeaseState
 
 
 def choose_producers(shards: Sequence[Shard], free_bytes: Mapping[str, int]) -> list[str] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import LeaseEvent, LeaseId, Stamp
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import LeaseEvent, LeaseId, Stamp
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import Lease, LeaseId
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Lease, LeaseId
 
 
 class LeaseClient(Protocol):

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from floodplain.core.errors import InvariantError
-from floodplain.core.leases.rows import Member
-from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId
+from floodplain.leases.rows import Member
+from floodplain.leases.states import Lease, LeaseEvent, LeaseId
 
 
 @dataclass(frozen=True, slots=True)

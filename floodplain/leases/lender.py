@@ -6,9 +6,9 @@ bytes: nobody holds more of the device than was put up (law 2 of docs/design/005
 
 from __future__ import annotations
 
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Observe, Offer, Recall
-from floodplain.core.leases.states import LeaseState, Stamp
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Observe, Offer, Recall
+from floodplain.leases.states import LeaseState, Stamp
 
 
 class Lender:

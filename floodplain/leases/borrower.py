@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from floodplain.core.leases.member import MemberSide
-from floodplain.core.leases.messages import Report, Request
-from floodplain.core.leases.rows import Shard
-from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Stamp
+from floodplain.leases.member import MemberSide
+from floodplain.leases.messages import Report, Request
+from floodplain.leases.rows import Shard
+from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Stamp
 
 _TO_SAY = {
     LeaseEvent.HOLD: (LeaseEvent.HOLD,),

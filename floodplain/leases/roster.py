@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
-from floodplain.core.leases.messages import Heartbeat, Join, Leave
-from floodplain.core.leases.rows import Member, Reply
-from floodplain.core.leases.states import Lease, LeaseEvent, Outcome, Stamp, judge
-from floodplain.core.leases.table import LeaseTable
+from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
+from floodplain.leases.messages import Heartbeat, Join, Leave
+from floodplain.leases.rows import Member, Reply
+from floodplain.leases.states import Lease, LeaseEvent, Outcome, Stamp, judge
+from floodplain.leases.table import LeaseTable
 
 
 class Roster:

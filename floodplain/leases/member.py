@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from floodplain.core.leases.messages import Heartbeat, Join, Message, Request
-from floodplain.core.leases.rows import Member, Reply, Shard
-from floodplain.core.leases.states import Lease, LeaseId, LeaseState, Outcome, Stamp, judge_copy
+from floodplain.leases.messages import Heartbeat, Join, Message, Request
+from floodplain.leases.rows import Member, Reply, Shard
+from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome, Stamp, judge_copy
 
 
 @dataclass(slots=True)

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from floodplain.core.leases import borrowing, lending
-from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
-from floodplain.core.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
-from floodplain.core.leases.roster import Roster
-from floodplain.core.leases.rows import Member, Reply
-from floodplain.core.leases.states import Lease, LeaseId, LeaseState, Outcome
-from floodplain.core.leases.table import Changes, LeaseTable
+from floodplain.leases import borrowing, lending
+from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
+from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
+from floodplain.leases.roster import Roster
+from floodplain.leases.rows import Member, Reply
+from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome
+from floodplain.leases.table import Changes, LeaseTable
 
 
 class Speaker(Protocol):

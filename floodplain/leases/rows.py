@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from floodplain.core.leases.states import Lease, LeaseId, Outcome, Stamp
+from floodplain.leases.states import Lease, LeaseId, Outcome, Stamp
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from floodplain.core.leases.choice import choose_producers
-from floodplain.core.leases.limits import DEFAULT_LIMITS, LeaseLimits
-from floodplain.core.leases.messages import Report, Request
-from floodplain.core.leases.rows import Reply
-from floodplain.core.leases.states import Lease, LeaseEvent, LeaseId, Outcome, Stamp, judge
-from floodplain.core.leases.table import LeaseTable
+from floodplain.leases.choice import choose_producers
+from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
+from floodplain.leases.messages import Report, Request
+from floodplain.leases.rows import Reply
+from floodplain.leases.states import Lease, LeaseEvent, LeaseId, Outcome, Stamp, judge
+from floodplain.leases.table import LeaseTable
 
 SAID_BY_CONSUMERS = frozenset({LeaseEvent.HOLD, LeaseEvent.REFUSE, LeaseEvent.RELEASE})
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from floodplain.core.leases.choice import choose_recalls
-from floodplain.core.leases.messages import Observe, Offer, Recall
-from floodplain.core.leases.rows import Reply
-from floodplain.core.leases.states import Lease, LeaseEvent, LeaseState, Outcome
-from floodplain.core.leases.table import LeaseTable
+from floodplain.leases.choice import choose_recalls
+from floodplain.leases.messages import Observe, Offer, Recall
+from floodplain.leases.rows import Reply
+from floodplain.leases.states import Lease, LeaseEvent, LeaseState, Outcome
+from floodplain.leases.table import LeaseTable
 
 
 def offer(table: LeaseTable, message: Offer) -> Reply:
