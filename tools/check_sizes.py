@@ -11,8 +11,8 @@ MAX_FUNCTION_LINES = 60
 ROOT = Path(__file__).resolve().parent.parent
 EXCUSED = {
     "floodplain/core/blocks.py": "one owner of all block states: every transition and its check stand side by side",
-    "floodplain/engine/attention/paged_decode.py:paged_decode": "a Triton launch: sizes, grid, arguments",
-    "floodplain/engine/attention/paged_decode.py:_attend": "a Triton kernel: it cannot call plain functions",
+    "floodplain/model/attention/paged_decode.py:paged_decode": "a Triton launch: sizes, grid, arguments",
+    "floodplain/model/attention/paged_decode.py:_attend": "a Triton kernel: it cannot call plain functions",
 }
 
 

@@ -24,7 +24,7 @@ from floodplain.cli.demo_leases_load import short_texts, texts
 from floodplain.cli.demo_load import FULL, engine_config, sample_spec
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.offline import hardware_report
-from floodplain.engine.weights.open_model import open_model
+from floodplain.model.weights.open_model import open_model
 from floodplain.workload.spec import WorkloadSpec, build
 
 HERE = Path(__file__).resolve().parent

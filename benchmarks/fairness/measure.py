@@ -22,7 +22,7 @@ from floodplain.core.lifecycle import time_per_output_token_s
 from floodplain.core.request import FinishReason
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.offline import hardware_report, report_between
-from floodplain.engine.weights.open_model import open_model
+from floodplain.model.weights.open_model import open_model
 from floodplain.workload.goals import sample_requests
 from floodplain.workload.records import LoadRequest
 

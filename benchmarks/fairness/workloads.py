@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from floodplain.engine.tokenizer import Tokenizer
+from floodplain.model.tokenizer import Tokenizer
 from floodplain.workload.phases import Phase, phase_arrivals
 from floodplain.workload.records import LoadRequest
 from floodplain.workload.spec import WorkloadSpec, build

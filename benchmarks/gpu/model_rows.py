@@ -25,15 +25,15 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, TableUpdate
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
-from floodplain.engine.batch import ForwardBatch
-from floodplain.engine.models.decoder import Decoder, LayerHooks
-from floodplain.engine.models.load import load_decoder
 from floodplain.engine.runner import ModelRunner
-from floodplain.engine.sampler import Sampler
-from floodplain.engine.weights.open_model import open_model
 from floodplain.memory.arena import Device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
+from floodplain.model.batch import ForwardBatch
+from floodplain.model.network.decoder import Decoder, LayerHooks
+from floodplain.model.network.load import load_decoder
+from floodplain.model.sampler import Sampler
+from floodplain.model.weights.open_model import open_model
 
 DTYPE = torch.bfloat16
 BLOCK_TOKENS = 16

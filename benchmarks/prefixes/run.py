@@ -14,7 +14,7 @@ from typing import Any
 
 from floodplain import LLM, SamplingParams
 from floodplain.engine.build import kv_bytes_per_token
-from floodplain.engine.weights.open_model import open_model
+from floodplain.model.weights.open_model import open_model
 
 HERE = Path(__file__).resolve().parent
 MODEL = "smollm2"

@@ -116,7 +116,7 @@ def _bench_serve(args: argparse.Namespace) -> dict[str, Any]:
     server, spec = dataclass_from(args, ServerUnderTest), dataclass_from(args, WorkloadSpec)
     bench, trace = dataclass_from(args, BenchConfig), read_trace(spec)
 
-    from floodplain.engine.weights.open_model import open_model
+    from floodplain.model.weights.open_model import open_model
     from floodplain.observe.result import benchmark_result
     from floodplain.observe.run_facts import RunInfo
     from floodplain.observe.timeline import client_timeline

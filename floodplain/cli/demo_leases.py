@@ -40,7 +40,7 @@ def serve_scene(
     Raises:
         UserError: A process does not start.
     """
-    from floodplain.engine.weights.open_model import open_model
+    from floodplain.model.weights.open_model import open_model
 
     tokenizer = open_model(base.model).load_tokenizer()
     if progress:

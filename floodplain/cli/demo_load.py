@@ -61,7 +61,7 @@ def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpe
 def engine_config(model: str, sample: WorkloadSpec, scale: Scale) -> EngineConfig:
     """An engine whose pool holds ``num_resident`` requests at half of their output."""
     from floodplain.engine.build import kv_bytes_per_token
-    from floodplain.engine.weights.open_model import open_model
+    from floodplain.model.weights.open_model import open_model
 
     source = open_model(model)
     requests = build(sample, source.load_tokenizer())

@@ -84,10 +84,10 @@ def _measure_memory(model: str) -> dict[str, Any]:
     import torch
 
     from floodplain.cost.link import LINKS, common_scale
-    from floodplain.engine.weights.open_model import open_model
     from floodplain.memory.device_file import PAGE_BYTES
     from floodplain.memory.host_transfer import measure_copy_bandwidth
     from floodplain.memory.kv_layout import KVLayout
+    from floodplain.model.weights.open_model import open_model
 
     shape = open_model(model).config.shape
     layout = KVLayout(

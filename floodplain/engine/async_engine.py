@@ -20,7 +20,7 @@ from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.shell import Engine
-from floodplain.engine.tokenizer import Tokenizer
+from floodplain.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

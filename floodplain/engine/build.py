@@ -18,22 +18,22 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.cuda_lending import open_lent_pool
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.lending import LenderTimes
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.decoder import Decoder
-from floodplain.engine.models.linear import can_pack
-from floodplain.engine.models.load import load_decoder
 from floodplain.engine.neighbours import Neighbours, default_device_name, meet_neighbours, open_client
 from floodplain.engine.peer_tier import LOOK_S, PeerTier
 from floodplain.engine.pool_limits import PoolLimits, find_limits
 from floodplain.engine.runner import ModelRunner
-from floodplain.engine.sampler import Sampler
 from floodplain.engine.shell import Engine
 from floodplain.engine.swap import OpenedSwap, open_swap
-from floodplain.engine.tokenizer import Tokenizer
-from floodplain.engine.weights.open_model import ModelSource, open_model
 from floodplain.leases.client import LeaseClient
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_space import SwapStats
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.decoder import Decoder
+from floodplain.model.network.linear import can_pack
+from floodplain.model.network.load import load_decoder
+from floodplain.model.sampler import Sampler
+from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.weights.open_model import ModelSource, open_model
 from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
 from floodplain.policy.registry import make_policy

@@ -12,13 +12,13 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.host_memory import available_bytes
-from floodplain.engine.models.config import ModelConfig
 from floodplain.memory.arena import Device
 from floodplain.memory.cuda_driver import CudaDriver
 from floodplain.memory.cuda_home import CudaHome, claim_cuda_home
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.named_file import sweep
+from floodplain.model.network.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

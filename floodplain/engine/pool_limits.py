@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.models.config import ModelConfig
+from floodplain.model.network.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepOutputs, TokenLogprobs
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.engine.outputs import OutputDelta
-from floodplain.engine.tokenizer import StreamDecoder, Tokenizer
+from floodplain.model.tokenizer import StreamDecoder, Tokenizer
 
 
 @dataclass(slots=True)

@@ -12,11 +12,11 @@ from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, Transfer
 from floodplain.core.request import SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import CopyTime
-from floodplain.engine.batch import ForwardBatch, PrefillSegment
-from floodplain.engine.models.decoder import Decoder, LayerHooks
-from floodplain.engine.sampler import Sampler
 from floodplain.engine.slots import IntArray, SequenceSlots
 from floodplain.memory.swap_space import SwapSpace
+from floodplain.model.batch import ForwardBatch, PrefillSegment
+from floodplain.model.network.decoder import Decoder, LayerHooks
+from floodplain.model.sampler import Sampler
 
 
 class ModelRunner:

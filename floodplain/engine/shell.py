@@ -18,8 +18,8 @@ from floodplain.engine.neighbours import LeaseFacts, Neighbours
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.processor import OutputProcessor
 from floodplain.engine.snapshot import take_snapshot
-from floodplain.engine.tokenizer import Tokenizer
 from floodplain.memory.swap_space import SwapStats
+from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.executor import Executor
 from floodplain.runtime.loop import Loop
 

@@ -6,9 +6,9 @@ import logging
 import pytest
 import torch
 
-from floodplain.engine.attention.backend import AttentionShape
-from floodplain.engine.attention.cuda import CudaAttention
-from floodplain.engine.attention.paged_prefill import DISABLE_VARIABLE
+from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.attention.cuda import CudaAttention
+from floodplain.model.attention.paged_prefill import DISABLE_VARIABLE
 from tests.support.attention import make_problem
 
 pytestmark = [

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from floodplain.engine.models.load import load_decoder
-from floodplain.engine.weights.dummy import DummyModel
+from floodplain.model.network.load import load_decoder
+from floodplain.model.weights.dummy import DummyModel
 from tests.support.decoding import BLOCK_TOKENS, Sequences
 
 pytestmark = [

@@ -12,8 +12,8 @@ import pytest
 
 PROGRAM = """
 import torch
-from floodplain.engine.attention.backend import AttentionShape
-from floodplain.engine.attention.cuda import CudaAttentionPlan
+from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.attention.cuda import CudaAttentionPlan
 from tests.support.attention import make_problem
 
 class Interpreted:

@@ -16,7 +16,7 @@ from floodplain.cli.demo_page import print_summary, write_files
 from floodplain.cli.demo_run import measure_machine, serve_way
 from floodplain.cli.demo_ways import HOST_LINK, NEIGHBOUR_LINK, WAYS
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.tokenizer import ByteTokenizer
+from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.spec import WorkloadSpec, build
 

@@ -14,7 +14,7 @@ import torch
 
 from floodplain import LLM, SamplingParams
 from floodplain.engine.outputs import RequestOutput
-from floodplain.engine.weights.open_model import packaged_smollm2
+from floodplain.model.weights.open_model import packaged_smollm2
 from floodplain.workload.prompt_files import package_prompts
 from tests.support.parity import Verdict, judge
 from tests.support.teacher import Teacher

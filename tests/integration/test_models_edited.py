@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from floodplain.engine.models.fields import Fields
+from floodplain.model.network.fields import Fields
 from tests.support.edited_folders import MISSING, EditedFolder
 
 SIZES: dict[str, Any] = {

@@ -8,11 +8,11 @@ from collections.abc import Sequence as Seq
 import pytest
 import torch
 
-from floodplain.engine.models.decoder import Decoder
-from floodplain.engine.models.linear import can_pack
-from floodplain.engine.models.load import load_decoder
-from floodplain.engine.tokenizer import Tokenizer
-from floodplain.engine.weights.open_model import ModelSource, open_model, packaged_smollm2
+from floodplain.model.network.decoder import Decoder
+from floodplain.model.network.linear import can_pack
+from floodplain.model.network.load import load_decoder
+from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.weights.open_model import ModelSource, open_model, packaged_smollm2
 from tests.support.decoding import BLOCK_TOKENS, Sequences
 from tests.support.parity import judge
 from tests.support.teacher import Teacher

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
-from floodplain.engine.models.config import RopeConfig
-from floodplain.engine.models.decoder import Decoder
-from floodplain.engine.models.linear import can_pack
-from floodplain.engine.models.load import load_decoder
-from floodplain.engine.models.rope import inverse_frequencies
-from floodplain.engine.weights.gguf_file import GgufFile
-from floodplain.engine.weights.hf_folder import HfFolder
+from floodplain.model.network.config import RopeConfig
+from floodplain.model.network.decoder import Decoder
+from floodplain.model.network.linear import can_pack
+from floodplain.model.network.load import load_decoder
+from floodplain.model.network.rope import inverse_frequencies
+from floodplain.model.weights.gguf_file import GgufFile
+from floodplain.model.weights.hf_folder import HfFolder
 from tests.support.decoding import BLOCK_TOKENS, Sequences, all_logits
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.engine.attention.backend import AttentionShape
-from floodplain.engine.attention.cpu import CpuAttention
-from floodplain.engine.models.config import RopeConfig
-from floodplain.engine.models.decoder import Step
-from floodplain.engine.models.ops import KernelOps, TorchOps
-from floodplain.engine.models.rope import inverse_frequencies, rotation
-from floodplain.engine.native.ops import NativeOps, native_ops
 from floodplain.memory.native import build, compiler
+from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.attention.cpu import CpuAttention
+from floodplain.model.native.ops import NativeOps, native_ops
+from floodplain.model.network.config import RopeConfig
+from floodplain.model.network.decoder import Step
+from floodplain.model.network.ops import KernelOps, TorchOps
+from floodplain.model.network.rope import inverse_frequencies, rotation
 from tests.support.attention import make_problem
 from tests.support.examples import examples
 

@@ -19,9 +19,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as Backend
 
 from floodplain.core.errors import RequestRefused, UserError
-from floodplain.engine import chat_template, hf_tokenizer
-from floodplain.engine.hf_tokenizer import HfTokenizer
-from floodplain.engine.tokenizer import StreamDecoder
+from floodplain.model import chat_template, hf_tokenizer
+from floodplain.model.hf_tokenizer import HfTokenizer
+from floodplain.model.tokenizer import StreamDecoder
 from tests.support.examples import examples
 
 CORPUS = [

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.engine.attention import cpu
-from floodplain.engine.attention.backend import AttentionShape
-from floodplain.engine.attention.cpu import CpuAttention, group_by_length
+from floodplain.model.attention import cpu
+from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.attention.cpu import CpuAttention, group_by_length
 from tests.support.attention import make_problem
 from tests.support.examples import examples
 

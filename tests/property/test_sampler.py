@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.sampling import SamplingParams
-from floodplain.engine import sampler as sampler_module
-from floodplain.engine.sampler import Sampler
+from floodplain.model import sampler as sampler_module
+from floodplain.model.sampler import Sampler
 from tests.support.examples import examples
 
 VOCAB = 50

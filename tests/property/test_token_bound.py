@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from floodplain.engine.hf_tokenizer import _bytes_by_letter
-from floodplain.engine.token_bound import TokenBound
+from floodplain.model.hf_tokenizer import _bytes_by_letter
+from floodplain.model.token_bound import TokenBound
 
 CORPUS = ["the plain is wide, the river is slow    \n\n\n", "été 東京 naïve 12345 " * 3, "aaaaaaaaaaaaaaaaaaaaaaaa"]
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]

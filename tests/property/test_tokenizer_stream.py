@@ -11,7 +11,7 @@ from floodplain.core.plan import StepOutputs
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.processor import OutputProcessor
-from floodplain.engine.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer
+from floodplain.model.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer
 
 
 class SpacedTokenizer(ByteTokenizer):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from floodplain.engine.attention.backend import AttentionBackend, AttentionShape
-from floodplain.engine.batch import ForwardBatch, PrefillSegment
+from floodplain.model.attention.backend import AttentionBackend, AttentionShape
+from floodplain.model.batch import ForwardBatch, PrefillSegment
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from floodplain.engine.batch import ForwardBatch, PrefillSegment
-from floodplain.engine.models.decoder import Decoder, LayerHooks
+from floodplain.model.batch import ForwardBatch, PrefillSegment
+from floodplain.model.network.decoder import Decoder, LayerHooks
 
 BLOCK_TOKENS = 4
 

@@ -13,8 +13,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from floodplain.core.errors import UserError
-from floodplain.engine.models.load import load_decoder
-from floodplain.engine.weights.hf_folder import HfFolder
+from floodplain.model.network.load import load_decoder
+from floodplain.model.weights.hf_folder import HfFolder
 from tests.support.decoding import BLOCK_TOKENS, all_logits
 
 MISSING = object()

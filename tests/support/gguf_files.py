@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import torch
 
-from floodplain.engine.models.config import ModelConfig
+from floodplain.model.network.config import ModelConfig
 
 
 def gguf_keys(config: ModelConfig) -> dict[str, object]:

@@ -15,9 +15,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from floodplain.cli.config_file import read_config_file
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.cost.model_shape import shape_named
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.load import parameter_parts
-from floodplain.engine.weights.open_model import open_model
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.load import parameter_parts
+from floodplain.model.weights.open_model import open_model
 from floodplain.server.auth import read_keys
 from floodplain.workload.lengths import load_lengths
 from floodplain.workload.prompt_files import load_prompts

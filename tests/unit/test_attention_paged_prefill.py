@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from floodplain.engine.attention.backend import AttentionShape
-from floodplain.engine.attention.cuda import CudaAttentionPlan
-from floodplain.engine.attention.paged_prefill import (
+from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.attention.cuda import CudaAttentionPlan
+from floodplain.model.attention.paged_prefill import (
     DISABLE_VARIABLE,
     FlashInferPrefill,
     open_flashinfer,
@@ -20,7 +20,7 @@ from floodplain.engine.attention.paged_prefill import (
     refuse_flashinfer,
     workspace_bytes,
 )
-from floodplain.engine.batch import PrefillSegment
+from floodplain.model.batch import PrefillSegment
 from tests.support.attention import Problem, attention_by_definition, make_problem
 
 CPU = torch.device("cpu")

@@ -125,7 +125,7 @@ def test_most_seeds_decide(p99s: list[float], holds: bool, monkeypatch: pytest.M
 def test_a_machine_that_serves_twice_as_many_meets_a_window_at_twice_the_speed(tmp_path: Path) -> None:
     from workloads import LOADS, make_requests
 
-    from floodplain.engine.tokenizer import ByteTokenizer
+    from floodplain.model.tokenizer import ByteTokenizer
 
     rows = "".join(f"{second},40,20\n" for second in range(0, 600, 3))
     (tmp_path / "burstgpt_burst_1h.csv").write_text("t_s,prompt_tokens,output_tokens\n" + rows)

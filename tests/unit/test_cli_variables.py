@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from floodplain.cli.main import _find_flags, main
 from floodplain.cli.variables import NO_FLAGS, PREFIX, check_variables, variable_of
 from floodplain.core.errors import UserError
-from floodplain.engine.attention import paged_prefill
 from floodplain.memory.native import build
+from floodplain.model.attention import paged_prefill
 
 FLAGS = _find_flags()
 KNOWN = {*map(variable_of, FLAGS), *NO_FLAGS}

@@ -14,9 +14,9 @@ from floodplain.cost.model_shape import shape_named
 from floodplain.engine import device_memory
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.weights.open_model import open_model
 from floodplain.memory import named_file
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.weights.open_model import open_model
 
 FREE = 2**20
 

@@ -10,14 +10,14 @@ from floodplain.coordinator.membership import LentDevice, Membership
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.lending import LenderTimes, PoolLender
-from floodplain.engine.models.config import ModelConfig
 from floodplain.engine.neighbours import default_device_name
 from floodplain.engine.pool_limits import PoolLimits, find_limits
-from floodplain.engine.weights.open_model import open_model
 from floodplain.leases.messages import Heartbeat, Join, Offer, Recall
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome
 from floodplain.memory.named_file import NAME
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.weights.open_model import open_model
 from floodplain.policy.lending import PoolLoad
 from tests.support.lending import WildPolicy
 

@@ -15,7 +15,7 @@ from floodplain.core.tiers import Tier
 from floodplain.core.view import View
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import MAX_WAIT_S, Engine
-from floodplain.engine.tokenizer import ByteTokenizer
+from floodplain.model.tokenizer import ByteTokenizer
 from tests.support.driver import ScriptedPolicy
 from tests.support.loops import FakeExecutor, make_loop, make_request
 

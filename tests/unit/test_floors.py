@@ -19,7 +19,7 @@ ROOT = Path(floodplain.__file__).parent
 FLOORS = [
     ["core"],
     ["leases", "cost", "files", "workload", "observe", "web"],
-    ["policy", "memory"],
+    ["policy", "memory", "model"],
     ["runtime", "coordinator"],
     ["engine", "plugins", "sim"],
     ["server", "cluster", "planner"],
@@ -38,7 +38,7 @@ PURE_IMPORTS = {
 """All of the standard library that pure code needs. Of ``random`` it takes the type ``Random``, and never its state."""
 
 BARE_GPU_IMAGE = {"torch", "numpy"}
-KERNELS = {"floodplain.memory.triton_copy", "floodplain.engine.attention.paged_decode"}
+KERNELS = {"floodplain.memory.triton_copy", "floodplain.model.attention.paged_decode"}
 """Files of Triton kernels: imported inside the functions that run on CUDA, so no other module may need them."""
 
 MEMBER = {
@@ -204,7 +204,7 @@ def test_prices_bring_numpy_at_most() -> None:
 
 @pytest.mark.slow
 def test_the_data_plane_imports_on_a_bare_gpu_image() -> None:
-    names = [name for name in modules("memory", "engine") if name not in KERNELS]
+    names = [name for name in modules("memory", "model", "engine") if name not in KERNELS]
     brought = run(IMPORT_ON_A_BARE_IMAGE, ",".join(BARE_GPU_IMAGE), *names)
     assert {"transformers", "tokenizers", "gguf", "safetensors", "fastapi", "triton"}.isdisjoint(brought)
     assert KERNELS.isdisjoint(brought)
@@ -221,7 +221,7 @@ def test_what_speaks_for_an_engine_needs_nothing_but_the_standard_library() -> N
 def test_the_bare_image_lacks_what_it_should() -> None:
     """Negative control: without numpy, or without torch, the data plane does not import."""
     with pytest.raises(AssertionError, match="imports numpy"):
-        run(IMPORT_ON_A_BARE_IMAGE, "torch", "floodplain.engine.sampler", *modules("memory"))
+        run(IMPORT_ON_A_BARE_IMAGE, "torch", "floodplain.model.sampler", *modules("memory"))
 
 
 def test_the_package_itself_is_light() -> None:

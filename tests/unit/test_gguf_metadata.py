@@ -6,8 +6,8 @@ from pathlib import Path
 
 import gguf
 
-from floodplain.engine.weights.gguf_metadata import read_gguf
-from floodplain.engine.weights.open_model import packaged_smollm2
+from floodplain.model.weights.gguf_metadata import read_gguf
+from floodplain.model.weights.open_model import packaged_smollm2
 
 
 def write(path: Path, name: str) -> Path:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.engine.models.config import ModelConfig, RopeConfig
-from floodplain.engine.models.hf_config import parse_hf_config
+from floodplain.model.network.config import ModelConfig, RopeConfig
+from floodplain.model.network.hf_config import parse_hf_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

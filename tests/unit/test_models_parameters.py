@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from floodplain.cost.model_shape import shape_named
-from floodplain.engine.models import llama, opt
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.decoder import Decoder
-from floodplain.engine.models.load import load_decoder
-from floodplain.engine.models.parameters import ALIGN_BYTES, buffer_bytes, load_buffer, view_buffer
-from floodplain.engine.weights.dummy import DummyModel
+from floodplain.model.network import llama, opt
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.decoder import Decoder
+from floodplain.model.network.load import load_decoder
+from floodplain.model.network.parameters import ALIGN_BYTES, buffer_bytes, load_buffer, view_buffer
+from floodplain.model.weights.dummy import DummyModel
 from tests.support.decoding import Sequences, all_logits
 
 CPU = torch.device("cpu")

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 from floodplain.core.errors import UserError
-from floodplain.engine.models import llama
-from floodplain.engine.models.load import load_decoder
-from floodplain.engine.weights import open_model as open_model_module
-from floodplain.engine.weights.dummy import DummyModel
-from floodplain.engine.weights.gguf_file import GgufFile
-from floodplain.engine.weights.hf_folder import HfFolder
-from floodplain.engine.weights.open_model import ModelSource, open_model
+from floodplain.model.network import llama
+from floodplain.model.network.load import load_decoder
+from floodplain.model.weights import open_model as open_model_module
+from floodplain.model.weights.dummy import DummyModel
+from floodplain.model.weights.gguf_file import GgufFile
+from floodplain.model.weights.hf_folder import HfFolder
+from floodplain.model.weights.open_model import ModelSource, open_model
 from tests.support.decoding import BLOCK_TOKENS, all_logits
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from floodplain import LLM, SamplingParams
 from floodplain.core.errors import UserError
-from floodplain.engine.weights.hf_folder import HfFolder
+from floodplain.model.weights.hf_folder import HfFolder
 from tests.unit.test_weights import DUMMY, dummy_weights, logits_of, refusal, write_folder
 
 WEIGHTS = dummy_weights()

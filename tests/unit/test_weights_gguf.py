@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from floodplain.core.errors import UserError
-from floodplain.engine.models.config import RopeConfig
-from floodplain.engine.models.hf_rope import yarn_attention
-from floodplain.engine.weights.gguf_file import GgufFile
+from floodplain.model.network.config import RopeConfig
+from floodplain.model.network.hf_rope import yarn_attention
+from floodplain.model.weights.gguf_file import GgufFile
 from tests.support.gguf_files import gguf_keys, gguf_tensors, write_gguf_file
 from tests.unit.test_weights import DUMMY, dummy_weights, logits_of, refusal, write_gguf
 

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.engine.batch import ForwardBatch
-from floodplain.engine.native.ops import NativeOps
+from floodplain.model.batch import ForwardBatch
+from floodplain.model.native.ops import NativeOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class AttentionBackend(Protocol):
 def attention_backend(device: torch.device, shape: AttentionShape, native: NativeOps | None) -> AttentionBackend:
     """The backend for a device; ``native`` are the CPU kernels, where there are any."""
     if device.type == "cpu":
-        from floodplain.engine.attention.cpu import CpuAttention
+        from floodplain.model.attention.cpu import CpuAttention
 
         return CpuAttention(shape, native)
     if device.type == "cuda":
-        from floodplain.engine.attention.cuda import CudaAttention
+        from floodplain.model.attention.cuda import CudaAttention
 
         return CudaAttention(shape)
     raise InvariantError(f"no attention for device {device}")

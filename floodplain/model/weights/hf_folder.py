@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from floodplain.core.errors import UserError
-from floodplain.engine.hf_tokenizer import HfTokenizer
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.fields import Fields
-from floodplain.engine.models.hf_config import parse_hf_config
-from floodplain.engine.models.hf_keys import TOKEN_IDS
-from floodplain.engine.models.load import HEAD_NAME, parameter_parts
-from floodplain.engine.weights.checkpoint import Format, match_tensors
-from floodplain.engine.weights.safetensors_files import SafetensorsFiles
 from floodplain.files.parsing import parsing, read_json_object
 from floodplain.files.reading import is_file
+from floodplain.model.hf_tokenizer import HfTokenizer
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.fields import Fields
+from floodplain.model.network.hf_config import parse_hf_config
+from floodplain.model.network.hf_keys import TOKEN_IDS
+from floodplain.model.network.load import HEAD_NAME, parameter_parts
+from floodplain.model.weights.checkpoint import Format, match_tensors
+from floodplain.model.weights.safetensors_files import SafetensorsFiles
 
 logger = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from floodplain.engine.attention.backend import AttentionShape, attention_backend
-from floodplain.engine.models import llama, opt
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.decoder import Decoder, Layer, Stem
-from floodplain.engine.models.linear import Linear, MakeProjection, PackedLinear, Projection
-from floodplain.engine.models.ops import LayerOps, layer_ops
-from floodplain.engine.models.parameters import Allocate, ParameterSpec, Part, WeightSource, load_buffer
-from floodplain.engine.native.ops import native_ops
+from floodplain.model.attention.backend import AttentionShape, attention_backend
+from floodplain.model.native.ops import native_ops
+from floodplain.model.network import llama, opt
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.decoder import Decoder, Layer, Stem
+from floodplain.model.network.linear import Linear, MakeProjection, PackedLinear, Projection
+from floodplain.model.network.ops import LayerOps, layer_ops
+from floodplain.model.network.parameters import Allocate, ParameterSpec, Part, WeightSource, load_buffer
 
 HEAD_NAME = "lm_head.weight"
 

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from floodplain.engine.models.decoder import Step
-from floodplain.engine.models.rope import rotate_
-from floodplain.engine.native.ops import NativeOps
+from floodplain.model.native.ops import NativeOps
+from floodplain.model.network.decoder import Step
+from floodplain.model.network.rope import rotate_
 
 
 class LayerOps(Protocol):

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.engine.chat_template import template_errors
-from floodplain.engine.token_bound import TokenBound
-from floodplain.engine.tokenizer import Message
-from floodplain.engine.tokenizer_view import VOCABULARIES, view_of_file, view_of_folder
 from floodplain.files.parsing import parsing, quiet_panics
 from floodplain.files.reading import is_file
+from floodplain.model.chat_template import template_errors
+from floodplain.model.token_bound import TokenBound
+from floodplain.model.tokenizer import Message
+from floodplain.model.tokenizer_view import VOCABULARIES, view_of_file, view_of_folder
 
 _FAULT = "the tokenizer cannot be loaded"
 _TRIAL = "Hi \u00e9\u6cb3"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from floodplain.engine.attention.backend import AttentionShape
-from floodplain.engine.attention.rows import context_rows, head_rows, write_rows
-from floodplain.engine.batch import ForwardBatch, PrefillSegment
-from floodplain.engine.native.ops import NativeOps
+from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.attention.rows import context_rows, head_rows, write_rows
+from floodplain.model.batch import ForwardBatch, PrefillSegment
+from floodplain.model.native.ops import NativeOps
 
 MAX_WASTED_TOKENS = 512
 """Padding that a group of decodes may hold: reading it costs about as much as the calls for one more group."""

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from floodplain.engine.attention.backend import AttentionShape
-from floodplain.engine.attention.paged_prefill import FlashInferPrefill, open_flashinfer
-from floodplain.engine.attention.rows import context_rows, write_rows
-from floodplain.engine.batch import ForwardBatch, PrefillSegment
+from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.attention.paged_prefill import FlashInferPrefill, open_flashinfer
+from floodplain.model.attention.rows import context_rows, write_rows
+from floodplain.model.batch import ForwardBatch, PrefillSegment
 
 
 class CudaAttention:
@@ -79,7 +79,7 @@ class CudaAttentionPlan:
         return out.flatten(1)
 
     def _decode(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
-        from floodplain.engine.attention.paged_decode import choose_num_splits, paged_decode
+        from floodplain.model.attention.paged_decode import choose_num_splits, paged_decode
 
         batch, max_len = self._batch, self._batch.max_context_len
         num_splits = choose_num_splits(q.shape[0] * self._shape.num_kv_heads, max_len, self._num_processors)

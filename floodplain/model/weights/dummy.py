@@ -7,8 +7,8 @@ import zlib
 import torch
 
 from floodplain.cost.model_shape import shape_named
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.tokenizer import ByteTokenizer
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.tokenizer import ByteTokenizer
 
 _LOGIT_STD = 2.0
 _LAYER_GAIN = 0.5

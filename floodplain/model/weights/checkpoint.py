@@ -9,8 +9,8 @@ from typing import NoReturn
 
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.load import parameter_parts
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.load import parameter_parts
 
 _MOST_SHOWN = 120
 """Characters of a name."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from floodplain.core.errors import UserError
-from floodplain.engine.weights.checkpoint import StoredTensor
 from floodplain.files.parsing import parsing, read_json_object, reason_of
 from floodplain.files.reading import is_file
+from floodplain.model.weights.checkpoint import StoredTensor
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from floodplain.engine.attention.backend import AttentionShape
-from floodplain.engine.batch import PrefillSegment
+from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.batch import PrefillSegment
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from floodplain.engine.models.config import RopeConfig
+from floodplain.model.network.config import RopeConfig
 
 
 @dataclass(frozen=True, slots=True)

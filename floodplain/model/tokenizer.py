@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from floodplain.engine.text_pieces import open_pieces
+from floodplain.model.text_pieces import open_pieces
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role`` and ``content``."""

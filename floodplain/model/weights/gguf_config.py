@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
-from floodplain.engine.models.config import ModelConfig, RopeConfig
-from floodplain.engine.models.fields import Fields
-from floodplain.engine.models.hf_rope import stretched_context, yarn_attention
-from floodplain.engine.weights.checkpoint import StoredTensor
-from floodplain.engine.weights.gguf_keys import HARMLESS_KEYS, NEUTRAL_VALUES, SPLITS_OF_TEXT
+from floodplain.model.network.config import ModelConfig, RopeConfig
+from floodplain.model.network.fields import Fields
+from floodplain.model.network.hf_rope import stretched_context, yarn_attention
+from floodplain.model.weights.checkpoint import StoredTensor
+from floodplain.model.weights.gguf_keys import HARMLESS_KEYS, NEUTRAL_VALUES, SPLITS_OF_TEXT
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _HEADS, _KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from floodplain.engine.batch import ForwardBatch
-from floodplain.engine.models.config import ModelConfig, RopeConfig
-from floodplain.engine.models.decoder import Step
-from floodplain.engine.models.linear import MakeProjection
-from floodplain.engine.models.ops import LayerOps
-from floodplain.engine.models.parameters import ParameterSpec, Part
-from floodplain.engine.models.rope import Rotation, inverse_frequencies, rotation
+from floodplain.model.batch import ForwardBatch
+from floodplain.model.network.config import ModelConfig, RopeConfig
+from floodplain.model.network.decoder import Step
+from floodplain.model.network.linear import MakeProjection
+from floodplain.model.network.ops import LayerOps
+from floodplain.model.network.parameters import ParameterSpec, Part
+from floodplain.model.network.rope import Rotation, inverse_frequencies, rotation
 
 
 def stem_specs(config: ModelConfig) -> list[ParameterSpec]:

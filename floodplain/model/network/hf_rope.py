@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from floodplain.engine.models.config import RopeConfig
-from floodplain.engine.models.fields import MAX_WHOLE, Fields
+from floodplain.model.network.config import RopeConfig
+from floodplain.model.network.fields import MAX_WHOLE, Fields
 
 _HARMLESS = ("finetuned",)
 _SCALED_TYPES = ("llama3", "yarn", "longrope")

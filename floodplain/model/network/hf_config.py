@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.fields import Fields
-from floodplain.engine.models.hf_keys import HARMLESS_KEYS, NEUTRAL_VALUES, TOKEN_IDS
-from floodplain.engine.models.hf_rope import parse_rope
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.fields import Fields
+from floodplain.model.network.hf_keys import HARMLESS_KEYS, NEUTRAL_VALUES, TOKEN_IDS
+from floodplain.model.network.hf_rope import parse_rope
 
 
 @dataclass(frozen=True, slots=True)

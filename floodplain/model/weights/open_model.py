@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 from floodplain.core.errors import UserError
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.parameters import WeightSource
-from floodplain.engine.tokenizer import Tokenizer
 from floodplain.files.reading import is_file, is_folder
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.parameters import WeightSource
+from floodplain.model.tokenizer import Tokenizer
 
 _FORMS = "a Hugging Face folder, a .gguf file, smollm2, or dummy:NAME"
 
@@ -48,12 +48,12 @@ def open_model(model: str, seed: int = 0) -> ModelSource:
     if model == "smollm2":
         return _open_gguf(packaged_smollm2(), "smollm2")
     if model.startswith("dummy:"):
-        from floodplain.engine.weights.dummy import DummyModel
+        from floodplain.model.weights.dummy import DummyModel
 
         return DummyModel(model.removeprefix("dummy:"), seed)
     path = Path(model)
     if is_folder(path):
-        from floodplain.engine.weights.hf_folder import HfFolder
+        from floodplain.model.weights.hf_folder import HfFolder
 
         return HfFolder(path)
     if path.suffix == ".gguf" and is_file(path):
@@ -76,6 +76,6 @@ def packaged_smollm2() -> Path:
 
 
 def _open_gguf(path: Path, name: str) -> ModelSource:
-    from floodplain.engine.weights.gguf_file import GgufFile
+    from floodplain.model.weights.gguf_file import GgufFile
 
     return GgufFile(path, name)

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
-from floodplain.engine.attention.backend import AttentionBackend, AttentionPlan
-from floodplain.engine.batch import ForwardBatch
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.linear import Projection
-from floodplain.engine.models.rope import Rotation
+from floodplain.model.attention.backend import AttentionBackend, AttentionPlan
+from floodplain.model.batch import ForwardBatch
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.linear import Projection
+from floodplain.model.network.rope import Rotation
 
 
 @dataclass(frozen=True, slots=True)

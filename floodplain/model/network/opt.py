@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from floodplain.cost.model_shape import OPT_POSITION_OFFSET
-from floodplain.engine.batch import ForwardBatch
-from floodplain.engine.models.config import ModelConfig
-from floodplain.engine.models.decoder import Step
-from floodplain.engine.models.linear import MakeProjection
-from floodplain.engine.models.ops import LayerOps
-from floodplain.engine.models.parameters import ParameterSpec, Part
+from floodplain.model.batch import ForwardBatch
+from floodplain.model.network.config import ModelConfig
+from floodplain.model.network.decoder import Step
+from floodplain.model.network.linear import MakeProjection
+from floodplain.model.network.ops import LayerOps
+from floodplain.model.network.parameters import ParameterSpec, Part
 
 _PREFIX = "model.decoder."
 

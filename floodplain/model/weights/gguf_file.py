@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from floodplain.engine.hf_tokenizer import HfTokenizer
-from floodplain.engine.models.fields import Fields
-from floodplain.engine.weights.checkpoint import Format, StoredTensor, match_tensors
-from floodplain.engine.weights.gguf_config import eos_token_ids, parse_gguf_config
-from floodplain.engine.weights.gguf_parts import GgufParts
 from floodplain.files.parsing import parsing
+from floodplain.model.hf_tokenizer import HfTokenizer
+from floodplain.model.network.fields import Fields
+from floodplain.model.weights.checkpoint import Format, StoredTensor, match_tensors
+from floodplain.model.weights.gguf_config import eos_token_ids, parse_gguf_config
+from floodplain.model.weights.gguf_parts import GgufParts
 
 _STEM_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
