@@ -19,7 +19,7 @@ from floodplain.coordinator.agent import LeaseAgent
 from floodplain.coordinator.client import CoordinatorClient
 from floodplain.leases.client import LeaseClient, NobodyLends
 from floodplain.memory.elastic import Moves
-from floodplain.memory.peer import PeerMemory
+from floodplain.memory.peer.memory import PeerMemory
 
 LEARNING_RATE, DECAY = 0.01, 0.9
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from floodplain.engine.llm import LLM
     from floodplain.memory.elastic import ElasticPool
     from floodplain.memory.elastic_tensor import ElasticTensor, TensorLost
-    from floodplain.memory.peer import HostPeerMemory
+    from floodplain.memory.peer.memory import HostPeerMemory
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "ElasticPool", "ElasticTensor", "HostPeerMemory", "SamplingParams", "TensorLost", "__version__"]
@@ -24,7 +24,7 @@ _HOMES = {
     "ElasticPool": "floodplain.memory.elastic",
     "ElasticTensor": "floodplain.memory.elastic_tensor",
     "TensorLost": "floodplain.memory.elastic_tensor",
-    "HostPeerMemory": "floodplain.memory.peer",
+    "HostPeerMemory": "floodplain.memory.peer.memory",
 }
 
 

@@ -29,7 +29,7 @@ from benchmarks.gpu.tier_rows import find_places, measure_copy_sizes, measure_gu
 from benchmarks.gpu.timing import HEADER, Row
 from floodplain.core.errors import UserError
 from floodplain.memory.arena import Device
-from floodplain.memory.cuda_device import CudaDevice, open_cuda_device
+from floodplain.memory.cuda.device import CudaDevice, open_cuda_device
 
 HERE = Path(__file__).resolve().parent
 

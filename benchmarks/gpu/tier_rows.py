@@ -18,17 +18,17 @@ from benchmarks.gpu.timing import Row, rate_row, time_on_host, time_row
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.arena import Device
-from floodplain.memory.cuda_context import measure_context_bytes
-from floodplain.memory.cuda_copies import open_pool_copies
-from floodplain.memory.cuda_device import CudaDevice
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.cuda_home import claim_cuda_home
-from floodplain.memory.cuda_peer import CudaPeerMemory
-from floodplain.memory.cuda_transfer import CudaTransferEngine
-from floodplain.memory.cuda_wires import PeerWire, PinnedWire, PoolEnd, Wire
+from floodplain.memory.cuda.context import measure_context_bytes
+from floodplain.memory.cuda.copies import open_pool_copies
+from floodplain.memory.cuda.device import CudaDevice
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.peer import CudaPeerMemory
+from floodplain.memory.cuda.transfer import CudaTransferEngine
+from floodplain.memory.cuda.wires import PeerWire, PinnedWire, PoolEnd, Wire
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.peer_slots import PeerSlots
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockCopy, Direction
 

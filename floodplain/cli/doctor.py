@@ -84,8 +84,8 @@ def _measure_memory(model: str) -> dict[str, Any]:
     import torch
 
     from floodplain.cost.link import LINKS, common_scale
-    from floodplain.memory.device_file import PAGE_BYTES
-    from floodplain.memory.host_transfer import measure_copy_bandwidth
+    from floodplain.memory.host.device_file import PAGE_BYTES
+    from floodplain.memory.host.transfer import measure_copy_bandwidth
     from floodplain.memory.kv_layout import KVLayout
     from floodplain.model.weights.open_model import open_model
 

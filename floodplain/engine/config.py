@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import parse_size
 from floodplain.cost.link import LINKS
-from floodplain.memory.named_file import NAME
+from floodplain.memory.host.named_file import NAME
 from floodplain.policy.lending import LendingSettings
 from floodplain.policy.registry import POLICIES
 from floodplain.policy.settings import FAIR_BY, SLICE_STEPS, SharingSettings, settings_for

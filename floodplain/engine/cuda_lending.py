@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from floodplain.engine.lent_pool import LentPool
 from floodplain.engine.pool_limits import PoolLimits
-from floodplain.memory.cuda_context import measure_context_bytes
-from floodplain.memory.cuda_device import CudaDevice
+from floodplain.memory.cuda.context import measure_context_bytes
+from floodplain.memory.cuda.device import CudaDevice
 from floodplain.memory.kv_pool import KVPool
 from floodplain.runtime.loop import Loop
 

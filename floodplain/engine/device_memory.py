@@ -13,11 +13,11 @@ from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.host_memory import available_bytes
 from floodplain.memory.arena import Device
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.cuda_home import CudaHome, claim_cuda_home
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.home import CudaHome, claim_cuda_home
+from floodplain.memory.host.named_file import sweep
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.named_file import sweep
 from floodplain.model.network.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -177,12 +177,12 @@ def _open_device(
     device: torch.device, kv_bytes: int, param_bytes: int, layout: KVLayout, shared_name: str | None
 ) -> Device:
     if device.type == "cuda":
-        from floodplain.memory.cuda_device import open_cuda_device
+        from floodplain.memory.cuda.device import open_cuda_device
 
         return open_cuda_device(device.index or 0)
     keep_activation_pages()
-    from floodplain.memory.device_file import PAGE_BYTES
-    from floodplain.memory.host_device import open_home_device, open_private_device
+    from floodplain.memory.host.device import open_home_device, open_private_device
+    from floodplain.memory.host.device_file import PAGE_BYTES
 
     available = available_bytes()
     if param_bytes > available:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from floodplain.engine.peer_tier import BLOCKS_PER_RELOCATION
-from floodplain.memory.emulated_link import EmulatedLink
-from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.peer import HostPeerMemory, PeerMemory
-from floodplain.memory.peer_slots import PeerSlots
-from floodplain.memory.slot_mover import HostSlotMover, LinkPair, SlotMover
+from floodplain.memory.peer.memory import HostPeerMemory, PeerMemory
+from floodplain.memory.peer.slot_mover import HostSlotMover, LinkPair, SlotMover
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockStore
@@ -74,8 +74,8 @@ def open_cuda_parts(
     Raises:
         UserError: There is no cuda-bindings.
     """
-    from floodplain.memory.cuda_copies import CudaSlotMover, open_pool_copies
-    from floodplain.memory.cuda_peer import CudaPeerMemory
+    from floodplain.memory.cuda.copies import CudaSlotMover, open_pool_copies
+    from floodplain.memory.cuda.peer import CudaPeerMemory
 
     memory = CudaPeerMemory(device.index)
     tier = SwapTier(slots, open_pool_copies(pool, device, slots, staging_blocks).start())

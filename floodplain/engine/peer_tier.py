@@ -15,9 +15,9 @@ from floodplain.core.tiers import Tier
 from floodplain.leases.client import LeaseClient
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease, LeaseId
-from floodplain.memory.peer import PeerMemory
-from floodplain.memory.peer_slots import PeerSlots
-from floodplain.memory.slot_mover import SlotMover
+from floodplain.memory.peer.memory import PeerMemory
+from floodplain.memory.peer.slot_mover import SlotMover
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.runtime.relocations import Relocations
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
 from floodplain.engine.host_memory import available_bytes
 from floodplain.engine.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
-from floodplain.memory.emulated_link import EmulatedLink
-from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.transfer import HostTransferEngine, measure_copy_bandwidth
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
@@ -189,7 +189,7 @@ def open_host_tier(
     is_cuda = device.type == "cuda"
     slots = SwapSlots(pool.layout, num_slots, is_pinned=is_cuda)
     if is_cuda:
-        from floodplain.memory.cuda_copies import open_pool_copies
+        from floodplain.memory.cuda.copies import open_pool_copies
 
         staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
         return slots, SwapTier(slots, open_pool_copies(pool, device, slots, staging_blocks).start())

@@ -1,1 +1,1 @@
-"""Floor 3: bytes: devices, arenas, KV pools and transfers. torch and numpy only."""
+"""Bytes: arenas, KV pools, swap space and transfers, over a ``host`` device or a ``cuda`` one. torch and numpy only."""

@@ -26,7 +26,7 @@ from floodplain.leases.client import LeaseClient
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease, LeaseId
 from floodplain.memory.elastic_tensor import ElasticTensor
-from floodplain.memory.peer import Extent, PeerMemory
+from floodplain.memory.peer.memory import Extent, PeerMemory
 
 
 @dataclass(frozen=True, slots=True)

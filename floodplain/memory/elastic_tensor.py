@@ -12,7 +12,7 @@ import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.tiers import Tier
-from floodplain.memory.peer import Extent
+from floodplain.memory.peer.memory import Extent
 
 
 class TensorLost(Exception):

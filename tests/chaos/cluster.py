@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
-from floodplain.memory.named_file import find_path, sweep
+from floodplain.memory.host.named_file import find_path, sweep
 from tests.chaos.engine import BASE, MAX_TOKENS, TTL_S
 from tests.support.calm import run_calmly
 from tests.support.fault_proxy import FaultProxy, NetworkFaults

@@ -23,7 +23,7 @@ from floodplain.engine import neighbours, peer_parts
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
-from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingSettings
 from tests.support.parity import Reference, judge
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from floodplain.memory import cuda_driver, libc
+from floodplain.memory.cuda import driver as cuda_driver
+from floodplain.memory.host import libc
 
 PAGE_BYTES = 64 * 1024
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from floodplain.memory.cuda_wires import Wire
+from floodplain.memory.cuda.wires import Wire
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.transfer import Batch, BlockStore, Direction
 

@@ -9,7 +9,7 @@ import torch
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
-from floodplain.memory.cuda_device import CudaDevice, open_cuda_device
+from floodplain.memory.cuda.device import CudaDevice, open_cuda_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 

@@ -17,17 +17,17 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Location, Tier
-from floodplain.memory.cuda_context import measure_context_bytes
-from floodplain.memory.cuda_copies import CudaSlotMover, open_pool_copies
-from floodplain.memory.cuda_device import open_cuda_device
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.cuda_home import claim_cuda_home, find_cuda_home
-from floodplain.memory.cuda_peer import CudaPeerMemory
-from floodplain.memory.cuda_wires import PeerWire
+from floodplain.memory.cuda.context import measure_context_bytes
+from floodplain.memory.cuda.copies import CudaSlotMover, open_pool_copies
+from floodplain.memory.cuda.device import open_cuda_device
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home
+from floodplain.memory.cuda.peer import CudaPeerMemory
+from floodplain.memory.cuda.wires import PeerWire
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.peer_slots import PeerSlots
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, CopyResult, Direction
 
@@ -261,8 +261,8 @@ def test_chunks_go_at_any_moment_of_many_copies(there: There) -> None:
 PRODUCER = """
 import sys
 from pathlib import Path
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.cuda_home import claim_cuda_home
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.home import claim_cuda_home
 home = claim_cuda_home("lender", CudaDriver(0).uuid, Path(sys.argv[1]))
 print("there", flush=True)
 sys.stdin.read()
@@ -271,7 +271,7 @@ sys.stdin.read()
 CONSUMER = """
 import sys
 from pathlib import Path
-from floodplain.memory.cuda_peer import CudaPeerMemory
+from floodplain.memory.cuda.peer import CudaPeerMemory
 extent = CudaPeerMemory(0, Path(sys.argv[1])).allocate("lender", 2**28)
 print("there" if extent else "no room", flush=True)
 sys.stdin.read()

@@ -21,8 +21,8 @@ from floodplain.coordinator.client import CoordinatorClient
 from floodplain.coordinator.membership import LentDevice
 from floodplain.engine import peer_parts
 from floodplain.engine.peer_tier import PeerTier
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.cuda_home import claim_cuda_home
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.home import claim_cuda_home
 from tests.support.cuda_engines import DEVICE, TINY_POOL_BYTES, compare, generate, load, on_cpu, use_same_weights
 from tests.support.lending import coordinating
 

@@ -9,8 +9,8 @@ import torch
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
-from floodplain.memory.cuda_device import open_cuda_device
-from floodplain.memory.cuda_transfer import CudaTransferEngine
+from floodplain.memory.cuda.device import open_cuda_device
+from floodplain.memory.cuda.transfer import CudaTransferEngine
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool

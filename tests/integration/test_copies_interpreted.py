@@ -19,10 +19,10 @@ import sys
 from pathlib import Path
 import pytest
 from floodplain.core.blocks import BlockLedger
-from floodplain.memory import cuda_copies
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.cuda_home import claim_cuda_home
-from floodplain.memory.host_device import open_private_device
+from floodplain.memory.cuda import copies as cuda_copies
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_pool import KVPool
 from tests.fakes import cuda_streams
 from tests.fakes.cuda_driver import FakeDriver, Gpu

@@ -13,7 +13,7 @@ import pytest
 PROGRAM = """
 import torch
 from floodplain.memory.digest import SEED, compute_digests, compute_weights
-from floodplain.memory.triton_copy import add_digests, gather, scatter
+from floodplain.memory.cuda.triton_copy import add_digests, gather, scatter
 
 for num_layers, layer_words, blocks in ((3, 24, [5, 0, 6]), (2, 1500, [1]), (1, 4096, [2, 3])):
     layers = [torch.randint(-2**31, 2**31, (7, layer_words)).int() for _ in range(num_layers)]

@@ -11,7 +11,7 @@ import pytest
 
 from floodplain.leases.client import NobodyLends
 from floodplain.memory.elastic import Moves
-from floodplain.memory.peer import HostPeerMemory
+from floodplain.memory.peer.memory import HostPeerMemory
 from tests.support.lease_client import Clock, Coordinator, InProcessClient, Producer
 
 FOLDER = Path(__file__).parents[2] / "examples"

@@ -19,8 +19,8 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.lending import PoolLender
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_pool import KVPool
 from tests.support.calm import run_calmly
 from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating

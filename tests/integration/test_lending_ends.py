@@ -21,8 +21,8 @@ from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.lent_pool import LentPool
 from floodplain.leases.lender import Lender
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.coordinators import coordinating, open_store
 from tests.support.lending import QUICK, Consumer, Producer, Ticks
 from tests.support.swapping import BLOCK_BYTES

@@ -23,9 +23,9 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
-from floodplain.memory import named_file
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device
+from floodplain.memory.host import named_file
+from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingSettings
 from floodplain.web.listen import bind, url_of
 from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
@@ -166,7 +166,7 @@ import sys
 from pathlib import Path
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.memory import named_file
+from floodplain.memory.host import named_file
 named_file._default_directory = lambda: Path(sys.argv[2])
 engine = build_engine(EngineConfig(model="dummy:tiny-llama", coordinator=sys.argv[1], lend="auto", kv_memory=2**20))
 print(engine.config.device_name, flush=True)
@@ -214,8 +214,8 @@ def test_bytes_that_a_stranger_holds_are_a_failed_growth_and_nothing_else(
 
 KILLED = """
 import sys, time
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import open_device
+from floodplain.memory.host.device_file import PAGE_BYTES
+from floodplain.memory.host.device import open_device
 from tests.support.lending import Consumer
 url, name, pages = sys.argv[1:]
 consumer = Consumer(url, open_device(name, int(pages) * PAGE_BYTES), 4 * PAGE_BYTES, "mortal")

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from floodplain.core.blocks import BlockLedger
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device, open_private_device
+from floodplain.memory.host.device import HostDevice, open_device, open_private_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 

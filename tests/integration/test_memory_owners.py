@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 
 NUM_PAGES = 64
 
@@ -21,7 +21,7 @@ OWNER = """
 import sys
 from pathlib import Path
 import torch
-from floodplain.memory.host_device import open_device
+from floodplain.memory.host.device import open_device
 device = open_device("shared", int(sys.argv[1]), Path(sys.argv[2]))
 pages = device.allocate(int(sys.argv[3]))
 arena = device.reserve(len(pages))
@@ -38,7 +38,7 @@ RACER = """
 import sys
 from pathlib import Path
 import torch
-from floodplain.memory.host_device import open_device
+from floodplain.memory.host.device import open_device
 device = open_device("shared", int(sys.argv[1]), Path(sys.argv[2]))
 arena = device.reserve(16)
 words = arena.tensor(torch.int32, (16, device.page_bytes // 4))

@@ -23,8 +23,8 @@ from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.peer_tier import PeerTier
 from floodplain.engine.shell import Engine
-from floodplain.memory import host_transfer
-from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host import transfer as host_transfer
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.transfer import CopyResult
 from tests.support.calm import run_calmly
 from tests.support.lending import Neighbour, coordinating

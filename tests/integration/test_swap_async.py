@@ -16,8 +16,8 @@ from floodplain.engine import shell
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.offline import OfflineRun, run_offline
-from floodplain.memory.emulated_link import EmulatedLink
-from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.policy.base import Policy
 from floodplain.policy.fcfs import FcfsPolicy

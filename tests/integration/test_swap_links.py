@@ -17,9 +17,9 @@ from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
-from floodplain.memory import host_transfer
-from floodplain.memory.emulated_link import EmulatedLink
-from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.host import transfer as host_transfer
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.swap_space import SwapTier
 from floodplain.runtime.links import Links
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy

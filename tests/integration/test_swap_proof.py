@@ -28,8 +28,8 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.shell import Engine
 from floodplain.memory.digest import SEED
-from floodplain.memory.emulated_link import EmulatedLink
-from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import Direction

@@ -17,7 +17,7 @@ import torch
 
 from floodplain.core.errors import UserError
 from floodplain.engine import peer_parts
-from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.plugins.vllm.borrowing import Borrowing
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.desk import Desk

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from floodplain.memory.arena import Page
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_arena import MappingBudget
-from floodplain.memory.host_device import open_private_device
+from floodplain.memory.host.arena import MappingBudget
+from floodplain.memory.host.device import open_private_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.examples import examples
 
 NUM_PAGES = 24

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.memory.block_mover import SOURCE, BlockMover, NativeMover, NumpyMover, open_mover
-from floodplain.memory.host_device import open_private_device
+from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.native import build

@@ -30,11 +30,11 @@ from hypothesis.stateful import (
 from floodplain.core.tiers import Tier
 from floodplain.leases.states import LeaseId, LeaseState
 from floodplain.memory.arena import Page
-from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.elastic import ElasticPool, Moves
 from floodplain.memory.elastic_tensor import ElasticTensor
-from floodplain.memory.host_device import attach_device
-from floodplain.memory.peer import HostExtent, HostPeerMemory
+from floodplain.memory.host.device import attach_device
+from floodplain.memory.host.device_file import PAGE_BYTES
+from floodplain.memory.peer.memory import HostExtent, HostPeerMemory
 from tests.support.examples import examples
 from tests.support.lease_client import DEADLINE_S, TTL_S, Clock, Coordinator, InProcessClient, Producer
 

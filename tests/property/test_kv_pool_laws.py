@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.free_blocks import BlockId
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_private_device
+from floodplain.memory.host.device import HostDevice, open_private_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots

@@ -19,13 +19,13 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Location, Tier
-from floodplain.memory.host_device import HostDevice, open_device, open_private_device
-from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.host.device import HostDevice, open_device, open_private_device
+from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.peer import HostPeerMemory
-from floodplain.memory.peer_slots import PeerSlots
-from floodplain.memory.slot_mover import HostSlotMover
+from floodplain.memory.peer.memory import HostPeerMemory
+from floodplain.memory.peer.slot_mover import HostSlotMover
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, CopyResult, Direction
 

@@ -16,9 +16,9 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.memory.digest import compute_digests, compute_weights
-from floodplain.memory.emulated_link import EmulatedLink
-from floodplain.memory.host_device import open_private_device
-from floodplain.memory.host_transfer import HostTransferEngine, measure_copy_bandwidth
+from floodplain.memory.host.device import open_private_device
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.transfer import HostTransferEngine, measure_copy_bandwidth
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots

@@ -11,7 +11,7 @@ from random import Random
 
 import torch
 
-from floodplain.memory.host_transfer import HostCopier, Job
+from floodplain.memory.host.transfer import HostCopier, Job
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, CopyResult, Direction, LinkUse, check_copy

@@ -26,8 +26,8 @@ from floodplain.engine.shell import Engine
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseId
 from floodplain.memory.arena import Page
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingDecision, LendingPolicy, LendingReason, LendingSettings, PoolLoad
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of

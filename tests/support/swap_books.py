@@ -17,7 +17,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.tiers import SlotLedger, Tier
-from floodplain.memory.host_device import open_private_device
+from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots

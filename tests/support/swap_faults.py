@@ -13,7 +13,7 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Reason, Transfer, TransferKind
 from floodplain.core.request import SeqId
-from floodplain.memory import host_transfer
+from floodplain.memory.host import transfer as host_transfer
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.memory.transfer import CopyResult
 from floodplain.runtime.arrivals import Arrivals

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_arena import HostArena, MappingBudget
-from floodplain.memory.host_device import HostDevice, open_private_device
+from floodplain.memory.host.arena import HostArena, MappingBudget
+from floodplain.memory.host.device import HostDevice, open_private_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from floodplain.engine.cuda_lending import open_lent_pool
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.lent_pool import LentPool
 from floodplain.engine.pool_limits import PoolLimits
-from floodplain.memory import cuda_home
-from floodplain.memory.cuda_home import claim_cuda_home, find_cuda_home
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, open_private_device
+from floodplain.memory.cuda import home as cuda_home
+from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home
+from floodplain.memory.host.device import HostDevice, open_private_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.model.weights.open_model import open_model

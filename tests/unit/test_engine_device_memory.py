@@ -14,7 +14,7 @@ from floodplain.cost.model_shape import shape_named
 from floodplain.engine import device_memory
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
-from floodplain.memory import named_file
+from floodplain.memory.host import named_file
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.weights.open_model import open_model
 

@@ -15,7 +15,7 @@ from floodplain.engine.pool_limits import PoolLimits, find_limits
 from floodplain.leases.messages import Heartbeat, Join, Offer, Recall
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome
-from floodplain.memory.named_file import NAME
+from floodplain.memory.host.named_file import NAME
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.weights.open_model import open_model
 from floodplain.policy.lending import PoolLoad

@@ -38,7 +38,7 @@ PURE_IMPORTS = {
 """All of the standard library that pure code needs. Of ``random`` it takes the type ``Random``, and never its state."""
 
 BARE_GPU_IMAGE = {"torch", "numpy"}
-KERNELS = {"floodplain.memory.triton_copy", "floodplain.model.attention.paged_decode"}
+KERNELS = {"floodplain.memory.cuda.triton_copy", "floodplain.model.attention.paged_decode"}
 """Files of Triton kernels: imported inside the functions that run on CUDA, so no other module may need them."""
 
 MEMBER = {

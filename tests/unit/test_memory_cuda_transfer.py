@@ -19,17 +19,17 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Location, Tier
-from floodplain.memory import cuda_wires
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.cuda_home import claim_cuda_home
-from floodplain.memory.cuda_peer import CudaPeerMemory
-from floodplain.memory.cuda_transfer import CudaTransferEngine
-from floodplain.memory.cuda_wires import PeerWire, PinnedWire
-from floodplain.memory.host_device import open_private_device
+from floodplain.memory.cuda import wires as cuda_wires
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.peer import CudaPeerMemory
+from floodplain.memory.cuda.transfer import CudaTransferEngine
+from floodplain.memory.cuda.wires import PeerWire, PinnedWire
+from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.peer_slots import PeerSlots
-from floodplain.memory.slot_mover import SlotMover, SlotStore
+from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, BlockStore, CopyResult, Direction, LinkUse
 from tests.fakes.cuda_driver import FakeDriver, Gpu

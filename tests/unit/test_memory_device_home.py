@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, attach_device, open_device, open_home_device
+from floodplain.memory.host.device import HostDevice, attach_device, open_device, open_home_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 
 SIZE = 16 * PAGE_BYTES
 
@@ -80,7 +80,7 @@ def test_a_home_that_was_removed_by_hand_goes_on_and_removes_no_other(tmp_path: 
 HOME = """
 import sys
 from pathlib import Path
-from floodplain.memory.host_device import open_home_device
+from floodplain.memory.host.device import open_home_device
 device = open_home_device("a", int(sys.argv[1]), Path(sys.argv[2]))
 device.allocate(4)
 print("home", flush=True)

@@ -15,10 +15,10 @@ from floodplain.leases.client import NobodyLends
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseState
 from floodplain.memory import elastic_tensor
-from floodplain.memory.device_file import PAGE_BYTES
 from floodplain.memory.elastic import ElasticPool, Moves
 from floodplain.memory.elastic_tensor import ElasticTensor, TensorLost
-from floodplain.memory.peer import HostExtent, HostPeerMemory
+from floodplain.memory.host.device_file import PAGE_BYTES
+from floodplain.memory.peer.memory import HostExtent, HostPeerMemory
 from tests.support.lease_client import DEADLINE_S, Clock, Coordinator, InProcessClient, Producer
 
 NUM_BYTES = 2 * PAGE_BYTES

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import HostDevice, attach_device, open_device, open_private_device
+from floodplain.memory.host.device import HostDevice, attach_device, open_device, open_private_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.memory import file_locks, named_file
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_device import attach_device, open_device, open_home_device
+from floodplain.memory.host import file_locks, named_file
+from floodplain.memory.host.device import attach_device, open_device, open_home_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 
 HEADER = b"flood, for a test"
 
@@ -42,7 +42,7 @@ def test_of_two_who_leave_at_once_one_is_the_last(tmp_path: Path, monkeypatch: p
         os_close(fd)
 
     os_close = os.close
-    monkeypatch.setattr("floodplain.memory.named_file.os.close", close_when_the_other_has_left)
+    monkeypatch.setattr("floodplain.memory.host.named_file.os.close", close_when_the_other_has_left)
     named_file.leave(left.pop(), path)  # has looked whether it is alone, and not closed the file, when the other looks
     assert not path.exists()
 
@@ -113,8 +113,8 @@ def test_whoever_is_there_finds_the_file_under_its_name_however_many_come_go_and
 CHILD = """
 import sys
 from pathlib import Path
-from floodplain.memory.cuda_home import claim_cuda_home
-from floodplain.memory.host_device import attach_device, open_home_device
+from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.host.device import attach_device, open_home_device
 folder = Path(sys.argv[1])
 home = open_home_device("lender", 2**20, folder)
 home.allocate(8)

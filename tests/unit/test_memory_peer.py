@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_arena import MappingBudget
-from floodplain.memory.host_device import HostDevice, open_device
-from floodplain.memory.peer import HostExtent, HostPeerMemory
+from floodplain.memory.host.arena import MappingBudget
+from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device_file import PAGE_BYTES
+from floodplain.memory.peer.memory import HostExtent, HostPeerMemory
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Location, Tier
 from floodplain.cost.link import LinkCurve, LinkProfile
-from floodplain.memory.emulated_link import EmulatedLink
-from floodplain.memory.host_device import open_private_device
-from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.host.device import open_private_device
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots

@@ -21,7 +21,7 @@ from vllm import LLM
 
 from floodplain.engine import peer_parts
 from floodplain.engine.peer_tier import PeerTier
-from floodplain.memory.device_file import PAGE_BYTES
+from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.lending import Neighbour, coordinating
 from tests.vllm.engines import (
     BLOCK_TOKENS,

@@ -11,7 +11,7 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.kv_layout import KVLayout
 
 _GPU_PIECE_BYTES = 16
-"""A lane of our kernels moves so many at a time (``memory.triton_copy``)."""
+"""A lane of our kernels moves so many at a time (``memory.cuda.triton_copy``)."""
 
 
 class CacheBlocks:

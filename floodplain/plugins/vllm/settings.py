@@ -9,7 +9,7 @@ from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import MAX_SIZE_BYTES, parse_size
-from floodplain.memory.named_file import NAME
+from floodplain.memory.host.named_file import NAME
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.policy.settings import settings_for

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory.cuda_device import DeviceBytes
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.cuda_home import find_cuda_home, format_uuid
+from floodplain.memory.cuda.device import DeviceBytes
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.home import find_cuda_home, format_uuid
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from floodplain.memory.cuda_wires import End, Wire
+from floodplain.memory.cuda.wires import End, Wire
 from floodplain.memory.digest import SEED
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.transfer import Batch, Direction

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory import device_file, file_locks, libc, named_file
 from floodplain.memory.arena import Page
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_arena import HostArena, MappingBudget
+from floodplain.memory.host import device_file, file_locks, libc, named_file
+from floodplain.memory.host.arena import HostArena, MappingBudget
+from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.runs import find_runs
 
 

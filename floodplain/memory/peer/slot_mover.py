@@ -11,8 +11,8 @@ import torch
 
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Tier
-from floodplain.memory.emulated_link import EmulatedLink
-from floodplain.memory.host_transfer import HostTransferEngine
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
 from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine

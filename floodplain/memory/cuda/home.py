@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from floodplain.core.errors import UserError
-from floodplain.memory import named_file
-from floodplain.memory.named_file import find_path
+from floodplain.memory.host import named_file
+from floodplain.memory.host.named_file import find_path
 
 _HEADER = struct.Struct("<8s16s")  # magic, UUID
 _MAGIC = b"floodcu1"

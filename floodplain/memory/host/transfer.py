@@ -17,7 +17,7 @@ import numpy as np
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.block_mover import open_mover
-from floodplain.memory.host_device import open_private_device
+from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.runs import find_runs

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.cuda_lane import CudaLane
-from floodplain.memory.cuda_transfer import CudaTransferEngine
-from floodplain.memory.cuda_wires import PeerWire, PinnedEnd, PinnedWire, PoolEnd, Wire
-from floodplain.memory.peer_slots import PeerSlots
-from floodplain.memory.slot_mover import SlotMover, SlotStore
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.lane import CudaLane
+from floodplain.memory.cuda.transfer import CudaTransferEngine
+from floodplain.memory.cuda.wires import PeerWire, PinnedEnd, PinnedWire, PoolEnd, Wire
+from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockStore
 

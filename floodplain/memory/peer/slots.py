@@ -15,7 +15,7 @@ import torch
 
 from floodplain.core.errors import InvariantError
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.peer import Extent
+from floodplain.memory.peer.memory import Extent
 from floodplain.memory.swap_slots import EMPTY_DIGEST, check_slots
 
 

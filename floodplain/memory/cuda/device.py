@@ -15,7 +15,7 @@ import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.arena import Page
-from floodplain.memory.cuda_driver import CudaDriver
+from floodplain.memory.cuda.driver import CudaDriver
 
 _NO_PAGE = Page(-1)
 

@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from floodplain.core.errors import UserError
-from floodplain.memory import file_locks
-from floodplain.memory.file_locks import TO_THE_END
+from floodplain.memory.host import file_locks
+from floodplain.memory.host.file_locks import TO_THE_END
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a device, and of the member of a coordinator that computes on it."""

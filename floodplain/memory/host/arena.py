@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory import libc
 from floodplain.memory.arena import Page
+from floodplain.memory.host import libc
 from floodplain.memory.runs import find_runs
 
 _HOLE = -1

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from floodplain.core.errors import UserError
-from floodplain.memory import named_file
+from floodplain.memory.host import named_file
 
 PAGE_BYTES = 64 * 1024
 """Unit of mapping on the host: fine enough for small models, and 2 MiB are 32 of them, not 512."""

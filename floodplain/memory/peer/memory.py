@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory.device_file import PAGE_BYTES
-from floodplain.memory.host_arena import HostArena
-from floodplain.memory.host_device import HostDevice, attach_device
+from floodplain.memory.host.arena import HostArena
+from floodplain.memory.host.device import HostDevice, attach_device
+from floodplain.memory.host.device_file import PAGE_BYTES
 
 
 class Extent(Protocol):

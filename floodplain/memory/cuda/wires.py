@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.memory.cuda_driver import CudaDriver
-from floodplain.memory.peer_slots import PeerSlots
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.transfer import BlockStore, Direction
@@ -94,7 +94,7 @@ class PoolEnd:
         Memory that torch hands out under a stream is reused in that stream's order, and page-locked memory only after
         its copies: so the temporary here may be dropped at once.
         """
-        from floodplain.memory.triton_copy import gather, scatter
+        from floodplain.memory.cuda.triton_copy import gather, scatter
 
         places = torch.from_numpy(blocks).pin_memory().to(self._device, non_blocking=True)
         run = gather if direction is Direction.OUTBOUND else scatter
@@ -109,7 +109,7 @@ class PinnedEnd:
 
     def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
         """See ``End.copy``: the digests are of what went through staging."""
-        from floodplain.memory.triton_copy import add_digests
+        from floodplain.memory.cuda.triton_copy import add_digests
 
         opposite = Direction.INBOUND if direction is Direction.OUTBOUND else Direction.OUTBOUND
         row = 0

@@ -1,0 +1,1 @@
+"""Memory on neighbours' devices: bytes within a lease, and slots of swap space in them."""
