@@ -15,10 +15,10 @@ from contextlib import ExitStack
 import torch
 
 from floodplain import ElasticPool, HostPeerMemory
-from floodplain.coordinator.agent import LeaseAgent
-from floodplain.coordinator.client import CoordinatorClient
 from floodplain.leases.client import LeaseClient, NobodyLends
-from floodplain.memory.elastic import Moves
+from floodplain.lending.agent import LeaseAgent
+from floodplain.lending.client import CoordinatorClient
+from floodplain.lending.elastic import Moves
 from floodplain.memory.peer.memory import PeerMemory
 
 LEARNING_RATE, DECAY = 0.01, 0.9

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from floodplain.core.sampling import SamplingParams
     from floodplain.engine.llm import LLM
-    from floodplain.memory.elastic import ElasticPool
-    from floodplain.memory.elastic_tensor import ElasticTensor, TensorLost
+    from floodplain.lending.elastic import ElasticPool
+    from floodplain.lending.elastic_tensor import ElasticTensor, TensorLost
     from floodplain.memory.peer.memory import HostPeerMemory
 
 __version__ = "0.1.0"
@@ -21,9 +21,9 @@ __all__ = ["LLM", "ElasticPool", "ElasticTensor", "HostPeerMemory", "SamplingPar
 _HOMES = {
     "LLM": "floodplain.engine.llm",
     "SamplingParams": "floodplain.core.sampling",
-    "ElasticPool": "floodplain.memory.elastic",
-    "ElasticTensor": "floodplain.memory.elastic_tensor",
-    "TensorLost": "floodplain.memory.elastic_tensor",
+    "ElasticPool": "floodplain.lending.elastic",
+    "ElasticTensor": "floodplain.lending.elastic_tensor",
+    "TensorLost": "floodplain.lending.elastic_tensor",
     "HostPeerMemory": "floodplain.memory.peer.memory",
 }
 

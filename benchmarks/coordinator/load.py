@@ -11,10 +11,10 @@ from random import Random
 
 from connection import Connection, connect
 
-from floodplain.coordinator.wire import decode_reply, encode_message
 from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.rows import Reply, Shard
 from floodplain.leases.states import LeaseEvent, Stamp
+from floodplain.lending.wire import decode_reply, encode_message
 
 LEASE_BYTES = 2**28
 PAIRS_PER_REQUEST = 200

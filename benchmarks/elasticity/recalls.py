@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.elasticity.arms import SCALE, Arm
 from floodplain.cli.demo_leases_load import Server
 from floodplain.cli.demo_watch import LendingSample, watching
-from floodplain.coordinator.membership import LentDevice
+from floodplain.lending.membership import LentDevice
 
 NUM_SPIKE, SPIKE_TOKENS = 96, 32
 """Requests at once, and tokens of each: nearly twice what the lender has room for when it lends most. Of fewer it may

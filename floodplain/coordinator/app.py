@@ -21,10 +21,10 @@ from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.origin import LOOPBACK_ONLY, OriginGate, OwnNames
 from floodplain.coordinator.requests import MessageBatch, Name
 from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing
-from floodplain.coordinator.wire import encode_replies, encode_reply
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
+from floodplain.lending.wire import encode_replies, encode_reply
 from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.scrape import scrape

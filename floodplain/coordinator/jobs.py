@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from floodplain.coordinator.service import Job, LeaseService
-from floodplain.coordinator.wire import encode_lease, encode_member
 from floodplain.leases.book import ANYBODY, LeaseBook, Speaker
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import ENDED, Lease, LeaseId, LeaseState, Outcome
+from floodplain.lending.wire import encode_lease, encode_member
 
 
 @dataclass(frozen=True, slots=True)

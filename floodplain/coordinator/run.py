@@ -9,13 +9,13 @@ from contextlib import closing
 from dataclasses import asdict
 
 from floodplain.coordinator.app import create_app
-from floodplain.coordinator.clock import lease_clock
 from floodplain.coordinator.desk import Desk
 from floodplain.coordinator.origin import LOOPBACK_ONLY, OwnNames
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.settings import CoordinatorConfig, default_store, limits_of
 from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing, check_exposure
+from floodplain.lending.clock import lease_clock
 from floodplain.web.gate import DrainSwitch
 from floodplain.web.limits import ConnectionLimits, limit_connections
 from floodplain.web.listen import bind, url_of

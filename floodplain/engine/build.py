@@ -11,20 +11,21 @@ from functools import partial
 
 import torch
 
-from floodplain.coordinator.client import CoordinatorClient
 from floodplain.core.backups import BackupTable
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.cuda_lending import open_lent_pool
 from floodplain.engine.device_memory import DeviceMemory
-from floodplain.engine.lending import LenderTimes
-from floodplain.engine.neighbours import Neighbours, default_device_name, meet_neighbours, open_client
-from floodplain.engine.peer_tier import LOOK_S, PeerTier
-from floodplain.engine.pool_limits import PoolLimits, find_limits
+from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
 from floodplain.engine.swap import OpenedSwap, open_swap
 from floodplain.leases.client import LeaseClient
+from floodplain.lending.client import CoordinatorClient
+from floodplain.lending.cuda_lending import open_lent_pool
+from floodplain.lending.neighbours import Neighbours, default_device_name, meet_neighbours, open_client
+from floodplain.lending.peer_tier import LOOK_S, PeerTier
+from floodplain.lending.pool_lender import LenderTimes
+from floodplain.lending.pool_limits import PoolLimits
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_space import SwapStats
 from floodplain.model.network.config import ModelConfig

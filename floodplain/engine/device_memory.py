@@ -11,11 +11,11 @@ import torch
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.host_memory import available_bytes
 from floodplain.memory.arena import Device
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import CudaHome, claim_cuda_home
 from floodplain.memory.host.named_file import sweep
+from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.model.network.config import ModelConfig

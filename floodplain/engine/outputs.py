@@ -64,7 +64,7 @@ class EngineStats:
     ``limited_steps`` counts steps whose decision was limited, by reason (``core.plan.LIMITS``). ``lease_bytes`` is what
     is lent (``producer``) or borrowed (``consumer``) by (role, the other end); of ``num_recalls`` recalls that ended,
     ``recall_times_s`` has the seconds of the last; ``num_failed_growths`` counts failures to take back what was free.
-    ``borrowed_leases`` counts what became of a consumer's leases (``engine.neighbours.LeaseFacts.num_borrowed``), and
+    ``borrowed_leases`` counts what became of a consumer's leases (``lending.neighbours.LeaseFacts.num_borrowed``), and
     ``failed_exchanges`` exchanges with the coordinator that failed, by problem.
     """
 

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
+from floodplain.lending.pool_limits import PoolLimits
 from floodplain.model.network.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 _AUTO_SHARE = 2
 """With ``--lend auto``, and if nobody says otherwise, a request may need one part in so many of the pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolLimits:
-    """Of one engine, for its life.
-
-    Attributes:
-        num_blocks: Of the pool while nothing is lent.
-        least_blocks: The pool never has fewer: what the longest request needs.
-        most_lent_blocks: Never more are lent; 0 lends nothing.
-        max_model_len: Most tokens of a request, prompt and output.
-    """
-
-    num_blocks: int
-    least_blocks: int
-    most_lent_blocks: int
-    max_model_len: int
 
 
 def find_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, block_bytes: int) -> PoolLimits:

@@ -14,10 +14,10 @@ from floodplain.core.plan import StepPlan, Wait
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.neighbours import LeaseFacts, Neighbours
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.processor import OutputProcessor
 from floodplain.engine.snapshot import take_snapshot
+from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.runtime.executor import Executor

@@ -6,8 +6,8 @@ from dataclasses import asdict
 
 from floodplain.core.blocks import BlockState
 from floodplain.core.tiers import Tier
-from floodplain.engine.neighbours import LeaseFacts
 from floodplain.engine.outputs import EngineStats
+from floodplain.lending.neighbours import LeaseFacts
 from floodplain.memory.swap_space import SwapStats
 from floodplain.runtime.state import LoopState
 

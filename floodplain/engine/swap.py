@@ -9,24 +9,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import torch
-
 from floodplain.core.errors import UserError
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
-from floodplain.engine.host_memory import available_bytes
-from floodplain.engine.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
+from floodplain.lending.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
 from floodplain.memory.host.emulated_link import EmulatedLink
-from floodplain.memory.host.transfer import HostTransferEngine, measure_copy_bandwidth
+from floodplain.memory.host.transfer import measure_copy_bandwidth
+from floodplain.memory.host_memory import available_bytes
+from floodplain.memory.host_tier import LINK_STAGING_BYTES, open_host_tier
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
-from floodplain.memory.transfer import BlockCopy, BlockStore, Direction, TransferEngine
+from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
 
-LINK_STAGING_BYTES = 64 * 2**20
-"""Gathered at a time on a device: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
 DEFAULT_POOL_FACTOR = 8
 """Times the KV pool, by default. Everybody alive in a burst of twice the capacity, 60 s long, needs about that; with
 half of it newcomers wait (benchmarks/policies)."""
@@ -173,28 +170,6 @@ def _emulated_link(hardware: str | None, layout: KVLayout) -> EmulatedLink | Non
 def _emulation_scale(layout: KVLayout) -> float:
     """Measured once in a process, so that engines that are compared have the same link."""
     return common_scale(LINKS.values(), measure_copy_bandwidth(layout))
-
-
-def open_host_tier(
-    pool: BlockStore, device: torch.device, num_slots: int, emulated: EmulatedLink | None = None
-) -> tuple[SwapSlots, SwapTier]:
-    """Swap space in host memory, page-locked for a GPU, all of which is there when this returns.
-
-    Args:
-        pool: Its blocks leave for there.
-        device: Where the pool lies.
-        num_slots: Blocks that it holds.
-        emulated: On a CPU, paces the copies.
-    """
-    is_cuda = device.type == "cuda"
-    slots = SwapSlots(pool.layout, num_slots, is_pinned=is_cuda)
-    if is_cuda:
-        from floodplain.memory.cuda.copies import open_pool_copies
-
-        staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
-        return slots, SwapTier(slots, open_pool_copies(pool, device, slots, staging_blocks).start())
-    slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
-    return slots, SwapTier(slots, HostTransferEngine(pool, slots, emulated).start())
 
 
 def _describe_link(emulated: EmulatedLink | None, pool: KVPool, tier: SwapTier) -> tuple[Link, dict[str, Any]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
+from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
 from floodplain.memory.host.named_file import find_path, sweep
 from tests.chaos.engine import BASE, MAX_TOKENS, TTL_S
 from tests.support.calm import run_calmly

@@ -19,10 +19,10 @@ from typing import Any
 
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
-from floodplain.engine import neighbours, peer_parts
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
+from floodplain.lending import neighbours, peer_parts
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingSettings
 from tests.support.parity import Reference, judge

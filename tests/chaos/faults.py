@@ -12,7 +12,7 @@ from tests.chaos.engine import DEADLINE_S, POOL_PAGES, TTL_S
 from tests.support.fault_proxy import NetworkFaults
 
 IO_TIMEOUT_S = 2.0
-"""Of an agent's request (``coordinator.client.DEFAULT_TIMEOUT_S``): no step may wait as long."""
+"""Of an agent's request (``lending.client.DEFAULT_TIMEOUT_S``): no step may wait as long."""
 
 
 def consumer_dies(cluster: Cluster, random: Random) -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from floodplain import LLM
-from floodplain.coordinator.agent import LeaseAgent
-from floodplain.coordinator.client import CoordinatorClient
-from floodplain.coordinator.membership import LentDevice
-from floodplain.engine import peer_parts
-from floodplain.engine.peer_tier import PeerTier
+from floodplain.lending import peer_parts
+from floodplain.lending.agent import LeaseAgent
+from floodplain.lending.client import CoordinatorClient
+from floodplain.lending.membership import LentDevice
+from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
 from tests.support.cuda_engines import DEVICE, TINY_POOL_BYTES, compare, generate, load, on_cpu, use_same_weights

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from floodplain.cli.main import main
-from floodplain.coordinator.client import CoordinatorClient
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.leases.messages import Join, Offer, Recall, Report, Request
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseEvent, Stamp
+from floodplain.lending.client import CoordinatorClient
 from tests.support.coordinator_processes import run
 from tests.support.coordinators import RunningCoordinator, coordinating, open_store
 from tests.support.peer import answer, answering

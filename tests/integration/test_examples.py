@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from floodplain.leases.client import NobodyLends
-from floodplain.memory.elastic import Moves
+from floodplain.lending.elastic import Moves
 from floodplain.memory.peer.memory import HostPeerMemory
 from tests.support.lease_client import Clock, Coordinator, InProcessClient, Producer
 

@@ -18,7 +18,7 @@ from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.lending import PoolLender
+from floodplain.lending.pool_lender import PoolLender
 from floodplain.memory.host.device import HostDevice, open_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_pool import KVPool

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from floodplain.coordinator import agent as agents
-from floodplain.coordinator.client import CoordinatorClient
-from floodplain.coordinator.membership import Membership
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.lent_pool import LentPool
 from floodplain.leases.lender import Lender
+from floodplain.lending import agent as agents
+from floodplain.lending.client import CoordinatorClient
+from floodplain.lending.lent_pool import LentPool
+from floodplain.lending.membership import Membership
 from floodplain.memory.host.device import HostDevice, open_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.coordinators import coordinating, open_store

@@ -18,11 +18,11 @@ import pytest
 
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
-from floodplain.engine import peer_parts
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.peer_tier import PeerTier
 from floodplain.engine.shell import Engine
+from floodplain.lending import peer_parts
+from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host import transfer as host_transfer
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.transfer import CopyResult

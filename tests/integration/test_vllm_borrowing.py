@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from floodplain.core.errors import UserError
-from floodplain.engine import peer_parts
+from floodplain.lending import peer_parts
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.plugins.vllm.borrowing import Borrowing
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks

@@ -18,10 +18,10 @@ from floodplain.coordinator.jobs import forget, handle
 from floodplain.coordinator.requests import MessageBatch
 from floodplain.coordinator.service import LeaseService, Unavailable
 from floodplain.coordinator.store import Store
-from floodplain.coordinator.wire import decode_reply, encode_message, encode_reply
 from floodplain.leases.messages import Message
 from floodplain.leases.states import Outcome
 from floodplain.leases.table import Changes
+from floodplain.lending.wire import decode_reply, encode_message, encode_reply
 from tests.support.lease_engines import TTL_S, Process
 from tests.support.lease_world import Faults, LeaseWorld
 

@@ -29,9 +29,9 @@ from hypothesis.stateful import (
 
 from floodplain.core.tiers import Tier
 from floodplain.leases.states import LeaseId, LeaseState
+from floodplain.lending.elastic import ElasticPool, Moves
+from floodplain.lending.elastic_tensor import ElasticTensor
 from floodplain.memory.arena import Page
-from floodplain.memory.elastic import ElasticPool, Moves
-from floodplain.memory.elastic_tensor import ElasticTensor
 from floodplain.memory.host.device import attach_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostExtent, HostPeerMemory

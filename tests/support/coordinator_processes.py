@@ -16,9 +16,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Reply
+from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
 from tests.support.coordinated_engines import Devices, Engine
 from tests.support.waiting import wait_until
 

@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from floodplain.coordinator.agent import LeaseAgent
-from floodplain.coordinator.client import CoordinatorClient
-from floodplain.coordinator.clock import lease_clock
 from floodplain.coordinator.desk import Desk
-from floodplain.coordinator.membership import LentDevice
 from floodplain.coordinator.run import CoordinatorServer
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.store import Store
 from floodplain.coordinator.tokens import TokenRing
-from floodplain.engine.lent_pool import LentPool
 from floodplain.engine.shell import Engine
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseId
+from floodplain.lending.agent import LeaseAgent
+from floodplain.lending.client import CoordinatorClient
+from floodplain.lending.clock import lease_clock
+from floodplain.lending.lent_pool import LentPool
+from floodplain.lending.membership import LentDevice
 from floodplain.memory.arena import Page
 from floodplain.memory.host.device import HostDevice, open_device
 from floodplain.memory.host.device_file import PAGE_BYTES

@@ -8,13 +8,13 @@ from contextlib import closing
 
 import pytest
 
-from floodplain.coordinator import agent as agents
-from floodplain.coordinator.agent import LeaseAgent
-from floodplain.coordinator.client import CoordinatorClient
-from floodplain.coordinator.wire import encode_reply
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
+from floodplain.lending import agent as agents
+from floodplain.lending.agent import LeaseAgent
+from floodplain.lending.client import CoordinatorClient
+from floodplain.lending.wire import encode_reply
 from tests.support.peer import DRIP, answer, answering
 from tests.support.waiting import wait_until
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from floodplain.coordinator import exchange
-from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator, read_token
-from floodplain.coordinator.wire import encode_reply
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Heartbeat
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
+from floodplain.lending import exchange
+from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator, read_token
+from floodplain.lending.wire import encode_reply
 from floodplain.web.listen import bind, url_of
 from tests.support.peer import DRIP, HANG_UP, HANG_UP_AFTER, answer, answering
 

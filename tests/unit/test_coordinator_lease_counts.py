@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from floodplain.coordinator.membership import LentDevice, Membership
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
+from floodplain.lending.membership import LentDevice, Membership
 
 
 class Told:

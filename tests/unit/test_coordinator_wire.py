@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from floodplain.coordinator.answers import ReplyBody
-from floodplain.coordinator.fields import Fields, WireError
-from floodplain.coordinator.membership import LentDevice, Membership
 from floodplain.coordinator.requests import MAX_MESSAGES, MessageBatch
-from floodplain.coordinator.wire import (
+from floodplain.leases.messages import Heartbeat, Join, Message
+from floodplain.leases.rows import Member, Reply, Shard
+from floodplain.leases.states import Lease, LeaseId, Outcome
+from floodplain.lending.fields import Fields, WireError
+from floodplain.lending.membership import LentDevice, Membership
+from floodplain.lending.wire import (
     check_listing,
     decode_answer,
     decode_lease,
@@ -28,9 +31,6 @@ from floodplain.coordinator.wire import (
     encode_replies,
     encode_reply,
 )
-from floodplain.leases.messages import Heartbeat, Join, Message
-from floodplain.leases.rows import Member, Reply, Shard
-from floodplain.leases.states import Lease, LeaseId, Outcome
 from tests.support import lease_values
 from tests.support.examples import examples
 

@@ -12,12 +12,13 @@ import torch
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
-from floodplain.engine import cuda_lending, device_memory
+from floodplain.engine import device_memory
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.cuda_lending import open_lent_pool
 from floodplain.engine.device_memory import DeviceMemory
-from floodplain.engine.lent_pool import LentPool
-from floodplain.engine.pool_limits import PoolLimits
+from floodplain.lending import cuda_lending
+from floodplain.lending.cuda_lending import open_lent_pool
+from floodplain.lending.lent_pool import LentPool
+from floodplain.lending.pool_limits import PoolLimits
 from floodplain.memory.cuda import home as cuda_home
 from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home
 from floodplain.memory.host.device import HostDevice, open_private_device

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.engine import host_memory
-from floodplain.engine.host_memory import available_bytes
+from floodplain.memory import host_memory
+from floodplain.memory.host_memory import available_bytes
 
 KIB = 1024
 

@@ -6,15 +6,16 @@ import time
 
 import pytest
 
-from floodplain.coordinator.membership import LentDevice, Membership
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.lending import LenderTimes, PoolLender
-from floodplain.engine.neighbours import default_device_name
-from floodplain.engine.pool_limits import PoolLimits, find_limits
+from floodplain.engine.pool_limits import find_limits
 from floodplain.leases.messages import Heartbeat, Join, Offer, Recall
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome
+from floodplain.lending.membership import LentDevice, Membership
+from floodplain.lending.neighbours import default_device_name
+from floodplain.lending.pool_lender import LenderTimes, PoolLender
+from floodplain.lending.pool_limits import PoolLimits
 from floodplain.memory.host.named_file import NAME
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.weights.open_model import open_model

@@ -14,9 +14,9 @@ from floodplain.core.tiers import Tier
 from floodplain.leases.client import NobodyLends
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseState
-from floodplain.memory import elastic_tensor
-from floodplain.memory.elastic import ElasticPool, Moves
-from floodplain.memory.elastic_tensor import ElasticTensor, TensorLost
+from floodplain.lending import elastic_tensor
+from floodplain.lending.elastic import ElasticPool, Moves
+from floodplain.lending.elastic_tensor import ElasticTensor, TensorLost
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostExtent, HostPeerMemory
 from tests.support.lease_client import DEADLINE_S, Clock, Coordinator, InProcessClient, Producer

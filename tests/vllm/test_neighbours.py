@@ -19,8 +19,8 @@ pytest.importorskip("vllm")
 
 from vllm import LLM
 
-from floodplain.engine import peer_parts
-from floodplain.engine.peer_tier import PeerTier
+from floodplain.lending import peer_parts
+from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.lending import Neighbour, coordinating
 from tests.vllm.engines import (

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from floodplain.coordinator.agent import LeaseAgent
-from floodplain.engine.neighbours import LeaseFacts, Neighbours, default_device_name, open_client
-from floodplain.engine.peer_parts import PeerParts
-from floodplain.engine.peer_tier import PeerTier
+from floodplain.lending.agent import LeaseAgent
+from floodplain.lending.neighbours import LeaseFacts, Neighbours, default_device_name, open_client
+from floodplain.lending.peer_parts import PeerParts
+from floodplain.lending.peer_tier import PeerTier
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.runtime.relocations import Keeper, Relocations
 

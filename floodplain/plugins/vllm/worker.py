@@ -7,8 +7,8 @@ from weakref import WeakValueDictionary
 
 from floodplain.core.plan import TransferKind
 from floodplain.core.tiers import Tier
-from floodplain.engine.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
-from floodplain.engine.swap import LINK_STAGING_BYTES, open_host_tier
+from floodplain.lending.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
+from floodplain.memory.host_tier import LINK_STAGING_BYTES, open_host_tier
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks

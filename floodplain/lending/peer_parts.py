@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from floodplain.engine.peer_tier import BLOCKS_PER_RELOCATION
+from floodplain.lending.peer_tier import BLOCKS_PER_RELOCATION
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from floodplain.coordinator.exchange import AnswerTooLong, DeadlineConnection
-from floodplain.coordinator.fields import WireError
-from floodplain.coordinator.wire import Answer, check_listing, decode_answer, decode_reply, encode_message
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Reply
+from floodplain.lending.exchange import AnswerTooLong, DeadlineConnection
+from floodplain.lending.fields import WireError
+from floodplain.lending.wire import Answer, check_listing, decode_answer, decode_reply, encode_message
 from floodplain.web.bearer import read_secret_lines
 
 T = TypeVar("T")

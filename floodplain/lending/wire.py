@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from floodplain.coordinator.fields import IDENTITY, MAX_SECONDS, NAME, REASON, Fields, WireError
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
+from floodplain.lending.fields import IDENTITY, MAX_SECONDS, NAME, REASON, Fields, WireError
 
 LEAST_TTL_S, MOST_TTL_S = 1e-3, 3600.0
 """A coordinator takes members for dead after a time in this range."""

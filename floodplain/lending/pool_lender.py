@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from floodplain.coordinator.membership import Membership
 from floodplain.core.sizes import format_size
+from floodplain.lending.membership import Membership
 from floodplain.policy.lending import LendingDecision, LendingPolicy, PoolLoad
 
 logger = logging.getLogger(__name__)

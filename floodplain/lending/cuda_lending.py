@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from floodplain.engine.lent_pool import LentPool
-from floodplain.engine.pool_limits import PoolLimits
+from floodplain.lending.lent_pool import LentPool
+from floodplain.lending.pool_limits import PoolLimits
 from floodplain.memory.cuda.context import measure_context_bytes
 from floodplain.memory.cuda.device import CudaDevice
 from floodplain.memory.kv_pool import KVPool

@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from floodplain.coordinator.clock import lease_clock
-from floodplain.coordinator.recall_times import RecallTimes
 from floodplain.leases.borrower import Borrower
 from floodplain.leases.lender import Lender
 from floodplain.leases.member import MemberSide
 from floodplain.leases.messages import Leave, Message
 from floodplain.leases.rows import Reply, Shard
 from floodplain.leases.states import Lease, LeaseId
+from floodplain.lending.clock import lease_clock
+from floodplain.lending.recall_times import RecallTimes
 
 DEADLINE_S = 10.0
 """What consumers are given at a recall."""

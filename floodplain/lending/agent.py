@@ -19,11 +19,11 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
-from floodplain.coordinator.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
-from floodplain.coordinator.membership import LentDevice, Membership
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
+from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
+from floodplain.lending.membership import LentDevice, Membership
 
 logger = logging.getLogger(__name__)
 

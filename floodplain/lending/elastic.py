@@ -25,7 +25,7 @@ from floodplain.core.tiers import Tier
 from floodplain.leases.client import LeaseClient
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease, LeaseId
-from floodplain.memory.elastic_tensor import ElasticTensor
+from floodplain.lending.elastic_tensor import ElasticTensor
 from floodplain.memory.peer.memory import Extent, PeerMemory
 
 

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from floodplain.coordinator.agent import LeaseAgent
-from floodplain.coordinator.client import CoordinatorClient, read_token
-from floodplain.coordinator.membership import LentDevice
-from floodplain.engine.lending import LenderTimes, PoolLender
-from floodplain.engine.lent_pool import LentPool
-from floodplain.engine.peer_tier import PeerTier
-from floodplain.engine.peer_watch import PeerWatch
 from floodplain.leases.client import LeaseClient
+from floodplain.lending.agent import LeaseAgent
+from floodplain.lending.client import CoordinatorClient, read_token
+from floodplain.lending.lent_pool import LentPool
+from floodplain.lending.membership import LentDevice
+from floodplain.lending.peer_tier import PeerTier
+from floodplain.lending.peer_watch import PeerWatch
+from floodplain.lending.pool_lender import LenderTimes, PoolLender
 from floodplain.policy.lending import LendingPolicy
 
 MOST_RECALL_TIMES = 1000
