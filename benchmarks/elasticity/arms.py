@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from floodplain.cli.demo_cluster import VerbProcess, split_cores
-from floodplain.cli.demo_leases_load import LENDER_POOL_BYTES, LendingScale, borrower_flags, lender_flags
-from floodplain.cli.demo_ways import HOST_LINK
+from floodplain.demo.cluster import VerbProcess, split_cores
+from floodplain.demo.leases_load import LENDER_POOL_BYTES, LendingScale, borrower_flags, lender_flags
+from floodplain.demo.ways import HOST_LINK
 from floodplain.engine.config import EngineConfig
 
 NUM_RESIDENT = 12

@@ -10,8 +10,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.elasticity.arms import SCALE, Arm
-from floodplain.cli.demo_leases_load import Server, short_texts, texts
-from floodplain.cli.demo_watch import watching
+from floodplain.demo.leases_load import Server, short_texts, texts
+from floodplain.demo.watch import watching
 from floodplain.workload.records import RequestRecord
 from floodplain.workload.spec import WorkloadSpec, build
 

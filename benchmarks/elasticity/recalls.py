@@ -11,8 +11,8 @@ from itertools import cycle, islice
 from typing import Any
 
 from benchmarks.elasticity.arms import SCALE, Arm
-from floodplain.cli.demo_leases_load import Server
-from floodplain.cli.demo_watch import LendingSample, watching
+from floodplain.demo.leases_load import Server
+from floodplain.demo.watch import LendingSample, watching
 from floodplain.lending.membership import LentDevice
 
 NUM_SPIKE, SPIKE_TOKENS = 96, 32

@@ -20,10 +20,10 @@ from benchmarks.elasticity.arms import NUM_RESIDENT, SCALE, Servers, running
 from benchmarks.elasticity.boundary import measure_boundary
 from benchmarks.elasticity.pairs import compare, measure_pair
 from benchmarks.elasticity.recalls import measure_recalls
-from floodplain.cli.demo_leases_load import short_texts, texts
-from floodplain.cli.demo_load import FULL, engine_config, sample_spec
+from floodplain.bench.offline import hardware_report
+from floodplain.demo.leases_load import short_texts, texts
+from floodplain.demo.load import FULL, engine_config, sample_spec
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.offline import hardware_report
 from floodplain.model.weights.open_model import open_model
 from floodplain.workload.spec import WorkloadSpec, build
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from floodplain.bench.offline import hardware_report, report_between
 from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.lifecycle import time_per_output_token_s
 from floodplain.core.request import FinishReason
 from floodplain.engine.build import build_engine, kv_bytes_per_token
-from floodplain.engine.offline import hardware_report, report_between
 from floodplain.model.weights.open_model import open_model
 from floodplain.workload.goals import sample_requests
 from floodplain.workload.records import LoadRequest

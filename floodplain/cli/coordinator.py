@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cli.output import announce
 from floodplain.coordinator.settings import CoordinatorConfig
+from floodplain.observe.terminal import announce
 
 
 def add_parser(verbs: Any) -> None:

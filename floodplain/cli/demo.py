@@ -4,7 +4,7 @@ First part: the pool of KV memory holds about 24 requests (``--quick``: 12 short
 machine turns out to do: a stable rate below its capacity, several times that for the burst. Capacity is measured once,
 and every way gets the same requests. Everything runs in this process, from the load client to the model.
 
-Second part: see ``cli.demo_leases``.
+Second part: see ``demo.leases``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.demo_leases import serve_scene
-from floodplain.cli.demo_leases_load import FULL_SCENE, QUICK_SCENE
-from floodplain.cli.demo_load import FULL, QUICK, Scale, burst, engine_config, sample_spec
-from floodplain.cli.demo_page import print_summary, write_files
-from floodplain.cli.demo_run import Run, measure_machine, serve_way
-from floodplain.cli.demo_ways import WAYS
-from floodplain.cli.files import check_writable
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.demo.leases import serve_scene
+from floodplain.demo.leases_load import FULL_SCENE, QUICK_SCENE
+from floodplain.demo.load import FULL, QUICK, Scale, burst, engine_config, sample_spec
+from floodplain.demo.page import print_summary, write_files
+from floodplain.demo.run import Run, measure_machine, serve_way
+from floodplain.demo.ways import WAYS
+from floodplain.files.results import check_writable
 from floodplain.workload.goals import describe_goals
 
 STABLE_SHARE = 0.5

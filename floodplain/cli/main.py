@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any
 
 from floodplain import __version__
-from floodplain.cli.files import open_standard_streams
 from floodplain.cli.options import Parser, resolve
-from floodplain.cli.output import complain, start_logging
 from floodplain.cli.variables import check_variables
 from floodplain.core.errors import UserError, WriteFailed
+from floodplain.files.results import open_standard_streams
+from floodplain.observe.terminal import complain, start_logging
 
 VERBS = {
     "demo": "serve a burst in three ways and show who waits for what",

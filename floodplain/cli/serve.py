@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cli.output import announce
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
+from floodplain.observe.terminal import announce
 from floodplain.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)

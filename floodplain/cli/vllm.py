@@ -14,8 +14,8 @@ from typing import Any
 
 from floodplain.cli.masking import mask_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cli.output import say
 from floodplain.core.errors import UserError
+from floodplain.observe.terminal import say
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, read_settings
 from floodplain.plugins.vllm.versions import expect_tested, find_distribution

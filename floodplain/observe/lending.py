@@ -30,7 +30,7 @@ def draw_lending(scene: Mapping[str, Any], where: str) -> Figure:
     """Draw what the demo's second part saw (``leases`` of ``demo.json``).
 
     Args:
-        scene: ``samples``: one list for each attribute of ``cli.demo_watch.LendingSample``; ``scene``: when the
+        scene: ``samples``: one list for each attribute of ``demo.watch.LendingSample``; ``scene``: when the
             lender's load doubled (``double_s``) and was light again (``light_s``); ``recalls``.
         where: Which model, and on what.
     """

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
+from floodplain.bench.offline import run_offline
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown
 from floodplain.core.goals import Goals
 from floodplain.core.lifecycle import Lifecycle
@@ -17,7 +18,6 @@ from floodplain.engine import async_engine
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.llm import LLM
-from floodplain.engine.offline import run_offline
 from floodplain.engine.outputs import OutputDelta
 from floodplain.workload.records import LoadRequest
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from floodplain.cli.demo_leases_load import QUICK_SCENE
-from floodplain.cli.demo_load import QUICK
-from floodplain.cli.demo_page import print_summary, write_files
-from floodplain.cli.demo_run import measure_machine, serve_way
-from floodplain.cli.demo_ways import HOST_LINK, NEIGHBOUR_LINK, WAYS
+from floodplain.demo.leases_load import QUICK_SCENE
+from floodplain.demo.load import QUICK
+from floodplain.demo.page import print_summary, write_files
+from floodplain.demo.run import measure_machine, serve_way
+from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK, WAYS
 from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.goodput import parse_goodput
@@ -86,7 +86,7 @@ def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: py
         asked.append((number, num_tokens))
         return 2.0 + 0.1 * (num_tokens - 1)
 
-    monkeypatch.setattr("floodplain.cli.demo_run._time_batch", time_batch)
+    monkeypatch.setattr("floodplain.demo.run._time_batch", time_batch)
     requests = build(SPEC, ByteTokenizer(256))
     mean_output = sum(request.max_tokens for request in requests) / len(requests)
     capacity, goals = asyncio.run(measure_machine(BASE, SPEC))

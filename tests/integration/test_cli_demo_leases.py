@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.cli.demo_cluster import VerbProcess, neighbourhood, split_cores
-from floodplain.cli.demo_leases import describe, serve_scene
-from floodplain.cli.demo_leases_load import QUICK_SCENE
 from floodplain.core.errors import UserError
+from floodplain.demo.cluster import VerbProcess, neighbourhood, split_cores
+from floodplain.demo.leases import describe, serve_scene
+from floodplain.demo.leases_load import QUICK_SCENE
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.lending import draw_lending
 from floodplain.observe.plots import to_svg

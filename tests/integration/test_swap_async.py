@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
+from floodplain.bench.offline import OfflineRun, run_offline
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Tier
 from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.engine import shell
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.offline import OfflineRun, run_offline
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.swap_space import SwapSpace, SwapTier

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.cli.bench import read_trace
+from floodplain.bench.run import read_trace
 from floodplain.workload.spec import WorkloadSpec
 
 HEADER = "t_s,prompt_tokens,output_tokens\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from floodplain.cli.demo_leases import summarise
-from floodplain.cli.demo_leases_load import Server
-from floodplain.cli.demo_watch import LendingSample, sample_of, to_columns
+from floodplain.demo.leases import summarise
+from floodplain.demo.leases_load import Server
+from floodplain.demo.watch import LendingSample, sample_of, to_columns
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.lending import token_rate
 from floodplain.observe.metrics import ServingMetrics

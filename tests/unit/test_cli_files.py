@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from floodplain.cli.bench import BenchConfig, _save
-from floodplain.cli.files import check_writable, writing
-from floodplain.cli.output import announce, say
 from floodplain.core.errors import UserError, WriteFailed
+from floodplain.files.results import check_writable, writing
+from floodplain.observe.terminal import announce, say
 
 
 def refusal(path: Path) -> str:
@@ -53,14 +53,18 @@ def test_a_result_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
 
-SAY = "import sys; from floodplain.cli import files, output; files.open_standard_streams()\n"
+SAY = """import sys
+from floodplain.files.results import open_standard_streams
+from floodplain.observe import terminal
+open_standard_streams()
+"""
 
 
 @pytest.mark.parametrize("redirection", [">/dev/full", "| exec sleep 0"])
 def test_output_that_is_not_read_is_one_line_and_no_traceback(redirection: str) -> None:
     program = (
         SAY + "from floodplain.core.errors import WriteFailed\n"
-        "try:\n    for _ in range(10**5): output.say('x' * 100)\n"
+        "try:\n    for _ in range(10**5): terminal.say('x' * 100)\n"
         "except WriteFailed as error: print(error, file=sys.stderr); sys.exit(1)"
     )
     done = subprocess.run(

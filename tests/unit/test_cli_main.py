@@ -11,8 +11,8 @@ import pytest
 from floodplain import __version__
 from floodplain.cli import main as cli
 from floodplain.cli.options import add_verb
-from floodplain.cli.output import LineFormatter
 from floodplain.core.errors import InvariantError, UserError, WriteFailed
+from floodplain.observe.terminal import LineFormatter
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_help_loads_nothing_heavy(argv: list[str]) -> None:
 
 def test_a_library_s_own_handler_gets_no_control_character() -> None:
     program = (
-        "import logging; from floodplain.cli.output import start_logging; start_logging(False)\n"
+        "import logging; from floodplain.observe.terminal import start_logging; start_logging(False)\n"
         "logger = logging.getLogger('library'); logger.propagate = False; logger.addHandler(logging.StreamHandler())\n"
         "logger.warning('a model of type %s\\nis new', 'x\\x1b[2J')"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from floodplain.engine.offline import hardware_report, report_between
+from floodplain.bench.offline import hardware_report, report_between
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.run_facts import SwapReport, TierTraffic
 

@@ -23,7 +23,8 @@ FLOORS = [
     ["runtime"],
     ["lending"],
     ["coordinator", "engine", "plugins", "sim"],
-    ["server", "cluster", "planner"],
+    ["server", "bench", "cluster", "planner"],
+    ["demo"],
     ["cli"],
 ]
 FLOOR_OF = {place: floor for floor, places in enumerate(FLOORS, start=1) for place in places}

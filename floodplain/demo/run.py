@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from floodplain.cli.demo_ways import Way
 from floodplain.core.lifecycle import Lifecycle
+from floodplain.demo.ways import Way
 from floodplain.engine.config import EngineConfig
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import make_policy
@@ -37,7 +37,7 @@ async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: 
         capacity: Requests a second, for the result.
         progress: Whether to show how far the load has come.
     """
-    from floodplain.engine.offline import run_offline
+    from floodplain.bench.offline import run_offline
     from floodplain.observe.result import benchmark_result
     from floodplain.observe.strip import residence_columns
 
@@ -61,7 +61,7 @@ async def measure_machine(base: EngineConfig, batch: WorkloadSpec) -> tuple[floa
     Capacity: time a full batch over two output lengths; the longer run less the shorter one is pure decoding. They are
     the same prompts, and nothing is cached, so that they differ in nothing else.
     """
-    from floodplain.engine.load_target import EngineTarget
+    from floodplain.bench.engine_target import EngineTarget
     from floodplain.workload.goals import measure_goals
 
     async with _started(replace(base, enable_prefix_caching=False), make_policy(base.policy)) as engine:
@@ -87,7 +87,7 @@ async def _started(config: EngineConfig, policy: Policy) -> AsyncIterator[AsyncE
 
 
 def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) -> RunInfo:
-    from floodplain.engine.offline import hardware_report
+    from floodplain.bench.offline import hardware_report
     from floodplain.observe.run_facts import RunInfo
 
     return RunInfo(
@@ -110,7 +110,7 @@ async def _warm_up(engine: AsyncEngine, spec: WorkloadSpec) -> None:
 
 async def _time_batch(engine: AsyncEngine, spec: WorkloadSpec, number: int, num_tokens: int) -> float:
     """Seconds for the requests of ``spec`` with another seed, all at once, so many output tokens each."""
-    from floodplain.engine.load_target import EngineTarget
+    from floodplain.bench.engine_target import EngineTarget
     from floodplain.workload.client import run_load
 
     requests = build(replace(spec, seed=spec.seed + number + 1), engine.tokenizer)

@@ -16,10 +16,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from floodplain.cli.demo_cluster import neighbourhood
-from floodplain.cli.demo_leases_load import LendingScale, Server, borrower_flags, lender_flags, short_texts, texts
-from floodplain.cli.demo_watch import LendingSample, to_columns, watching
-from floodplain.cli.demo_ways import HOST_LINK, NEIGHBOUR_LINK
+from floodplain.demo.cluster import neighbourhood
+from floodplain.demo.leases_load import LendingScale, Server, borrower_flags, lender_flags, short_texts, texts
+from floodplain.demo.watch import LendingSample, to_columns, watching
+from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.table import format_number
 from floodplain.workload.spec import WorkloadSpec, build

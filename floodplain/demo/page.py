@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from floodplain.cli.demo_leases import describe
-from floodplain.cli.demo_load import Scale
-from floodplain.cli.demo_run import Run
-from floodplain.cli.demo_ways import TITLE, WAYS, paragraphs
-from floodplain.cli.files import writing
-from floodplain.cli.output import say
+from floodplain.demo.leases import describe
+from floodplain.demo.load import Scale
+from floodplain.demo.run import Run
+from floodplain.demo.ways import TITLE, WAYS, paragraphs
+from floodplain.files.results import writing
+from floodplain.observe.terminal import say
 
 if TYPE_CHECKING:
     from floodplain.observe.report import Section
@@ -86,7 +86,7 @@ def _leases_section(folder: Path, leases: Mapping[str, Any], where: str) -> Sect
 def _machine() -> dict[str, Any]:
     import torch
 
-    from floodplain.engine.offline import hardware_report
+    from floodplain.bench.offline import hardware_report
 
     return {
         "processor": hardware_report("cpu").name,

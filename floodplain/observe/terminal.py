@@ -8,9 +8,9 @@ import sys
 from contextlib import suppress
 from types import TracebackType
 
-from floodplain.cli.files import writing
 from floodplain.core.errors import WriteFailed
 from floodplain.core.printable import printable, printable_lines
+from floodplain.files.results import writing
 
 MAX_LINE = 1000
 """Letters of an error that are printed."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from floodplain.cli.demo_ways import HOST_LINK
+from floodplain.demo.ways import HOST_LINK
 from floodplain.engine.config import EngineConfig
 from floodplain.workload.spec import WorkloadSpec
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from floodplain.bench.engine_target import EngineTarget, sampled_timeline
 from floodplain.core.tiers import Tier
 from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.load_target import EngineTarget, sampled_timeline
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.run_facts import EngineReport, HardwareReport, SwapReport, TierTraffic
 from floodplain.workload.client import run_load

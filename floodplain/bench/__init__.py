@@ -1,0 +1,1 @@
+"""Load against an engine in this process or against any OpenAI server: what ``floodplain bench`` runs."""

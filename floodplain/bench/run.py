@@ -1,0 +1,135 @@
+"""One benchmark: make the load, find its goals, replay it, and the result as JSON has it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from floodplain.bench.engine_target import EngineTarget
+from floodplain.bench.offline import OfflineRun, hardware_report, run_offline
+from floodplain.bench.replay import Replay, ServerUnderTest
+from floodplain.core.errors import UserError
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
+from floodplain.model.weights.open_model import open_model
+from floodplain.observe.result import benchmark_result
+from floodplain.observe.run_facts import RunInfo
+from floodplain.observe.terminal import complain
+from floodplain.observe.timeline import client_timeline
+from floodplain.workload.client import run_load
+from floodplain.workload.goals import describe_goals, measure_goals
+from floodplain.workload.http_target import HttpTarget
+from floodplain.workload.records import LoadRequest, LoadTarget, RequestRecord
+from floodplain.workload.spec import WorkloadSpec, build
+from floodplain.workload.traces import Trace, load_trace
+
+
+def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict[str, Any]:
+    """Replay a workload against an engine in this process.
+
+    Raises:
+        UserError: A flag or a file is bad.
+    """
+    trace = read_trace(spec)
+    if config.fair_by == "key":
+        raise UserError("--fair-by key needs clients with keys, and bench offline has none: use serve --api-key-file")
+    # The load waits in line, not at the door: nothing is refused for the length of the queue.
+    engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
+
+    async def replay() -> tuple[tuple[str, ...], OfflineRun]:
+        await engine.start()
+        try:
+            requests = build(spec, engine.tokenizer, trace)
+            goals = await _goals(spec, EngineTarget(engine), requests, how)
+            run = await run_offline(engine, requests, progress=not how.quiet, max_concurrency=how.max_concurrency)
+            return goals, run
+        finally:
+            await engine.close()
+
+    goals, run = asyncio.run(replay())
+    info = RunInfo(
+        backend="floodplain",
+        model_id=engine.model_name,
+        tokenizer_id=engine.model_name,
+        config=asdict(engine.engine.config) | _workload(spec),
+        hardware=hardware_report(config.device, engine.engine.links),
+        goodput=goals,
+        **_asked(spec, how, trace),
+    )
+    return benchmark_result(run.records, info, run.report, run.timeline, save_tokens=how.save_tokens)
+
+
+def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec, how: Replay) -> dict[str, Any]:
+    """Replay a workload against an OpenAI server, measured at the client.
+
+    Raises:
+        UserError: A flag or a file is bad.
+    """
+    trace = read_trace(spec)
+    tokenizer_name = server.tokenizer or server.model
+    try:
+        tokenizer = open_model(tokenizer_name).load_tokenizer()
+    except UserError as error:
+        raise UserError(f"{error} (prompts need a tokenizer: name one with --tokenizer MODEL)") from None
+    requests = build(spec, tokenizer, trace)
+
+    async def replay() -> tuple[tuple[str, ...], list[RequestRecord]]:
+        async with HttpTarget(server.base_url, server.model, api_key=api_key) as target:
+            goals = await _goals(spec, target, requests, how)
+            return goals, await run_load(target, requests, progress=not how.quiet, max_concurrency=how.max_concurrency)
+
+    goals, records = asyncio.run(replay())
+    info = RunInfo(
+        backend="openai",
+        model_id=server.model,
+        tokenizer_id=tokenizer_name,
+        config=asdict(server) | _workload(spec),
+        goodput=goals,
+        **_asked(spec, how, trace),
+    )
+    return benchmark_result(records, info, timeline=client_timeline(records), save_tokens=how.save_tokens)
+
+
+def read_trace(spec: WorkloadSpec) -> Trace | None:
+    """Read the trace of the flags, if any; one line on stderr says which of its rows will be missing from the load.
+
+    Before the model is opened, so that a bad file is refused at once.
+    """
+    if spec.trace is None:
+        return None
+    trace = load_trace(spec.trace)
+    if trace.num_skipped:
+        num_rows = len(trace.rows) + trace.num_skipped
+        complain(
+            f"{trace.num_skipped} of {num_rows} rows of {spec.trace} are skipped: they record no prompt or "
+            "no output token, as failed requests do (to replay them, give both at least 1 token in the file)"
+        )
+    return trace
+
+
+async def _goals(
+    spec: WorkloadSpec, target: LoadTarget, requests: Sequence[LoadRequest], how: Replay
+) -> tuple[str, ...]:
+    """The limits of a good request: as asked, or measured before the load; one line on stderr says which."""
+    goals = spec.goodput or await measure_goals(target, requests)
+    if not how.quiet:
+        complain(describe_goals(goals, is_measured=not spec.goodput))
+    return goals
+
+
+def _workload(spec: WorkloadSpec) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(spec).items()}
+
+
+def _asked(spec: WorkloadSpec, how: Replay, trace: Trace | None) -> dict[str, Any]:
+    return {
+        "request_rate": None if spec.trace else spec.request_rate,
+        "burstiness": spec.burstiness,
+        "max_concurrency": how.max_concurrency,
+        "seed": spec.seed,
+        "skipped_rows": None if trace is None else trace.num_skipped,
+    }

@@ -1,0 +1,1 @@
+"""What ``floodplain demo`` shows: one burst in three ways, then memory lent between two servers."""
