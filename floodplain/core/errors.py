@@ -13,6 +13,24 @@ class UserError(Exception):
     """
 
 
+class SettingRefused(UserError):
+    """A setting is out of its range. The message has its name as in Python; whoever reads flags says ``as_flags``.
+
+    Args:
+        names: Of the settings.
+        problem: What is wrong with them; the line goes on with it.
+    """
+
+    def __init__(self, names: tuple[str, ...], problem: str) -> None:
+        super().__init__(f"{' and '.join(names)} {problem}")
+        self._names, self._problem = names, problem
+
+    def as_flags(self) -> UserError:
+        """The same of flags of the command line."""
+        flags = [f"--{name.replace('_', '-')}" for name in self._names]
+        return UserError(f"{' and '.join(flags)} {self._problem}")
+
+
 class RequestRefused(UserError):
     """A request that can never be served, refused when it arrives, with the numbers in the message.
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_type_hints
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import SettingRefused, UserError
 from floodplain.core.sizes import parse_size
 from floodplain.cost.link import LINKS
 from floodplain.memory.host.named_file import NAME
@@ -153,13 +153,16 @@ class EngineConfig:
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")
         self._check_swap()
         self._check_neighbours()
-        self.sharing_settings()
+        try:
+            self.sharing_settings()
+        except SettingRefused as error:
+            raise error.as_flags() from None
 
     def sharing_settings(self) -> SharingSettings:
         """For policies that take turns; a slice that nobody asked for is the policy's own.
 
         Raises:
-            UserError: A value is out of its range.
+            SettingRefused: A value is out of its range.
         """
         asked = {} if self.slice is None else {"slice_steps": self.slice}
         return settings_for(

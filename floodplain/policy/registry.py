@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import SettingRefused
 from floodplain.policy.base import Policy
 from floodplain.policy.cfs import CfsPolicy
 from floodplain.policy.fair import FairPolicy
@@ -21,10 +21,10 @@ def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:
     """A new policy object; those that take turns stand behind the gate. Without ``settings`` it has its own defaults.
 
     Raises:
-        UserError: There is no policy of that name.
+        SettingRefused: There is no policy of that name.
     """
     if name == "fcfs":
         return FcfsPolicy(saves_prefixes=True)
     if name not in _SHARING:
-        raise UserError(f"--policy must be one of {', '.join(POLICIES)}, not {name!r}")
+        raise SettingRefused(("policy",), f"must be one of {', '.join(POLICIES)}, not {name!r}")
     return GatedPolicy(_SHARING[name](settings or settings_for(name)))

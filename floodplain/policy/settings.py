@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import SettingRefused
 
 FAIR_BY = ("request", "key")
 """Whose work ``fair`` can count."""
@@ -35,7 +35,7 @@ class SharingSettings:
         is_synchronous: AQUA's switch (a baseline): write nothing behind, compute nothing while copies are under way.
 
     Raises:
-        UserError: A value is out of its range; the message names the flag.
+        SettingRefused: A value is out of its range.
     """
 
     slice_steps: int = SLICE_STEPS["paced"]
@@ -50,18 +50,18 @@ class SharingSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.slice_steps <= 10_000:
-            raise UserError(f"--slice must be between 1 and 10000 steps, not {self.slice_steps}")
-        for flag, goal_s in (("--ttft-goal", self.ttft_goal_s), ("--tpot-goal", self.tpot_goal_s)):
+            raise SettingRefused(("slice",), f"must be between 1 and 10000 steps, not {self.slice_steps}")
+        for name, goal_s in (("ttft_goal", self.ttft_goal_s), ("tpot_goal", self.tpot_goal_s)):
             if goal_s is not None and not 0 < goal_s <= 1e6:
-                raise UserError(f"{flag} must be above 0 seconds, not {goal_s}")
+                raise SettingRefused((name,), f"must be above 0 seconds, not {goal_s}")
         if self.fair_by not in FAIR_BY:
-            raise UserError(f"--fair-by must be one of {', '.join(FAIR_BY)}, not {self.fair_by!r}")
+            raise SettingRefused(("fair_by",), f"must be one of {', '.join(FAIR_BY)}, not {self.fair_by!r}")
         if not self.max_gap_s > 0:
-            raise UserError(f"--max-gap must be above 0 seconds, not {self.max_gap_s}")
+            raise SettingRefused(("max_gap",), f"must be above 0 seconds, not {self.max_gap_s}")
         if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1):
-            raise UserError("visitor_share and prefill_share lie between 0 and 1")
+            raise SettingRefused(("visitor_share", "prefill_share"), "lie between 0 and 1")
         if not 0 <= self.prompt_share <= 1:
-            raise UserError("prompt_share lies between 0 and 1")
+            raise SettingRefused(("prompt_share",), "lies between 0 and 1")
 
 
 def settings_for(policy: str, **changes: Any) -> SharingSettings:
@@ -70,14 +70,14 @@ def settings_for(policy: str, **changes: Any) -> SharingSettings:
     ``pace``, in tokens per second, is another name of the TPOT goal: its inverse.
 
     Raises:
-        UserError: A value is out of its range; the message names the flag.
+        SettingRefused: A value is out of its range.
     """
     pace = changes.pop("pace", None)
     if pace is not None:
         if changes.get("tpot_goal_s") is not None:
-            raise UserError("--pace and --tpot-goal say the same thing: leave one out")
+            raise SettingRefused(("pace", "tpot_goal"), "say the same thing: leave one out")
         if not 0 < pace <= 1e6:
-            raise UserError(f"--pace must be above 0 tokens per second, not {pace}")
+            raise SettingRefused(("pace",), f"must be above 0 tokens per second, not {pace}")
         changes["tpot_goal_s"] = 1 / pace
     slice_steps = SLICE_STEPS.get(policy, SLICE_STEPS["paced"])
     return SharingSettings(**{"slice_steps": slice_steps} | changes)

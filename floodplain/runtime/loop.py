@@ -65,7 +65,7 @@ class Loop:
         max_total, config = self.check(request), self.state.config
         num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))
         if len(self.state.waiting) >= config.max_waiting + num_free_seqs:  # those that can run next do not wait
-            raise QueueFull(f"{config.max_waiting} requests are waiting already (--max-waiting); try again later")
+            raise QueueFull(f"{config.max_waiting} requests are waiting already; try again later")
         seq_id = SeqId(self.num_submitted)
         self.num_submitted += 1
         stop_ids = frozenset(request.params.stop_token_ids)
@@ -103,8 +103,8 @@ class Loop:
         if not num_prompt:
             raise RequestRefused("the prompt is empty: send at least one token", field="prompt")
         if request.goals != NO_GOALS and not (self.policy.keeps_goals and self.state.backups.slots):
-            flag = "--swap none" if self.policy.keeps_goals else f"--policy {self.policy.name}"
-            raise RequestRefused(f"{flag} keeps no goals: leave {request.goals.field} out", field=request.goals.field)
+            why = "without swap space" if self.policy.keeps_goals else f"by {self.policy.name}"
+            raise RequestRefused(f"no goals are kept {why}: leave {request.goals.field} out", request.goals.field)
         total = max_model_len if max_tokens is None else num_prompt + max_tokens
         if num_prompt >= max_model_len or total > max_model_len:
             wanted = f"{num_prompt} prompt tokens + max_tokens {max_tokens if max_tokens is not None else 1}"
@@ -113,7 +113,7 @@ class Loop:
         if num_blocks > ledger.num_blocks:
             raise RequestRefused(
                 f"{total} tokens (prompt {num_prompt} + output) need {num_blocks} KV blocks, but the pool has "
-                f"{ledger.num_blocks}: lower max_tokens, or raise --kv-memory"
+                f"{ledger.num_blocks}: lower max_tokens, or give the pool more memory"
             )
         return total
 

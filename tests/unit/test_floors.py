@@ -130,6 +130,14 @@ def test_pure_code_imports_no_clock_no_threads_no_network() -> None:
             assert impure_imports(place, file.read_text()) == [], file
 
 
+def test_pure_code_names_no_flags() -> None:
+    """Every front end has its own names for what can be told."""
+    for place in PURE:
+        for file in sorted((ROOT / place).rglob("*.py")):
+            raised = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+            assert not [node for node in raised if "--" in ast.unparse(node)], file
+
+
 @pytest.mark.parametrize(
     ("place", "source", "found"),
     [

@@ -217,7 +217,7 @@ def test_no_more_sequences_run_than_there_are_places() -> None:
 
 def test_policies_have_names() -> None:
     assert isinstance(make_policy("fcfs"), FcfsPolicy)
-    with pytest.raises(UserError, match=r"--policy must be one of .*fcfs.*, not 'lifo'"):
+    with pytest.raises(UserError, match=r"^policy must be one of .*fcfs.*, not 'lifo'"):
         make_policy("lifo")
 
 

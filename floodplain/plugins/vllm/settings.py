@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from floodplain.core.errors import UserError
+from floodplain.core.errors import SettingRefused, UserError
 from floodplain.core.sizes import MAX_SIZE_BYTES, parse_size
 from floodplain.memory.host.named_file import NAME
 from floodplain.policy.base import Policy
@@ -89,10 +88,8 @@ def read_settings(extra: Mapping[str, Any], *, are_flags: bool = False) -> Plugi
     )  # fmt: skip
     try:
         settings.make_policy()
-    except UserError as error:  # which names them as flags
-        if are_flags:
-            raise
-        raise UserError(re.sub(r"--[a-z-]+", lambda flag: flag[0][2:].replace("-", "_"), str(error))) from None
+    except SettingRefused as error:
+        raise error.as_flags() if are_flags else error from None
     return settings
 
 
