@@ -18,13 +18,13 @@ from floodplain import ElasticPool, HostPeerMemory
 from floodplain.leases.client import LeaseClient, NobodyLends
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
-from floodplain.lending.elastic import Moves
+from floodplain.lending.elastic import PageMoves
 from floodplain.memory.peer.memory import PeerMemory
 
 LEARNING_RATE, DECAY = 0.01, 0.9
 
 
-def train(client: LeaseClient, memory: PeerMemory, num_steps: int, report: Callable[[Moves], object]) -> float:
+def train(client: LeaseClient, memory: PeerMemory, num_steps: int, report: Callable[[PageMoves], object]) -> float:
     """Train, with a boundary after every step; return the last loss."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.Tanh(), torch.nn.Linear(512, 1))

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.elasticity.arms import SCALE, Arm
-from floodplain.demo.leases_load import Server, short_texts, texts
+from floodplain.demo.leases_load import DemoServer, short_texts, texts
 from floodplain.demo.watch import watching
 from floodplain.workload.records import RequestRecord
 from floodplain.workload.spec import WorkloadSpec, build
@@ -36,7 +36,7 @@ async def measure_pair(
 
 
 async def _measure(arm: Arm, model: str, own: Sequence[Any], crowd: Sequence[Any]) -> dict[str, Any]:
-    lender, borrower = Server(arm.lender, model, own), Server(arm.borrower, model, crowd)
+    lender, borrower = DemoServer(arm.lender, model, own), DemoServer(arm.borrower, model, crowd)
     visits = [
         asyncio.create_task(lender.visit(NUM_LENDER_USERS, 0.0)),
         asyncio.create_task(borrower.visit(SCALE.num_borrower_users, 0.0)),

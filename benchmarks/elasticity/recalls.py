@@ -11,7 +11,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from benchmarks.elasticity.arms import SCALE, Arm
-from floodplain.demo.leases_load import Server
+from floodplain.demo.leases_load import DemoServer
 from floodplain.demo.watch import LendingSample, watching
 from floodplain.lending.membership import LentDevice
 
@@ -27,7 +27,7 @@ async def measure_recalls(
     arm: Arm, model: str, own: Sequence[Any], crowd: Sequence[Any], num_rounds: int
 ) -> dict[str, Any]:
     """So many times: wait until the borrower's KV lies in borrowed memory, send a spike, wait for the memory."""
-    lender, borrower = Server(arm.lender, model, own), Server(arm.borrower, model, crowd)
+    lender, borrower = DemoServer(arm.lender, model, own), DemoServer(arm.borrower, model, crowd)
     visit = asyncio.create_task(borrower.visit(SCALE.num_borrower_users, 0.0))
     rounds = []
     try:
@@ -48,7 +48,9 @@ async def measure_recalls(
     }
 
 
-async def _recall_once(lender: Server, own: Sequence[Any], samples: list[LendingSample], number: int) -> dict[str, Any]:
+async def _recall_once(
+    lender: DemoServer, own: Sequence[Any], samples: list[LendingSample], number: int
+) -> dict[str, Any]:
     """What one recall of everything took: ``mean_s`` from the word, ``all_s`` from before the spike to the last."""
     await _wait(samples, lambda now: now.lent_bytes > 0 and now.peer_bytes > 0, f"round {number}: nothing is borrowed")
     before = samples[-1]
@@ -71,7 +73,7 @@ async def _recall_once(lender: Server, own: Sequence[Any], samples: list[Lending
     }
 
 
-async def _spike(lender: Server, own: Sequence[Any], is_over: asyncio.Event) -> None:
+async def _spike(lender: DemoServer, own: Sequence[Any], is_over: asyncio.Event) -> None:
     requests = [replace(request, max_tokens=SPIKE_TOKENS) for request in islice(cycle(own), NUM_SPIKE)]
     while not is_over.is_set():
         for records in await asyncio.gather(*(lender.send(request) for request in requests)):

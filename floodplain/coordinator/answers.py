@@ -84,7 +84,7 @@ class Listing(_Answer):
     leases: list[ListedLease]
 
 
-class Health(_Answer):
+class ServiceHealth(_Answer):
     """Whether this coordinator answers itself; one that stands by takes over when the leader ends."""
 
     status: Literal["ok"] = "ok"

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from floodplain import __version__
 from floodplain.coordinator import jobs
-from floodplain.coordinator.answers import Health, Listing, ReplyBatch, ReplyBody
+from floodplain.coordinator.answers import Listing, ReplyBatch, ReplyBody, ServiceHealth
 from floodplain.coordinator.desk import Desk, NotLeading
 from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
@@ -140,12 +140,12 @@ def create_app(
 
 def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, Outcome]]) -> None:
     @app.get("/health", responses=ERRORS)
-    async def health() -> Health:
+    async def health() -> ServiceHealth:
         """Whether the process is well, and whether it leads."""
         if desk.failure is not None:
             raise ApiError(503, f"the coordinator failed: {desk.failure}", code="failed")
         service = desk.service
-        return Health(role="leading" if service.is_leading else "standing by", leader_url=service.leader_url)
+        return ServiceHealth(role="leading" if service.is_leading else "standing by", leader_url=service.leader_url)
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **ERRORS})
     async def show_metrics(request: Request) -> Response:

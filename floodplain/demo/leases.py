@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.demo.cluster import neighbourhood
-from floodplain.demo.leases_load import LendingScale, Server, borrower_flags, lender_flags, short_texts, texts
+from floodplain.demo.leases_load import DemoServer, LendingScale, borrower_flags, lender_flags, short_texts, texts
 from floodplain.demo.watch import LendingSample, to_columns, watching
 from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK
 from floodplain.engine.config import EngineConfig
@@ -48,13 +48,13 @@ def serve_scene(
     with tempfile.TemporaryDirectory(prefix="floodplain-demo-") as folder:
         flags = lender_flags(base, scale), borrower_flags(base, scale, num_resident)
         with neighbourhood(Path(folder), base.model, *flags) as places:
-            lender = Server(places.producer, base.model, build(short_texts(sample, 0), tokenizer))
-            borrower = Server(places.consumer, base.model, build(texts(sample, 1), tokenizer))
+            lender = DemoServer(places.producer, base.model, build(short_texts(sample, 0), tokenizer))
+            borrower = DemoServer(places.consumer, base.model, build(texts(sample, 1), tokenizer))
             samples = asyncio.run(_play(lender, borrower, scale))
     return {"scene": asdict(scale), **summarise(samples, lender, borrower), "samples": to_columns(samples)}
 
 
-async def _play(lender: Server, borrower: Server, scale: LendingScale) -> list[LendingSample]:
+async def _play(lender: DemoServer, borrower: DemoServer, scale: LendingScale) -> list[LendingSample]:
     await asyncio.gather(lender.warm_up(), borrower.warm_up())
     async with watching(lender.url, borrower.url) as samples:
         visits = [
@@ -101,7 +101,7 @@ def describe(scene: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def summarise(samples: Sequence[LendingSample], lender: Server, borrower: Server) -> dict[str, Any]:
+def summarise(samples: Sequence[LendingSample], lender: DemoServer, borrower: DemoServer) -> dict[str, Any]:
     """The scene in numbers: recalls, what was lent, the borrower's tokens per second with and without, failures."""
     last, records = samples[-1], [*lender.records, *borrower.records]
     return {

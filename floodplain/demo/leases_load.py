@@ -104,7 +104,7 @@ def _halve(num_tokens: int | None) -> int | None:
     return None if num_tokens is None else max(1, num_tokens // 2)
 
 
-class Server:
+class DemoServer:
     """A server and the requests that its users have for it, over and over.
 
     Args:

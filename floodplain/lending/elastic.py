@@ -30,7 +30,7 @@ from floodplain.memory.peer.memory import Extent, PeerMemory
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class PageMoves:
     """What one ``respond`` did.
 
     Attributes:
@@ -79,7 +79,7 @@ class ElasticPool:
         self._ask_for(elastic)
         return elastic
 
-    def respond(self) -> Moves:
+    def respond(self) -> PageMoves:
         """Follow the coordinator: bring back what is recalled, the most urgent first, then use what is granted.
 
         To be called at a boundary, where nothing reads or writes an elastic tensor: what ``torch()`` returned before is
@@ -96,7 +96,7 @@ class ElasticPool:
         self._ask_again()
         recalled = self._client.to_free().keys() & self._lent.keys()
         recalled_bytes = sum(self._lent[lease_id].num_bytes for lease_id in recalled)
-        return Moves(to_peer_bytes, to_host_bytes, lost_bytes, recalled_bytes, tuple(refusals))
+        return PageMoves(to_peer_bytes, to_host_bytes, lost_bytes, recalled_bytes, tuple(refusals))
 
     def close(self) -> None:
         """Close all tensors, and give everything back. A second call does nothing."""

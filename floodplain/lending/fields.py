@@ -26,7 +26,7 @@ class WireError(ValueError):
     """A value that no coordinator of this version sends. The message names the field, and shows no value."""
 
 
-class Fields:
+class WireFields:
     """The fields of a JSON object.
 
     Args:

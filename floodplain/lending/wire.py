@@ -2,7 +2,7 @@
 
 A message is an object of its fields with its ``kind`` beside them; stamps and shards are objects of theirs. An answer
 becomes values whose types and ranges are checked, or it is a ``WireError``: nothing else comes out of ``decode_...``.
-Fields that are unknown here are left out: the coordinator may be newer.
+WireFields that are unknown here are left out: the coordinator may be newer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
-from floodplain.lending.fields import IDENTITY, MAX_SECONDS, NAME, REASON, Fields, WireError
+from floodplain.lending.fields import IDENTITY, MAX_SECONDS, NAME, REASON, WireError, WireFields
 
 LEAST_TTL_S, MOST_TTL_S = 1e-3, 3600.0
 """A coordinator takes members for dead after a time in this range."""
@@ -95,7 +95,7 @@ def decode_answer(value: object, names: Sequence[str]) -> Answer:
     Raises:
         WireError: It is no such answer.
     """
-    answer = Fields(value, "the answer")
+    answer = WireFields(value, "the answer")
     replies: list[Reply] = []
     for one in answer.items("replies"):
         reply = decode_reply(one)
@@ -118,7 +118,7 @@ def decode_reply(value: object) -> Reply:
     Raises:
         WireError: It is no such value.
     """
-    reply = Fields(value, "a reply")
+    reply = WireFields(value, "a reply")
     return Reply(
         outcome=reply.one_of("outcome", _OUTCOMES),
         member=None if reply.get("member") is None else decode_member(reply.get("member")),
@@ -134,7 +134,7 @@ def decode_member(value: object) -> Member:
     Raises:
         WireError: It is no such row.
     """
-    row = Fields(value, "a member")
+    row = WireFields(value, "a member")
     return Member(
         name=row.text("name", NAME),
         instance=row.text("instance", IDENTITY) if row.get("instance") != "" else "",
@@ -153,7 +153,7 @@ def decode_lease(value: object) -> Lease:
     Raises:
         WireError: It is no such row.
     """
-    row = Fields(value, "a lease")
+    row = WireFields(value, "a lease")
     return Lease(
         lease_id=LeaseId(row.text("lease_id", IDENTITY)),
         request=row.count("request", 1),
@@ -175,15 +175,15 @@ def check_listing(value: object) -> Mapping[str, Any]:
     Raises:
         WireError: It is none.
     """
-    listing = Fields(value, "the listing")
+    listing = WireFields(value, "the listing")
     for one in listing.items("members"):
         decode_member(one)
-        row = Fields(one, "a member")
+        row = WireFields(one, "a member")
         row.flag("is_living")
         row.count("leased_bytes")
     for one in listing.items("leases"):
         decode_lease(one)
-        row = Fields(one, "a lease")
+        row = WireFields(one, "a lease")
         row.seconds("granted_unix_s", most=MAX_UNIX_S)
         if row.get("due_in_s") is not None:
             row.seconds("due_in_s", -MAX_UNIX_S, MAX_SECONDS)
@@ -194,7 +194,7 @@ def check_listing(value: object) -> Mapping[str, Any]:
 def _decode_times(values: Mapping[str, Any]) -> Mapping[LeaseId, float]:
     if not all(IDENTITY.fullmatch(lease_id) for lease_id in values):
         raise WireError(f"a key of due_in_s is not a string like {IDENTITY.pattern}")
-    times = Fields(values, "due_in_s")
+    times = WireFields(values, "due_in_s")
     return {LeaseId(lease_id): times.seconds(lease_id) for lease_id in values}
 
 

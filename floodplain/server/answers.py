@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from floodplain.engine.outputs import OutputDelta
-from floodplain.server.replies import Reply
+from floodplain.server.replies import ApiReply
 from floodplain.server.responses import Usage
 from floodplain.web.workers import Workers
 
@@ -23,7 +23,7 @@ _NO_LOGPROBS = '"logprobs":null'
 """How a choice begins to say so. No text of an answer holds it, since quotes in texts are escaped."""
 
 
-def write_answer(reply: Reply, outputs: Sequence[OutputDelta], usage: Usage) -> bytes:
+def write_answer(reply: ApiReply, outputs: Sequence[OutputDelta], usage: Usage) -> bytes:
     """The JSON of a whole answer, from one joined delta for each prompt."""
     body = reply.body([replace(output, logprobs=None) for output in outputs], usage).model_dump_json()
     pieces = body.split(_NO_LOGPROBS)
@@ -34,7 +34,7 @@ def write_answer(reply: Reply, outputs: Sequence[OutputDelta], usage: Usage) -> 
     return "".join(pieces).encode()
 
 
-def _scores(reply: Reply, index: int, output: OutputDelta) -> Iterator[BaseModel]:
+def _scores(reply: ApiReply, index: int, output: OutputDelta) -> Iterator[BaseModel]:
     assert output.logprobs is not None
     for begin in range(0, max(1, len(output.token_ids)), PIECE_TOKENS):
         part = slice(begin, begin + PIECE_TOKENS)

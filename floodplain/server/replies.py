@@ -33,7 +33,7 @@ from floodplain.server.responses import (
 DONE = b"data: [DONE]\n\n"
 
 
-class Reply(Protocol):
+class ApiReply(Protocol):
     """What differs between the endpoints."""
 
     request_id: str
@@ -134,17 +134,17 @@ class CompletionReply:
         self._offsets: dict[int, int] = {}
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
-        """See ``Reply``."""
+        """See ``ApiReply``."""
         prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
         fields = f'"text": {json.dumps(delta.text)}{prompt}{_listed("token_ids", self._token_ids.of_output(delta))}'
         return self._writer.choice(fields, index, self.logprobs(index, delta), delta.finish_reason, usage)
 
     def usage_event(self, usage: Usage) -> bytes:
-        """See ``Reply``."""
+        """See ``ApiReply``."""
         return self._writer.usage(usage)
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> Completion:
-        """See ``Reply``."""
+        """See ``ApiReply``."""
         choices = [
             CompletionChoice(
                 index=index,
@@ -159,7 +159,7 @@ class CompletionReply:
         return Completion(id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def logprobs(self, index: int, delta: OutputDelta) -> CompletionLogprobs | None:
-        """See ``Reply``."""
+        """See ``ApiReply``."""
         if delta.logprobs is None:
             return None
         tokens = [self._tokenizer.token_text(token) for token in delta.token_ids]
@@ -200,7 +200,7 @@ class ChatReply:
         self._role = '"role": "assistant", '
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
-        """See ``Reply``. The first event also names the role."""
+        """See ``ApiReply``. The first event also names the role."""
         fields = f'"delta": {{{self._role}"content": {json.dumps(delta.text)}}}'
         fields += _listed("token_ids", self._token_ids.of_output(delta))
         prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
@@ -208,11 +208,11 @@ class ChatReply:
         return self._writer.choice(fields, index, self.logprobs(index, delta), delta.finish_reason, usage, prompt)
 
     def usage_event(self, usage: Usage) -> bytes:
-        """See ``Reply``."""
+        """See ``ApiReply``."""
         return self._writer.usage(usage)
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> ChatCompletion:
-        """See ``Reply``."""
+        """See ``ApiReply``."""
         choices = [
             ChatChoice(
                 index=index,
@@ -233,7 +233,7 @@ class ChatReply:
         )
 
     def logprobs(self, index: int, delta: OutputDelta) -> ChatLogprobs | None:
-        """See ``Reply``."""
+        """See ``ApiReply``."""
         if delta.logprobs is None:
             return None
         pairs = zip(delta.token_ids, delta.logprobs, strict=True)

@@ -20,7 +20,7 @@ from floodplain.server.fields import IgnoredFields
 from floodplain.server.prompt_limit import PromptLimit
 from floodplain.server.prompts import PromptReader
 from floodplain.server.protocol import ServingEngine
-from floodplain.server.replies import DONE, ChatReply, CompletionReply, Reply
+from floodplain.server.replies import DONE, ApiReply, ChatReply, CompletionReply
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, UsageDetail
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from floodplain.server.streams import EventStream, IndexedDeltas, Tally, gather, merge, unless_hung_up
@@ -108,7 +108,7 @@ class OpenAIRoutes:
         body: GenerationRequest,
         prompts: list[list[int]],
         params: SamplingParams,
-        reply: Reply,
+        reply: ApiReply,
     ) -> Response:
         client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
         priority, goals = client.priority(body.priority), client.goals(body.goals)
@@ -150,12 +150,12 @@ def _name_of(body: GenerationRequest, request: Request) -> str:
     return name
 
 
-async def _whole(stream: IndexedDeltas, reply: Reply, tally: Tally, num_prompts: int) -> bytes:
+async def _whole(stream: IndexedDeltas, reply: ApiReply, tally: Tally, num_prompts: int) -> bytes:
     outputs = await gather(stream, num_prompts, tally)
     return await WRITERS.run(write_answer, reply, outputs, tally.usage())
 
 
-async def _events(stream: IndexedDeltas, reply: Reply, tally: Tally, detail: UsageDetail) -> AsyncGenerator[bytes]:
+async def _events(stream: IndexedDeltas, reply: ApiReply, tally: Tally, detail: UsageDetail) -> AsyncGenerator[bytes]:
     """The stream as server-sent events; a failure after the first one is the last event before ``[DONE]``."""
     has_begun = False
     try:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import parse_json
-from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk, Usage
+from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk, TokenUsage
 from floodplain.workload.sse import SseParser
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class _AnswerReader:
             chunks = [self._chunk(choice, now) for choice in message.get("choices") or ()]
             usage = None if chunks else message.get("usage")
             if usage:
-                counts = Usage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
+                counts = TokenUsage(int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
                 chunks.append(TokenChunk(now, usage=counts))
         except (UserError, ValueError, TypeError, KeyError, AttributeError):
             raise RequestFailed(f"no completion chunk: {_one_line(event)}") from None

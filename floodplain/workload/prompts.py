@@ -10,7 +10,7 @@ import numpy as np
 from floodplain.workload.trace_row import MOONCAKE_BLOCK_TOKENS
 
 
-class Tokenizer(Protocol):
+class PromptTokenizer(Protocol):
     """All that a workload needs of a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
@@ -40,7 +40,7 @@ class PromptMaker:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: PromptTokenizer,
         questions: Sequence[str],
         documents: Sequence[str] | None = None,
         *,

@@ -29,7 +29,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """A server's own count of a finished request."""
 
     prompt_tokens: int
@@ -50,7 +50,7 @@ class TokenChunk:
     received_s: float
     text: str = ""
     token_ids: tuple[int, ...] | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
 
 
 class RequestFailed(Exception):

@@ -15,7 +15,7 @@ from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.lengths import chat_like, load_lengths
 from floodplain.workload.phases import phase_arrivals, quiet_burst_quiet
 from floodplain.workload.prompt_files import Prompt, load_prompts, package_prompts
-from floodplain.workload.prompts import PromptMaker, Tokenizer
+from floodplain.workload.prompts import PromptMaker, PromptTokenizer
 from floodplain.workload.records import LoadRequest
 from floodplain.workload.trace_row import MOONCAKE_BLOCK_TOKENS
 from floodplain.workload.traces import Trace, load_trace
@@ -137,7 +137,7 @@ class _Shape:
     prefix_ids: tuple[int, ...] = ()
 
 
-def build(spec: WorkloadSpec, tokenizer: Tokenizer, trace: Trace | None = None) -> list[LoadRequest]:
+def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = None) -> list[LoadRequest]:
     """Return the requests that the flags describe, in order of arrival; the same for the same flags and seed.
 
     Args:

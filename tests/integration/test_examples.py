@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from floodplain.leases.client import NobodyLends
-from floodplain.lending.elastic import Moves
+from floodplain.lending.elastic import PageMoves
 from floodplain.memory.peer.memory import HostPeerMemory
 from tests.support.lease_client import Clock, Coordinator, InProcessClient, Producer
 
@@ -31,9 +31,9 @@ def test_momentum_may_come_and_go_and_the_loss_is_the_same(example: ModuleType, 
     coordinator = Coordinator(Clock())
     producer = Producer(coordinator, "p", 4, tmp_path)
     client = InProcessClient(coordinator)
-    moved: list[Moves] = []
+    moved: list[PageMoves] = []
 
-    def neighbours_live(moves: Moves) -> None:
+    def neighbours_live(moves: PageMoves) -> None:
         """The neighbour lends, recalls, and lends again, every ten steps."""
         moved.append(moves)
         producer.lend(4 if len(moved) // 10 % 2 else 0)

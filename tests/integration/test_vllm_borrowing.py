@@ -20,7 +20,7 @@ from floodplain.lending import peer_parts
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.plugins.vllm.borrowing import Borrowing
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
-from floodplain.plugins.vllm.desk import Desk
+from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.settings import read_settings
 from floodplain.plugins.vllm.worker import SwapWorker, find_worker, introduce
 from tests.support.lending import Neighbour, coordinating
@@ -38,7 +38,7 @@ class Inside:
         settings = read_settings(told)
         cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
         self.worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS, BLOCK_TOKENS), 64, settings.peer_bytes or 0)
-        self.desk = Desk(settings, BLOCK_BYTES, BLOCK_TOKENS, 1, self.worker.peer)
+        self.desk = SwapDesk(settings, BLOCK_BYTES, BLOCK_TOKENS, 1, self.worker.peer)
         self.desk.books.bind(Pool(NUM_BLOCKS))
         assert self.desk.borrowing is not None
         self.borrowing: Borrowing = self.desk.borrowing
@@ -142,7 +142,7 @@ def test_a_token_file_that_is_not_there_is_one_line_and_leaves_nothing() -> None
     cache = torch.zeros(NUM_BLOCKS, 2, BLOCK_TOKENS, 16, dtype=torch.float32)
     worker = SwapWorker(CacheBlocks({"layer": cache}, NUM_BLOCKS, BLOCK_TOKENS), 4, 4096)
     with closing(worker), pytest.raises(UserError, match="no-such-file"):
-        Desk(told, BLOCK_BYTES, BLOCK_TOKENS, 1, worker.peer)
+        SwapDesk(told, BLOCK_BYTES, BLOCK_TOKENS, 1, worker.peer)
     assert set(Path("/dev/shm").iterdir()) <= before
 
 

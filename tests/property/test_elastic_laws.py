@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 
 from floodplain.core.tiers import Tier
 from floodplain.leases.states import LeaseId, LeaseState
-from floodplain.lending.elastic import ElasticPool, Moves
+from floodplain.lending.elastic import ElasticPool, PageMoves
 from floodplain.lending.elastic_tensor import ElasticTensor
 from floodplain.memory.arena import Page
 from floodplain.memory.host.device import attach_device
@@ -194,7 +194,7 @@ class ElasticMachine(RuleBasedStateMachine):
         assert not self.coordinator.book.rows.leases
         assert all(len(p.pages) == NUM_PAGES for p in self.producers), "a producer did not get its bytes back"
 
-    def _note(self, moves: Moves, due: Mapping[LeaseId, float]) -> None:
+    def _note(self, moves: PageMoves, due: Mapping[LeaseId, float]) -> None:
         self.seen["to peer"] += moves.to_peer_bytes > 0
         self.seen["to host"] += moves.to_host_bytes > 0
         self.seen["refused"] += len(moves.refusals)

@@ -17,7 +17,7 @@ from floodplain.coordinator.requests import MAX_MESSAGES, MessageBatch
 from floodplain.leases.messages import Heartbeat, Join, Message
 from floodplain.leases.rows import Member, Reply, Shard
 from floodplain.leases.states import Lease, LeaseId, Outcome
-from floodplain.lending.fields import Fields, WireError
+from floodplain.lending.fields import WireError, WireFields
 from floodplain.lending.membership import LentDevice, Membership
 from floodplain.lending.wire import (
     check_listing,
@@ -245,7 +245,7 @@ def test_a_reader_that_lets_all_types_in_is_seen(monkeypatch: pytest.MonkeyPatch
     spoilt = {**reply, "leases": [{**reply["leases"][0], "num_bytes": "many"}]}
     answer = {"ttl_s": 10.0, "replies": [spoilt, reply]}
     live_through(answer)
-    monkeypatch.setattr(Fields, "count", lambda fields, name, least=0: fields.get(name))
+    monkeypatch.setattr(WireFields, "count", lambda fields, name, least=0: fields.get(name))
     with pytest.raises(TypeError):
         live_through(answer)
 

@@ -15,7 +15,7 @@ from floodplain.leases.client import NobodyLends
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import LeaseState
 from floodplain.lending import elastic_tensor
-from floodplain.lending.elastic import ElasticPool, Moves
+from floodplain.lending.elastic import ElasticPool, PageMoves
 from floodplain.lending.elastic_tensor import ElasticTensor, TensorLost
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostExtent, HostPeerMemory
@@ -44,7 +44,7 @@ class Street:
 
     def move_to_peer(self) -> None:
         self.grant()
-        assert self.pool.respond() == Moves(to_peer_bytes=NUM_BYTES)
+        assert self.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES)
 
     def recall(self) -> None:
         self.producer.lend(0)
@@ -123,7 +123,7 @@ def test_any_dense_tensor_becomes_elastic_with_bytes_of_its_own(tensor: torch.Te
         assert not elastic.torch().requires_grad
         assert elastic.torch().data_ptr() != tensor.data_ptr()
         assert elastic.location is Tier.HOST
-        assert pool.respond() == Moves()
+        assert pool.respond() == PageMoves()
 
 
 @pytest.mark.parametrize("tensor", [torch.empty(0, 3), torch.eye(3).to_sparse()])
@@ -173,7 +173,7 @@ def test_a_tensor_goes_where_it_is_granted_and_comes_back_when_it_is_recalled(st
     assert street.producer.num_foreign_pages == 2
     street.elastic.torch()[3] = -1
     street.recall()
-    assert street.pool.respond() == Moves(to_host_bytes=NUM_BYTES)
+    assert street.pool.respond() == PageMoves(to_host_bytes=NUM_BYTES)
     assert street.elastic.location is Tier.HOST
     assert street.elastic.torch()[:5].tolist() == [0, 1, 2, -1, 4]
     assert street.producer.num_foreign_pages == 0
@@ -182,7 +182,7 @@ def test_a_tensor_goes_where_it_is_granted_and_comes_back_when_it_is_recalled(st
     assert len(street.producer.pages) == 4
     street.producer.lend(3)
     street.grant()  # the request is there already
-    assert street.pool.respond() == Moves(to_peer_bytes=NUM_BYTES)
+    assert street.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES)
 
 
 def test_a_response_that_comes_too_late_saves_the_bytes_and_was_counted(street: Street) -> None:
@@ -200,10 +200,10 @@ def test_a_grant_that_is_recalled_while_it_is_allocated_is_given_back_by_the_nex
     """The client must not release it by itself, though it has not heard of the allocation."""
     street.grant()
     street.memory.meanwhile = street.recall
-    assert street.pool.respond() == Moves(to_peer_bytes=NUM_BYTES, recalled_bytes=NUM_BYTES)
+    assert street.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES, recalled_bytes=NUM_BYTES)
     assert street.state() is LeaseState.RECALLED
     street.memory.meanwhile = lambda: None
-    assert street.pool.respond() == Moves(to_host_bytes=NUM_BYTES)
+    assert street.pool.respond() == PageMoves(to_host_bytes=NUM_BYTES)
     street.client.beat()
     assert street.state() is LeaseState.RELEASED
 
@@ -211,12 +211,12 @@ def test_a_grant_that_is_recalled_while_it_is_allocated_is_given_back_by_the_nex
 def test_a_grant_that_is_recalled_before_it_is_allocated_is_asked_for_again(street: Street) -> None:
     street.grant()
     street.recall()
-    assert street.pool.respond() == Moves()
+    assert street.pool.respond() == PageMoves()
     assert street.client.pending()
     street.producer.lend(3)
     for _ in range(3):
         street.grant()
-    assert street.pool.respond() == Moves(to_peer_bytes=NUM_BYTES)
+    assert street.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES)
 
 
 def test_a_grant_that_comes_after_the_close_is_given_back(street: Street) -> None:
@@ -229,7 +229,7 @@ def test_a_grant_that_comes_after_the_close_is_given_back(street: Street) -> Non
 def test_grants_of_others_who_use_the_client_are_left_alone(street: Street) -> None:
     number = street.client.ask([Shard(PAGE_BYTES)])
     street.grant()
-    assert street.pool.respond() == Moves(to_peer_bytes=NUM_BYTES)
+    assert street.pool.respond() == PageMoves(to_peer_bytes=NUM_BYTES)
     assert [lease.request for lease in street.client.to_allocate()] == [number]
 
 
@@ -240,7 +240,7 @@ def test_a_device_without_room_is_refused_with_the_reason(street: Street) -> Non
     street.grant()
     street.memory.memory.allocate("p", NUM_BYTES)  # somebody took it without a lease
     reason = f"p has no room for {NUM_BYTES} bytes"
-    assert street.pool.respond() == Moves(refusals=(reason,))
+    assert street.pool.respond() == PageMoves(refusals=(reason,))
     assert street.client.refusals == [reason]
     assert street.elastic.torch().equal(street.values)
     assert street.client.pending()  # another one is wanted
@@ -258,7 +258,7 @@ def test_a_lease_that_is_lost_leaves_the_bytes_if_they_can_be_read(street: Stree
     street.move_to_peer()
     street.coordinator.book.forget("p")
     street.client.beat()
-    assert street.pool.respond() == Moves(to_host_bytes=NUM_BYTES)
+    assert street.pool.respond() == PageMoves(to_host_bytes=NUM_BYTES)
     assert street.elastic.torch().equal(street.values)
 
 
@@ -268,11 +268,11 @@ def test_bytes_on_a_device_that_is_gone_are_an_error_and_never_wrong(street: Str
     FragileTensor.is_gone = True
     street.coordinator.book.forget("p")
     street.client.beat()
-    assert street.pool.respond() == Moves(lost_bytes=NUM_BYTES)
+    assert street.pool.respond() == PageMoves(lost_bytes=NUM_BYTES)
     for look in (street.elastic.torch, lambda: street.elastic.location):
         with pytest.raises(TensorLost, match="close it"):
             look()
-    assert street.pool.respond() == Moves()
+    assert street.pool.respond() == PageMoves()
     assert other.torch().all()
     street.elastic.close()
 
@@ -280,7 +280,7 @@ def test_bytes_on_a_device_that_is_gone_are_an_error_and_never_wrong(street: Str
 def test_a_device_that_goes_before_the_copy_loses_nothing(street: Street) -> None:
     street.grant()
     FragileTensor.is_gone = True
-    assert street.pool.respond() == Moves(refusals=("the device is gone",))
+    assert street.pool.respond() == PageMoves(refusals=("the device is gone",))
     assert street.elastic.torch().equal(street.values)
     assert street.producer.num_foreign_pages == 0
 
@@ -296,7 +296,7 @@ def test_a_host_without_memory_leaves_the_bytes_where_they_are(street: Street, m
         with pytest.raises(RuntimeError, match="not enough memory"):
             street.pool.respond()
     assert street.elastic.location is Tier.PEER
-    assert street.pool.respond() == Moves(to_host_bytes=NUM_BYTES)
+    assert street.pool.respond() == PageMoves(to_host_bytes=NUM_BYTES)
     assert street.elastic.torch().equal(street.values)
 
 
@@ -315,7 +315,7 @@ def test_a_move_that_is_interrupted_goes_on_or_is_undone(
     assert (street.elastic.location, street.producer.num_foreign_pages) == (Tier.HOST, 2)
     if is_recalled:
         street.recall()
-    moves = Moves() if is_recalled else Moves(to_peer_bytes=NUM_BYTES)
+    moves = PageMoves() if is_recalled else PageMoves(to_peer_bytes=NUM_BYTES)
     assert street.pool.respond() == moves
     assert street.elastic.location is (Tier.HOST if is_recalled else Tier.PEER)
     assert street.elastic.torch().equal(street.values)

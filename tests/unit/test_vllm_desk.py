@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from floodplain.core.plan import Decision, Reason, TransferKind
 from floodplain.core.tiers import CopyTime, Tier
 from floodplain.core.view import View
-from floodplain.plugins.vllm.desk import FIRST_BANDWIDTH, Desk
+from floodplain.plugins.vllm.desk import FIRST_BANDWIDTH, SwapDesk
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.plugins.vllm.tracked import TrackedRequest
@@ -27,7 +27,7 @@ class Office:
 
     def __init__(self, num_workers: int, num_slots: int = 32) -> None:
         settings = PluginSettings(swap_bytes=num_slots * BLOCK_BYTES + BLOCK_BYTES - 1)
-        self.desk = Desk(settings, BLOCK_BYTES, BLOCK_TOKENS, num_workers)
+        self.desk = SwapDesk(settings, BLOCK_BYTES, BLOCK_TOKENS, num_workers)
         self.pool = Pool(64)
         self.desk.books.bind(self.pool)
         self.names = (f"request-{number}" for number in count())

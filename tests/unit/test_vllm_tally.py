@@ -9,13 +9,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.plugins.vllm.tally import FAMILIES, Tally, merge
+from floodplain.plugins.vllm.tally import FAMILIES, SwapTally, merge
 
 NAMES = ("out", "in")
 
 
 def test_what_was_told_is_not_told_again() -> None:
-    tally = Tally()
+    tally = SwapTally()
     tally.count("preemptions_total", "swap")
     tally.count("preemptions_total", "swap", by=2)
     tally.count("swap_bytes_total", "out", "host", by=0)
@@ -29,7 +29,7 @@ def test_what_was_told_is_not_told_again() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9), st.booleans()), max_size=30))
 def test_merged_in_order_they_say_what_happened(events: list[tuple[str, int, bool]]) -> None:
-    tally, total, last = Tally(), Counter[str](), dict[str, float]()
+    tally, total, last = SwapTally(), Counter[str](), dict[str, float]()
     merged: dict[str, Any] = {}
     for name, number, is_taken in events:
         tally.count("swap_bytes_total", name, "host", by=number)

@@ -14,7 +14,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from floodplain.plugins.vllm.desk import Desk
+from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.scheduler import FloodplainScheduler
 from floodplain.plugins.vllm.worker import SwapWorker
 
@@ -103,7 +103,7 @@ def scheduler_of(llm: LLM) -> FloodplainScheduler:
     return found
 
 
-def desk_of(llm: LLM) -> Desk:
+def desk_of(llm: LLM) -> SwapDesk:
     return scheduler_of(llm)._desk
 
 

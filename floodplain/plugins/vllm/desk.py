@@ -14,15 +14,15 @@ from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.borrowing import Borrowing
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.settings import PluginSettings
-from floodplain.plugins.vllm.tally import Tally
-from floodplain.plugins.vllm.tracked import Roster
+from floodplain.plugins.vllm.tally import SwapTally
+from floodplain.plugins.vllm.tracked import RequestRoster
 from floodplain.runtime.links import Links
 
 FIRST_BANDWIDTH = 4e9
 """Bytes per second that a copy is taken to have until copies have told."""
 
 
-class Desk:
+class SwapDesk:
     """Everything that both have to know.
 
     Args:
@@ -49,9 +49,9 @@ class Desk:
         slots = [SlotLedger(Tier.HOST, settings.swap_bytes // block_bytes)]
         if peer is not None:
             slots.insert(0, SlotLedger(Tier.PEER, 0))
-        self.roster = Roster()
+        self.roster = RequestRoster()
         self.books = SwapBooks(slots, block_tokens)
-        self.tally = Tally()
+        self.tally = SwapTally()
         self.links = Links([Link(one.tier, FIRST_BANDWIDTH) for one in slots], block_bytes)
         self.lock = threading.Lock()
         self.borrowing = None if peer is None else Borrowing(settings, self.books, peer, self.lock, self._is_idle)

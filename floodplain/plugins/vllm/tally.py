@@ -38,7 +38,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-class Tally:
+class SwapTally:
     """Counts until they are taken."""
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ class TrackedRequest:
         return self.credit + weighted_work(0, self.request.num_output_tokens, self.request.priority)
 
 
-class Roster:
+class RequestRoster:
     """All live requests, by vLLM's names for them."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.connector import check_config
-from floodplain.plugins.vllm.desk import Desk
+from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.metrics import FloodplainMetrics, FloodplainStats
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
@@ -36,16 +36,16 @@ class Orders(KVConnectorMetadata):
         self.orders = orders
 
 
-class Report(KVConnectorWorkerMetadata):
+class WorkerMessage(KVConnectorWorkerMetadata):
     """Carries a ``WorkerReport``."""
 
     def __init__(self, report: WorkerReport) -> None:
         self.report = report
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMessage:
         """See vLLM: what several workers say in one step."""
-        assert isinstance(other, Report)
-        return Report(self.report.merge(other.report))
+        assert isinstance(other, WorkerMessage)
+        return WorkerMessage(self.report.merge(other.report))
 
 
 class FloodplainConnector(KVConnectorBase_V1):
@@ -55,7 +55,7 @@ class FloodplainConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._engine_id = str(transfer.engine_id)
-        self._desk: Desk | None = None
+        self._desk: SwapDesk | None = None
         self._worker: SwapWorker | None = None
         problem = _find_problem(vllm_config, kv_cache_config.kv_cache_groups)
         self._is_refused = problem is not None
@@ -73,7 +73,7 @@ class FloodplainConnector(KVConnectorBase_V1):
             if role is KVConnectorRole.SCHEDULER:
                 num_workers = vllm_config.parallel_config.tensor_parallel_size
                 peer = None if self._settings.coordinator is None else self._find_peer()
-                self._desk = Desk(self._settings, block_bytes, self._block_tokens, num_workers, peer)
+                self._desk = SwapDesk(self._settings, block_bytes, self._block_tokens, num_workers, peer)
 
     def _find_peer(self) -> PeerParts:
         """What the worker of this process has for memory on neighbours."""
@@ -112,7 +112,7 @@ class FloodplainConnector(KVConnectorBase_V1):
     # -- in the scheduler ------------------------------------------------------------------------------------------
 
     @property
-    def desk(self) -> Desk:
+    def desk(self) -> SwapDesk:
         """Of the scheduler's process."""
         assert self._desk is not None, "asked in a worker"
         return self._desk
@@ -210,7 +210,7 @@ class FloodplainConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """See vLLM."""
-        return Report(self._require_worker().take_report())
+        return WorkerMessage(self._require_worker().take_report())
 
     def _require_worker(self) -> SwapWorker:
         assert self._worker is not None, "asked before vLLM's caches were there, or in the scheduler"

@@ -13,7 +13,7 @@ from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
-from floodplain.plugins.vllm.tally import Tally
+from floodplain.plugins.vllm.tally import SwapTally
 
 _IDLE_WAIT_S = 0.05
 """For copies in a step that computes nothing, before vLLM looks for new requests again."""
@@ -41,7 +41,7 @@ class SwapWorker:
             near, self.peer = _open_peer_tier(blocks, self.slots, peer_bytes)
             tiers = {Tier.PEER: near, **tiers}
         self._space = SwapSpace(tiers)
-        self.tally = Tally()
+        self.tally = SwapTally()
         self._counted = self._space.stats()
         self._owners: dict[int, str] = {}
         self._ended: list[tuple[int, bool]] = []
