@@ -6,9 +6,7 @@ Mooncake: https://github.com/kvcache-ai/Mooncake (FAST25-release/traces).
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,28 +102,3 @@ def _csv_rows(path: Path) -> Iterator[TraceRow]:
             parse_count(path, prompt_column, row[prompt_column]),
             parse_count(path, output_column, row[output_column]),
         )
-
-
-def save_trace(path: Path, rows: Sequence[TraceRow]) -> None:
-    """Write rows so that ``load_trace`` reads them back: Mooncake's form for ``.jsonl``, else our CSV.
-
-    Times keep a microsecond; the CSV has no place for prefix ids.
-    """
-    if path.suffix == ".jsonl":
-        lines = [
-            json.dumps(
-                {
-                    "timestamp": round(row.arrival_s * 1e3, 3),
-                    "input_length": row.prompt_tokens,
-                    "output_length": row.output_tokens,
-                    "hash_ids": row.prefix_ids,
-                }
-            )
-            for row in rows
-        ]
-        path.write_text("\n".join([*lines, ""]), encoding="utf-8")
-        return
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("t_s", "prompt_tokens", "output_tokens"))
-        writer.writerows((round(row.arrival_s, 6), row.prompt_tokens, row.output_tokens) for row in rows)
