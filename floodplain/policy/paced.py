@@ -56,7 +56,7 @@ SLOTS_PER_BLOCK = 8
 LEAST_SHARE = 0.07
 """Of the device, however small swap space is: enough that turns go on at all."""
 
-WIDE_SHARE = 0.8
+WIDE_SHARE = 0.6
 """The visitors' part of the device at most, while the goals of all live requests fit into ``FULL_SHARE`` of it."""
 
 FULL_SHARE = 0.8

@@ -176,7 +176,7 @@ LONG = Load(
     factor=3,
     num_requests=300,
     num_prompt=24,
-    max_tokens=90,
+    max_tokens=120,
     sharing=SharingSettings(slice_steps=2, max_gap_s=0.5),
 )
 """A load in which the control fails."""

@@ -64,9 +64,9 @@ def test_newcomers_that_rank_last_while_anybody_is_out_wait_longer_than_in_line(
     ) -> paced._Newcomers:
         return paced._Newcomers((), fresh) if view.swapped else judge(view, now, fresh, visitors, told)
 
-    in_line, _ = overload(3, 200, MAX_GAP_S, "fcfs")
+    in_line, _ = overload(2, 200, MAX_GAP_S, "fcfs")
     monkeypatch.setattr(paced, "_judge", rank_last)
-    run, _ = overload.__wrapped__(3, 200, MAX_GAP_S)
+    run, _ = overload.__wrapped__(2, 200, MAX_GAP_S)
     assert max(extra_waits_s(run, in_line)) > 2 * extra_bound_s(run)
 
 
