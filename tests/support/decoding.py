@@ -30,6 +30,12 @@ class Sequences:
 
     def run(self, decodes: Sequence[tuple[int, int]], chunks: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
         """One step: (sequence, token) decodes, then (sequence, tokens) chunks. Logits of every row."""
+        return self._model.forward(self.next_batch(decodes, chunks), self.kv_layers, self.hooks)
+
+    def next_batch(
+        self, decodes: Sequence[tuple[int, int]], chunks: Sequence[tuple[int, Sequence[int]]]
+    ) -> ForwardBatch:
+        """The batch of a step, which counts as done."""
         rows = [(seq, [token]) for seq, token in decodes] + [(seq, list(tokens)) for seq, tokens in chunks]
         token_ids, positions, slots, segments = [], [], [], []
         for index, (seq, tokens) in enumerate(rows):
@@ -43,7 +49,7 @@ class Sequences:
             self.lengths[seq] = end
         contexts = [self.lengths[seq] for seq, _ in decodes]
         device = self._model.device
-        batch = ForwardBatch(
+        return ForwardBatch(
             token_ids=torch.tensor(token_ids, device=device),
             positions=torch.cat(positions),
             slot_mapping=torch.cat(slots),
@@ -53,7 +59,6 @@ class Sequences:
             prefills=tuple(segments),
             logits_rows=torch.arange(len(token_ids), device=device),
         )
-        return self._model.forward(batch, self.kv_layers, self.hooks)
 
 
 def all_logits(model: Decoder, token_ids: Sequence[int], chunk_tokens: int | None = None) -> torch.Tensor:

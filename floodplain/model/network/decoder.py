@@ -91,11 +91,15 @@ class Decoder:
         self._head = head
         self._attention = attention
 
-    @torch.inference_mode()
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return len(self._layers)
+
     def forward(
         self, batch: ForwardBatch, kv_layers: Sequence[torch.Tensor], hooks: LayerHooks | None = None
     ) -> torch.Tensor:
-        """Run one step.
+        """Run one step: ``embed``, all of ``run_layers``, ``finish``.
 
         Args:
             batch: Its tokens.
@@ -106,14 +110,47 @@ class Decoder:
         Returns:
             Logits [S, vocab] in float32 of ``batch.logits_rows``.
         """
-        x = self._stem.embed(batch)
+        x = self.run_layers(range(self.num_layers), batch, self.embed(batch), kv_layers, hooks)
+        return self.finish(batch, x)
+
+    @torch.inference_mode()
+    def embed(self, batch: ForwardBatch) -> torch.Tensor:
+        """Activations [T, hidden] of the tokens, as layer 0 takes them."""
+        return self._stem.embed(batch)
+
+    @torch.inference_mode()
+    def run_layers(
+        self,
+        layers: range,
+        batch: ForwardBatch,
+        x: torch.Tensor,
+        kv_layers: Sequence[torch.Tensor],
+        hooks: LayerHooks | None = None,
+    ) -> torch.Tensor:
+        """Run some layers: a stage of a pipeline, or all. Stages one after the other are the whole, bit by bit.
+
+        Args:
+            layers: Adjacent ones, in order.
+            batch: Its tokens; the whole of it in each stage.
+            x: Activations [T, hidden], as ``embed`` or the layer before gave them.
+            kv_layers: See ``forward``; only those of these layers are looked at.
+            hooks: Called around each layer.
+
+        Returns:
+            Activations [T, hidden] for the next layer, or for ``finish``.
+        """
         plan, turn = self._attention.plan(batch, self.dtype), self._stem.rotation(batch.positions)
         step = Step(plan, turn, batch.slot_mapping)
-        for index, layer in enumerate(self._layers):
+        for index in layers:
             if hooks is not None:
                 hooks.before_layer(index)
-            x = layer(x, step, kv_layers[index])
+            x = self._layers[index](x, step, kv_layers[index])
             if hooks is not None:
                 hooks.after_layer(index)
+        return x
+
+    @torch.inference_mode()
+    def finish(self, batch: ForwardBatch, x: torch.Tensor) -> torch.Tensor:
+        """Logits [S, vocab] in float32 of ``batch.logits_rows``, from the last layer's activations [T, hidden]."""
         logits: torch.Tensor = self._head(self._stem.finish(x[batch.logits_rows])).float()
         return logits
