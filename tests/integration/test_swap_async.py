@@ -54,7 +54,7 @@ def slow_down(engine: AsyncEngine, block_s: float) -> None:
     curve = LinkCurve(0.0, ((BLOCK_BYTES, BLOCK_BYTES / block_s),))
     link = EmulatedLink(LinkProfile("slow", curve, curve, "this test"), scale=1.0)
     slots = tiers[Tier.HOST].slots
-    tiers[Tier.HOST] = SwapTier(slots, HostTransferEngine(old._pool, slots, link).start())
+    tiers[Tier.HOST] = SwapTier(slots, HostTransferEngine(old._store, slots, link).start())
     old.close()
 
 

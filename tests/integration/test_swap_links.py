@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -37,20 +36,24 @@ FLAGS: dict[str, Any] = {
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def link() -> EmulatedLink:
+    curve = LinkCurve(0.0, ((BLOCK_BYTES, BLOCK_BYTES / BLOCK_S),))
+    return EmulatedLink(LinkProfile("test", curve, curve, "this test"), scale=1.0)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, link: EmulatedLink) -> Iterator[Engine]:
     """An engine under a policy that swaps at any moment, on a link that is priced as it is.
 
     Copies themselves take no time here, however busy the machine is: only the link does.
     """
-    clock = SimpleNamespace(perf_counter=lambda: 0.0, monotonic=time.monotonic, sleep=time.sleep)
+    clock = SimpleNamespace(perf_counter=lambda: 0.0)
     monkeypatch.setattr(host_transfer, "time", clock)
     one = build_engine(EngineConfig(model="dummy:tiny-llama", **FLAGS), ImpatientPolicy())
     executor: Any = one._executor
     tier = executor._swap._tiers[Tier.HOST]
     tier.engine.close()
-    curve = LinkCurve(0.0, ((BLOCK_BYTES, BLOCK_BYTES / BLOCK_S),))
-    link = EmulatedLink(LinkProfile("test", curve, curve, "this test"), scale=1.0)
-    copies = HostTransferEngine(tier.engine._pool, tier.slots, link).start()
+    copies = HostTransferEngine(tier.engine._store, tier.slots, link).start()
     executor._swap._tiers[Tier.HOST] = SwapTier(tier.slots, copies)
     one.loop.state.links = Links([Link(Tier.HOST, BLOCK_BYTES / BLOCK_S)], BLOCK_BYTES)
     yield one
@@ -71,12 +74,11 @@ def block_s(engine: Engine) -> float:
     return BLOCK_BYTES / engine.loop.state.links[Tier.HOST].bandwidth
 
 
-def test_copies_as_priced_change_nothing_and_slow_ones_raise_the_price(engine: Engine) -> None:
+def test_copies_as_priced_change_nothing_and_slow_ones_raise_the_price(engine: Engine, link: EmulatedLink) -> None:
     serve(engine)
     assert engine.loop.counters.preemptions["swap"] > 20
     assert block_s(engine) == pytest.approx(BLOCK_S, rel=0.5)
-    executor: Any = engine._executor
-    executor._swap._tiers[Tier.HOST].engine._link.scale = 0.1  # somebody else uses the link, too
+    link.scale = 0.1  # somebody else uses the link, too
     serve(engine)
     assert block_s(engine) > 4 * BLOCK_S
 

@@ -81,7 +81,7 @@ class Storm:
         executor: Any = self.engine._executor
         tiers, slots = executor._swap._tiers, self.slots
         old = tiers[Tier.HOST].engine
-        engine = HostTransferEngine(old._pool, slots, UnevenLink(seed)).start()
+        engine = HostTransferEngine(old._store, slots, UnevenLink(seed)).start()
         tiers[Tier.HOST] = SwapTier(slots, FaultyTransferEngine(engine, failing=range(0, 1_000_000, 5)))
         old.close()
 

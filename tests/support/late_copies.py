@@ -11,7 +11,7 @@ from random import Random
 
 import torch
 
-from floodplain.memory.host.transfer import HostCopier, Job
+from floodplain.memory.host.transfer import HostJob, HostLane
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, CopyResult, Direction, LinkUse, check_copy
@@ -42,9 +42,9 @@ class LateTransferEngine:
         self._dice = dice
         self._haste = haste
         self._failing = failing
-        self._copier = HostCopier(pool, slots)
+        self._lanes = {direction: HostLane(direction, pool, slots) for direction in Direction}
         self._scribble = torch.Generator().manual_seed(dice.getrandbits(32))
-        self._queues: dict[Direction, deque[tuple[int, Job]]] = {direction: deque() for direction in Direction}
+        self._queues: dict[Direction, deque[tuple[int, HostJob]]] = {direction: deque() for direction in Direction}
         self._ended: list[CopyResult] = []
         self._num_polls = 0
 
@@ -62,7 +62,7 @@ class LateTransferEngine:
         else:
             self._slots.words[list(copy.slots)] = self._garbage(len(copy.slots), *self._slots.words.shape[1:])
             self._slots.digests[list(copy.slots)] = EMPTY_DIGEST
-        self._queues[copy.direction].append((self._num_polls, Job(transfer_id, copy)))
+        self._queues[copy.direction].append((self._num_polls, HostJob(transfer_id, copy)))
 
     def poll(self) -> list[CopyResult]:
         """See ``TransferEngine``."""
@@ -89,7 +89,7 @@ class LateTransferEngine:
                 self.land(direction)
 
     @property
-    def coming(self) -> list[Job]:
+    def coming(self) -> list[HostJob]:
         """Inbound copies under way, in their order."""
         return [job for _, job in self._queues[Direction.INBOUND]]
 
@@ -99,7 +99,7 @@ class LateTransferEngine:
         self.pool.expect_backed(job.copy.blocks)  # somebody unmapped them under the copy: a crash, otherwise
         self.longest_wait = max(self.longest_wait, self._num_polls - since)
         if num_blocks is None:
-            ((_, result),) = self._copier.run(direction, [job]).results
+            ((_, result),) = self._lanes[direction].finish([job]).results
         else:
             result = self._interrupt(job, num_blocks)
         self._ended.append(result)
@@ -115,12 +115,12 @@ class LateTransferEngine:
         fails = self._dice.random() < self._failing
         self.land(direction, self._dice.choice((0, num_blocks // 2)) if fails else None)
 
-    def _interrupt(self, job: Job, num_blocks: int) -> CopyResult:
+    def _interrupt(self, job: HostJob, num_blocks: int) -> CopyResult:
         copy = job.copy
         if num_blocks:
             self.num_interrupted += 1
             part = BlockCopy(copy.direction, copy.blocks[:num_blocks], copy.slots[:num_blocks])
-            self._copier.run(copy.direction, [Job(job.transfer_id, part)])
+            self._lanes[copy.direction].finish([HostJob(job.transfer_id, part)])
         num_bytes = num_blocks * self.pool.layout.block_bytes
         return CopyResult(job.transfer_id, False, num_bytes, problem="interrupted by the test")
 

@@ -112,7 +112,7 @@ def late_storm(
         engine.clock = executor._swap._clock = Ticks()
         old = executor._swap._tiers[Tier.HOST]
         old.engine.close()
-        copies = LateTransferEngine(old.engine._pool, old.slots, Random(seed), failing=failing)
+        copies = LateTransferEngine(old.engine._store, old.slots, Random(seed), failing=failing)
         executor._swap._tiers[Tier.HOST] = SwapTier(old.slots, copies)
         yield LateStorm(engine, copies, old.slots, Random(seed))
     finally:

@@ -1,6 +1,6 @@
 """Copies to neighbour GPUs and back, without a GPU: what is moved, what is a miss, and who waits for whom.
 
-The driver and the lanes are fakes over this machine's memory; engine, slots, extents and the mover are the real ones.
+The driver and the streams are fakes over this machine's memory; engine, slots, extents and the mover are the real ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, BlockStore, CopyResult, Direction, LinkUse
 from tests.fakes.cuda_driver import FakeDriver, Gpu
-from tests.fakes.cuda_lane import FakeLane
+from tests.fakes.cuda_stream import FakeStream
 
 LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 NUM_BLOCKS, CHUNK_SLOTS, NUM_CHUNKS, STAGING_BLOCKS = 16, 4, 3, 3
@@ -50,18 +50,18 @@ class There:
         self.driver, self.pool = driver, pool
         self.memory = CudaPeerMemory(0, folder)
         self.peer, self.host = PeerSlots(LAYOUT, CHUNK_SLOTS, NUM_CHUNKS), SwapSlots(LAYOUT, NUM_SLOTS)
-        self.lanes: dict[Direction, FakeLane] = {}
+        self.streams: dict[Direction, FakeStream] = {}
         wire = PeerWire(self.peer, CudaDriver(0))
 
-        def open_lane(direction: Direction, store: BlockStore) -> FakeLane:
-            return FakeLane(direction, store, wire, STAGING_BLOCKS)
+        def open_stream(direction: Direction, store: BlockStore) -> FakeStream:
+            return FakeStream(direction, store, wire, STAGING_BLOCKS)
 
-        def open_pool_lane(direction: Direction) -> FakeLane:
-            return self.lanes.setdefault(direction, open_lane(direction, pool))
+        def open_pool_stream(direction: Direction) -> FakeStream:
+            return self.streams.setdefault(direction, open_stream(direction, pool))
 
-        self.engine = CudaTransferEngine(pool, self.peer, open_pool_lane).start()
+        self.engine = CudaTransferEngine(pool, self.peer, open_pool_stream).start()
         store = SlotStore(self.host)
-        engine = CudaTransferEngine(store, self.peer, lambda direction: open_lane(direction, store))
+        engine = CudaTransferEngine(store, self.peer, lambda direction: open_stream(direction, store))
         self.mover = SlotMover(self.host, self.peer, engine).start()
         self._num_copies = 0
 
@@ -186,14 +186,14 @@ def test_memory_that_goes_waits_for_the_copy_there_and_for_nobody_else(there: Th
     """The forced path: nobody polls, nobody steps."""
     there.add(0, 1)
     assert there.copy(OUT, [0, 1], [0, 4]).is_whole
-    there.lanes[direction].gate.clear()
+    there.streams[direction].gate.clear()
     there.submit(direction, [0, 1], [0, 4])
     thread = there.remove_in_thread(0)
     other = there.submit(direction, [2, 3], [1, 5])  # behind the first; half of it finds no memory
     thread.join(0.05)
     assert thread.is_alive()
     assert there.driver.gpus[1].num_used_pages == 2
-    there.lanes[direction].gate.set()
+    there.streams[direction].gate.set()
     thread.join(20.0)
     assert there.driver.gpus[1].num_used_pages == 1
     assert (there.peer.digests[:CHUNK_SLOTS] == EMPTY_DIGEST).all(), "what is gone has no digest any more"
@@ -207,19 +207,19 @@ def test_memory_that_goes_waits_for_the_copy_there_and_for_nobody_else(there: Th
 def test_a_copy_in_waits_for_no_copy_out(there: There) -> None:
     there.add(0)
     there.copy(OUT, [0], [0])
-    there.lanes[OUT].gate.clear()
+    there.streams[OUT].gate.clear()
     there.submit(OUT, [1, 2], [1, 2])
     assert there.copy(IN, [3], [0]).is_whole
     assert there.engine.wait(0.01) == []
     assert there.engine.num_in_flight == 1
-    there.lanes[OUT].gate.set()
+    there.streams[OUT].gate.set()
     (result,) = there.engine.wait()
     assert result.is_whole
 
 
 def test_a_copy_that_fails_is_loud_ever_after_and_holds_no_memory(there: There) -> None:
     there.add(0)
-    there.lanes[OUT].failure = RuntimeError("the device is lost")
+    there.streams[OUT].failure = RuntimeError("the device is lost")
     there.submit(OUT, [0], [0])
     for call in (there.engine.wait, there.engine.poll, lambda: there.submit(IN, [0], [0])):
         with pytest.raises(InvariantError, match=r"a copy thread ended with RuntimeError.*the device is lost"):
@@ -230,10 +230,10 @@ def test_a_copy_that_fails_is_loud_ever_after_and_holds_no_memory(there: There) 
 
 def test_a_copy_that_cannot_begin_lets_its_memory_go_when_nothing_of_it_is_under_way(there: There) -> None:
     there.add(0)
-    there.lanes[OUT].refusal = RuntimeError("half of it is there")
+    there.streams[OUT].refusal = RuntimeError("half of it is there")
     with pytest.raises(RuntimeError, match="half of it"):
         there.submit(OUT, [0], [0])
-    assert (there.lanes[OUT].num_drained, there.engine.num_in_flight) == (1, 0)
+    assert (there.streams[OUT].num_drained, there.engine.num_in_flight) == (1, 0)
     there.peer.remove(0)
 
 

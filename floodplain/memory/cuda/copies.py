@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.lane import CudaLane
+from floodplain.memory.cuda.stream import CudaStream
 from floodplain.memory.cuda.transfer import CudaTransferEngine
 from floodplain.memory.cuda.wires import PeerWire, PinnedEnd, PinnedWire, PoolEnd, Wire
 from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
@@ -30,7 +30,7 @@ def open_pool_copies(
     """
     end, wire = PoolEnd(pool, device), _open_wire(slots, device)
     return CudaTransferEngine(
-        pool, slots, lambda direction: CudaLane(direction, device, pool.layout, end, wire, staging_blocks)
+        pool, slots, lambda direction: CudaStream(direction, device, pool.layout, end, wire, staging_blocks)
     )
 
 
@@ -52,7 +52,7 @@ class CudaSlotMover(SlotMover):
         engine = CudaTransferEngine(
             SlotStore(host),
             peer,
-            lambda direction: CudaLane(direction, device, host.layout, end, wire, staging_blocks),
+            lambda direction: CudaStream(direction, device, host.layout, end, wire, staging_blocks),
         )
         super().__init__(host, peer, engine)
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Tier
+from floodplain.memory.copy_engine import CopyEngine
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
-from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
+from floodplain.memory.transfer import BlockCopy, Direction
 
 
 class LinkPair:
@@ -53,13 +54,6 @@ class SlotStore:
         self.slots.check(blocks)
 
 
-class ThreadedEngine(TransferEngine, Protocol):
-    """A transfer engine with threads of its own."""
-
-    def start(self) -> Self:
-        """Start them; returns the engine."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Open:
     relocation: Relocation
@@ -75,7 +69,7 @@ class SlotMover:
         engine: Copies between ``SlotStore(host)`` and ``peer``; not yet started, and the mover's from now on.
     """
 
-    def __init__(self, host: SwapSlots, peer: Slots, engine: ThreadedEngine) -> None:
+    def __init__(self, host: SwapSlots, peer: Slots, engine: CopyEngine[Any]) -> None:
         self._host, self._peer = host, peer
         self._engine = engine
         self._open: dict[int, _Open] = {}

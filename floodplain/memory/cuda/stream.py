@@ -35,8 +35,8 @@ class CudaMark:
         return self._digests.numpy(), self._begin.elapsed_time(self._end) / 1e3
 
 
-class CudaLane:
-    """See ``Lane``.
+class CudaStream:
+    """See ``Stream``.
 
     Args:
         direction: Of all its copies.
@@ -58,7 +58,7 @@ class CudaLane:
         self._staging = torch.empty(shape, dtype=torch.int32, device=device)
 
     def run(self, batches: Sequence[Batch]) -> CudaMark:
-        """See ``Lane.run``: the copies wait for what is on the current stream now."""
+        """See ``Stream.run``: the copies wait for what is on the current stream now."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         num_blocks = sum(len(batch.order) for batch in batches)
         digests = torch.empty(num_blocks, dtype=torch.int64, pin_memory=True)
@@ -76,11 +76,11 @@ class CudaLane:
         return CudaMark(begin, end, digests)
 
     def drain(self) -> None:
-        """See ``Lane.drain``."""
+        """See ``Stream.drain``."""
         self._stream.synchronize()
 
     def close(self) -> None:
-        """See ``Lane.close``."""
+        """See ``Stream.close``."""
         self.drain()
         self._staging = torch.empty(0)
 

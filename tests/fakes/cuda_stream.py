@@ -1,4 +1,4 @@
-"""A lane without a GPU: staging and blocks lie in this machine's memory, and copies run when a test lets them."""
+"""A stream without a GPU: staging and blocks lie in this machine's memory, and copies run when a test lets them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.transfer import Batch, BlockStore, Direction
 
 
-class FakeLane:
-    """See ``Lane``. What is put on it happens when somebody waits for it, once ``gate`` is open.
+class FakeStream:
+    """See ``Stream``. What is put on it happens when somebody waits for it, once ``gate`` is open.
 
     Attributes:
         gate: Open at first.
         num_under_way: Copies that were put on it and have not ended.
         failure: Raised by whoever waits.
-        refusal: Raised by ``run``, when its copies are on the lane already.
+        refusal: Raised by ``run``, when its copies are on the stream already.
         num_drained: How often somebody waited for everything.
     """
 
@@ -72,8 +72,8 @@ class FakeLane:
 class FakeMark:
     """See ``Mark``."""
 
-    def __init__(self, lane: FakeLane, batches: Sequence[Batch]) -> None:
-        self._lane, self._batches = lane, batches
+    def __init__(self, stream: FakeStream, batches: Sequence[Batch]) -> None:
+        self._stream, self._batches = stream, batches
 
     def wait(self) -> tuple[np.ndarray, float]:
-        return self._lane.finish(self._batches), 0.25
+        return self._stream.finish(self._batches), 0.25
