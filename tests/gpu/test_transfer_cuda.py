@@ -9,6 +9,7 @@ import torch
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
+from floodplain.memory.cuda.copies import open_pool_copies
 from floodplain.memory.cuda.device import open_cuda_device
 from floodplain.memory.cuda.transfer import CudaTransferEngine
 from floodplain.memory.digest import compute_digests, compute_weights
@@ -35,7 +36,7 @@ def bench() -> Iterator[Bench]:
         for words in pool.words:
             words[:NUM_BLOCKS].random_(-(2**31), 2**31)
         slots = SwapSlots(LAYOUT, NUM_SLOTS, is_pinned=True)
-        engine = CudaTransferEngine(pool, slots, staging_blocks=7).start()
+        engine = open_pool_copies(pool, device.torch_device, slots, staging_blocks=7).start()
         yield pool, slots, engine
         engine.close()
         slots.close()
@@ -102,4 +103,4 @@ def test_many_copies_share_staging_without_mixing(bench: Bench) -> None:
 
 def test_slots_that_are_not_page_locked_are_refused(bench: Bench) -> None:
     with pytest.raises(InvariantError, match="page-locked"):
-        CudaTransferEngine(bench[0], SwapSlots(LAYOUT, 1), 1)
+        open_pool_copies(bench[0], bench[0].device.torch_device, SwapSlots(LAYOUT, 1), 1)
