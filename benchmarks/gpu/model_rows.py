@@ -29,6 +29,7 @@ from floodplain.engine.runner import ModelRunner
 from floodplain.memory.arena import Device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.paged_buffer import PagedBuffer
 from floodplain.model.batch import ForwardBatch
 from floodplain.model.network.decoder import Decoder, LayerHooks
 from floodplain.model.network.load import load_decoder
@@ -123,14 +124,13 @@ class ModelBench:
         """Give the memory back."""
         self._runner.close()
 
-    def _allocate_parameters(self, num_bytes: int) -> torch.Tensor:
-        num_pages = -(-num_bytes // self._memory.page_bytes)
-        pages = self._memory.allocate(num_pages)
+    def _allocate_parameters(self, num_bytes: int) -> PagedBuffer:
+        buffer = PagedBuffer(self._memory, num_bytes)
+        pages = self._memory.allocate(buffer.num_pages)
         if pages is None:
             raise UserError("the model's parameters do not fit on the device: choose a smaller --model")
-        arena = self._memory.reserve(num_pages)
-        arena.map(0, pages)
-        return arena.tensor(torch.uint8, (num_bytes,))
+        buffer.map(pages)
+        return buffer
 
     def _open_pool(self, min_bytes: int, seed: int) -> KVPool:
         num_blocks = max(

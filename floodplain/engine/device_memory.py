@@ -18,6 +18,7 @@ from floodplain.memory.host.named_file import sweep
 from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.paged_buffer import PagedBuffer
 from floodplain.model.network.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,11 @@ class DeviceMemory:
         dtype: Of parameters and KV.
         shared_name: Under which neighbours find the device; None makes one that nobody else knows.
 
+    Attributes:
+        layout: Shape of the KV cache.
+        device: Where everything is mapped.
+        layer_buffers: Each layer's parameters, in the order in which they were allocated.
+
     Raises:
         UserError: The machine has less memory than was asked for, or another engine has that name.
     """
@@ -62,6 +68,7 @@ class DeviceMemory:
             head_dim=shape.head_dim,
             dtype=dtype,
         )
+        self.layer_buffers: list[PagedBuffer] = []
         self._config = config
         self._kv_bytes = config.kv_memory or DEFAULT_HOST_KV_BYTES
         param_bytes = shape.param_bytes(dtype.itemsize) * _ALIGN_SLACK_PERCENT // 100
@@ -74,20 +81,20 @@ class DeviceMemory:
                 self.device.close()
                 raise
 
-    def allocate_parameters(self, num_bytes: int) -> torch.Tensor:
-        """A uint8 tensor over an arena of its own: the parameters of one layer, which can move or go alone.
+    def allocate_parameters(self, num_bytes: int) -> PagedBuffer:
+        """A mapped buffer for the parameters of the next layer, which can move or go alone.
 
         Raises:
             UserError: The device has no room.
         """
-        num_pages = -(-num_bytes // self.device.page_bytes)
-        pages = self.device.allocate(num_pages)
+        buffer = PagedBuffer(self.device, num_bytes)
+        pages = self.device.allocate(buffer.num_pages)
         if pages is None:
             shortage = self._find_shortage(num_bytes)
             raise UserError(f"the model's parameters do not fit: {shortage}choose a smaller model, or --dtype bfloat16")
-        arena = self.device.reserve(num_pages)
-        arena.map(0, pages)
-        return arena.tensor(torch.uint8, (num_bytes,))
+        buffer.map(pages)
+        self.layer_buffers.append(buffer)
+        return buffer
 
     def count_pool_blocks(self) -> int:
         """Blocks that the KV pool is to have. Ask when the parameters are loaded."""

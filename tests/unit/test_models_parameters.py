@@ -10,7 +10,7 @@ from floodplain.model.network import llama, opt
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.load import load_decoder
-from floodplain.model.network.parameters import ALIGN_BYTES, buffer_bytes, load_buffer, view_buffer
+from floodplain.model.network.parameters import ALIGN_BYTES, PlainBuffer, buffer_bytes, load_buffer, view_buffer
 from floodplain.model.weights.dummy import DummyModel
 from tests.support.decoding import Sequences, all_logits
 
@@ -19,10 +19,10 @@ CPU = torch.device("cpu")
 
 class _Allocator:
     def __init__(self) -> None:
-        self.buffers: list[torch.Tensor] = []
+        self.buffers: list[PlainBuffer] = []
 
-    def __call__(self, num_bytes: int) -> torch.Tensor:
-        self.buffers.append(torch.empty(num_bytes, dtype=torch.uint8))
+    def __call__(self, num_bytes: int) -> PlainBuffer:
+        self.buffers.append(PlainBuffer(torch.empty(num_bytes, dtype=torch.uint8)))
         return self.buffers[-1]
 
 
@@ -45,22 +45,22 @@ def test_every_parameter_is_an_aligned_view_of_one_buffer() -> None:
     specs = llama.layer_specs(model.config, 1)
     allocate = _Allocator()
     buffer, views = load_buffer(specs, model, torch.bfloat16, allocate)
-    assert [buffer.data_ptr()] == [one.data_ptr() for one in allocate.buffers]
-    assert buffer.numel() == buffer_bytes(specs, torch.bfloat16)
-    begins = sorted(view.data_ptr() - buffer.data_ptr() for view in views.values())
+    assert [buffer] == allocate.buffers
+    assert buffer.tensor.numel() == buffer_bytes(specs, torch.bfloat16)
+    begins = sorted(view.data_ptr() - buffer.tensor.data_ptr() for view in views.values())
     assert begins[0] == 0
     assert all(begin % ALIGN_BYTES == 0 for begin in begins)
-    moved = view_buffer(buffer.clone(), specs, torch.bfloat16)
+    moved = view_buffer(buffer.tensor.clone(), specs, torch.bfloat16)
     assert all(torch.equal(moved[name], view) for name, view in views.items())
 
 
 def test_a_layers_weights_may_vanish_and_return_in_its_buffer() -> None:
     model = load_dummy("tiny-llama", allocate=_Allocator())
     before = all_logits(model, range(9))
-    saved = model.layer_buffers[1].clone()
-    model.layer_buffers[1].zero_()
+    saved = model.layer_buffers[1].tensor.clone()
+    model.layer_buffers[1].tensor.zero_()
     assert not torch.equal(all_logits(model, range(9)), before)
-    model.layer_buffers[1].copy_(saved)
+    model.layer_buffers[1].tensor.copy_(saved)
     assert torch.equal(all_logits(model, range(9)), before)
 
 

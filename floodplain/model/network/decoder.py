@@ -8,10 +8,12 @@ from typing import Protocol
 
 import torch
 
+from floodplain.core.errors import InvariantError
 from floodplain.model.attention.backend import AttentionBackend, AttentionPlan
 from floodplain.model.batch import ForwardBatch
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.linear import Projection
+from floodplain.model.network.parameters import ParameterBuffer
 from floodplain.model.network.rope import Rotation
 
 
@@ -67,7 +69,8 @@ class Decoder:
         config: What it is.
         dtype: Of parameters, activations and KV.
         device: Where it runs.
-        layer_buffers: Each layer's parameters as one uint8 buffer; empty when they were packed for the CPU.
+        layer_buffers: Each layer's parameters, which may go and come back at a boundary; empty when they were packed
+            for the CPU.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Decoder:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        layer_buffers: Sequence[torch.Tensor],
+        layer_buffers: Sequence[ParameterBuffer],
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -138,12 +141,16 @@ class Decoder:
 
         Returns:
             Activations [T, hidden] for the next layer, or for ``finish``.
+
+        Raises:
+            InvariantError: A layer's parameters are not there when it is to run.
         """
         plan, turn = self._attention.plan(batch, self.dtype), self._stem.rotation(batch.positions)
         step = Step(plan, turn, batch.slot_mapping)
         for index in layers:
             if hooks is not None:
                 hooks.before_layer(index)
+            self._expect_parameters(index)
             x = self._layers[index](x, step, kv_layers[index])
             if hooks is not None:
                 hooks.after_layer(index)
@@ -154,3 +161,8 @@ class Decoder:
         """Logits [S, vocab] in float32 of ``batch.logits_rows``, from the last layer's activations [T, hidden]."""
         logits: torch.Tensor = self._head(self._stem.finish(x[batch.logits_rows])).float()
         return logits
+
+    def _expect_parameters(self, index: int) -> None:
+        """Touching memory that is not there would end the process, and what is not filled computes nonsense."""
+        if self.layer_buffers and not self.layer_buffers[index].is_filled:
+            raise InvariantError(f"layer {index} is to run, and its parameters are not there")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from floodplain.core.errors import InvariantError
 from floodplain.model.attention.backend import AttentionShape, attention_backend
 from floodplain.model.native.ops import native_ops
 from floodplain.model.network import llama, opt
@@ -14,7 +15,15 @@ from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder, Layer, Stem
 from floodplain.model.network.linear import Linear, MakeProjection, PackedLinear, Projection
 from floodplain.model.network.ops import LayerOps, layer_ops
-from floodplain.model.network.parameters import Allocate, ParameterSpec, Part, WeightSource, load_buffer
+from floodplain.model.network.parameters import (
+    Allocate,
+    ParameterSpec,
+    Part,
+    PlainBuffer,
+    WeightSource,
+    fill_buffer,
+    load_buffer,
+)
 
 HEAD_NAME = "lm_head.weight"
 
@@ -63,7 +72,7 @@ def load_decoder(
         block_tokens: Tokens of a KV block.
         allocate: Gives each layer its buffer; by default torch does.
         is_packed: Repack weight matrices for the CPU (see ``linear.can_pack``). Products are much faster, but the
-            layers then have no buffers and their parameters cannot move; ``allocate`` must be None.
+            layers then have no buffers and their parameters cannot move or go; ``allocate`` must be None.
 
     Raises:
         UserError: Weights are missing, unreadable or of another shape.
@@ -98,6 +107,19 @@ def load_decoder(
     )
 
 
+def fill_layer(model: Decoder, index: int, source: WeightSource) -> None:
+    """Load one layer's parameters again, into the memory that its buffer has now: the layer then runs as before.
+
+    Raises:
+        InvariantError: The buffer has no memory, or the model was packed and has no buffers.
+        UserError: Weights cannot be read any more.
+    """
+    if not model.layer_buffers:
+        raise InvariantError("a packed layer has no buffer to load")
+    specs = _FAMILIES[model.config.shape.family].layer_specs(model.config, index)
+    fill_buffer(model.layer_buffers[index], specs, source, model.dtype)
+
+
 def _load_head(
     config: ModelConfig,
     source: WeightSource,
@@ -117,4 +139,4 @@ def _head_spec(config: ModelConfig) -> ParameterSpec:
 
 
 def _torch_allocate(device: torch.device) -> Allocate:
-    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return lambda num_bytes: PlainBuffer(torch.empty(num_bytes, dtype=torch.uint8, device=device))

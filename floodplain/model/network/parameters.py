@@ -9,10 +9,40 @@ from typing import Protocol
 
 import torch
 
+from floodplain.core.errors import InvariantError
+
 ALIGN_BYTES = 64
 
-Allocate = Callable[[int], torch.Tensor]
-"""``allocate(num_bytes)`` gives an uninitialised uint8 tensor of that length, aligned to at least 64 bytes."""
+
+class ParameterBuffer(Protocol):
+    """Memory for parameters, which may go and return empty.
+
+    Attributes:
+        tensor: uint8, aligned to at least ``ALIGN_BYTES``; only to be touched while it is mapped.
+        is_filled: Whether all parameters are in it: ``fill_buffer`` says so, and it ends when the memory goes.
+    """
+
+    tensor: torch.Tensor
+    is_filled: bool
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether there is memory behind ``tensor``."""
+        ...
+
+
+class PlainBuffer:
+    """A tensor of torch as a ``ParameterBuffer``: its memory stays."""
+
+    is_mapped = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.is_filled = False
+
+
+Allocate = Callable[[int], ParameterBuffer]
+"""``allocate(num_bytes)`` gives a mapped buffer of that length, with unspecified bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +80,30 @@ class WeightSource(Protocol):
 
 def load_buffer(
     specs: Sequence[ParameterSpec], source: WeightSource, dtype: torch.dtype, allocate: Allocate
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[ParameterBuffer, dict[str, torch.Tensor]]:
     """Allocate one buffer for all ``specs``, load it, and return it with the views by name."""
     buffer = allocate(buffer_bytes(specs, dtype))
-    views = view_buffer(buffer, specs, dtype)
+    return buffer, fill_buffer(buffer, specs, source, dtype)
+
+
+def fill_buffer(
+    buffer: ParameterBuffer, specs: Sequence[ParameterSpec], source: WeightSource, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Load all ``specs`` into a mapped buffer and return their views by name.
+
+    Raises:
+        InvariantError: There is no memory behind it.
+    """
+    if not buffer.is_mapped:
+        raise InvariantError("parameters are loaded into a buffer without memory")
+    buffer.is_filled = False
+    views = view_buffer(buffer.tensor, specs, dtype)
     for spec in specs:
         rows = torch.split(views[spec.name], [part.shape[0] for part in spec.parts])
         for part, target in zip(spec.parts, rows, strict=True):
             source.fill(target, part.name)
-    return buffer, views
+    buffer.is_filled = True
+    return views
 
 
 def view_buffer(buffer: torch.Tensor, specs: Sequence[ParameterSpec], dtype: torch.dtype) -> dict[str, torch.Tensor]:

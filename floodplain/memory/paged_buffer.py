@@ -1,0 +1,63 @@
+"""A buffer over an arena of its own, whose pages may go, and come back, or others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from floodplain.core.errors import InvariantError
+from floodplain.memory.arena import Device, Page
+
+
+class PagedBuffer:
+    """One layer's parameters on a device. Nothing is mapped at first. One thread at a time, at a boundary.
+
+    Views of ``tensor`` stay valid while pages come and go; touching them without pages is a fault.
+
+    Args:
+        device: Where the pages come from; it closes the arena.
+        num_bytes: Length.
+
+    Attributes:
+        tensor: uint8 [num_bytes].
+        num_pages: Pages that it takes.
+        is_filled: Whether the bytes are there. Whoever writes all of them sets it; it ends with ``unmap``.
+    """
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        self.num_pages = -(-num_bytes // device.page_bytes)
+        self._arena = device.reserve(self.num_pages)
+        self.tensor = self._arena.tensor(torch.uint8, (num_bytes,))
+        self.is_filled = False
+        self._is_mapped = False
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it has pages: all, or none."""
+        return self._is_mapped
+
+    def map(self, pages: Sequence[Page]) -> None:
+        """Put pages, in order, behind all of it. Their bytes are not taken for its own.
+
+        Raises:
+            InvariantError: There are pages already, or they are too few or too many.
+            UserError: The system's limit on mappings is reached; nothing changed.
+        """
+        if self._is_mapped or len(pages) != self.num_pages:
+            raise InvariantError(
+                f"{len(pages)} pages for a buffer that wants {0 if self._is_mapped else self.num_pages}"
+            )
+        self._arena.map(0, pages)
+        self._is_mapped = True
+
+    def unmap(self) -> list[Page]:
+        """Take its pages, which are the caller's now. No kernel may still be reading them.
+
+        Raises:
+            InvariantError: It has none.
+        """
+        if not self._is_mapped:
+            raise InvariantError("a buffer without pages is unmapped")
+        self.is_filled = self._is_mapped = False
+        return self._arena.unmap(0, self.num_pages)
