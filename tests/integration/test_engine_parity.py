@@ -143,12 +143,14 @@ def test_taking_turns_through_swap_space(
 
 
 def test_hardly_any_near_tie_had_to_be_excused(verdicts: list[Verdict]) -> None:
-    """Over all requests above: two percent of a handful would be none."""
-    num_equal = sum(verdict.num_equal for verdict in verdicts)
-    excused = [index for verdict in verdicts for index in verdict.excused]
-    total = Verdict(num_equal, tuple(excused), ())
+    """Over all texts above: two percent of a handful would be none.
+
+    A near tie is the text's, on this processor: one that is excused in every run counts once, as its text does.
+    """
+    excused = {index for verdict in verdicts for index in verdict.excused}
+    total = Verdict(NUM_PROMPTS - len(excused), tuple(sorted(excused)), ())
     print("all", total)
-    assert num_equal > 0
+    assert sum(verdict.num_equal for verdict in verdicts) > NUM_PROMPTS
     assert total.is_equal
 
 

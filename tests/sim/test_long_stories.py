@@ -50,7 +50,7 @@ def turns_everybody_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutate", "policy", "seed"),
     [
-        (counts_on_what_leaves, "cfs", 100),
+        (counts_on_what_leaves, "cfs", 1200),
         (turns_everybody_out_at_once, "fair", 82),
     ],
 )
