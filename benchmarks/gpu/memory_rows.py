@@ -11,12 +11,13 @@ from benchmarks.gpu.timing import Row, rate_row, time_on_host, time_row
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
+from floodplain.core.tiers import Direction
 from floodplain.memory.cuda.copies import open_pool_copies
 from floodplain.memory.cuda.device import CudaDevice
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import BlockCopy, Direction
+from floodplain.memory.transfer import BlockCopy
 
 COPY_BYTES = 2**30
 STAGING_BYTES = (2**25, 2**27, 2**29)

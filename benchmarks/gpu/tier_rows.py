@@ -17,6 +17,7 @@ import torch
 from benchmarks.gpu.timing import Row, rate_row, time_on_host, time_row
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.tiers import Direction
 from floodplain.memory.arena import Device
 from floodplain.memory.cuda.context import measure_context_bytes
 from floodplain.memory.cuda.copies import open_pool_copies
@@ -30,7 +31,7 @@ from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import BlockCopy, Direction
+from floodplain.memory.transfer import BlockCopy
 
 NUM_REQUESTS, REQUEST_TOKENS = 64, 1024
 CHUNK_BYTES = 2**25

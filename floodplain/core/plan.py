@@ -12,7 +12,7 @@ from enum import Enum
 
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import FinishReason, Request, SeqId
-from floodplain.core.tiers import Location, Tier
+from floodplain.core.tiers import Direction, Location, Tier
 
 
 class Reason(Enum):
@@ -153,11 +153,16 @@ class TableUpdate:
 
 
 class TransferKind(Enum):
-    """Which way bytes go, and why."""
+    """What a copy is for; that says which way it goes."""
 
     SWAP_OUT = "swap_out"
     SWAP_IN = "swap_in"
     BACKUP = "backup"
+
+    @property
+    def direction(self) -> Direction:
+        """Which way."""
+        return Direction.INBOUND if self is TransferKind.SWAP_IN else Direction.OUTBOUND
 
 
 @dataclass(frozen=True, slots=True)

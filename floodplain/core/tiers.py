@@ -19,6 +19,20 @@ class Tier(Enum):
     __hash__ = object.__hash__  # of the one object that each is: the loop looks tiers up for every block that moves
 
 
+class Direction(Enum):
+    """Which way a copy goes, seen from the device that computes."""
+
+    OUTBOUND = "outbound"
+    INBOUND = "inbound"
+
+    __hash__ = object.__hash__
+
+    @property
+    def opposite(self) -> Direction:
+        """The other one."""
+        return Direction.INBOUND if self is Direction.OUTBOUND else Direction.OUTBOUND
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """One block-sized slot of a tier."""
@@ -44,18 +58,19 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CopyTime:
-    """How long a link was busy with copies that went over it one after another.
+    """How long a link was busy with copies of one direction that went over it one after another.
 
     Attributes:
         tier: The far end.
-        is_inbound: Whether they came to LOCAL.
+        direction: Of all copies.
         num_copies: How many.
-        num_blocks: KV blocks of all of them.
-        duration_s: Seconds from the beginning of the first to the end of the last, without the wait before.
+        num_blocks: KV blocks of all copies.
+        duration_s: Seconds from the beginning of the first copy to the end of the last, gathering and digests included,
+            without the wait before.
     """
 
     tier: Tier
-    is_inbound: bool
+    direction: Direction
     num_copies: int
     num_blocks: int
     duration_s: float

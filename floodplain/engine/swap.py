@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.core.tiers import Link, SlotLedger, Tier
+from floodplain.core.tiers import Direction, Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
 from floodplain.lending.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
@@ -22,7 +22,7 @@ from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
-from floodplain.memory.transfer import BlockCopy, Direction, TransferEngine
+from floodplain.memory.transfer import BlockCopy, TransferEngine
 
 DEFAULT_POOL_FACTOR = 8
 """Times the KV pool, by default. Everybody alive in a burst of twice the capacity, 60 s long, needs about that; with
@@ -134,7 +134,7 @@ def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> 
         for direction in (Direction.OUTBOUND, Direction.INBOUND)
     ]
     tier.slots.digests[:] = EMPTY_DIGEST
-    tier.engine.take_link_uses()  # of an idle machine, the first with everything cold: nothing to learn prices from
+    tier.engine.take_copy_times()  # of an idle machine, the first with everything cold: nothing to learn prices from
     return num_bytes / max(best_s)
 
 

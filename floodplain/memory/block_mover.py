@@ -11,10 +11,11 @@ from typing import Protocol
 
 import numpy as np
 
+from floodplain.core.tiers import Direction
 from floodplain.memory.digest import SEED, compute_digests, compute_weights
 from floodplain.memory.native.build import load_library
 from floodplain.memory.swap_slots import Slots
-from floodplain.memory.transfer import BlockStore, Direction
+from floodplain.memory.transfer import BlockStore
 
 SOURCE = Path(__file__).parent / "native" / "copy.cpp"
 _STAGING_BYTES = 4 * 2**20

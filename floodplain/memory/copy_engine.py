@@ -17,8 +17,9 @@ from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, Self, TypeVar
 
 from floodplain.core.errors import InvariantError
+from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.swap_slots import Slots
-from floodplain.memory.transfer import BlockCopy, BlockStore, CopyResult, Direction, LinkUse, check_copy
+from floodplain.memory.transfer import BlockCopy, BlockStore, CopyResult, check_copy
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,11 @@ class Pass:
 
     Attributes:
         results: Of each copy; the first number is when it may be said to have ended, on the monotonic clock.
-        use: How long the link was busy; None if nothing went over it.
+        time: How long the link was busy; None if nothing went over it.
     """
 
     results: list[tuple[float, CopyResult]]
-    use: LinkUse | None
+    time: CopyTime | None
 
 
 class Lane(Protocol[Job]):
@@ -74,7 +75,7 @@ class CopyEngine(Generic[Job]):
         self._jobs: dict[Direction, SimpleQueue[Job | None]] = {d: SimpleQueue() for d in Direction}
         self._ended: SimpleQueue[Pass | BaseException] = SimpleQueue()
         self._arriving: list[tuple[float, CopyResult]] = []
-        self._uses: list[LinkUse] = []
+        self._times: list[CopyTime] = []
         self._num_in_flight = 0
         self._failure: BaseException | None = None
         self._threads = [
@@ -126,10 +127,10 @@ class CopyEngine(Generic[Job]):
             self._collect(min(end_s, *(ready_s for ready_s, _ in self._arriving), math.inf) - time.monotonic())
         return results
 
-    def take_link_uses(self) -> list[LinkUse]:
+    def take_copy_times(self) -> list[CopyTime]:
         """See ``TransferEngine``."""
-        uses, self._uses = self._uses, []
-        return uses
+        times, self._times = self._times, []
+        return times
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class CopyEngine(Generic[Job]):
                     self._failure = ended
                     break
                 self._arriving += ended.results
-                self._uses += [] if ended.use is None else [ended.use]
+                self._times += [] if ended.time is None else [ended.time]
                 ended = self._ended.get_nowait()
         self._expect_alive()
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.tiers import Tier
 from floodplain.memory.kv_layout import KVLayout
 
 EMPTY_DIGEST = 0
@@ -23,11 +24,13 @@ class Slots(Protocol):
     """Slots of one tier, each with room for one block of all layers.
 
     Attributes:
+        tier: Where they are.
         layout: Shape of the cache.
         num_slots: Slots that can ever be; they are numbered from 0.
         digests: The digest of each slot, taken where its block was gathered: int64 [num_slots].
     """
 
+    tier: Tier
     layout: KVLayout
     num_slots: int
     digests: np.ndarray
@@ -66,6 +69,8 @@ class SwapSlots:
     Raises:
         UserError: The system does not lock that much memory.
     """
+
+    tier = Tier.HOST
 
     def __init__(self, layout: KVLayout, num_slots: int, *, is_pinned: bool = False) -> None:
         self.layout = layout

@@ -13,9 +13,9 @@ from enum import Enum
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Transfer, TransferKind
-from floodplain.core.tiers import CopyTime, Tier
+from floodplain.core.tiers import CopyTime, Direction, Tier
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
-from floodplain.memory.transfer import BlockCopy, CopyResult, Direction, TransferEngine
+from floodplain.memory.transfer import BlockCopy, CopyResult, TransferEngine
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class SwapStats:
         """All bytes by (``out`` or ``in``, tier); what was written ahead went out."""
         traffic: dict[tuple[str, str], int] = {}
         for (kind, tier), count in self.moved_bytes.items():
-            key = ("in" if kind is TransferKind.SWAP_IN else "out", tier.value)
+            key = ("in" if kind.direction is Direction.INBOUND else "out", tier.value)
             traffic[key] = traffic.get(key, 0) + count
         return traffic
 
@@ -129,11 +129,7 @@ class SwapSpace:
 
     def take_copy_times(self) -> list[CopyTime]:
         """How long links were busy with the copies that ended since the last call."""
-        return [
-            CopyTime(tier, use.direction is Direction.INBOUND, use.num_copies, use.num_blocks, use.duration_s)
-            for tier, one in self._tiers.items()
-            for use in one.engine.take_link_uses()
-        ]
+        return [copied for one in self._tiers.values() for copied in one.engine.take_copy_times()]
 
     def close(self) -> None:
         """Let the copies in flight end, and give back engines and slots. Safe to call twice."""
@@ -177,11 +173,10 @@ class SwapSpace:
 
 def _parts(transfer: Transfer) -> dict[Tier, BlockCopy]:
     """What moves in each tier."""
-    direction = Direction.INBOUND if transfer.kind is TransferKind.SWAP_IN else Direction.OUTBOUND
     pairs: dict[Tier, list[tuple[int, int]]] = {}
     for block, location in zip(transfer.blocks, transfer.locations, strict=True):
         pairs.setdefault(location.tier, []).append((block, location.slot))
     return {
-        tier: BlockCopy(direction, tuple(block for block, _ in some), tuple(slot for _, slot in some))
+        tier: BlockCopy(transfer.kind.direction, tuple(block for block, _ in some), tuple(slot for _, slot in some))
         for tier, some in pairs.items()
     }

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError
+from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
-
-
-class Direction(Enum):
-    """Seen from the device that computes."""
-
-    OUTBOUND = "outbound"
-    INBOUND = "inbound"
 
 
 class BlockStore(Protocol):
@@ -74,23 +67,6 @@ class CopyResult:
     problem: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LinkUse:
-    """How long the link was busy with copies of one direction that ran one after another.
-
-    Attributes:
-        direction: Of all of them.
-        num_copies: How many.
-        num_blocks: Blocks of all of them.
-        duration_s: Seconds from the beginning of the first to the end of the last, gathering and digests included.
-    """
-
-    direction: Direction
-    num_copies: int
-    num_blocks: int
-    duration_s: float
-
-
 class Pacer(Protocol):
     """A modelled link that copies wait for."""
 
@@ -127,7 +103,7 @@ class TransferEngine(Protocol):
     def wait(self, timeout_s: float | None = None) -> list[CopyResult]:
         """Take results, waiting for the first one; empty if nothing is in flight or the time is over."""
 
-    def take_link_uses(self) -> list[LinkUse]:
+    def take_copy_times(self) -> list[CopyTime]:
         """How long the link was busy with the copies whose results were taken since the last call."""
 
     def close(self) -> None:

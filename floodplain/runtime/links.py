@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from floodplain.core.tiers import CopyTime, Link, Tier
+from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.runtime.line import Line
 
 _NOISE = 1.0
@@ -62,7 +62,7 @@ class Links:
         if copied.num_blocks < 1 or copied.duration_s <= 0:
             return
         self._last_step = None
-        line = self._lines[copied.tier, copied.is_inbound]
+        line = self._lines[copied.tier, copied.direction]
         amounts = (copied.num_copies, copied.num_blocks)
         expected_s = line.price(amounts) or copied.duration_s
         line.learn(amounts, min(copied.duration_s, _MOST * expected_s), scale=expected_s)
@@ -71,7 +71,7 @@ class Links:
 
     def _price(self, tier: Tier) -> Link:
         """The slower direction counts; as it was if blocks cost nothing by now, which no bandwidth can say."""
-        latencies, prices = zip(*(self._lines[tier, way].weights for way in (False, True)), strict=True)
+        latencies, prices = zip(*(self._lines[tier, way].weights for way in Direction), strict=True)
         if max(prices) <= 0:
             return self._now[tier]
         return replace(self._now[tier], bandwidth=self._block_bytes / max(prices), latency_s=max(latencies))
@@ -80,9 +80,9 @@ class Links:
         self._now = dict(self._first)
         self._stale: set[Tier] = set()  # copies ran since their links were priced
         self._lines = {
-            (tier, is_inbound): _line(link, self._block_bytes)
+            (tier, direction): _line(link, self._block_bytes)
             for tier, link in self._first.items()
-            for is_inbound in (False, True)
+            for direction in Direction
         }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
-from floodplain.core.tiers import CopyTime, Link, Tier
+from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 
 DUMMY_TOKEN = 0
 """What every step samples. Requests end by their ``max_tokens``; prompts must differ by themselves."""
@@ -46,19 +46,19 @@ class VirtualLinks:
         self._links = links
         self._times: list[tuple[float, CopyTime]] = []
         self._block_bytes = block_bytes
-        self._free_at_s: dict[tuple[Tier, bool], float] = {}
+        self._free_at_s: dict[tuple[Tier, Direction], float] = {}
         self.moved_bytes = dict.fromkeys(TransferKind, 0)
 
     def start(self, transfer: Transfer, now: float) -> float:
         """Begin a copy; return when it ends. A copy over several tiers is as slow as the slowest of them."""
-        is_inbound = transfer.kind is TransferKind.SWAP_IN
+        direction = transfer.kind.direction
         ends = [now]
         for tier in {location.tier for location in transfer.locations}:
             num_blocks = sum(location.tier is tier for location in transfer.locations)
-            link, key = self._links[tier], (tier, is_inbound)
+            link, key = self._links[tier], (tier, direction)
             duration_s = link.latency_s + num_blocks * self._block_bytes / link.bandwidth
             self._free_at_s[key] = max(now, self._free_at_s.get(key, 0.0)) + duration_s
-            self._times.append((self._free_at_s[key], CopyTime(tier, is_inbound, 1, num_blocks, duration_s)))
+            self._times.append((self._free_at_s[key], CopyTime(tier, direction, 1, num_blocks, duration_s)))
             self.moved_bytes[transfer.kind] += num_blocks * self._block_bytes
             ends.append(self._free_at_s[key])
         return max(ends)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from floodplain.core.tiers import Direction
 from floodplain.memory.cuda.wires import Wire
 from floodplain.memory.digest import compute_digests, compute_weights
-from floodplain.memory.transfer import Batch, BlockStore, Direction
+from floodplain.memory.transfer import Batch, BlockStore
 
 
 class FakeStream:

@@ -16,7 +16,7 @@ import torch
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.core.plan import Relocation
-from floodplain.core.tiers import Location, Tier
+from floodplain.core.tiers import Direction, Location, Tier
 from floodplain.memory.cuda.context import measure_context_bytes
 from floodplain.memory.cuda.copies import CudaSlotMover, open_pool_copies
 from floodplain.memory.cuda.device import open_cuda_device
@@ -29,7 +29,7 @@ from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
-from floodplain.memory.transfer import BlockCopy, CopyResult, Direction
+from floodplain.memory.transfer import BlockCopy, CopyResult
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -182,7 +182,7 @@ def test_blocks_go_by_way_of_both_tiers_and_come_back_as_they_left(there: There)
     there.fill()
     assert there.copy(IN, blocks[::-1], again[::-1]).is_whole
     assert torch.equal(there.read(blocks), left)
-    uses = there.engine.take_link_uses()
+    uses = there.engine.take_copy_times()
     assert len(uses) == 2
     assert all(use.duration_s > 0 for use in uses)
 

@@ -9,6 +9,7 @@ import torch
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
+from floodplain.core.tiers import Direction
 from floodplain.memory.cuda.copies import open_pool_copies
 from floodplain.memory.cuda.device import open_cuda_device
 from floodplain.memory.cuda.transfer import CudaTransferEngine
@@ -16,7 +17,7 @@ from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import BlockCopy, CopyResult, Direction
+from floodplain.memory.transfer import BlockCopy, CopyResult
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

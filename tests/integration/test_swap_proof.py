@@ -21,7 +21,7 @@ from floodplain import SamplingParams
 from floodplain.core.lifecycle import EventKind
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence as Seq
-from floodplain.core.tiers import Tier
+from floodplain.core.tiers import Direction, Tier
 from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
@@ -32,7 +32,6 @@ from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
-from floodplain.memory.transfer import Direction
 from tests.support.calm import MODEL, run_calmly
 from tests.support.faulty_transfer import FaultyTransferEngine
 from tests.support.parity import Reference, Verdict, judge_with_aborted

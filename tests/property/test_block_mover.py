@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.blocks import BlockLedger
+from floodplain.core.tiers import Direction
 from floodplain.memory.block_mover import SOURCE, BlockMover, NativeMover, NumpyMover, open_mover
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.native import build
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import Direction
 
 NUM_BLOCKS, NUM_SLOTS = 12, 8
 LAYOUTS = [

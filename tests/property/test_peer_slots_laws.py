@@ -18,7 +18,7 @@ import torch
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Relocation
-from floodplain.core.tiers import Location, Tier
+from floodplain.core.tiers import Direction, Location, Tier
 from floodplain.memory.host.device import HostDevice, open_device, open_private_device
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
@@ -27,7 +27,7 @@ from floodplain.memory.peer.memory import HostPeerMemory
 from floodplain.memory.peer.slot_mover import HostSlotMover
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
-from floodplain.memory.transfer import BlockCopy, CopyResult, Direction
+from floodplain.memory.transfer import BlockCopy, CopyResult
 
 LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 NUM_BLOCKS, CHUNK_SLOTS, NUM_CHUNKS = 16, 4, 3

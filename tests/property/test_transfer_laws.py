@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
+from floodplain.core.tiers import Direction
 from floodplain.cost.link import LinkCurve, LinkProfile
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.host.device import open_private_device
@@ -22,7 +23,7 @@ from floodplain.memory.host.transfer import HostTransferEngine, measure_copy_ban
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import BlockCopy, Direction, split_into_batches
+from floodplain.memory.transfer import BlockCopy, split_into_batches
 from tests.support.examples import examples
 from tests.support.faulty_transfer import FaultyTransferEngine
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from floodplain.memory.transfer import BlockCopy, CopyResult, LinkUse, TransferEngine
+from floodplain.core.tiers import CopyTime
+from floodplain.memory.transfer import BlockCopy, CopyResult, TransferEngine
 
 
 class FaultyTransferEngine:
@@ -44,9 +45,9 @@ class FaultyTransferEngine:
         """See ``TransferEngine``."""
         return self.poll() or self._engine.wait(timeout_s)
 
-    def take_link_uses(self) -> list[LinkUse]:
+    def take_copy_times(self) -> list[CopyTime]:
         """See ``TransferEngine``."""
-        return self._engine.take_link_uses()
+        return self._engine.take_copy_times()
 
     def close(self) -> None:
         """See ``TransferEngine``."""
@@ -85,9 +86,9 @@ class HeldTransferEngine:
         """See ``TransferEngine``."""
         return self._engine.wait(timeout_s) if self._is_released.wait(timeout_s) else []
 
-    def take_link_uses(self) -> list[LinkUse]:
+    def take_copy_times(self) -> list[CopyTime]:
         """See ``TransferEngine``."""
-        return self._engine.take_link_uses()
+        return self._engine.take_copy_times()
 
     def close(self) -> None:
         """See ``TransferEngine``."""

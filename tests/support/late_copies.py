@@ -11,10 +11,11 @@ from random import Random
 
 import torch
 
+from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.host.transfer import HostJob, HostLane
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
-from floodplain.memory.transfer import BlockCopy, CopyResult, Direction, LinkUse, check_copy
+from floodplain.memory.transfer import BlockCopy, CopyResult, check_copy
 
 
 class LateTransferEngine:
@@ -78,7 +79,7 @@ class LateTransferEngine:
             self._end_by_dice(self._dice.choice(directions))
         return self.poll()
 
-    def take_link_uses(self) -> list[LinkUse]:
+    def take_copy_times(self) -> list[CopyTime]:
         """See ``TransferEngine``. Where time passes by asking, nobody knows what a copy takes."""
         return []
 

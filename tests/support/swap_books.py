@@ -16,13 +16,12 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Transfer, TransferKind
-from floodplain.core.tiers import SlotLedger, Tier
+from floodplain.core.tiers import Direction, SlotLedger, Tier
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapSpace, SwapTier
-from floodplain.memory.transfer import Direction
 from tests.support.late_copies import LateTransferEngine
 
 LAYOUT = KVLayout(num_layers=2, block_tokens=4, num_kv_heads=1, head_dim=1024, dtype=torch.bfloat16)  # 4 to a page

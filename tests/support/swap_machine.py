@@ -14,8 +14,7 @@ from floodplain.core.backups import Backup
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import TransferKind
-from floodplain.core.tiers import Tier
-from floodplain.memory.transfer import Direction
+from floodplain.core.tiers import Direction, Tier
 from tests.support.swap_books import CONTENT, KEYS, LAYOUT, MAX_BLOCKS, Move, SwapBooks, Tenant
 
 INDEX = st.integers(0, 63)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
-from floodplain.core.tiers import Location, SlotLedger, Tier
+from floodplain.core.tiers import Direction, Location, SlotLedger, Tier
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from tests.support.vllm_books import BLOCK_TOKENS, LOST, Flight, Guest, Pool, Token, holds
@@ -227,14 +227,14 @@ class BooksMachine(RuleBasedStateMachine):
     @invariant()
     def books_agree_with_what_is_under_way(self) -> None:
         self.books.backups.check_integrity()
-        sizes = Counter[bool]()
+        sizes = Counter[Direction]()
         leaving = Counter[TrackedRequest]()
         for flight in self.flights:
-            sizes[flight.is_inbound] += len(flight.blocks)
+            sizes[flight.transfer.kind.direction] += len(flight.blocks)
             leaving[flight.guest.tracked] += len(flight.blocks) * (not flight.is_inbound)
-        for is_inbound in (False, True):
-            moving = [self.books.count_moving(tier, is_inbound=is_inbound) for tier in self.books.backups.slots]
-            assert sum(moving) == sizes[is_inbound]
+        for direction in Direction:
+            moving = [self.books.count_moving(tier, direction) for tier in self.books.backups.slots]
+            assert sum(moving) == sizes[direction]
         assert self.books.num_in_flight == len(self.flights)
         assert all(guest.tracked.num_leaving == leaving[guest.tracked] for guest in self.guests)
 

@@ -18,7 +18,7 @@ import torch
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Relocation
-from floodplain.core.tiers import Location, Tier
+from floodplain.core.tiers import CopyTime, Direction, Location, Tier
 from floodplain.memory.cuda import wires as cuda_wires
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
@@ -31,7 +31,7 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.peer.slot_mover import SlotMover, SlotStore
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
-from floodplain.memory.transfer import BlockCopy, BlockStore, CopyResult, Direction, LinkUse
+from floodplain.memory.transfer import BlockCopy, BlockStore, CopyResult
 from tests.fakes.cuda_driver import FakeDriver, Gpu
 from tests.fakes.cuda_stream import FakeStream
 
@@ -151,8 +151,8 @@ def test_adjacent_slots_travel_as_one_copy_within_a_chunk(there: There) -> None:
     there.add(0, 1)
     there.copy(OUT, [0, 5, 2], [2, 3, 4])
     assert [size // LAYOUT.block_bytes for _, _, size, _ in there.driver.copies] == [2, 1]
-    assert there.engine.take_link_uses() == [LinkUse(OUT, 1, 3, 0.25)]
-    assert there.engine.take_link_uses() == []
+    assert there.engine.take_copy_times() == [CopyTime(Tier.PEER, OUT, 1, 3, 0.25)]
+    assert there.engine.take_copy_times() == []
 
 
 def test_damage_on_the_neighbour_is_a_miss(there: There) -> None:

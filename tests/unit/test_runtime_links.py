@@ -6,11 +6,12 @@ from random import Random
 
 import pytest
 
-from floodplain.core.tiers import CopyTime, Link, Tier
+from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.runtime.links import Links
 
 BLOCK_BYTES = 1000
 BLOCK_S = 1e-4
+OUT, IN = Direction.OUTBOUND, Direction.INBOUND
 MEASURED = Link(Tier.HOST, BLOCK_BYTES / BLOCK_S)
 
 
@@ -18,15 +19,17 @@ def block_s(links: Links) -> float:
     return BLOCK_BYTES / links[Tier.HOST].bandwidth
 
 
-def copy(links: Links, num_blocks: int, latency_s: float, price_s: float, *, is_inbound: bool = False) -> None:
-    links.learn(CopyTime(Tier.HOST, is_inbound, 1, num_blocks, latency_s + num_blocks * price_s))
+def copy(links: Links, num_blocks: int, latency_s: float, price_s: float, way: Direction = OUT) -> None:
+    links.learn(CopyTime(Tier.HOST, way, 1, num_blocks, latency_s + num_blocks * price_s))
 
 
 def copy_often(links: Links, latency_s: float, price_s: float, num_times: int = 300, noise: float = 0.0) -> None:
     dice = Random(1)
     for number in range(num_times):
         factor = dice.uniform(1 - noise, 1 + noise)
-        copy(links, dice.choice([1, 1, 4, 12, 40]), latency_s * factor, price_s * factor, is_inbound=number % 2 == 0)
+        copy(
+            links, dice.choice([1, 1, 4, 12, 40]), latency_s * factor, price_s * factor, way=(OUT, IN)[number % 2 == 0]
+        )
 
 
 def test_before_the_first_copy_it_is_what_was_measured() -> None:
@@ -47,7 +50,7 @@ def test_a_link_whose_blocks_seem_to_cost_nothing_stays_as_it_was() -> None:
     known = links[Tier.HOST]
     for number in range(800):
         num_blocks, seconds = ((1, 0.01), (1000, 0.005))[number // 2 % 2]
-        links.learn(CopyTime(Tier.HOST, number % 2 == 0, 1, num_blocks, seconds))
+        links.learn(CopyTime(Tier.HOST, (OUT, IN)[number % 2 == 0], 1, num_blocks, seconds))
     assert links[Tier.HOST] == known != MEASURED
 
 
@@ -79,7 +82,7 @@ def test_one_slow_copy_is_no_slow_link() -> None:
 def test_the_slower_direction_counts() -> None:
     links = Links([MEASURED], BLOCK_BYTES)
     for _ in range(300):
-        copy(links, 10, 0.0, 4 * BLOCK_S, is_inbound=True)
+        copy(links, 10, 0.0, 4 * BLOCK_S, way=IN)
         copy(links, 10, 0.0, BLOCK_S / 2)
     assert block_s(links) == pytest.approx(4 * BLOCK_S, rel=0.1)
 
@@ -90,7 +93,7 @@ def test_tiers_are_priced_apart() -> None:
     assert links[Tier.PEER] == Link(Tier.PEER, 1e9, 1e-5)
 
 
-@pytest.mark.parametrize("copied", [CopyTime(Tier.HOST, True, 1, 0, 1.0), CopyTime(Tier.HOST, True, 1, 5, 0.0)])
+@pytest.mark.parametrize("copied", [CopyTime(Tier.HOST, IN, 1, 0, 1.0), CopyTime(Tier.HOST, IN, 1, 5, 0.0)])
 def test_from_nothing_nothing_is_learned(copied: CopyTime) -> None:
     links = Links([MEASURED], BLOCK_BYTES)
     links.learn(copied)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.plan import Decision, Reason, TransferKind
-from floodplain.core.tiers import CopyTime, Tier
+from floodplain.core.tiers import CopyTime, Direction, Tier
 from floodplain.core.view import View
 from floodplain.plugins.vllm.desk import FIRST_BANDWIDTH, SwapDesk
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
@@ -96,7 +96,7 @@ def test_a_copy_back_that_one_worker_does_not_have_is_lost_for_all() -> None:
     assert orders == StepOrders((transfer,), {transfer.transfer_id: str(transfer.transfer_id)}, is_idle=True)
     assert office.desk.books.find_owner(str(transfer.transfer_id)) == one.request.request_id
     office.tell({transfer.transfer_id: (1, False)})
-    assert office.desk.books.count_moving(Tier.HOST, is_inbound=True) == 3
+    assert office.desk.books.count_moving(Tier.HOST, Direction.INBOUND) == 3
     office.tell({transfer.transfer_id: (1, True)})
     assert office.desk.books.count_restorable(one) == 0
     assert office.desk.books.num_resumed == 0
@@ -142,7 +142,7 @@ def test_links_learn_from_every_worker() -> None:
     office = Office(num_workers=2)
     assert office.desk.links[Tier.HOST].bandwidth == FIRST_BANDWIDTH
     for _ in range(20):
-        slow = CopyTime(Tier.HOST, False, 1, 10, 100 * 10 * BLOCK_BYTES / FIRST_BANDWIDTH)
+        slow = CopyTime(Tier.HOST, Direction.OUTBOUND, 1, 10, 100 * 10 * BLOCK_BYTES / FIRST_BANDWIDTH)
         office.desk.note_report(WorkerReport(copy_times=(slow, slow)))
     assert office.desk.links[Tier.HOST].bandwidth < FIRST_BANDWIDTH
 

@@ -13,7 +13,7 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import Transfer, TransferKind
 from floodplain.core.request import SeqId
-from floodplain.core.tiers import CopyTime, Location, Tier
+from floodplain.core.tiers import CopyTime, Direction, Location, Tier
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.worker import SwapWorker
@@ -226,7 +226,7 @@ def test_only_a_copy_back_is_somebodys_arrival_and_each_is_told_once(worker: Swa
     worker.begin(order_copy(0, TransferKind.BACKUP, [1], [2]))
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == (set(), set(), {0: (1, True)})
-    assert sum(copied.num_blocks for copied in report.copy_times if not copied.is_inbound) == 1
+    assert sum(copied.num_blocks for copied in report.copy_times if copied.direction is Direction.OUTBOUND) == 1
     worker.begin(order_copy(1, TransferKind.SWAP_IN, [3], [2]))
     arrived, failed, report = finish(worker)
     assert (arrived, failed, report.ended) == ({"request-1"}, set(), {1: (1, True)})
@@ -278,7 +278,9 @@ def test_after_draining_no_copy_is_under_way_and_each_is_told_once(worker: SwapW
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 ENDED = st.dictionaries(st.integers(0, 5), st.tuples(st.integers(1, 3), st.booleans()))
-TIMES = st.lists(st.builds(CopyTime, st.just(Tier.HOST), st.booleans(), st.just(1), st.integers(1, 9), st.just(0.5)))
+TIMES = st.lists(
+    st.builds(CopyTime, st.just(Tier.HOST), st.sampled_from(Direction), st.just(1), st.integers(1, 9), st.just(0.5))
+)
 REPORTS = st.builds(WorkerReport, ENDED, TIMES.map(tuple))
 
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from floodplain.core.tiers import Direction
 from floodplain.memory.cuda.wires import End, Wire
 from floodplain.memory.digest import SEED
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.transfer import Batch, Direction
+from floodplain.memory.transfer import Batch
 
 
 class CudaMark:

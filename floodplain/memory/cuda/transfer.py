@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.copy_engine import CopyEngine, Pass
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
 from floodplain.memory.transfer import (
@@ -20,8 +21,6 @@ from floodplain.memory.transfer import (
     BlockCopy,
     BlockStore,
     CopyResult,
-    Direction,
-    LinkUse,
     judge_inbound,
     judge_outbound,
     split_into_batches,
@@ -125,14 +124,14 @@ class CudaLane:
 
     def _settle(self, job: CudaJob) -> Pass:
         """Wait for a copy, and note what is known of its slots while their memory is still there."""
-        copy, use = job.copy, None
+        copy, time = job.copy, None
         found = np.full(len(copy.blocks), EMPTY_DIGEST, dtype=np.int64)  # of a slot that has no memory any more
         if job.mark is not None:
             found[job.order], duration_s = job.mark.wait()
-            use = LinkUse(copy.direction, 1, len(job.order), duration_s)
+            time = CopyTime(self._slots.tier, copy.direction, 1, len(job.order), duration_s)
         if copy.direction is Direction.OUTBOUND:
             self._slots.digests[list(copy.slots)] = found
-        return Pass([(0.0, self._judge(job, found))], use)
+        return Pass([(0.0, self._judge(job, found))], time)
 
     def _judge(self, job: CudaJob, found: np.ndarray) -> CopyResult:
         num_bytes = len(found) * self._store.layout.block_bytes

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError
+from floodplain.core.tiers import Direction
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.transfer import BlockStore, Direction
+from floodplain.memory.transfer import BlockStore
 
 
 class Wire(Protocol):
@@ -111,10 +112,9 @@ class PinnedEnd:
         """See ``End.copy``: the digests are of what went through staging."""
         from floodplain.memory.cuda.triton_copy import add_digests
 
-        opposite = Direction.INBOUND if direction is Direction.OUTBOUND else Direction.OUTBOUND
         row = 0
         for first, count in find_runs(blocks):
-            self._wire.copy(opposite, staging[row : row + count], first)
+            self._wire.copy(direction.opposite, staging[row : row + count], first)
             row += count
         add_digests(staging[:row], digests)
 

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
+from floodplain.core.tiers import Direction
 from floodplain.cost.link import LinkProfile
-from floodplain.memory.transfer import Direction
 
 
 class EmulatedLink:

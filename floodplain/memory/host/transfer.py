@@ -11,6 +11,7 @@ import numpy as np
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
+from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.block_mover import open_mover
 from floodplain.memory.copy_engine import CopyEngine, Pass
 from floodplain.memory.host.device import open_private_device
@@ -22,8 +23,6 @@ from floodplain.memory.transfer import (
     BlockCopy,
     BlockStore,
     CopyResult,
-    Direction,
-    LinkUse,
     Pacer,
     judge_inbound,
     judge_outbound,
@@ -94,7 +93,7 @@ class HostLane:
             part = slice(end, end := end + len(job.copy.blocks))
             results.append((job.ready_s, self._judge(job, expected[part], found[part])))
         duration_s = max(time.perf_counter() - begin_s, sum(job.link_s for job in jobs))
-        return Pass(results, LinkUse(self._direction, len(jobs), len(blocks), duration_s))
+        return Pass(results, CopyTime(self._slots.tier, self._direction, len(jobs), len(blocks), duration_s))
 
     def close(self) -> None:
         """See ``Lane.close``: it holds nothing."""

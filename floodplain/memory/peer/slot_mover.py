@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from floodplain.core.plan import Relocation
-from floodplain.core.tiers import Tier
+from floodplain.core.tiers import Direction, Tier
 from floodplain.memory.copy_engine import CopyEngine
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
-from floodplain.memory.transfer import BlockCopy, Direction
+from floodplain.memory.transfer import BlockCopy
 
 
 class LinkPair:
@@ -32,8 +32,7 @@ class LinkPair:
 
     def book(self, direction: Direction, sizes_bytes: Sequence[int]) -> tuple[float, float]:
         """See ``EmulatedLink.book``; pieces follow each other, so the slower link counts."""
-        opposite = Direction.INBOUND if direction is Direction.OUTBOUND else Direction.OUTBOUND
-        legs = [self._near.book(opposite, sizes_bytes), self._far.book(direction, sizes_bytes)]
+        legs = [self._near.book(direction.opposite, sizes_bytes), self._far.book(direction, sizes_bytes)]
         return max(ready_s for ready_s, _ in legs), max(busy_s for _, busy_s in legs)
 
 

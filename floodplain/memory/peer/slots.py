@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from floodplain.core.errors import InvariantError
+from floodplain.core.tiers import Tier
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.peer.memory import Extent
 from floodplain.memory.swap_slots import EMPTY_DIGEST, check_slots
@@ -27,6 +28,8 @@ class PeerSlots:
         chunk_slots: Slots of a chunk.
         max_chunks: Chunks that can ever be; they are numbered from 0.
     """
+
+    tier = Tier.PEER
 
     def __init__(self, layout: KVLayout, chunk_slots: int, max_chunks: int) -> None:
         self.layout = layout

@@ -15,7 +15,7 @@ from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.hashing import BlockKey
 from floodplain.core.plan import Reason, Transfer, TransferKind
-from floodplain.core.tiers import SlotLedger, Tier
+from floodplain.core.tiers import Direction, SlotLedger, Tier
 from floodplain.plugins.vllm.copies import Copy
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
@@ -64,9 +64,9 @@ class SwapBooks:
         """Copies that have not ended."""
         return len(self._copies)
 
-    def count_moving(self, tier: Tier, *, is_inbound: bool) -> int:
-        """Blocks on their way back from a tier, or out to it."""
-        copies = [copy for copy in self._copies.values() if copy.is_inbound == is_inbound]
+    def count_moving(self, tier: Tier, direction: Direction) -> int:
+        """Blocks on their way back from a tier (INBOUND), or out to it."""
+        copies = [copy for copy in self._copies.values() if copy.kind.direction is direction]
         return sum(backup.location.tier is tier for copy in copies for backup in copy.backups)
 
     @property
@@ -146,7 +146,7 @@ class SwapBooks:
             self._owner[backup] = tracked
         self._holder.touch(blocks)
         tracked.num_leaving += len(blocks)
-        self._begin(kind, Copy(tracked, False, tuple(backups), tuple(blocks), is_holding=True), reason)
+        self._begin(Copy(tracked, kind, tuple(backups), tuple(blocks), is_holding=True), reason)
         return backups
 
     # -- back ------------------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ class SwapBooks:
         first, end = num_local // self._block_tokens, -(-num_tokens // self._block_tokens)
         backups = tuple(tracked.known_backups[first:end])
         self.backups.begin_read(backups)
-        copy = Copy(tracked, True, backups, tuple(blocks[first:end]), is_holding=False)
-        self._begin(TransferKind.SWAP_IN, copy, Reason.SLICE_BEGINS)
+        copy = Copy(tracked, TransferKind.SWAP_IN, backups, tuple(blocks[first:end]), is_holding=False)
+        self._begin(copy, Reason.SLICE_BEGINS)
 
     def note_start(self, tracked: TrackedRequest) -> None:
         """It runs again: the copy of its last block will be out of date with its next token."""
@@ -270,11 +270,11 @@ class SwapBooks:
         del self._owner[backup]
         self.backups.release(backup)
 
-    def _begin(self, kind: TransferKind, copy: Copy, reason: Reason | None) -> None:
+    def _begin(self, copy: Copy, reason: Reason | None) -> None:
         transfer_id = next(self._ids)
         self._copies[transfer_id] = copy
         if copy.is_inbound:
             self._owners[transfer_id] = str(transfer_id)
         locations = tuple(backup.location for backup in copy.backups)
         ids = tuple(BlockId(block.block_id) for block in copy.blocks)
-        self._due.append(Transfer(transfer_id, kind, copy.tracked.seq_id, ids, locations, reason))
+        self._due.append(Transfer(transfer_id, copy.kind, copy.tracked.seq_id, ids, locations, reason))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from floodplain.core.backups import Backup
+from floodplain.core.plan import TransferKind
+from floodplain.core.tiers import Direction
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
 
@@ -15,7 +17,7 @@ class Copy:
 
     Attributes:
         tracked: Whose.
-        is_inbound: From swap space into blocks.
+        kind: What for.
         backups: One for each block.
         blocks: vLLM's.
         is_holding: The copy holds its blocks by references of its own.
@@ -23,11 +25,16 @@ class Copy:
     """
 
     tracked: TrackedRequest
-    is_inbound: bool
+    kind: TransferKind
     backups: tuple[Backup, ...]
     blocks: tuple[Any, ...]
     is_holding: bool
     is_void: bool = False
+
+    @property
+    def is_inbound(self) -> bool:
+        """Whether it goes from swap space into blocks."""
+        return self.kind.direction is Direction.INBOUND
 
     @property
     def held(self) -> tuple[Any, ...]:

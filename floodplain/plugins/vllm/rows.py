@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from floodplain.core.sequence import Status
+from floodplain.core.tiers import Direction
 from floodplain.core.view import SequenceView, TierView
 from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.plugins.vllm.tracked import TrackedRequest
@@ -184,8 +185,8 @@ def view_tiers(books: SwapBooks, block_bytes: int, links: Links) -> tuple[TierVi
             slots.num_slots,
             block_bytes / links[tier].bandwidth,
             links[tier].latency_s,
-            books.count_moving(tier, is_inbound=False),
-            books.count_moving(tier, is_inbound=True),
+            books.count_moving(tier, Direction.OUTBOUND),
+            books.count_moving(tier, Direction.INBOUND),
         )
         for tier, slots in books.backups.slots.items()
         if slots.num_slots

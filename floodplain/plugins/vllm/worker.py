@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
-from floodplain.core.plan import TransferKind
-from floodplain.core.tiers import Tier
+from floodplain.core.tiers import Direction, Tier
 from floodplain.lending.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
 from floodplain.memory.host_tier import LINK_STAGING_BYTES, open_host_tier
 from floodplain.memory.swap_slots import SwapSlots
@@ -52,7 +51,7 @@ class SwapWorker:
         """Start all copies of a step and return at once."""
         self._owners |= orders.owners
         self._is_idle = orders.is_idle
-        for transfer in sorted(orders.transfers, key=lambda one: one.kind is not TransferKind.SWAP_IN):
+        for transfer in sorted(orders.transfers, key=lambda one: one.kind.direction is Direction.OUTBOUND):
             self._space.start(transfer)
 
     def finish(self) -> tuple[set[str], set[str]]:
