@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,6 +102,13 @@ def run(script: str, *arguments: str) -> list[str]:
 def test_every_place_has_a_floor() -> None:
     places = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert places <= set(FLOOR_OF)
+
+
+def test_the_architecture_has_a_line_for_every_room() -> None:
+    text = (ROOT.parent / "docs/architecture.md").read_text()
+    told = {room: int(floor) for room, floor in re.findall(r"(?m)^\| `(\w+)` \| .* \| (\d) \|$", text)}
+    rooms = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+    assert told == {room: FLOOR_OF[room] for room in rooms}
 
 
 def test_no_file_imports_a_floor_above_its_own() -> None:
