@@ -43,9 +43,9 @@ class Load:
 
 
 LOADS = {
-    "quiet": Load(((40, 0.5),)),
-    "burst": Load(((15, 1.0), (60, 2.0), (15, 1.0))),
-    "sustained": Load(((10, 1.0), (80, 3.0))),
+    "quiet": Load(((20, 0.5),)),
+    "burst": Load(((10, 1.0), (40, 2.0), (10, 1.0))),
+    "sustained": Load(((8, 1.0), (50, 3.0))),
     "steady": Load(((300, 1.0),)),
     "azure": Load(
         trace="azure2023_conv.csv",
