@@ -19,10 +19,11 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.lending.pool_lender import PoolLender
-from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_pool import KVPool
 from tests.support.calm import run_calmly
+from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
 from tests.support.parity import Reference, Verdict, judge
 from tests.support.swapping import BLOCK_BYTES

@@ -21,9 +21,10 @@ from floodplain.lending import agent as agents
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool
 from floodplain.lending.membership import Membership
-from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.coordinators import coordinating, open_store
+from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks
 from tests.support.swapping import BLOCK_BYTES
 from tests.support.waiting import wait_until

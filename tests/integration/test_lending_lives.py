@@ -24,10 +24,11 @@ from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.memory.host import named_file
-from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingSettings
 from floodplain.web.listen import bind, url_of
+from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
 from tests.support.swapping import BLOCK_BYTES
 
@@ -215,7 +216,7 @@ def test_bytes_that_a_stranger_holds_are_a_failed_growth_and_nothing_else(
 KILLED = """
 import sys, time
 from floodplain.memory.host.device_file import PAGE_BYTES
-from floodplain.memory.host.device import open_device
+from tests.support.host_devices import open_device
 from tests.support.lending import Consumer
 url, name, pages = sys.argv[1:]
 consumer = Consumer(url, open_device(name, int(pages) * PAGE_BYTES), 4 * PAGE_BYTES, "mortal")

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from floodplain.core.blocks import BlockLedger
-from floodplain.memory.host.device import HostDevice, open_device, open_private_device
+from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
+from tests.support.host_devices import open_device
 
 NUM_CYCLES = 10_000
 MIB = 2**20

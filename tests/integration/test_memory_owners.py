@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support.host_devices import open_device
 
 NUM_PAGES = 64
 
@@ -21,7 +22,7 @@ OWNER = """
 import sys
 from pathlib import Path
 import torch
-from floodplain.memory.host.device import open_device
+from tests.support.host_devices import open_device
 device = open_device("shared", int(sys.argv[1]), Path(sys.argv[2]))
 pages = device.allocate(int(sys.argv[3]))
 arena = device.reserve(len(pages))
@@ -38,7 +39,7 @@ RACER = """
 import sys
 from pathlib import Path
 import torch
-from floodplain.memory.host.device import open_device
+from tests.support.host_devices import open_device
 device = open_device("shared", int(sys.argv[1]), Path(sys.argv[2]))
 arena = device.reserve(16)
 words = arena.tensor(torch.int32, (16, device.page_bytes // 4))

@@ -19,7 +19,7 @@ from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Direction, Location, Tier
-from floodplain.memory.host.device import HostDevice, open_device, open_private_device
+from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
@@ -28,6 +28,7 @@ from floodplain.memory.peer.slot_mover import HostSlotMover
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, CopyResult
+from tests.support.host_devices import open_device
 
 LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 NUM_BLOCKS, CHUNK_SLOTS, NUM_CHUNKS = 16, 4, 3

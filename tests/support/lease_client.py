@@ -17,8 +17,8 @@ from floodplain.leases.messages import Message
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease, LeaseId, LeaseState
 from floodplain.memory.arena import Page
-from floodplain.memory.host.device import open_device
 from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support.host_devices import open_device
 
 TTL_S = 10.0
 DEADLINE_S = 2.0

@@ -26,11 +26,12 @@ from floodplain.lending.clock import lease_clock
 from floodplain.lending.lent_pool import LentPool
 from floodplain.lending.membership import LentDevice
 from floodplain.memory.arena import Page
-from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingDecision, LendingPolicy, LendingReason, LendingSettings, PoolLoad
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
+from tests.support.host_devices import open_device
 
 QUICK = LendingSettings(calm_s=0.5, busy_s=0.05, window_s=1.0, rate_window_s=0.4, rise_sigmas=1e9)
 """For a clock that goes on by a hundredth of a second whenever it is read. Rates mean nothing there."""

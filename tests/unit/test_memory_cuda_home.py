@@ -11,7 +11,8 @@ import pytest
 
 from floodplain.core.errors import UserError
 from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home, format_uuid
-from floodplain.memory.host.device import open_device, open_home_device
+from floodplain.memory.host.device import open_home_device
+from tests.support.host_devices import open_device
 
 ONE, OTHER = bytes(range(16)), bytes(range(16, 32))
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.memory.host.device import HostDevice, attach_device, open_device, open_home_device
+from floodplain.memory.host.device import HostDevice, attach_device, open_home_device
 from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support.host_devices import open_device
 
 SIZE = 16 * PAGE_BYTES
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from floodplain.core.errors import InvariantError, UserError
-from floodplain.memory.host.device import HostDevice, attach_device, open_device, open_private_device
+from floodplain.memory.host.device import HostDevice, attach_device, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support.host_devices import open_device
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ import pytest
 
 from floodplain.core.errors import UserError
 from floodplain.memory.host import file_locks, named_file
-from floodplain.memory.host.device import attach_device, open_device, open_home_device
+from floodplain.memory.host.device import attach_device, open_home_device
 from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support.host_devices import open_device
 
 HEADER = b"flood, for a test"
 

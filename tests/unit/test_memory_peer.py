@@ -10,9 +10,10 @@ import torch
 
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.host.arena import MappingBudget
-from floodplain.memory.host.device import HostDevice, open_device
+from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.peer.memory import HostExtent, HostPeerMemory
+from tests.support.host_devices import open_device
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def claim_cuda_home(name: str, device_uuid: bytes, directory: Path | None = None
     Args:
         name: Of the device among its neighbours.
         device_uuid: 16 bytes, as the driver has them.
-        directory: Where the file lies; None as in ``open_device``.
+        directory: Where the file lies; None as in ``open_home_device``.
 
     Raises:
         UserError: Another engine has that name, or what is there is another user's, or no GPU's.

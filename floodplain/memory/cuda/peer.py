@@ -33,7 +33,7 @@ class CudaPeerMemory:
 
     Args:
         index: Of the home device, on which this process computes.
-        directory: Where producers' home files lie; None as in ``open_device``.
+        directory: Where producers' home files lie; None as in ``open_home_device``.
 
     Raises:
         UserError: There is no cuda-bindings, or none of the GPUs can be borrowed from.

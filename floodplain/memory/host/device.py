@@ -20,7 +20,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.errors import InvariantError
 from floodplain.memory.arena import Page
 from floodplain.memory.host import device_file, file_locks, libc, named_file
 from floodplain.memory.host.arena import HostArena, MappingBudget
@@ -207,36 +207,20 @@ def open_private_device(capacity_bytes: int) -> HostDevice:
     return HostDevice(device_file.create_anonymous(num_pages), num_pages)
 
 
-def open_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
-    """Attach to the machine's device ``name`` as a visitor, or create it; it is there while anybody has it open.
-
-    Args:
-        name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
-        capacity_bytes: Its size, rounded down to whole pages; the same for all who attach.
-        directory: Where the file lies; None is /dev/shm, or the temporary folder if there is none.
-
-    Raises:
-        UserError: The name is bad, or what is there is another user's, of another size or no device.
-    """
-    num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
-    fd, found_pages = device_file.attach_or_create(path, num_pages)
-    if found_pages != num_pages:
-        named_file.leave(fd, path)
-        raise UserError(
-            f"device {path} has {found_pages * PAGE_BYTES} bytes, not {num_pages * PAGE_BYTES}:"
-            " ask for its size or use another name"
-        )
-    return HostDevice(fd, num_pages, path)
-
-
 def open_home_device(name: str, capacity_bytes: int, directory: Path | None = None) -> HostDevice:
     """Open the machine's device ``name`` as the one engine that computes on it, at home there while it lives.
 
     Pages that others own, of a life of this engine before, stay theirs; what an engine left behind that nobody has open
-    is replaced, whatever its size. The arguments are those of ``open_device``.
+    is replaced, whatever its size.
+
+    Args:
+        name: Letters, digits, ``._-``; the file is ``floodplain-NAME``, for this user only.
+        capacity_bytes: Its size, rounded down to whole pages.
+        directory: Where the file lies; None is /dev/shm, or the temporary folder if there is none.
 
     Raises:
-        UserError: As there; or another engine is at home, or it has another size and others have it open.
+        UserError: The name is bad, or what is there is another user's or no device; or another engine is at home, or it
+            has another size and others have it open.
     """
     num_pages, path = device_file.count_pages(capacity_bytes), named_file.find_path(name, directory)
     return HostDevice(device_file.claim(path, num_pages), num_pages, path, is_home=True)
@@ -246,8 +230,8 @@ def attach_device(name: str, directory: Path | None = None) -> HostDevice:
     """Attach to the machine's device ``name``, which another process has made, whatever its size.
 
     Args:
-        name: As in ``open_device``.
-        directory: As in ``open_device``.
+        name: As in ``open_home_device``.
+        directory: As in ``open_home_device``.
 
     Raises:
         UserError: There is none, the name is bad, or what is there is another user's or no device.

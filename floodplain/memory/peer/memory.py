@@ -68,7 +68,7 @@ class HostPeerMemory:
     A device is attached to while there are extents on it, so that one that was removed and made anew is found.
 
     Args:
-        directory: Where the devices' files lie; None as in ``open_device``.
+        directory: Where the devices' files lie; None as in ``open_home_device``.
     """
 
     page_bytes = PAGE_BYTES
