@@ -34,6 +34,7 @@ from floodplain.model.network.linear import can_pack
 from floodplain.model.network.load import load_decoder
 from floodplain.model.sampler import Sampler
 from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.weights.fingerprint import fingerprint_kv
 from floodplain.model.weights.open_model import ModelSource, open_model
 from floodplain.policy.base import Policy
 from floodplain.policy.lending import LendingPolicy, LendingSettings
@@ -193,7 +194,7 @@ def _loop_config(
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
         eos_token_ids=eos_token_ids,
-        fingerprint=f"{source.name}:{config.dtype}:{config.block_tokens}",
+        fingerprint=fingerprint_kv(source, config.device, config.dtype, config.block_tokens),
         block_bytes=block_bytes,
     )
 

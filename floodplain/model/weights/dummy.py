@@ -40,6 +40,10 @@ class DummyModel:
         )  # of a uniform distribution with the deviation gain / sqrt(in)
         target.uniform_(-half_width, half_width, generator=generator)
 
+    def digest_weights(self) -> bytes:
+        """The seed: with the configuration it decides all weights."""
+        return f"dummy {self._seed}".encode()
+
     def load_tokenizer(self) -> ByteTokenizer:
         """Bytes are tokens."""
         return ByteTokenizer(self.config.shape.vocab_size)

@@ -14,6 +14,7 @@ from floodplain.files.parsing import parsing
 from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.fields import Fields
 from floodplain.model.weights.checkpoint import Format, StoredTensor, match_tensors
+from floodplain.model.weights.fingerprint import digest_files
 from floodplain.model.weights.gguf_config import eos_token_ids, parse_gguf_config
 from floodplain.model.weights.gguf_parts import GgufParts
 
@@ -93,6 +94,10 @@ class GgufFile:
         elif ".k_proj." in name:
             weights = _undo_interleaving(weights, self.config.shape.num_kv_heads)
         target.copy_(torch.from_numpy(weights))
+
+    def digest_weights(self) -> bytes:
+        """The hash of all parts, metadata included."""
+        return digest_files(list(dict.fromkeys([self._path, *(file for file, _ in self._tensors.values())])))
 
     def load_tokenizer(self) -> HfTokenizer:
         """The tokenizer in the file's metadata."""

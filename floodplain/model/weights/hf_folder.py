@@ -19,6 +19,7 @@ from floodplain.model.network.hf_config import parse_hf_config
 from floodplain.model.network.hf_keys import TOKEN_IDS
 from floodplain.model.network.load import HEAD_NAME, parameter_parts
 from floodplain.model.weights.checkpoint import Format, match_tensors
+from floodplain.model.weights.fingerprint import digest_files
 from floodplain.model.weights.safetensors_files import SafetensorsFiles
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,10 @@ class HfFolder:
     def fill(self, target: torch.Tensor, name: str) -> None:
         """Write one tensor into ``target``."""
         target.copy_(self._files.read(self._stored_name[name]))
+
+    def digest_weights(self) -> bytes:
+        """The hash of all files of weights that are read."""
+        return digest_files(sorted({Path(tensor.file) for tensor in self._files.tensors.values()}))
 
     def load_tokenizer(self) -> HfTokenizer:
         """The folder's tokenizer; a text ends as tokenizer, ``config.json`` or ``generation_config.json`` say."""

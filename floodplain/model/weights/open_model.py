@@ -34,6 +34,14 @@ class ModelSource(WeightSource, Protocol):
         """
         ...
 
+    def digest_weights(self) -> bytes:
+        """A hash of its weights: equal for equal ones, whatever their files are called.
+
+        Raises:
+            UserError: They cannot be read any more.
+        """
+        ...
+
 
 def open_model(model: str, seed: int = 0) -> ModelSource:
     """Open a model: read its configuration, not yet its weights.
