@@ -65,7 +65,7 @@ class LentPool:
     @property
     def block_bytes(self) -> int:
         """See ``Northbound``."""
-        return self._pool.layout.block_bytes
+        return self._pool.block_bytes
 
     @property
     def own_bytes(self) -> int:

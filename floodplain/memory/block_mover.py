@@ -47,12 +47,14 @@ class NativeMover:
         self._move = library.move_blocks
         self._move.argtypes = [*[pointer] * 4, *[count] * 3, ctypes.c_int, ctypes.c_uint64]
         self._move.restype = None
-        self._layers = np.array([words.data_ptr() for words in pool.words], dtype=np.uint64)
+        self._pool, self._slots = pool, slots
         self._sizes = (len(pool.words), pool.words[0].shape[1])
-        self._slots = slots
+        self._read_addresses()
 
     def move(self, direction: Direction, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         """See ``BlockMover``."""
+        if self._words is not self._pool.words:
+            self._read_addresses()
         blocks, addresses = np.ascontiguousarray(blocks, dtype=np.int64), self._slots.addresses(slots)
         digests = np.empty(len(blocks), dtype=np.int64)
         self._move(
@@ -61,14 +63,19 @@ class NativeMover:
         )  # fmt: skip
         return digests
 
+    def _read_addresses(self) -> None:
+        """Anew whenever a layer's blocks are elsewhere than before. Another thread may do the same: addresses first."""
+        words = self._pool.words
+        self._layers = np.array([one.data_ptr() for one in words], dtype=np.uint64)
+        self._words = words
+
 
 class NumpyMover:
     """The same where nothing can be compiled: gather into a small staging buffer, digest, copy. See ``NativeMover``."""
 
     def __init__(self, pool: BlockStore, slots: Slots) -> None:
-        self._layers = [words.numpy() for words in pool.words]
-        num_layers, layer_words = len(self._layers), self._layers[0].shape[1]
-        self._slots = slots
+        num_layers, layer_words = len(pool.words), pool.words[0].shape[1]
+        self._pool, self._slots = pool, slots
         num_rows = max(1, _STAGING_BYTES // pool.layout.block_bytes)
         self._staging = np.empty((num_rows, num_layers, layer_words), dtype=np.int32)
         self._weights = compute_weights(num_layers * layer_words)
@@ -84,8 +91,8 @@ class NumpyMover:
 
     def _move_out(self, blocks: np.ndarray, slots: np.ndarray) -> np.ndarray:
         staging = self._staging[: len(blocks)]
-        for layer, words in enumerate(self._layers):
-            staging[:, layer] = words[blocks]
+        for layer, words in enumerate(self._pool.words):
+            staging[:, layer] = words.numpy()[blocks]
         for row, slot in enumerate(slots.tolist()):
             self._slots.part(slot, 1).numpy().reshape(staging[row].shape)[:] = staging[row]
         return compute_digests(staging.reshape(len(staging), -1), self._weights)
@@ -94,8 +101,8 @@ class NumpyMover:
         staging = self._staging[: len(blocks)]
         for row, slot in enumerate(slots.tolist()):
             staging[row] = self._slots.part(slot, 1).numpy().reshape(staging[row].shape)
-        for layer, words in enumerate(self._layers):
-            words[blocks] = staging[:, layer]
+        for layer, words in enumerate(self._pool.words):
+            words.numpy()[blocks] = staging[:, layer]
         return compute_digests(staging.reshape(len(staging), -1), self._weights)
 
 

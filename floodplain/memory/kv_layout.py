@@ -38,7 +38,7 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block over all layers."""
+        """Bytes of a block over all layers, as in swap space; a pool's own may be fewer (``KVPool.block_bytes``)."""
         return self.num_layers * self.layer_block_bytes
 
     @property

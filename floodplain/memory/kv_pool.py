@@ -2,6 +2,8 @@
 
 A block has a part in every layer, at the same place of each arena. Pages are unmapped whole, so blocks come and go by
 the *quantum*: as many blocks as it takes for a layer's part to be whole pages. Holes between quanta are fine.
+
+Layers may go and return, too (``layer_arenas``): the fewer are mapped, the more blocks the same pages are.
 """
 
 from __future__ import annotations
@@ -17,9 +19,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.shrink import abort_shrink, commit_shrink, plan_shrink
 from floodplain.memory.arena import Device, Page
 from floodplain.memory.kv_layout import KVLayout
-
-_BLOCKS_PER_MOVE = 256
-"""Blocks that one copy inside the pool moves; bounds the copy's temporary."""
+from floodplain.memory.layer_arenas import LayerArenas
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,14 @@ class KVPool:
     Args:
         device: Where the pages come from; it outlives the pool.
         layout: Shape of the cache.
-        max_blocks: Most blocks ever; address space is reserved for them, rounded up to whole quanta.
+        max_blocks: Most blocks ever; address space is reserved for them, rounded up to whole quanta. A pool whose
+            layers may go can have more blocks than all of its layers have pages for.
+
+    Attributes:
+        layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]. One that is
+            not mapped is refused by an ``InvariantError``.
+        words: Where each layer's blocks are, for copies: int32 [max_blocks, layer_block_words]. Its arena, unless it
+            was placed elsewhere. A new tuple when that changes: whoever keeps addresses reads them anew.
     """
 
     def __init__(self, device: Device, layout: KVLayout, max_blocks: int) -> None:
@@ -54,14 +61,9 @@ class KVPool:
         self.quantum_blocks = layout.count_quantum_blocks(device.page_bytes)
         self.max_blocks = -(-max_blocks // self.quantum_blocks) * self.quantum_blocks
         self._backed = [0] * (self.max_blocks // self.quantum_blocks)  # quantum -> blocks with memory, from its first
-        num_pages = self.max_blocks * layout.layer_block_bytes // device.page_bytes
-        self._arenas = [device.reserve(num_pages) for _ in range(layout.num_layers)]
-        shape = (self.max_blocks, *layout.block_shape)
-        self.layers = tuple(arena.tensor(layout.dtype, shape) for arena in self._arenas)
-        """One tensor per layer: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]."""
-        words = (self.max_blocks, layout.layer_block_words)
-        self.words = tuple(arena.tensor(torch.int32, words) for arena in self._arenas)
-        """The same bytes as 32-bit words: [max_blocks, layer_block_words]."""
+        self._arenas = LayerArenas(device, layout, self.max_blocks)
+        self.layers = self._arenas.layers
+        self.words = self._arenas.words
 
     @property
     def num_blocks(self) -> int:
@@ -69,19 +71,34 @@ class KVPool:
         return sum(self._backed)
 
     @property
+    def mapped_layers(self) -> tuple[int, ...]:
+        """The layers that have pages, all behind the same blocks; at first all."""
+        return self._arenas.mapped
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a block takes of this device: its mapped layers. In swap space it has ``layout.block_bytes``."""
+        return len(self.mapped_layers) * self.layout.layer_block_bytes
+
+    @property
     def quantum_bytes(self) -> int:
-        """Bytes of a whole quantum over all layers."""
-        return self.quantum_blocks * self.layout.block_bytes
+        """Bytes of a whole quantum over all mapped layers."""
+        return self.quantum_blocks * self.block_bytes
+
+    @property
+    def num_layer_pages(self) -> int:
+        """Pages behind each mapped layer; those of a partial quantum may have room to spare."""
+        return sum(self._count_pages(blocks) for blocks in self._backed)
 
     @property
     def num_mapped_pages(self) -> int:
-        """Pages behind the pool, over all layers; those of a partial quantum may have room to spare."""
-        return self.layout.num_layers * sum(self._count_pages(blocks) for blocks in self._backed)
+        """Pages behind the pool, over all mapped layers."""
+        return len(self.mapped_layers) * self.num_layer_pages
 
     def count_pages(self, num_blocks: int) -> int:
-        """Pages behind a pool that has so many blocks, over all layers, with one partial quantum at most."""
+        """Pages behind a pool that has so many blocks, over all mapped layers, with one partial quantum at most."""
         whole, rest = divmod(num_blocks, self.quantum_blocks)
-        return self.layout.num_layers * (whole * self._count_pages(self.quantum_blocks) + self._count_pages(rest))
+        return len(self.mapped_layers) * (whole * self._count_pages(self.quantum_blocks) + self._count_pages(rest))
 
     def is_backed(self, block: int) -> bool:
         """Whether a block has memory."""
@@ -89,14 +106,15 @@ class KVPool:
         return 0 <= block < self.max_blocks and place < self._backed[quantum]
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
-        """Guard every copy: touching memory that is not there would end the process.
+        """Guard every copy of whole blocks: touching memory that is not there would end the process.
 
         Raises:
-            InvariantError: A block has no memory.
+            InvariantError: A block has no memory, or a layer is with another engine.
         """
-        absent = [block for block in blocks if not self.is_backed(block)]
-        if absent:
-            raise InvariantError(f"blocks {absent[:8]} of the KV pool have no memory")
+        nowhere = self._arenas.nowhere
+        if nowhere:
+            raise InvariantError(f"layers {nowhere} of the KV pool are with another engine")
+        self._expect_backed(blocks)
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
@@ -143,6 +161,36 @@ class KVPool:
             raise InvariantError(f"quanta {list(quanta)} are not all empty")
         self._map([(quantum, 0, self.quantum_blocks) for quantum in quanta], list(pages), is_ours=False)
 
+    # -- layers ----------------------------------------------------------------------------------------------------
+
+    def unmap_layers(self, layers: Sequence[int]) -> list[Page]:
+        """Take all pages from behind mapped layers, ``num_layer_pages`` each; one layer at least stays mapped.
+
+        What is not placed elsewhere by then counts as with another engine: no block can be copied to a slot until it is
+        back. No copy may be in flight.
+        """
+        return self._arenas.unmap_layers(layers, self._backed_places())
+
+    def map_layers(self, layers: Sequence[int], pages: Sequence[Page]) -> None:
+        """Put pages, ``num_layer_pages`` for each, behind all blocks of unmapped layers.
+
+        The caller brings the bytes of all blocks in use, and those of cached ones unless it drops these.
+
+        Raises:
+            UserError: The system's limit on mappings is reached; nothing changed.
+        """
+        self._arenas.map_layers(layers, self._backed_places(), pages)
+
+    def place_layer(self, layer: int, words: torch.Tensor | None) -> None:
+        """Say where a layer's blocks are from now on; the caller has copied them. No copy may be in flight.
+
+        Args:
+            layer: Which one; a mapped layer's arena may then serve others.
+            words: int32 [max_blocks, layer_block_words], page-locked beside a GPU; None for the layer's arena.
+        """
+        self._arenas.place(layer, words)
+        self.words = self._arenas.words
+
     # -- shrinking -------------------------------------------------------------------------------------------------
 
     def shrink(self, ledger: BlockLedger, target_blocks: int) -> Shrunk:
@@ -162,36 +210,25 @@ class KVPool:
         return Shrunk(self.unmap_quanta(plan.quanta), moved, self.num_blocks)
 
     def move_blocks(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks to others (source, destination) in all layers, on the device. No destination is a source."""
+        """Copy blocks to others (source, destination) in all layers that are here. No destination is a source."""
         sources, destinations = [s for s, _ in moves], [d for _, d in moves]
-        self.expect_backed(sources + destinations)
+        self._expect_backed(sources + destinations)
         if len({*sources, *destinations}) < 2 * len(moves):
             raise InvariantError("a block is moved twice, or onto another that moves")
-        for start in range(0, len(moves), _BLOCKS_PER_MOVE):
-            part = slice(start, start + _BLOCKS_PER_MOVE)
-            origin = torch.tensor(sources[part], device=self.device.torch_device)
-            target = torch.tensor(destinations[part], device=self.device.torch_device)
-            for words in self.words:
-                words[target] = words[origin]
+        self._arenas.move_blocks(sources, destinations)
 
     def unmap_quanta(self, quanta: Sequence[int]) -> list[Page]:
         """Take the pages from behind these quanta, layer by layer in the order that ``map_quanta`` takes them."""
-        pages = [
-            page
-            for arena in self._arenas
-            for quantum in quanta
-            for page in arena.unmap(self._first_page(quantum), self._count_pages(self._backed[quantum]))
-        ]
+        pages = self._arenas.unmap([self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
         for quantum in quanta:
             self._backed[quantum] = 0
         return pages
 
     def close(self) -> None:
         """Release everything to the device. The tensors must not be used any more."""
-        self.layers = self.words = ()
+        self.words = ()
         self._backed = []
-        for arena in self._arenas:
-            arena.close()
+        self._arenas.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -202,8 +239,18 @@ class KVPool:
                 f" the pool {self.num_blocks} by {self.quantum_blocks}"
             )
 
-    def _first_page(self, quantum: int) -> int:
-        return quantum * self._count_pages(self.quantum_blocks)
+    def _expect_backed(self, blocks: Iterable[int]) -> None:
+        absent = [block for block in blocks if not self.is_backed(block)]
+        if absent:
+            raise InvariantError(f"blocks {absent[:8]} of the KV pool have no memory")
+
+    def _backed_places(self) -> list[tuple[int, int]]:
+        return [self._place(quantum, 0, blocks) for quantum, blocks in enumerate(self._backed) if blocks]
+
+    def _place(self, quantum: int, begin: int, end: int) -> tuple[int, int]:
+        """(first page, number) in each arena of what a quantum takes when it grows from ``begin`` to ``end`` blocks."""
+        first, before = quantum * self._count_pages(self.quantum_blocks), self._count_pages(begin)
+        return first + before, self._count_pages(end) - before
 
     def _count_pages(self, num_blocks: int) -> int:
         """Pages of one layer behind the first blocks of a quantum."""
@@ -224,26 +271,13 @@ class KVPool:
         return None if num_blocks else growth
 
     def _count_new_pages(self, growth: list[tuple[int, int, int]]) -> int:
-        per_layer = sum(self._count_pages(end) - self._count_pages(old) for _, old, end in growth)
-        return per_layer * self.layout.num_layers
+        return len(self.mapped_layers) * sum(self._place(*one)[1] for one in growth)
 
     def _map(self, growth: list[tuple[int, int, int]], pages: list[Page], *, is_ours: bool) -> None:
-        """Put pages behind the growth of every layer, or of none: then pages that are ours go back to the device."""
-        if len(pages) != self._count_new_pages(growth):
-            raise InvariantError(f"{len(pages)} pages for {self._count_new_pages(growth)} places")
-        places = [
-            (arena, self._first_page(quantum) + self._count_pages(old), self._count_pages(end) - self._count_pages(old))
-            for arena in self._arenas
-            for quantum, old, end in growth
-        ]
-        num_mapped = position = 0
+        """Put pages behind the growth of every mapped layer, or of none: then pages that are ours go to the device."""
         try:
-            for arena, first, count in places:
-                arena.map(first, pages[position : position + count])
-                num_mapped, position = num_mapped + 1, position + count
+            self._arenas.map([self._place(*one) for one in growth], pages)
         except BaseException:
-            for arena, first, count in places[:num_mapped]:
-                arena.unmap(first, count)
             if is_ours:
                 self.device.release(pages)
             raise

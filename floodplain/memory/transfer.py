@@ -25,7 +25,7 @@ class BlockStore(Protocol):
 
     Attributes:
         layout: Shape of the cache.
-        words: A tensor for each layer, int32 [blocks, words of a layer's part of a block].
+        words: A tensor for each layer, int32 [blocks, words of a layer's part of a block]; when one changes, all anew.
     """
 
     layout: KVLayout

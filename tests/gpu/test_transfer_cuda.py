@@ -102,6 +102,21 @@ def test_many_copies_share_staging_without_mixing(bench: Bench) -> None:
     assert torch.equal(slots.words, _read(pool, tuple(range(NUM_SLOTS))))
 
 
+def test_a_layer_that_lies_in_page_locked_memory_is_copied_from_there_and_back(bench: Bench) -> None:
+    pool, slots, engine = bench
+    blocks, back = tuple(range(8)), tuple(range(20, 28))
+    left = _read(pool, blocks)
+    copy = torch.zeros(pool.words[1].shape, dtype=torch.int32, pin_memory=True)
+    copy[:NUM_BLOCKS] = pool.words[1][:NUM_BLOCKS].cpu()
+    pool.place_layer(1, copy)
+    pool.device.release(pool.unmap_layers([1]))
+    for direction, own in ((OUT, blocks), (IN, back)):
+        engine.submit(1, BlockCopy(direction, own, blocks))
+        assert all(result.is_whole for result in _drain(engine))
+    assert torch.equal(slots.words[:8], left)
+    assert torch.equal(copy[list(back)], left[:, 1])
+
+
 def test_slots_that_are_not_page_locked_are_refused(bench: Bench) -> None:
     with pytest.raises(InvariantError, match="page-locked"):
         open_pool_copies(bench[0], bench[0].device.torch_device, SwapSlots(LAYOUT, 1), 1)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.free_blocks import BlockId
+from floodplain.memory.arena import Page
 from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_layout import KVLayout
@@ -60,6 +61,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[BlockId]] = []
         self.tags: dict[BlockId, int] = {}
         self.next_tag = 1
+        self.spare: list[Page] = []
+
+    def write(self, block: int, tag: int) -> None:
+        write(self.pool, block, tag)
+
+    def holds(self, block: int, tag: int) -> bool:
+        return holds(self.pool, block, tag)
 
     @rule(count=st.integers(1, 9))
     def allocate(self, count: int) -> None:
@@ -68,7 +76,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.tables.append(blocks)
         for block in blocks:
-            write(self.pool, block, self.next_tag)
+            self.write(block, self.next_tag)
             self.tags[block] = self.next_tag
             self.next_tag += 1
         self.ledger.seal(blocks[0], str(self.next_tag).encode())
@@ -123,13 +131,13 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def every_held_block_keeps_its_bytes(self) -> None:
         for block in {block for table in self.tables for block in table}:
-            assert holds(self.pool, block, self.tags[block])
+            assert self.holds(block, self.tags[block])
 
     @invariant()
     def ledger_pool_and_device_agree(self) -> None:
         self.ledger.check_integrity(self.tables)
         assert self.ledger.num_blocks == self.pool.num_blocks
-        assert self.device.num_owned_pages == self.pool.num_mapped_pages
+        assert self.device.num_owned_pages == self.pool.num_mapped_pages + len(self.spare)
 
     def teardown(self) -> None:
         if hasattr(self, "device"):

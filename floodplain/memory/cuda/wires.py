@@ -86,8 +86,8 @@ class PoolEnd:
     """See ``End``: the KV pool, whose scattered blocks a kernel of our own device gathers and scatters."""
 
     def __init__(self, pool: BlockStore, device: torch.device) -> None:
-        self._device = device
-        self._bases = torch.tensor([words.data_ptr() for words in pool.words], dtype=torch.int64, device=self._device)
+        self._pool, self._device = pool, device
+        self._read_addresses()
 
     def copy(self, direction: Direction, blocks: np.ndarray, staging: torch.Tensor, digests: torch.Tensor) -> None:
         """See ``End.copy``.
@@ -97,9 +97,18 @@ class PoolEnd:
         """
         from floodplain.memory.cuda.triton_copy import gather, scatter
 
+        if self._words is not self._pool.words:
+            self._read_addresses()
         places = torch.from_numpy(blocks).pin_memory().to(self._device, non_blocking=True)
         run = gather if direction is Direction.OUTBOUND else scatter
         run(self._bases, places, staging, digests)
+
+    def _read_addresses(self) -> None:
+        """Anew whenever a layer's blocks are elsewhere than before. Another thread may do the same: addresses first."""
+        words = self._pool.words
+        bases = [one.data_ptr() for one in words]
+        self._bases = torch.tensor(bases, dtype=torch.int64, device=self._device)
+        self._words = words
 
 
 class PinnedEnd:
