@@ -73,11 +73,11 @@ class ModelRunner:
                 del self._model  # views of parameters, whose memory goes next
                 self._on_close()
 
-    def poll_transfers(self) -> Sequence[tuple[int, bool]]:
+    def poll_transfers(self) -> Sequence[tuple[int, Sequence[int]]]:
         """See ``Executor``."""
         return self._swap.poll() if self._swap is not None else ()
 
-    def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, bool]]:
+    def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, Sequence[int]]]:
         """See ``Executor``."""
         return self._swap.wait(timeout_s) if self._swap is not None else ()
 

@@ -184,8 +184,8 @@ class Engine:
         else:
             deltas, ended = [], self._wait(plan)
         self._num_copying -= len(ended)
-        for transfer_id, is_whole in ended:
-            self.loop.transfer_done(transfer_id, is_whole, self.clock())
+        for transfer_id, lost in ended:
+            self.loop.transfer_done(transfer_id, lost, self.clock())
         for copied in self._executor.take_copy_times() if ended else ():
             self.loop.state.links.learn(copied)
         if self.neighbours is not None:
@@ -193,7 +193,7 @@ class Engine:
         self.is_stepping = False
         return deltas
 
-    def _wait(self, wait: Wait) -> Seq[tuple[int, bool]]:
+    def _wait(self, wait: Wait) -> Seq[tuple[int, Seq[int]]]:
         """Wait until a copy has ended, the policy's time has come, or there is news; return the copies that ended."""
         if not self._num_copying and wait.until_s is None:
             return ()

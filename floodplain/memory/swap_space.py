@@ -73,9 +73,17 @@ class SwapStats:
 
 @dataclass(slots=True)
 class _Open:
+    """A transfer under way.
+
+    Attributes:
+        transfer: It.
+        parts: Places in ``transfer.blocks`` of the blocks that move in each tier that has not ended.
+        lost: Places of the blocks that did not arrive whole in those tiers that have.
+    """
+
     transfer: Transfer
-    num_parts: int
-    is_whole: bool = True
+    parts: dict[Tier, list[int]]
+    lost: list[int] = field(default_factory=list)
 
 
 class SwapSpace:
@@ -108,15 +116,19 @@ class SwapSpace:
         if transfer.transfer_id in self._open or not parts or not parts.keys() <= self._tiers.keys():
             wanted = [tier.value for tier in parts]
             raise InvariantError(f"transfer {transfer.transfer_id} to {wanted} cannot begin in this swap space")
-        for tier, copy in parts.items():
-            self._tiers[tier].engine.submit(transfer.transfer_id, copy)
-        self._open[transfer.transfer_id] = _Open(transfer, len(parts))
+        for tier, places in parts.items():
+            self._tiers[tier].engine.submit(transfer.transfer_id, _copy(transfer, places))
+        self._open[transfer.transfer_id] = _Open(transfer, parts)
 
-    def poll(self) -> list[tuple[int, bool]]:
-        """Transfers that ended since the last call: (transfer id, whether every part of it is whole)."""
+    def poll(self) -> list[tuple[int, Sequence[int]]]:
+        """Transfers that ended since the last call.
+
+        Returns:
+            (transfer id, places in ``Transfer.blocks`` of the blocks that did not arrive whole, ascending) of each.
+        """
         return [ended for tier, one in self._tiers.items() for ended in self._take(tier, one.engine.poll())]
 
-    def wait(self, timeout_s: float) -> list[tuple[int, bool]]:
+    def wait(self, timeout_s: float) -> list[tuple[int, Sequence[int]]]:
         """The same, waiting for the first one; empty if none is under way or the time is over."""
         end_s = self._clock() + timeout_s
         ended = self.poll()
@@ -145,38 +157,42 @@ class SwapSpace:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _take(self, tier: Tier, results: Sequence[CopyResult]) -> list[tuple[int, bool]]:
+    def _take(self, tier: Tier, results: Sequence[CopyResult]) -> list[tuple[int, Sequence[int]]]:
         """Count the results of one tier; return the transfers that ended with them."""
-        ended = []
+        ended: list[tuple[int, Sequence[int]]] = []
         for result in results:
             one = self._open[result.transfer_id]
             self._moved_bytes[one.transfer.kind, tier] += result.num_bytes
+            places = one.parts.pop(tier)
             if not result.is_whole:
-                one.is_whole = False
-                self._note_failure(tier, one.transfer, result)
-            one.num_parts -= 1
-            if not one.num_parts:
+                one.lost += [places[index] for index in result.lost]
+                self._note_failure(tier, _copy(one.transfer, places), one.transfer, result)
+            if not one.parts:
                 del self._open[result.transfer_id]
-                ended.append((result.transfer_id, one.is_whole))
+                ended.append((result.transfer_id, sorted(one.lost)))
         return ended
 
-    def _note_failure(self, tier: Tier, transfer: Transfer, result: CopyResult) -> None:
-        expected = self._tiers[tier].slots.digests[list(_parts(transfer)[tier].slots)]
+    def _note_failure(self, tier: Tier, copy: BlockCopy, transfer: Transfer, result: CopyResult) -> None:
+        expected = self._tiers[tier].slots.digests[list(copy.slots)]
         if not result.digests:
             problem = Problem.NOT_COPIED
         else:
             problem = Problem.EMPTY_SLOT if (expected == EMPTY_DIGEST).any() else Problem.DIGEST_MISMATCH
         self._failed_copies[problem] += 1
         what = f"{transfer.kind.value} {transfer.transfer_id} of sequence {transfer.seq_id}"
-        logger.warning("%s over %s is not whole, so it is computed again: %s", what, tier.value, result.problem)
+        part = f"{len(result.lost)} of {len(copy.blocks)} blocks"
+        logger.warning("%s over %s: %s are lost and computed again: %s", what, tier.value, part, result.problem)
 
 
-def _parts(transfer: Transfer) -> dict[Tier, BlockCopy]:
-    """What moves in each tier."""
-    pairs: dict[Tier, list[tuple[int, int]]] = {}
-    for block, location in zip(transfer.blocks, transfer.locations, strict=True):
-        pairs.setdefault(location.tier, []).append((block, location.slot))
-    return {
-        tier: BlockCopy(transfer.kind.direction, tuple(block for block, _ in some), tuple(slot for _, slot in some))
-        for tier, some in pairs.items()
-    }
+def _parts(transfer: Transfer) -> dict[Tier, list[int]]:
+    """Places in ``transfer.blocks`` of what moves in each tier."""
+    parts: dict[Tier, list[int]] = {}
+    for place, location in enumerate(transfer.locations):
+        parts.setdefault(location.tier, []).append(place)
+    return parts
+
+
+def _copy(transfer: Transfer, places: Sequence[int]) -> BlockCopy:
+    """The part of a transfer at these places."""
+    blocks = tuple(transfer.blocks[place] for place in places)
+    return BlockCopy(transfer.kind.direction, blocks, tuple(transfer.locations[place].slot for place in places))

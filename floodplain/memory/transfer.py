@@ -54,17 +54,23 @@ class CopyResult:
 
     Attributes:
         transfer_id: Which one.
-        is_whole: Whether every block arrived as it left. If not, the bytes at the destination mean nothing.
+        lost: Places in ``BlockCopy.blocks`` of the blocks that did not arrive as they left, ascending. The bytes at
+            their destinations mean nothing.
         num_bytes: Bytes that went over the link.
         digests: Of each block, in the order of ``BlockCopy.blocks``, as the destination's side knows them.
-        problem: Why it is not whole.
+        problem: Why blocks are lost.
     """
 
     transfer_id: int
-    is_whole: bool
+    lost: tuple[int, ...]
     num_bytes: int
     digests: tuple[int, ...] = ()
     problem: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every block arrived as it left."""
+        return not self.lost
 
 
 class Pacer(Protocol):
@@ -155,18 +161,19 @@ def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
 
 
 def judge_outbound(transfer_id: int, num_bytes: int, found: np.ndarray) -> CopyResult:
-    """Whether blocks left: those bound for a slot without memory have ``EMPTY_DIGEST`` for a digest."""
-    is_whole = bool((found != EMPTY_DIGEST).all())
-    problem = None if is_whole else "a slot went away"
-    return CopyResult(transfer_id, is_whole, num_bytes, tuple(found.tolist()), problem)
+    """Which blocks left: those bound for a slot without memory have ``EMPTY_DIGEST`` for a digest."""
+    lost = _places(found == EMPTY_DIGEST)
+    return CopyResult(transfer_id, lost, num_bytes, tuple(found.tolist()), "a slot went away" if lost else None)
 
 
 def judge_inbound(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
-    """Whether blocks came back as they left: their digests, against those stored when they left."""
-    digests = tuple(found.tolist())
-    if (expected == EMPTY_DIGEST).any():
-        return CopyResult(transfer_id, False, num_bytes, digests, "a slot holds no whole block")
-    num_wrong = int(np.count_nonzero(expected != found))
-    if num_wrong:
-        return CopyResult(transfer_id, False, num_bytes, digests, f"{num_wrong} blocks have another digest")
-    return CopyResult(transfer_id, True, num_bytes, digests)
+    """Which blocks came back as they left: their digests, against those stored when they left."""
+    is_empty = expected == EMPTY_DIGEST
+    lost, problem = _places(is_empty | (expected != found)), None
+    if lost:
+        problem = "a slot holds no whole block" if is_empty.any() else f"{len(lost)} blocks have another digest"
+    return CopyResult(transfer_id, lost, num_bytes, tuple(found.tolist()), problem)
+
+
+def _places(is_lost: np.ndarray) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(is_lost).tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from floodplain.core.backups import Backup
@@ -24,6 +25,11 @@ class _Arrival:
     table: tuple[BlockId, ...]
     loading: tuple[BlockId, ...]
     backups: tuple[Backup, ...]
+
+    def count_leading(self, lost: Seq[int]) -> int:
+        """Blocks of the table before the first that is lost: ``lost`` are places in ``loading``."""
+        missing = {self.loading[place] for place in lost}
+        return next((index for index, block in enumerate(self.table) if block in missing), len(self.table))
 
 
 class Arrivals:
@@ -132,30 +138,39 @@ class Arrivals:
             seq.backups.remove(backup)
             self._state.backups.release(backup)
 
-    def settle(self, transfer_id: int, ok: bool, now: float) -> None:
-        """The executor is done with a transfer, well or not."""
+    def settle(self, transfer_id: int, lost: Seq[int], now: float) -> None:
+        """The executor is done with a transfer. What stands before the first of its blocks that is lost is kept.
+
+        If that is nothing, the sequence is where it was before.
+        """
         state, move = self._state, self._in_flight.pop(transfer_id)
-        seq = move.seq
         for backup in move.backups:
             state.num_inbound_blocks[backup.location.tier] -= 1
-        is_wanted = seq.status is Status.LOADING
-        if ok and is_wanted:
-            state.backups.finish_read(move.backups)
-            self._arrive(move, now)
-            return
-        self._give_back(move)
-        if is_wanted:
-            state.enter(seq, move.origin)
-        if is_wanted and move.origin is Status.WAITING:
-            state.release_backups(seq)
-        if not ok:
-            for backup in move.backups:
-                state.backups.lose(backup)
-            state.drop_lost(move.backups)
+        missing = tuple(move.backups[place] for place in lost)
+        for backup in missing:
+            state.backups.lose(backup)
         state.backups.finish_read(move.backups)
+        is_wanted = move.seq.status is Status.LOADING
+        whole = self._keep_leading(move, move.count_leading(lost) if is_wanted else 0)
+        if whole.table:
+            self._arrive(whole, now)
+        elif is_wanted:
+            state.enter(move.seq, move.origin)
+            if move.origin is Status.WAITING:
+                state.release_backups(move.seq)
+        if missing:
+            state.drop_lost(missing)
 
-    def _give_back(self, move: _Arrival) -> None:
+    def _keep_leading(self, move: _Arrival, num_blocks: int) -> _Arrival:
+        """What is left of a move if only so many leading blocks of its table are kept; the others are given back."""
         move.seq.num_arriving = 0
-        loading = set(move.loading)
-        self._state.ledger.free([block for block in move.table if block not in loading])
-        self._state.ledger.abort_load(move.loading)
+        loading, gone = set(move.loading), move.table[num_blocks:]
+        self._state.ledger.free([block for block in gone if block not in loading])
+        self._state.ledger.abort_load([block for block in gone if block in loading])
+        kept = move.table[:num_blocks]
+        return replace(
+            move,
+            sources=move.sources[:num_blocks],
+            table=kept,
+            loading=tuple(block for block in kept if block in loading),
+        )

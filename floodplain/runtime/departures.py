@@ -7,6 +7,7 @@ its last, partly filled block at most.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
 
@@ -163,17 +164,17 @@ class Departures:
         locations = tuple(backup.location for backup in move.backups)
         return Transfer(transfer_id, kind, move.seq_id, move.blocks, locations, reason)
 
-    def settle(self, transfer_id: int, ok: bool) -> None:
-        """The executor is done with a transfer, well or not."""
+    def settle(self, transfer_id: int, lost: Seq[int]) -> None:
+        """The executor is done with a transfer; blocks at the places ``lost`` have no backup, the others have one."""
         state, move = self._state, self._in_flight.pop(transfer_id)
         state.ledger.unpin(move.blocks)
         for backup in move.backups:
             state.num_outbound_blocks[backup.location.tier] -= 1
-        if ok:
-            state.backups.commit_write(move.backups)
-        else:
-            state.backups.abort_write(move.backups)
-            state.drop_lost(move.backups)
+        missing, gone = tuple(move.backups[place] for place in lost), set(lost)
+        state.backups.commit_write(backup for place, backup in enumerate(move.backups) if place not in gone)
+        if missing:
+            state.backups.abort_write(missing)
+            state.drop_lost(missing)
         seq = None if move.seq_id is None else state.sequences.get(move.seq_id)
         if seq is not None:
             seq.num_leaving -= len(move.blocks)

@@ -19,11 +19,15 @@ class Executor(Protocol):
         """Apply the plan's tables, start its transfers, run its batch, and return one token per sampled sequence."""
         ...
 
-    def poll_transfers(self) -> Sequence[tuple[int, bool]]:
-        """Transfers that ended since the last call: (transfer id, whether it arrived whole)."""
+    def poll_transfers(self) -> Sequence[tuple[int, Sequence[int]]]:
+        """Transfers that ended since the last call.
+
+        Returns:
+            (transfer id, places in ``Transfer.blocks`` of the blocks that did not arrive whole) of each.
+        """
         ...
 
-    def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, bool]]:
+    def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, Sequence[int]]]:
         """The same, waiting for the first one; empty if none is under way or the time is over."""
         ...
 

@@ -2,7 +2,7 @@
 
     plan = loop.next_plan(now)                       a StepPlan, or Wait
     outputs = loop.complete(result, now)             steps, in the order of their ids
-    loop.transfer_done(transfer_id, ok, now)         copies, in any order, at any time
+    loop.transfer_done(transfer_id, lost, now)       copies, in any order, at any time
 
 A shell executes plans on a device; the simulator prices them; both drive these same objects.
 """
@@ -10,6 +10,7 @@ A shell executes plans on a device; the simulator prices them; both drive these 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from random import Random
@@ -207,9 +208,9 @@ class Loop:
             self._release_ended()
         return StepOutputs(seq_ids, token_ids, finished, result.logprobs)
 
-    def transfer_done(self, transfer_id: int, ok: bool, now: float) -> None:
-        """A copy ended: ``ok`` if every byte arrived and was proven, else it is a miss."""
-        self._moves.settle(transfer_id, ok, now)
+    def transfer_done(self, transfer_id: int, lost: Seq[int], now: float) -> None:
+        """A copy ended. Blocks at the places ``lost`` of ``Transfer.blocks`` were not proven whole, and are misses."""
+        self._moves.settle(transfer_id, lost, now)
 
     # -- the pool --------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
 from floodplain.core.errors import InvariantError
@@ -29,16 +30,16 @@ class Moves:
         """Transfers that the executor has not answered."""
         return len(self.out) + len(self.back)
 
-    def settle(self, transfer_id: int, ok: bool, now: float) -> None:
-        """The executor is done with a transfer, well or not.
+    def settle(self, transfer_id: int, lost: Sequence[int], now: float) -> None:
+        """The executor is done with a transfer; ``lost`` are places of its blocks that are not whole.
 
         Raises:
             InvariantError: It was not in flight.
         """
         if transfer_id in self.out:
-            self.out.settle(transfer_id, ok)
+            self.out.settle(transfer_id, lost)
         elif transfer_id in self.back:
-            self.back.settle(transfer_id, ok, now)
+            self.back.settle(transfer_id, lost, now)
         else:
             raise InvariantError(f"transfer {transfer_id} is answered but not in flight")
-        self._state.counters.num_failed_transfers += not ok
+        self._state.counters.num_failed_transfers += bool(lost)

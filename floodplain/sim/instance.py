@@ -85,7 +85,7 @@ class VirtualInstance:
 
     def _settle(self, now: float) -> None:
         for transfer_id in self._settled:
-            self.loop.transfer_done(transfer_id, True, now)
+            self.loop.transfer_done(transfer_id, (), now)
         for copied in self._executor.links.take_copy_times(now) if self._settled else ():
             self.loop.state.links.learn(copied)
         self._settled.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import StepPlan, Transfer, TransferKind
 from floodplain.core.sequence import Sequence
 from floodplain.runtime.apply import PlanBuilder
-from floodplain.runtime.arrivals import Arrivals
+from floodplain.runtime.arrivals import Arrivals, _Arrival
 from floodplain.runtime.departures import Departures
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopState
@@ -67,8 +68,8 @@ def a_loop_that_seals_blocks_before_they_are_full(monkeypatch: pytest.MonkeyPatc
 def an_executor_that_corrupts_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = FakeExecutor.copy
 
-    def corrupt(self: FakeExecutor, transfer: Transfer) -> None:
-        copy(self, transfer)
+    def corrupt(self: FakeExecutor, transfer: Transfer, lost: Seq[int] = ()) -> None:
+        copy(self, transfer, lost)
         if transfer.kind is not TransferKind.SWAP_IN:
             location = transfer.locations[0]
             self.slots[location.tier, location.slot] = dict.fromkeys(range(self.block_tokens), (-1, -1))
@@ -79,19 +80,32 @@ def an_executor_that_corrupts_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
 def an_executor_that_mixes_up_two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = FakeExecutor.copy
     monkeypatch.setattr(
-        FakeExecutor, "copy", lambda self, t: copy(self, replace(t, locations=tuple(reversed(t.locations))))
-        if t.kind is TransferKind.SWAP_IN else copy(self, t)
+        FakeExecutor, "copy", lambda self, t, lost=(): copy(self, replace(t, locations=t.locations[::-1]), lost)
+        if t.kind is TransferKind.SWAP_IN else copy(self, t, lost)
     )  # fmt: skip
 
 
 def a_loop_that_commits_failed_backups(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = Departures.settle
-    monkeypatch.setattr(Departures, "settle", lambda self, transfer_id, ok: settle(self, transfer_id, True))
+    monkeypatch.setattr(Departures, "settle", lambda self, transfer_id, lost: settle(self, transfer_id, ()))
 
 
 def a_loop_that_believes_a_failed_restore(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = Arrivals.settle
-    monkeypatch.setattr(Arrivals, "settle", lambda self, transfer_id, ok, now: settle(self, transfer_id, True, now))
+    monkeypatch.setattr(Arrivals, "settle", lambda self, transfer_id, lost, now: settle(self, transfer_id, (), now))
+
+
+def a_loop_that_keeps_what_follows_a_lost_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the lost block itself is left out of what arrived."""
+    monkeypatch.setattr(_Arrival, "count_leading", lambda move, lost: len(move.table) - (len(move.table) - 1 in lost))
+
+
+def a_loop_that_forgets_which_block_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps as many backups as are whole, and the wrong ones."""
+    settle = Departures.settle
+    monkeypatch.setattr(
+        Departures, "settle", lambda self, transfer_id, lost: settle(self, transfer_id, range(len(lost)))
+    )
 
 
 def a_loop_that_keeps_an_old_tail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +157,8 @@ def a_loop_that_delivers_tokens_after_the_end(monkeypatch: pytest.MonkeyPatch) -
         an_executor_that_mixes_up_two_slots,
         a_loop_that_commits_failed_backups,
         a_loop_that_believes_a_failed_restore,
+        a_loop_that_keeps_what_follows_a_lost_block,
+        a_loop_that_forgets_which_block_was_lost,
         a_loop_that_keeps_an_old_tail,
         a_loop_that_frees_blocks_under_a_step,
         a_loop_that_forgets_stale_tables,

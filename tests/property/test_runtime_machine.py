@@ -88,12 +88,13 @@ class LoopMachine(RuleBasedStateMachine):
         self.ended |= outputs.finished
 
     @precondition(lambda self: self.executor.transfers)
-    @rule(index=st.integers(0, 99), ok=st.sampled_from([True, True, True, False]), is_copied=st.booleans())
-    def settle_transfer(self, index: int, ok: bool, is_copied: bool) -> None:
+    @rule(index=st.integers(0, 99), losses=st.sampled_from([0, 0, 0, 1, 2, 5, 0b11111111]), is_copied=st.booleans())
+    def settle_transfer(self, index: int, losses: int, is_copied: bool) -> None:
+        """Each bit of ``losses`` that is set loses a block."""
         transfer = self.executor.transfers.pop(index % len(self.executor.transfers))
-        if ok or is_copied:  # a failed copy may have written everything, or nothing
-            self.executor.copy(transfer)
-        self.loop.transfer_done(transfer.transfer_id, ok, self.tick())
+        lost = [place for place in range(len(transfer.blocks)) if losses >> place & 1]
+        self.executor.copy(transfer, () if is_copied else lost)  # a block that is lost may have been written, or not
+        self.loop.transfer_done(transfer.transfer_id, lost, self.tick())
 
     @precondition(lambda self: self.requests)
     @rule(index=st.integers(0, 99), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]))
@@ -136,7 +137,7 @@ class LoopMachine(RuleBasedStateMachine):
             while self.executor.transfers:
                 transfer = self.executor.transfers.pop()
                 self.executor.copy(transfer)
-                self.loop.transfer_done(transfer.transfer_id, True, self.tick())
+                self.loop.transfer_done(transfer.transfer_id, (), self.tick())
             for seq in list(self.loop.state.swapped):  # FCFS knows no swap space: hang these up
                 self.loop.finish(seq.seq_id, FinishReason.ABORT, self.tick())
                 self.ended[seq.seq_id] = FinishReason.ABORT

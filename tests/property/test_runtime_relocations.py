@@ -149,15 +149,16 @@ class Neighbourhood:
             self.relocations.remove(relocation)
             self.loop.relocations.settle(relocation.relocation_id, self._relocate(relocation))
 
-    def _copy(self, transfer: Transfer) -> bool:
+    def _copy(self, transfer: Transfer) -> list[int]:
         is_in = transfer.kind is TransferKind.SWAP_IN
-        is_whole = all(
-            self._has_memory(one) and (not is_in or self._key(one) in self.executor.slots) for one in transfer.locations
-        )
-        if is_whole:
-            self.executor.copy(transfer)
-        self.seen["failed"] += not is_whole
-        return is_whole
+        lost = [
+            place
+            for place, one in enumerate(transfer.locations)
+            if not self._has_memory(one) or (is_in and self._key(one) not in self.executor.slots)
+        ]
+        self.executor.copy(transfer, lost)
+        self.seen["failed"] += bool(lost)
+        return lost
 
     def _relocate(self, relocation: Relocation) -> list[bool]:
         arrived = []
@@ -227,5 +228,8 @@ def slots_are_given_away_while_somebody_reads_them(patch: pytest.MonkeyPatch) ->
 def test_a_broken_rule_is_seen(breaking: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     breaking(monkeypatch)
     with pytest.raises((AssertionError, InvariantError, KeyError)):
-        for seed in range(40):
+        for seed in (
+            89,
+            *range(40),
+        ):  # one story in a hundred gives a slot away while it is read, and it is overwritten
             Neighbourhood(seed, num_host_slots=6).run(num_requests=20)

@@ -118,8 +118,8 @@ def tour(machine: SwapMachine) -> None:
         do("go_far_away", 0, [])
         do("flip", machine.absent[0].backups[0].location.slot, 1, 7, 3)
         do("come_back", 0)
-        do("land_in", None)  # a miss
-        assert not machine.absent[0].backups
+        do("land_in", None)  # a miss of the first block, so that nothing comes back
+        assert len(machine.absent[0].backups) == 1
         do("come_back", 0)  # with nothing
         do("compute", KEYS[2:4])
         do("back_up", 0, True)

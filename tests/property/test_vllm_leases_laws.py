@@ -19,6 +19,7 @@ from floodplain.plugins.vllm.books import SwapBooks
 from floodplain.runtime.relocations import Relocations
 from tests.support.examples import examples
 from tests.support.vllm_leases import NUM_CHUNKS, LeasingMachine
+from tests.support.vllm_machine import ALL
 
 LeasingMachine.TestCase.settings = settings(
     max_examples=examples(200), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
@@ -40,7 +41,7 @@ def take_a_step(machine: LeasingMachine, rng: Random) -> None:
         rules += [partial(machine.back_up, index, rng.randint(1, 3))]
         rules += [partial(machine.leave, index, rng.random() < 0.9)]
     if machine.flights:
-        rules += [partial(machine.settle, index, rng.random() < 0.9)] * 3
+        rules += [partial(machine.settle, index, rng.choice([0] * 18 + [1, ALL]))] * 3
     if machine.moves:
         rules += [partial(machine.settle_move, index, rng.random() < 0.9)] * 2
     rng.choice(rules)()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from random import Random
 
 from floodplain.core.blocks import BlockState
@@ -87,12 +88,12 @@ class Driver:
         self.complete()
         return plan
 
-    def settle(self, ok: bool = True) -> Transfer:
-        """End the oldest transfer; a failed one has copied nothing."""
+    def settle(self, ok: bool = True, lost: Seq[int] = ()) -> Transfer:
+        """End the oldest transfer; blocks at the places ``lost`` were not copied, and of a failed one none was."""
         transfer = self.executor.transfers.pop(0)
-        if ok:
-            self.executor.copy(transfer)
-        self.loop.transfer_done(transfer.transfer_id, ok, self.tick())
+        lost = lost if ok else range(len(transfer.blocks))
+        self.executor.copy(transfer, lost)
+        self.loop.transfer_done(transfer.transfer_id, lost, self.tick())
         self.loop.check_integrity()
         return transfer
 

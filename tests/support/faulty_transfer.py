@@ -31,7 +31,7 @@ class FaultyTransferEngine:
     def submit(self, transfer_id: int, copy: BlockCopy) -> None:
         """See ``TransferEngine``."""
         if self._num_submitted in self._failing:
-            self._failed.append(CopyResult(transfer_id, False, 0, problem="injected fault"))
+            self._failed.append(CopyResult(transfer_id, tuple(range(len(copy.blocks))), 0, problem="injected fault"))
         else:
             self._engine.submit(transfer_id, copy)
         self._num_submitted += 1

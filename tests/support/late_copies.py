@@ -118,12 +118,15 @@ class LateTransferEngine:
 
     def _interrupt(self, job: HostJob, num_blocks: int) -> CopyResult:
         copy = job.copy
+        lost: tuple[int, ...] = ()
         if num_blocks:
             self.num_interrupted += 1
             part = BlockCopy(copy.direction, copy.blocks[:num_blocks], copy.slots[:num_blocks])
-            self._lanes[copy.direction].finish([HostJob(job.transfer_id, part)])
+            ((_, result),) = self._lanes[copy.direction].finish([HostJob(job.transfer_id, part)]).results
+            lost = result.lost
         num_bytes = num_blocks * self.pool.layout.block_bytes
-        return CopyResult(job.transfer_id, False, num_bytes, problem="interrupted by the test")
+        lost += tuple(range(num_blocks, len(copy.blocks)))
+        return CopyResult(job.transfer_id, lost, num_bytes, problem="interrupted by the test")
 
     def _garbage(self, *shape: int) -> torch.Tensor:
         """Words that are numbers of ordinary size in fp32, so that nothing but their being wrong gives them away."""

@@ -6,6 +6,7 @@ somebody's KV, forgets to fill one, or feeds a token at the wrong position.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from random import Random
 
@@ -36,6 +37,12 @@ from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 
 EOS = 7
+
+
+def pick_lost(dice: Random, transfer: Transfer) -> list[int]:
+    """Places of the blocks that are lost in a transfer that fails: one at least, and often all."""
+    num_blocks = len(transfer.blocks)
+    return sorted(dice.sample(range(num_blocks), dice.choice([1, dice.randint(1, num_blocks), num_blocks])))
 
 
 def next_token(tokens: tuple[int, ...]) -> int:
@@ -100,29 +107,31 @@ class FakeExecutor:
                 tokens.append(self._sample(replica))
         return StepResult(plan.step_id, tokens)
 
-    def copy(self, transfer: Transfer) -> None:
-        """Move the content of a transfer, between whichever steps the test likes."""
-        for block, location in zip(transfer.blocks, transfer.locations, strict=True):
+    def copy(self, transfer: Transfer, lost: Collection[int] = ()) -> None:
+        """Move the content of a transfer but for the places ``lost``, between whichever steps the test likes."""
+        for place, (block, location) in enumerate(zip(transfer.blocks, transfer.locations, strict=True)):
+            if place in lost:
+                continue
             slot = (location.tier, location.slot)
             if transfer.kind is TransferKind.SWAP_IN:
                 self.blocks[block] = dict(self.slots[slot])
             else:
                 self.slots[slot] = dict(self.blocks[block])
 
-    def poll_transfers(self) -> list[tuple[int, bool]]:
+    def poll_transfers(self) -> list[tuple[int, Collection[int]]]:
         """Copies end only when somebody waits for them."""
         return []
 
     def take_copy_times(self) -> list[CopyTime]:
         return []
 
-    def wait_transfers(self, timeout_s: float) -> list[tuple[int, bool]]:
+    def wait_transfers(self, timeout_s: float) -> list[tuple[int, Collection[int]]]:
         """The oldest copy ends, at once."""
         if not self.transfers:
             return []
         transfer = self.transfers.pop(0)
         self.copy(transfer)
-        return [(transfer.transfer_id, True)]
+        return [(transfer.transfer_id, ())]
 
     def close(self) -> None:
         """Nothing is held."""

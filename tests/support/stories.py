@@ -10,7 +10,7 @@ from floodplain.core.request import FinishReason
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.runtime.loop import Loop
 from tests.support.driver import Driver
-from tests.support.loops import RandomPolicy, make_loop, make_request
+from tests.support.loops import RandomPolicy, make_loop, make_request, pick_lost
 
 EVENTS = ("submit", "plan", "plan", "plan", "complete", "complete", "settle", "finish", "shrink", "evict")
 
@@ -57,7 +57,8 @@ def _happen(driver: Driver, story: Random, event: str) -> None:
     elif event == "complete" and driver.pending:
         driver.complete()
     elif event == "settle" and driver.executor.transfers:
-        driver.settle(ok=story.random() < 0.7)
+        is_whole = story.random() < 0.7
+        driver.settle(lost=() if is_whole else pick_lost(story, driver.executor.transfers[0]))
     elif event == "finish" and driver.requests and story.random() < 0.3:
         reason = story.choice([FinishReason.ABORT, FinishReason.STOP])
         _finish(driver, story.randrange(len(driver.requests)), reason)

@@ -93,12 +93,13 @@ class SwapBooks:
         self.arriving.remove(tenant)
         self.present.append(tenant)
 
-    def give_back(self, tenant: Tenant, move: Move) -> None:
-        self.ledger.free(move.shared())
-        self.ledger.abort_load(move.blocks)
-        if not tenant.is_gone:
-            self.arriving.remove(tenant)
-            self.absent.append(tenant)
+    def keep_leading(self, tenant: Tenant, move: Move, num_blocks: int) -> Move:
+        """Give back all but the leading blocks of its table."""
+        gone, loading = move.table[num_blocks:], set(move.blocks)
+        self.ledger.free([block for block in gone if block not in loading])
+        self.ledger.abort_load([block for block in gone if block in loading])
+        tenant.keys = tenant.keys[: num_blocks or None]
+        return Move([block for block in move.blocks if block not in gone], [], tenant, move.table[:num_blocks])
 
     def lose(self, backups: list[Backup]) -> None:
         for backup in backups:
@@ -112,10 +113,16 @@ class SwapBooks:
         locations = tuple(backup.location for backup in move.backups)
         self.space.start(Transfer(transfer_id, kind, None, tuple(move.blocks), locations))
 
-    def land(self, direction: Direction, move: Move, share: float | None) -> tuple[int, bool]:
-        self.copies.land(direction, None if share is None else int(len(move.blocks) * share))
-        (ended,) = self.space.poll()
-        return ended
+    def land(self, direction: Direction, transfer_id: int, move: Move, share: float | None) -> set[int]:
+        """The oldest copy of a direction ends; the places of what it lost: what was not copied, and what is damaged."""
+        num_copied = len(move.blocks) if share is None else int(len(move.blocks) * share)
+        damaged = {flip[0] for flip in self.flips} if direction is Direction.INBOUND else set()
+        expected = [
+            place for place, backup in enumerate(move.backups) if place >= num_copied or backup.location.slot in damaged
+        ]
+        self.copies.land(direction, None if share is None else num_copied)
+        assert self.space.poll() == [(transfer_id, expected)]
+        return set(expected)
 
     def write(self, block: BlockId, content: torch.Tensor) -> None:
         for words, part in zip(self.pool.words, content, strict=True):

@@ -54,7 +54,7 @@ def runs_before_the_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
             self._in_flight[transfer.transfer_id] = replace(move, table=())
         return transfer
 
-    def settle(self: Arrivals, transfer_id: int, ok: bool, now: float) -> None:
+    def settle(self: Arrivals, transfer_id: int, lost: Sequence[int], now: float) -> None:
         move = self._in_flight.pop(transfer_id)
         for backup in move.backups:
             self._state.num_inbound_blocks[backup.location.tier] -= 1
@@ -66,7 +66,7 @@ def runs_before_the_copy_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def believes_a_copy_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     settle = Arrivals.settle
-    monkeypatch.setattr(Arrivals, "settle", lambda self, transfer_id, ok, now: settle(self, transfer_id, True, now))
+    monkeypatch.setattr(Arrivals, "settle", lambda self, transfer_id, lost, now: settle(self, transfer_id, (), now))
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def believes_every_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken, and nobody looks at them."""
 
     def trust(transfer_id: int, num_bytes: int, expected: np.ndarray, found: np.ndarray) -> CopyResult:
-        return CopyResult(transfer_id, True, num_bytes, tuple(found.tolist()))
+        return CopyResult(transfer_id, (), num_bytes, tuple(found.tolist()))
 
     monkeypatch.setattr(host_transfer, "judge_inbound", trust)
 

@@ -186,32 +186,31 @@ class SwapActions(SwapBooks, RuleBasedStateMachine):
     def land_out(self, share: float | None) -> None:
         transfer_id = next(iter(self.out))
         move = self.out.pop(transfer_id)
-        assert self.land(Direction.OUTBOUND, move, share) == (transfer_id, share is None)
+        lost = self.land(Direction.OUTBOUND, transfer_id, move, share)
         slots = {backup.location.slot for backup in move.backups}
         self.flips = {flip for flip in self.flips if flip[0] not in slots}  # the bytes came over them
         self.ledger.unpin(move.blocks)
-        if share is None:
-            self.backups.commit_write(move.backups)
-        else:
-            self.backups.abort_write(move.backups)
-            self.drop_lost(move.backups)
+        missing = [move.backups[place] for place in sorted(lost)]
+        self.backups.commit_write(backup for backup in move.backups if backup not in missing)
+        self.backups.abort_write(missing)
+        self.drop_lost(missing)
 
     @precondition(lambda self: self.back)
     @rule(share=SHARE)
     def land_in(self, share: float | None) -> None:
-        """Whole if and only if all of it was copied and nothing was damaged on the way or in its slot."""
+        """Blocks are whole if and only if they were copied and not damaged; those before the first other are kept."""
         transfer_id = next(iter(self.back))
         move = self.back.pop(transfer_id)
-        is_damaged = {flip[0] for flip in self.flips} & {backup.location.slot for backup in move.backups}
-        is_whole = share is None and not is_damaged
-        assert self.land(Direction.INBOUND, move, share) == (transfer_id, is_whole)
+        lost = self.land(Direction.INBOUND, transfer_id, move, share)
         tenant = move.tenant
         assert tenant is not None
-        if is_whole and not tenant.is_gone:
-            self.backups.finish_read(move.backups)
-            self.arrive(tenant, move)
-            return
-        self.give_back(tenant, move)
-        if not is_whole:
-            self.lose(move.backups)
+        bad = {move.blocks[place] for place in lost}
+        num_whole = next((index for index, block in enumerate(move.table) if block in bad), len(move.table))
+        whole = self.keep_leading(tenant, move, 0 if tenant.is_gone else num_whole)
+        self.lose([move.backups[place] for place in sorted(lost)])
         self.backups.finish_read(move.backups)
+        if whole.table:
+            self.arrive(tenant, whole)
+        elif not tenant.is_gone:
+            self.arriving.remove(tenant)
+            self.absent.append(tenant)

@@ -13,7 +13,7 @@ from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Machine
 from tests.support.driver import Driver
-from tests.support.loops import make_request
+from tests.support.loops import make_request, pick_lost
 
 MAX_TOKENS = 40
 """Prompt and output of a request: ten blocks of 4, and no pool has fewer."""
@@ -140,14 +140,13 @@ class Teller:
                 driver.finished[seq_id] = FinishReason.ABORT  # its output is cut short, whatever the reason
 
     def _settle(self) -> None:
-        """Some of the copies end, in any order; a failed one may have written everything, or nothing."""
+        """Some of the copies end, in any order; a block that is lost may have been written, or not."""
         driver, dice = self.driver, self.dice
         while driver.executor.transfers and dice.random() >= self.story.slowness:
             transfer = driver.executor.transfers.pop(dice.randrange(len(driver.executor.transfers)))
-            is_whole = dice.random() >= self.story.failing
-            if is_whole or dice.random() < 0.5:
-                driver.executor.copy(transfer)
-            driver.loop.transfer_done(transfer.transfer_id, is_whole, driver.tick())
+            lost = () if dice.random() >= self.story.failing else pick_lost(dice, transfer)
+            driver.executor.copy(transfer, lost if dice.random() < 0.5 else ())
+            driver.loop.transfer_done(transfer.transfer_id, lost, driver.tick())
             driver.loop.check_integrity()
 
     def _quake(self) -> None:

@@ -123,11 +123,14 @@ class LeasingMachine(BooksMachine):
         for move in self.moves:
             move.is_torn |= touches(move.relocation.sources) or touches(move.relocation.targets)
 
-    def _take_out(self, flight: Flight, ok: bool) -> None:
-        super()._take_out(flight, ok and flight not in self.torn)
+    def _take_out(self, flight: Flight, lost: frozenset[int]) -> None:
+        super()._take_out(flight, self._lose_torn(flight, lost))
 
-    def _bring_in(self, flight: Flight, ok: bool) -> None:
-        super()._bring_in(flight, ok and flight not in self.torn)
+    def _bring_in(self, flight: Flight, lost: frozenset[int]) -> None:
+        super()._bring_in(flight, self._lose_torn(flight, lost))
+
+    def _lose_torn(self, flight: Flight, lost: frozenset[int]) -> frozenset[int]:
+        return frozenset(range(len(flight.blocks))) if flight in self.torn else lost
 
     @invariant()
     def all_slots_are_where_memory_is(self) -> None:

@@ -23,6 +23,8 @@ from tests.support.vllm_books import BLOCK_TOKENS, LOST, Flight, Guest, Pool, To
 
 MAX_TOKENS, NUM_GUESTS, NUM_TEXTS = 18, 4, 2
 INDEX = st.integers(0, 63)
+ALL = -1
+"""All bits."""
 NUM_TOKENS = st.sampled_from([18, 9, 4, 1])
 
 
@@ -120,10 +122,12 @@ class BooksMachine(RuleBasedStateMachine):
             self.num_resets += 1
 
     @precondition(lambda self: self.flights)
-    @rule(index=INDEX, ok=st.sampled_from([True, True, True, False]))
-    def settle(self, index: int, ok: bool = True) -> None:
+    @rule(index=INDEX, losses=st.sampled_from([0, 0, 0, 1, 2, ALL]))
+    def settle(self, index: int, losses: int = 0) -> None:
+        """Each bit of ``losses`` that is set loses a block."""
         flight = self.flights.pop(index % len(self.flights))
-        (self._bring_in if flight.is_inbound else self._take_out)(flight, ok)
+        lost = frozenset(place for place in range(len(flight.blocks)) if losses >> place & 1)
+        (self._bring_in if flight.is_inbound else self._take_out)(flight, lost)
 
     @rule()
     def settle_all(self) -> None:
@@ -189,24 +193,24 @@ class BooksMachine(RuleBasedStateMachine):
         self.pool.free_blocks(guest.blocks[::-1])
         guest.blocks, guest.num_computed, guest.where = [], 0, "off"
 
-    def _take_out(self, flight: Flight, ok: bool) -> None:
+    def _take_out(self, flight: Flight, lost: frozenset[int]) -> None:
         are_there = [block.content for block in flight.blocks] == flight.seen
         assert are_there or flight.is_void, "written before it was read"
-        for location, content in zip(flight.transfer.locations, flight.seen, strict=True):
-            self.slots[location] = content if ok else LOST.copy()
-        self.books.settle(flight.transfer.transfer_id, ok)
+        for place, (location, content) in enumerate(zip(flight.transfer.locations, flight.seen, strict=True)):
+            self.slots[location] = LOST.copy() if place in lost else content
+        self.books.settle(flight.transfer.transfer_id, lost)
 
-    def _bring_in(self, flight: Flight, ok: bool) -> None:
+    def _bring_in(self, flight: Flight, lost: frozenset[int]) -> None:
         guest = flight.guest
-        for location, block in zip(flight.transfer.locations, flight.blocks, strict=True):
-            self.slots[location] = self.slots[location] if ok else LOST
+        for place, (location, block) in enumerate(zip(flight.transfer.locations, flight.blocks, strict=True)):
+            self.slots[location] = LOST if place in lost else self.slots[location]
             block.content = self.slots[location].copy()
         owner = self.books.find_owner(str(flight.transfer.transfer_id))
         assert owner == (None if flight.is_void else guest.tracked.request.request_id), "who waits for it"
-        self.books.settle(flight.transfer.transfer_id, ok)
+        self.books.settle(flight.transfer.transfer_id, lost)
         if flight.is_void:
             return
-        if guest.is_gone or not ok:
+        if guest.is_gone or lost:
             self._put_off(guest)
         else:
             self._start(guest)

@@ -187,7 +187,7 @@ def test_a_result_must_have_one_token_for_each_sampled_sequence(tokens: list[int
 
 def test_an_answer_to_no_transfer_is_a_broken_invariant() -> None:
     with pytest.raises(InvariantError, match="not in flight"):
-        make_loop().transfer_done(1, True, 0.0)
+        make_loop().transfer_done(1, (), 0.0)
 
 
 # -- how requests end ------------------------------------------------------------------------------------------------

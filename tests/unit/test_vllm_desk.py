@@ -20,6 +20,8 @@ from floodplain.plugins.vllm.tracked import TrackedRequest
 from tests.support.vllm_books import Block, Pool
 
 BLOCK_BYTES, BLOCK_TOKENS = 1024, 4
+NONE, FIRST = frozenset[int](), frozenset({0})
+"""Blocks that are lost, of three."""
 
 
 class Office:
@@ -44,26 +46,26 @@ class Office:
         (transfer,) = self.desk.take_orders(is_idle=False).transfers
         return one, blocks, transfer.transfer_id
 
-    def tell(self, ended: dict[int, tuple[int, bool]]) -> None:
+    def tell(self, ended: dict[int, tuple[int, frozenset[int]]]) -> None:
         self.desk.note_report(WorkerReport(ended))
 
 
 def test_a_copy_is_settled_when_both_workers_have_said_so() -> None:
     office = Office(num_workers=2)
     one, blocks, copy = office.send_away()
-    office.tell({copy: (1, True)})
+    office.tell({copy: (1, NONE)})
     office.tell({})
     assert office.desk.books.num_in_flight == 1
     assert all(block.ref_cnt == 1 for block in blocks)
     assert office.desk.books.count_restorable(one) == 0
-    office.tell({copy: (1, True)})
+    office.tell({copy: (1, NONE)})
     assert office.desk.books.num_in_flight == 0
     assert all(block.ref_cnt == 0 for block in blocks)
     assert office.desk.books.count_restorable(one) == 10
 
 
-@pytest.mark.parametrize("said", [[(2, True)], [(1, True), (1, True)]])
-def test_in_how_many_steps_workers_say_so_makes_no_difference(said: list[tuple[int, bool]]) -> None:
+@pytest.mark.parametrize("said", [[(2, NONE)], [(1, NONE), (1, NONE)]])
+def test_in_how_many_steps_workers_say_so_makes_no_difference(said: list[tuple[int, frozenset[int]]]) -> None:
     office = Office(num_workers=2)
     one, _, copy = office.send_away()
     for words in said:
@@ -73,8 +75,8 @@ def test_in_how_many_steps_workers_say_so_makes_no_difference(said: list[tuple[i
     assert office.desk.books.count_restorable(one) == 10
 
 
-@pytest.mark.parametrize("said", [[(2, False)], [(1, True), (1, False)], [(1, False), (1, True)]])
-def test_a_copy_that_one_worker_does_not_have_whole_is_not_whole(said: list[tuple[int, bool]]) -> None:
+@pytest.mark.parametrize("said", [[(2, FIRST)], [(1, NONE), (1, FIRST)], [(1, FIRST), (1, NONE)]])
+def test_a_copy_that_one_worker_does_not_have_whole_is_not_whole(said: list[tuple[int, frozenset[int]]]) -> None:
     office = Office(num_workers=2)
     one, blocks, copy = office.send_away()
     for words in said:
@@ -85,21 +87,24 @@ def test_a_copy_that_one_worker_does_not_have_whole_is_not_whole(said: list[tupl
     assert office.desk.books.backups.is_at_rest
 
 
-def test_a_copy_back_that_one_worker_does_not_have_is_lost_for_all() -> None:
+@pytest.mark.parametrize(("place", "num_left"), [(0, 0), (1, 4), (2, 8)])
+def test_a_block_that_one_worker_does_not_have_back_is_lost_for_all(place: int, num_left: int) -> None:
+    """What stands before it is whole, and can be asked for again."""
     office = Office(num_workers=2)
     one, _, copy = office.send_away()
-    office.tell({copy: (2, True)})
+    office.tell({copy: (2, NONE)})
     office.desk.books.fetch(one, office.pool.give(3), 0, 10)
     orders = office.desk.take_orders(is_idle=True)
     (transfer,) = orders.transfers
     assert transfer.kind is TransferKind.SWAP_IN
     assert orders == StepOrders((transfer,), {transfer.transfer_id: str(transfer.transfer_id)}, is_idle=True)
     assert office.desk.books.find_owner(str(transfer.transfer_id)) == one.request.request_id
-    office.tell({transfer.transfer_id: (1, False)})
+    office.tell({transfer.transfer_id: (1, frozenset({place}))})
     assert office.desk.books.count_moving(Tier.HOST, Direction.INBOUND) == 3
-    office.tell({transfer.transfer_id: (1, True)})
-    assert office.desk.books.count_restorable(one) == 0
+    office.tell({transfer.transfer_id: (1, NONE)})
+    assert office.desk.books.count_restorable(one) == num_left
     assert office.desk.books.num_resumed == 0
+    assert office.desk.books.backups.slots[Tier.HOST].num_taken == num_left // BLOCK_TOKENS
 
 
 @given(data=st.data(), num_workers=st.integers(1, 4), num_copies=st.integers(1, 4))
@@ -109,18 +114,19 @@ def test_whatever_the_order_every_copy_is_settled_with_its_last_worker(
     office = Office(num_workers)
     copies = {copy: one for one, _, copy in (office.send_away() for _ in range(num_copies))}
     words = data.draw(st.permutations([copy for copy in copies for _ in range(num_workers)]))
-    oks: dict[int, list[bool]] = {copy: [] for copy in copies}
+    losses: dict[int, list[frozenset[int]]] = {copy: [] for copy in copies}
     while words:
         num_now = data.draw(st.integers(1, len(words)))
         report = WorkerReport()
         for copy in words[:num_now]:
-            oks[copy].append(data.draw(st.booleans()))
-            report = report.merge(WorkerReport({copy: (1, oks[copy][-1])}))
+            losses[copy].append(data.draw(st.frozensets(st.integers(0, 2), max_size=1)))
+            report = report.merge(WorkerReport({copy: (1, losses[copy][-1])}))
         office.desk.note_report(report)
         words = words[num_now:]
-        assert office.desk.books.num_in_flight == sum(len(said) < num_workers for said in oks.values())
+        assert office.desk.books.num_in_flight == sum(len(said) < num_workers for said in losses.values())
     for copy, one in copies.items():
-        assert office.desk.books.count_restorable(one) == (10 if all(oks[copy]) else 0)
+        lost = NONE.union(*losses[copy])
+        assert office.desk.books.count_restorable(one) == (BLOCK_TOKENS * min(lost) if lost else 10)
 
 
 def test_orders_are_given_once() -> None:

@@ -18,6 +18,8 @@ from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.worker import SwapWorker
 
+NONE: frozenset[int] = frozenset()
+"""No block is lost."""
 BLOCKS, HEADS, TOKENS, DIM = 6, 2, 4, 8
 SIZE = HEADS * TOKENS * DIM
 
@@ -101,12 +103,12 @@ def test_what_left_comes_back_in_other_blocks_bit_by_bit(make: Callable[[int], t
     kept = {name: [part_of(cache, block) for block in range(BLOCKS)] for name, cache in caches.items()}
     worker = make_worker(caches)
     worker.begin(order_copy(0, TransferKind.SWAP_OUT, [1, 4], [5, 0]))
-    assert finish(worker)[2].ended == {0: (1, True)}
+    assert finish(worker)[2].ended == {0: (1, NONE)}
     for cache in caches.values():
         fill(cache, 1)
         fill(cache, 4)
     worker.begin(order_copy(1, TransferKind.SWAP_IN, [3, 2], [5, 0]))
-    assert finish(worker)[2].ended == {1: (1, True)}
+    assert finish(worker)[2].ended == {1: (1, NONE)}
     worker.close()
     for name, cache in caches.items():
         for block, source in ((0, 0), (3, 1), (2, 4), (5, 5)):
@@ -181,7 +183,7 @@ def test_blocks_come_back_in_every_layout_in_as_few_pieces_as_it_has(order: str,
     for cache in caches.values():
         cache[1], cache[BLOCKS - 1] = -1, -1
     worker.begin(order_copy(1, TransferKind.SWAP_IN, [2, BLOCKS - 1], [3, 0]))
-    assert finish(worker)[2].ended == {1: (1, True)}
+    assert finish(worker)[2].ended == {1: (1, NONE)}
     worker.close()
     for name, cache in caches.items():
         sources = [0, None, 1, *range(3, BLOCKS)]
@@ -225,11 +227,11 @@ def test_a_block_that_the_pool_does_not_have_is_our_own_mistake(worker: SwapWork
 def test_only_a_copy_back_is_somebodys_arrival_and_each_is_told_once(worker: SwapWorker) -> None:
     worker.begin(order_copy(0, TransferKind.BACKUP, [1], [2]))
     arrived, failed, report = finish(worker)
-    assert (arrived, failed, report.ended) == (set(), set(), {0: (1, True)})
+    assert (arrived, failed, report.ended) == (set(), set(), {0: (1, NONE)})
     assert sum(copied.num_blocks for copied in report.copy_times if copied.direction is Direction.OUTBOUND) == 1
     worker.begin(order_copy(1, TransferKind.SWAP_IN, [3], [2]))
     arrived, failed, report = finish(worker)
-    assert (arrived, failed, report.ended) == ({"request-1"}, set(), {1: (1, True)})
+    assert (arrived, failed, report.ended) == ({"request-1"}, set(), {1: (1, NONE)})
     assert worker.finish() == (set(), set())
     assert worker.take_report() == WorkerReport()
 
@@ -239,17 +241,18 @@ def test_a_damaged_slot_is_a_copy_that_failed(worker: SwapWorker, caches: dict[s
     finish(worker)
     worker.slots.words[1, 2, 7] ^= 1
     worker.begin(order_copy(1, TransferKind.SWAP_IN, [2, 3], [0, 1]))
-    assert finish(worker)[:2] == ({"request-1"}, {"request-1"})
+    arrived, failed, report = finish(worker)
+    assert (arrived, failed, report.ended) == ({"request-1"}, {"request-1"}, {1: (1, frozenset({1}))})
     worker.begin(order_copy(2, TransferKind.SWAP_IN, [4], [0]))  # what is not damaged comes back all the same
     arrived, failed, report = finish(worker)
-    assert (arrived, failed, report.ended) == ({"request-2"}, set(), {2: (1, True)})
+    assert (arrived, failed, report.ended) == ({"request-2"}, set(), {2: (1, NONE)})
     assert torch.equal(caches["layer.2"][4], caches["layer.2"][0])
 
 
 def test_a_slot_that_nobody_wrote_is_a_copy_that_failed(worker: SwapWorker) -> None:
     worker.begin(order_copy(0, TransferKind.SWAP_IN, [0], [3]))
     arrived, failed, report = finish(worker)
-    assert (arrived, failed, report.ended) == ({"request-0"}, {"request-0"}, {0: (1, False)})
+    assert (arrived, failed, report.ended) == ({"request-0"}, {"request-0"}, {0: (1, frozenset({0}))})
 
 
 def test_copies_in_flight_end_before_it_closes_and_it_closes_twice(caches: dict[str, torch.Tensor]) -> None:
@@ -271,13 +274,13 @@ def test_after_draining_no_copy_is_under_way_and_each_is_told_once(worker: SwapW
     worker.drain()
     worker.drain()
     assert worker.finish() == ({"request-2"}, set())
-    assert worker.take_report().ended == {0: (1, True), 1: (1, True), 2: (1, True)}
+    assert worker.take_report().ended == {0: (1, NONE), 1: (1, NONE), 2: (1, NONE)}
     assert worker.finish() == (set(), set()) and worker.take_report() == WorkerReport()
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
 
-ENDED = st.dictionaries(st.integers(0, 5), st.tuples(st.integers(1, 3), st.booleans()))
+ENDED = st.dictionaries(st.integers(0, 5), st.tuples(st.integers(1, 3), st.frozensets(st.integers(0, 3))))
 TIMES = st.lists(
     st.builds(CopyTime, st.just(Tier.HOST), st.sampled_from(Direction), st.just(1), st.integers(1, 9), st.just(0.5))
 )
@@ -285,13 +288,14 @@ REPORTS = st.builds(WorkerReport, ENDED, TIMES.map(tuple))
 
 
 @given(reports=st.lists(REPORTS, min_size=1))
-def test_merged_reports_count_workers_and_are_whole_only_if_all_are(reports: list[WorkerReport]) -> None:
+def test_merged_reports_count_workers_and_lose_what_any_of_them_lost(reports: list[WorkerReport]) -> None:
     merged = WorkerReport()
     for report in reports:
         merged = merged.merge(report)
     for number in range(6):
         said = [report.ended[number] for report in reports if number in report.ended]
-        assert merged.ended.get(number) == ((sum(n for n, _ in said), all(ok for _, ok in said)) if said else None)
+        together = (sum(n for n, _ in said), NONE.union(*(lost for _, lost in said)))
+        assert merged.ended.get(number) == (together if said else None)
     assert merged.copy_times == tuple(copied for report in reports for copied in report.copy_times)
 
 

@@ -224,28 +224,22 @@ class SwapBooks:
         owners, self._owners = self._owners, {}
         return owners
 
-    def settle(self, transfer_id: int, ok: bool) -> None:
-        """A copy has ended, well or not."""
+    def settle(self, transfer_id: int, lost: frozenset[int]) -> None:
+        """A copy has ended; blocks at the places ``lost`` did not arrive whole."""
         copy = self._copies.pop(transfer_id)
         assert self._holder is not None
         self._holder.free_blocks(tuple(reversed(copy.held)))  # the last first, as vLLM does: the first are worth more
+        missing = [copy.backups[place] for place in sorted(lost)]
         if copy.is_inbound:
-            self._settle_inbound(copy, ok)
-            return
-        copy.tracked.num_leaving -= len(copy.backups)
-        if ok:
-            self.backups.commit_write(copy.backups)
-        else:
-            self.backups.abort_write(copy.backups)
-            self._drop_lost(copy.tracked)
-
-    def _settle_inbound(self, copy: Copy, ok: bool) -> None:
-        self.num_resumed += ok and not copy.is_void
-        if not ok:
-            for backup in copy.backups:
+            self.num_resumed += not lost and not copy.is_void
+            for backup in missing:
                 self.backups.lose(backup)
-        self.backups.finish_read(copy.backups)
-        if not ok:
+            self.backups.finish_read(copy.backups)
+        else:
+            copy.tracked.num_leaving -= len(copy.backups)
+            self.backups.commit_write(backup for place, backup in enumerate(copy.backups) if place not in lost)
+            self.backups.abort_write(missing)
+        if missing:
             self._drop_lost(copy.tracked)
 
     def _drop_lost(self, tracked: TrackedRequest) -> None:

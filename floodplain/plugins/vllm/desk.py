@@ -60,7 +60,7 @@ class SwapDesk:
         self._num_workers = num_workers
         self._seen_peers: set[str] = set()
         self._seen_leases: Mapping[str, int] = {}
-        self._ended: dict[int, tuple[int, bool]] = {}
+        self._ended: dict[int, tuple[int, frozenset[int]]] = {}
 
     def record(self, view: View, now: float, decision: Decision) -> None:
         """A decision was made."""
@@ -89,11 +89,11 @@ class SwapDesk:
         for copied in report.copy_times:
             self.links.learn(copied)
         merged = WorkerReport(self._ended).merge(report).ended
-        for transfer_id, (num_workers, ok) in list(merged.items()):
+        for transfer_id, (num_workers, lost) in list(merged.items()):
             if num_workers == self._num_workers:
                 del merged[transfer_id]
                 with self.lock:
-                    self.books.settle(transfer_id, ok)
+                    self.books.settle(transfer_id, lost)
         self._ended = merged
 
     def depart(self, request_id: str) -> None:

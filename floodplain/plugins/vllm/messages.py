@@ -28,17 +28,17 @@ class WorkerReport:
     """From the workers to the scheduler, after each step.
 
     Attributes:
-        ended: Copies that ended: how many workers say so, and whether all of those have it whole.
+        ended: Copies that ended: how many workers say so, and the places of blocks that one of these has not whole.
         copy_times: How long links were busy.
     """
 
-    ended: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    ended: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
     copy_times: tuple[CopyTime, ...] = ()
 
     def merge(self, other: WorkerReport) -> WorkerReport:
         """Both together."""
         ended = dict(self.ended)
-        for transfer_id, (num_workers, ok) in other.ended.items():
-            so_far, is_whole = ended.get(transfer_id, (0, True))
-            ended[transfer_id] = (so_far + num_workers, is_whole and ok)
+        for transfer_id, (num_workers, lost) in other.ended.items():
+            num_so_far, lost_so_far = ended.get(transfer_id, (0, frozenset()))
+            ended[transfer_id] = (num_so_far + num_workers, lost_so_far | lost)
         return WorkerReport(ended, (*self.copy_times, *other.copy_times))

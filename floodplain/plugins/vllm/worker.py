@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
 from floodplain.core.tiers import Direction, Tier
@@ -43,8 +43,8 @@ class SwapWorker:
         self.tally = SwapTally()
         self._counted = self._space.stats()
         self._owners: dict[int, str] = {}
-        self._ended: list[tuple[int, bool]] = []
-        self._drained: list[tuple[int, bool]] = []
+        self._ended: list[tuple[int, Sequence[int]]] = []
+        self._drained: list[tuple[int, Sequence[int]]] = []
         self._is_idle = False
 
     def begin(self, orders: StepOrders) -> None:
@@ -61,7 +61,7 @@ class SwapWorker:
         self._drained.clear()
         self._ended += ended
         owners = {transfer_id: self._owners.pop(transfer_id) for transfer_id, _ in ended if transfer_id in self._owners}
-        failed = {owners[transfer_id] for transfer_id, ok in ended if transfer_id in owners and not ok}
+        failed = {owners[transfer_id] for transfer_id, lost in ended if transfer_id in owners and lost}
         if ended:
             self._count()
         return set(owners.values()), failed
@@ -83,7 +83,8 @@ class SwapWorker:
     def take_report(self) -> WorkerReport:
         """What ended since the last call."""
         ended, self._ended = self._ended, []
-        return WorkerReport({transfer_id: (1, ok) for transfer_id, ok in ended}, tuple(self._space.take_copy_times()))
+        by_transfer = {transfer_id: (1, frozenset(lost)) for transfer_id, lost in ended}
+        return WorkerReport(by_transfer, tuple(self._space.take_copy_times()))
 
     def close(self) -> None:
         """Let the copies in flight end. Safe to call twice."""
