@@ -102,8 +102,8 @@ class PeerTier:
 
     def look(self) -> None:
         """The same, however short ago the last look was."""
-        for relocation_id, arrived in self._mover.poll():
-            self._relocations.settle(relocation_id, arrived)
+        for relocation_id, lost in self._mover.poll():
+            self._relocations.settle(relocation_id, lost)
         self._bury_forced()
         self._leave()
         self._use_grants()

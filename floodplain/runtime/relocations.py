@@ -96,8 +96,8 @@ class Relocations:
         """The memory of these slots is gone: what lay there is a miss. Copies that are under way there fail alone."""
         self._lose(self._keeper.backups.in_slots(tier, slots))
 
-    def settle(self, relocation_id: int, arrived: Sequence[bool]) -> None:
-        """A relocation ended; for each of its blocks, whether it arrived whole. What did not is lost.
+    def settle(self, relocation_id: int, lost: Sequence[int]) -> None:
+        """A relocation ended; blocks at the places ``lost`` did not arrive whole, and are misses.
 
         Raises:
             InvariantError: It was not in flight.
@@ -105,8 +105,9 @@ class Relocations:
         moving = self._in_flight.pop(relocation_id, None)
         if moving is None:
             raise InvariantError(f"relocation {relocation_id} is answered but not in flight")
-        for backup, ok in zip(moving, arrived, strict=True):
-            self._keeper.backups.finish_move(backup, ok)
+        gone = set(lost)
+        for place, backup in enumerate(moving):
+            self._keeper.backups.finish_move(backup, place not in gone)
         self._keeper.drop_lost(tuple(backup for backup in moving if backup.is_lost))
 
     # -- inside ------------------------------------------------------------------------------------------------------

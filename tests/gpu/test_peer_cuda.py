@@ -83,13 +83,13 @@ class There:
         number = self.submit(direction, blocks, slots)
         return self.drain()[number]
 
-    def relocate(self, sources: list[int], targets: list[int], target: Tier) -> tuple[bool, ...]:
+    def relocate(self, sources: list[int], targets: list[int], target: Tier) -> list[int]:
         source = Tier.HOST if target is Tier.PEER else Tier.PEER
         pairs = [Location(source, slot) for slot in sources], [Location(target, slot) for slot in targets]
         self.mover.submit(Relocation(1, tuple(pairs[0]), tuple(pairs[1])))
         while not (ended := self.mover.poll()):
             time.sleep(1e-4)
-        return ended[0][1]
+        return list(ended[0][1])
 
     def scribble(self, slot: int) -> None:
         """Write something else into a slot on the neighbour."""
@@ -176,9 +176,9 @@ def test_blocks_go_by_way_of_both_tiers_and_come_back_as_they_left(there: There)
     result = there.copy(OUT, blocks, peer)
     rows = left.reshape(len(blocks), -1).numpy()
     assert result.digests == tuple(compute_digests(rows, compute_weights(rows.shape[1])).tolist())
-    assert all(there.relocate(peer, host, Tier.HOST))
+    assert there.relocate(peer, host, Tier.HOST) == []
     assert torch.equal(there.host.words[host], left)
-    assert all(there.relocate(host, again, Tier.PEER))
+    assert there.relocate(host, again, Tier.PEER) == []
     there.fill()
     assert there.copy(IN, blocks[::-1], again[::-1]).is_whole
     assert torch.equal(there.read(blocks), left)
@@ -192,10 +192,10 @@ def test_damage_in_either_tier_is_a_miss(there: There) -> None:
     assert there.copy(OUT, [0, 1, 2], [0, 1, 2]).is_whole
     there.scribble(1)
     assert there.copy(IN, [8, 9, 10], [0, 1, 2]).problem == "1 blocks have another digest"
-    assert there.relocate([0, 1, 2], [3, 4, 5], Tier.HOST) == (True, False, True)
+    assert there.relocate([0, 1, 2], [3, 4, 5], Tier.HOST) == [1]
     assert (there.host.digests[3:6] != EMPTY_DIGEST).tolist() == [True, False, True]
     there.host.words[5, 0, 0] ^= 1
-    assert there.relocate([3, 5], [10, 11], Tier.PEER) == (True, False)
+    assert there.relocate([3, 5], [10, 11], Tier.PEER) == [1]
     assert not there.copy(IN, [9], [11]).is_whole
 
 

@@ -160,15 +160,16 @@ class Neighbourhood:
         self.seen["failed"] += bool(lost)
         return lost
 
-    def _relocate(self, relocation: Relocation) -> list[bool]:
-        arrived = []
-        for source, target in zip(relocation.sources, relocation.targets, strict=True):
+    def _relocate(self, relocation: Relocation) -> list[int]:
+        lost = []
+        for place, (source, target) in enumerate(zip(relocation.sources, relocation.targets, strict=True)):
             is_whole = self._has_memory(target) and self._key(source) in self.executor.slots
             if is_whole:
                 self.executor.slots[self._key(target)] = dict(self.executor.slots[self._key(source)])
-            arrived.append(is_whole)
-        self.seen["moved"] += sum(arrived)
-        return arrived
+            else:
+                lost.append(place)
+        self.seen["moved"] += len(relocation.sources) - len(lost)
+        return lost
 
     def _has_memory(self, location: Location) -> bool:
         return location.tier is Tier.HOST or location.slot // CHUNK_SLOTS in self.chunks

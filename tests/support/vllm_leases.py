@@ -97,7 +97,7 @@ class LeasingMachine(BooksMachine):
         if arrived:
             for location, content in zip(move.relocation.targets, move.seen, strict=True):
                 self.slots[location] = content
-        self.relocations.settle(move.relocation.relocation_id, [arrived] * len(move.seen))
+        self.relocations.settle(move.relocation.relocation_id, () if arrived else range(len(move.seen)))
 
     # -- how -------------------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class There:
         assert result.transfer_id == number
         return result
 
-    def relocate(self, sources: list[int], targets: list[int], target: Tier) -> tuple[bool, ...]:
+    def relocate(self, sources: list[int], targets: list[int], target: Tier) -> list[int]:
         self._num_copies += 1
         source = Tier.HOST if target is Tier.PEER else Tier.PEER
         pairs = [Location(source, slot) for slot in sources], [Location(target, slot) for slot in targets]
@@ -98,7 +98,7 @@ class There:
         while not (ended := self.mover.poll()):
             pass
         assert [relocation_id for relocation_id, _ in ended] == [self._num_copies]
-        return ended[0][1]
+        return list(ended[0][1])
 
     def remove_in_thread(self, chunk: int) -> threading.Thread:
         """Returns when the thread has begun: no new copy finds the chunk."""
@@ -138,8 +138,8 @@ def test_blocks_go_by_way_of_both_tiers_and_come_back_as_they_left(there: There,
     blocks, peer, host, again = (random.sample(range(n), 8) for n in (NUM_BLOCKS, NUM_SLOTS, NUM_SLOTS, NUM_SLOTS))
     left = there.read(blocks)
     assert there.copy(OUT, blocks, peer).is_whole
-    assert all(there.relocate(peer, host, Tier.HOST))
-    assert all(there.relocate(host, again, Tier.PEER))
+    assert there.relocate(peer, host, Tier.HOST) == []
+    assert there.relocate(host, again, Tier.PEER) == []
     there.fill(seed + 100)
     assert there.copy(IN, blocks[::-1], again[::-1]).is_whole
     assert torch.equal(there.read(blocks), left)
@@ -162,7 +162,7 @@ def test_damage_on_the_neighbour_is_a_miss(there: There) -> None:
     ((address, _),) = there.peer.pieces(1, 1)
     ctypes.c_uint8.from_address(address + 5).value ^= 1
     assert there.copy(IN, [8, 9], [0, 1]).problem == "1 blocks have another digest"
-    assert there.relocate([0, 1], [4, 5], Tier.HOST) == (True, False)
+    assert there.relocate([0, 1], [4, 5], Tier.HOST) == [1]
     assert (there.host.digests[4:6] != EMPTY_DIGEST).tolist() == [True, False]
 
 
@@ -176,7 +176,7 @@ def test_what_lay_in_a_chunk_that_is_gone_is_a_miss(there: There) -> None:
     assert there.copy(IN, [5, 6], slots).problem == "a slot holds no whole block"
     assert there.copy(IN, [6], [4]).problem == "a slot holds no whole block"
     assert there.copy(OUT, [2, 7], slots).problem == "a slot went away"
-    assert there.relocate([3, 4], [0, 1], Tier.HOST) == (True, False)
+    assert there.relocate([3, 4], [0, 1], Tier.HOST) == [1]
     there.add(1)  # the memory that comes under its number knows nothing
     assert not there.copy(IN, [6], [4]).is_whole
 

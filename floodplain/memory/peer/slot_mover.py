@@ -95,15 +95,19 @@ class SlotMover:
         self._open[relocation.relocation_id] = _Open(relocation, expected)
         self._engine.submit(relocation.relocation_id, copy)
 
-    def poll(self) -> list[tuple[int, tuple[bool, ...]]]:
-        """Relocations that ended since the last call: (id, whether each block arrived whole)."""
+    def poll(self) -> list[tuple[int, Sequence[int]]]:
+        """Relocations that ended since the last call.
+
+        Returns:
+            (id, places in ``Relocation.sources`` of the blocks that did not arrive whole, ascending) of each.
+        """
         return [self._settle(result.transfer_id, result.digests) for result in self._engine.poll()]
 
     def close(self) -> None:
         """Let the copies in flight end, then stop."""
         self._engine.close()
 
-    def _settle(self, relocation_id: int, digests: Sequence[int]) -> tuple[int, tuple[bool, ...]]:
+    def _settle(self, relocation_id: int, digests: Sequence[int]) -> tuple[int, Sequence[int]]:
         """A block arrived if what was copied has the digest that was stored when it left the device."""
         one = self._open.pop(relocation_id)
         found = np.asarray(digests, dtype=np.int64)
@@ -115,7 +119,7 @@ class SlotMover:
         else:  # those that arrived were noted where they were copied
             self._peer.digests[slots[~is_whole]] = EMPTY_DIGEST
         self.moved_bytes[target] += len(slots) * self.layout.block_bytes
-        return relocation_id, tuple(is_whole.tolist())
+        return relocation_id, np.flatnonzero(~is_whole).tolist()
 
 
 class HostSlotMover(SlotMover):
