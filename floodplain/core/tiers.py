@@ -64,7 +64,7 @@ class CopyTime:
         tier: The far end.
         direction: Of all copies.
         num_copies: How many.
-        num_blocks: KV blocks of all copies.
+        num_blocks: KV blocks of all copies; of a copy of some layers, that part of them.
         duration_s: Seconds from the beginning of the first copy to the end of the last, gathering and digests included,
             without the wait before.
     """
@@ -72,7 +72,7 @@ class CopyTime:
     tier: Tier
     direction: Direction
     num_copies: int
-    num_blocks: int
+    num_blocks: float
     duration_s: float
 
 

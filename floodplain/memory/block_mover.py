@@ -14,7 +14,7 @@ import numpy as np
 from floodplain.core.tiers import Direction
 from floodplain.memory.digest import SEED, compute_digests, compute_weights
 from floodplain.memory.native.build import load_library
-from floodplain.memory.swap_slots import Slots
+from floodplain.memory.swap_slots import SlotMemory
 from floodplain.memory.transfer import BlockStore
 
 SOURCE = Path(__file__).parent / "native" / "copy.cpp"
@@ -42,7 +42,7 @@ class NativeMover:
         slots: Their slots.
     """
 
-    def __init__(self, library: ctypes.CDLL, pool: BlockStore, slots: Slots) -> None:
+    def __init__(self, library: ctypes.CDLL, pool: BlockStore, slots: SlotMemory) -> None:
         pointer, count = ctypes.c_void_p, ctypes.c_int64
         self._move = library.move_blocks
         self._move.argtypes = [*[pointer] * 4, *[count] * 3, ctypes.c_int, ctypes.c_uint64]
@@ -73,7 +73,7 @@ class NativeMover:
 class NumpyMover:
     """The same where nothing can be compiled: gather into a small staging buffer, digest, copy. See ``NativeMover``."""
 
-    def __init__(self, pool: BlockStore, slots: Slots) -> None:
+    def __init__(self, pool: BlockStore, slots: SlotMemory) -> None:
         num_layers, layer_words = len(pool.words), pool.words[0].shape[1]
         self._pool, self._slots = pool, slots
         num_rows = max(1, _STAGING_BYTES // pool.layout.block_bytes)
@@ -106,7 +106,7 @@ class NumpyMover:
         return compute_digests(staging.reshape(len(staging), -1), self._weights)
 
 
-def open_mover(pool: BlockStore, slots: Slots) -> BlockMover:
+def open_mover(pool: BlockStore, slots: SlotMemory) -> BlockMover:
     """The faster one of those that this machine can run."""
     library = load_library(SOURCE, "numpy")
     return NumpyMover(pool, slots) if library is None else NativeMover(library, pool, slots)

@@ -20,26 +20,43 @@ EMPTY_DIGEST = 0
 """Of a slot that holds nothing whole. Should a block have this digest by chance, its restore is refused: a miss."""
 
 
-class Slots(Protocol):
-    """Slots of one tier, each with room for one block of all layers.
+class SlotMemory(Protocol):
+    """The bytes of slots, each with room for one block.
 
     Attributes:
-        tier: Where they are.
-        layout: Shape of the cache.
-        num_slots: Slots that can ever be; they are numbered from 0.
-        digests: The digest of each slot, taken where its block was gathered: int64 [num_slots].
+        layout: Shape of a block.
     """
 
-    tier: Tier
     layout: KVLayout
-    num_slots: int
-    digests: np.ndarray
 
     def part(self, first: int, count: int) -> torch.Tensor:
         """Adjacent slots as 32-bit words: [count, num_layers, layer_block_words]."""
 
     def addresses(self, slots: np.ndarray) -> np.ndarray:
         """Where each of these slots (int64 [n]) begins in this process: uint64 [n]."""
+
+
+class Slots(SlotMemory, Protocol):
+    """Slots of one tier, each with room for one block of all layers.
+
+    Attributes:
+        tier: Where they are.
+        num_slots: Slots that can ever be; they are numbered from 0.
+        digests: The digest of each slot, taken where its block was gathered: int64 [num_slots].
+    """
+
+    tier: Tier
+    num_slots: int
+    digests: np.ndarray
+
+    def digests_of(self, layers: range | None) -> np.ndarray:
+        """The same for a range of layers (None: all), for slots that were written by that range: int64 [num_slots].
+
+        Each call returns the same array.
+        """
+
+    def forget_digests(self, slots: np.ndarray, layers: range | None) -> None:
+        """These layers (None: all) of these slots (int64 [n]) are about to be written: what covers any is empty."""
 
     def use(self, slots: np.ndarray) -> AbstractContextManager[np.ndarray]:
         """Keep memory where it is for a while: which of these slots (int64 [n]) have any, bool [n].
@@ -58,7 +75,36 @@ class Slots(Protocol):
         """Give the memory back, once no copy uses it any more. Safe to call twice."""
 
 
-class SwapSlots:
+class DigestedSlots:
+    """The digests of ``Slots``, of whole blocks and of ranges of layers. Each covers what one copy wrote.
+
+    Args:
+        layout: Shape of the cache.
+        num_slots: Slots that can ever be.
+    """
+
+    def __init__(self, layout: KVLayout, num_slots: int) -> None:
+        self.layout = layout
+        self.num_slots = num_slots
+        self.digests = np.full(num_slots, EMPTY_DIGEST, dtype=np.int64)
+        """See ``Slots``."""
+        self._parts: dict[range, np.ndarray] = {}
+
+    def digests_of(self, layers: range | None) -> np.ndarray:
+        """See ``Slots.digests_of``."""
+        if layers is None:
+            return self.digests
+        return self._parts.setdefault(layers, np.full(self.num_slots, EMPTY_DIGEST, dtype=np.int64))
+
+    def forget_digests(self, slots: np.ndarray, layers: range | None) -> None:
+        """See ``Slots.forget_digests``."""
+        self.digests[slots] = EMPTY_DIGEST
+        for part, digests in list(self._parts.items()):
+            if layers is None or (part.start < layers.stop and layers.start < part.stop):
+                digests[slots] = EMPTY_DIGEST
+
+
+class SwapSlots(DigestedSlots):
     """A fixed number of slots, each with room for one block of all layers.
 
     Args:
@@ -73,23 +119,20 @@ class SwapSlots:
     tier = Tier.HOST
 
     def __init__(self, layout: KVLayout, num_slots: int, *, is_pinned: bool = False) -> None:
-        self.layout = layout
-        self.num_slots = num_slots
+        super().__init__(layout, num_slots)
         shape = (num_slots, layout.num_layers, layout.layer_block_words)
         self.words = torch.empty(shape, dtype=torch.int32)
         """The bytes as 32-bit words: [num_slots, num_layers, layer_block_words]."""
-        self.digests = np.full(num_slots, EMPTY_DIGEST, dtype=np.int64)
-        """See ``Slots``."""
         self._is_locked = False
         if is_pinned:
             self._lock()
 
     def part(self, first: int, count: int) -> torch.Tensor:
-        """See ``Slots.part``."""
+        """See ``SlotMemory.part``."""
         return self.words[first : first + count]
 
     def addresses(self, slots: np.ndarray) -> np.ndarray:
-        """See ``Slots.addresses``."""
+        """See ``SlotMemory.addresses``."""
         return self.words.data_ptr() + slots.astype(np.uint64) * np.uint64(self.layout.block_bytes)
 
     def use(self, slots: np.ndarray) -> AbstractContextManager[np.ndarray]:

@@ -25,11 +25,13 @@ class BlockStore(Protocol):
 
     Attributes:
         layout: Shape of the cache.
-        words: A tensor for each layer, int32 [blocks, words of a layer's part of a block]; when one changes, all anew.
     """
 
     layout: KVLayout
-    words: tuple[torch.Tensor, ...]
+
+    @property
+    def words(self) -> tuple[torch.Tensor, ...]:
+        """A tensor for each layer, int32 [blocks, words of a layer's part of a block]; when one changes, all anew."""
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
         """Guard every copy: touching memory that is not there would end the process.
@@ -41,11 +43,20 @@ class BlockStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy these blocks to (OUTBOUND) or from (INBOUND) these slots, pair by pair."""
+    """Copy these blocks to (OUTBOUND) or from (INBOUND) these slots, pair by pair.
+
+    Attributes:
+        direction: Which way.
+        blocks: Of the store, and
+        slots: theirs.
+        layers: Places in ``BlockStore.words`` of the layers that move, adjacent ones; None moves all. What was written
+            by a range is proven when the same range is read.
+    """
 
     direction: Direction
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
+    layers: range | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +168,9 @@ def check_copy(copy: BlockCopy, pool: BlockStore, slots: Slots) -> None:
         raise InvariantError(f"a copy of {len(copy.blocks)} blocks and {len(copy.slots)} slots")
     if len({*copy.blocks}) < len(copy.blocks) or len({*copy.slots}) < len(copy.slots):
         raise InvariantError("a block or a slot occurs twice in a copy")
+    layers, num_layers = copy.layers, len(pool.words)
+    if layers is not None and not (0 <= layers.start < layers.stop <= num_layers and layers.step == 1):
+        raise InvariantError(f"a copy of {layers} of {num_layers} layers")
     slots.check(copy.slots)
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import CopyTime, Direction
 from floodplain.memory.copy_engine import CopyEngine, Pass
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
@@ -89,13 +90,19 @@ class CudaLane:
         self._store, self._slots, self._stream = store, slots, stream
 
     def begin(self, transfer_id: int, copy: BlockCopy) -> CudaJob:
-        """See ``Lane.begin``: on a GPU the copy waits for what is on the current stream now."""
+        """See ``Lane.begin``: on a GPU the copy waits for what is on the current stream now.
+
+        Raises:
+            InvariantError: It names layers.
+        """
+        if copy.layers is not None:
+            raise InvariantError("staging on a GPU holds whole blocks: no copy of some layers")
         slots = np.asarray(copy.slots, dtype=np.int64)
         with ExitStack() as held:
             is_there = held.enter_context(self._slots.use(slots))
             expected = self._slots.digests[slots]
             if copy.direction is Direction.OUTBOUND:
-                self._slots.digests[slots] = EMPTY_DIGEST
+                self._slots.forget_digests(slots, None)
             order, mark = self._enqueue(copy, np.flatnonzero(is_there))
             return CudaJob(transfer_id, copy, order, expected, mark, held.pop_all())
 
@@ -113,7 +120,8 @@ class CudaLane:
         """Put the blocks at these places of the copy on the stream; their order there, and the end."""
         if not len(there):
             return there, None
-        part = BlockCopy(copy.direction, *(tuple(ids[i] for i in there) for ids in (copy.blocks, copy.slots)))
+        blocks, slots = (tuple(ids[i] for i in there) for ids in (copy.blocks, copy.slots))
+        part = BlockCopy(copy.direction, blocks, slots)
         batches = list(split_into_batches(part, self._stream.staging_blocks))
         try:
             mark = self._stream.run(batches)

@@ -6,17 +6,19 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.core.tiers import CopyTime, Direction
-from floodplain.memory.block_mover import open_mover
+from floodplain.memory.block_mover import BlockMover, open_mover
 from floodplain.memory.copy_engine import CopyEngine, Pass
 from floodplain.memory.host.device import open_private_device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.layer_range import LayersOfSlots, LayersOfStore
 from floodplain.memory.runs import find_runs
 from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots, SwapSlots
 from floodplain.memory.transfer import (
@@ -64,10 +66,9 @@ class HostLane:
 
     def __init__(self, direction: Direction, store: BlockStore, slots: Slots, link: Pacer | None = None) -> None:
         self._direction = direction
-        self._slots = slots
+        self._store, self._slots = store, slots
         self._link = link
-        self._mover = open_mover(store, slots)
-        self._block_bytes = store.layout.block_bytes
+        self._movers: dict[range | None, BlockMover] = {None: open_mover(store, slots)}
 
     def begin(self, transfer_id: int, copy: BlockCopy) -> HostJob:
         """See ``Lane.begin``: it is on the modelled link from now on."""
@@ -77,33 +78,53 @@ class HostLane:
     def finish(self, jobs: Sequence[HostJob]) -> Pass:
         """See ``Lane.finish``: all jobs in one pass, which takes as long as here, or as on the modelled link."""
         begin_s = time.perf_counter()
-        blocks = np.array([block for job in jobs for block in job.copy.blocks], dtype=np.int64)
-        slots = np.array([slot for job in jobs for slot in job.copy.slots], dtype=np.int64)
-        with self._slots.use(slots) as is_there:
-            expected = self._slots.digests[slots]
-            if self._direction is Direction.OUTBOUND:
-                self._slots.digests[slots] = EMPTY_DIGEST
-            found = np.full(len(blocks), EMPTY_DIGEST, dtype=np.int64)  # of a slot that has no memory any more
-            if is_there.any():
-                found[is_there] = self._mover.move(self._direction, blocks[is_there], slots[is_there])
-            if self._direction is Direction.OUTBOUND:
-                self._slots.digests[slots] = expected = found
-        results, end = [], 0
-        for job in jobs:
-            part = slice(end, end := end + len(job.copy.blocks))
-            results.append((job.ready_s, self._judge(job, expected[part], found[part])))
+        results: list[tuple[float, CopyResult]] = []
+        for layers, some in groupby(jobs, key=lambda job: job.copy.layers):
+            results += self._move(layers, list(some))
         duration_s = max(time.perf_counter() - begin_s, sum(job.link_s for job in jobs))
-        return Pass(results, CopyTime(self._slots.tier, self._direction, len(jobs), len(blocks), duration_s))
+        num_blocks = sum(result.num_bytes for _, result in results) / self._store.layout.block_bytes
+        return Pass(results, CopyTime(self._slots.tier, self._direction, len(jobs), num_blocks, duration_s))
 
     def close(self) -> None:
         """See ``Lane.close``: it holds nothing."""
 
+    def _move(self, layers: range | None, jobs: Sequence[HostJob]) -> list[tuple[float, CopyResult]]:
+        """Do jobs that all move the same layers."""
+        blocks = np.array([block for job in jobs for block in job.copy.blocks], dtype=np.int64)
+        slots = np.array([slot for job in jobs for slot in job.copy.slots], dtype=np.int64)
+        digests, is_outbound = self._slots.digests_of(layers), self._direction is Direction.OUTBOUND
+        with self._slots.use(slots) as is_there:
+            expected = digests[slots]
+            if is_outbound:
+                self._slots.forget_digests(slots, layers)
+            found = np.full(len(blocks), EMPTY_DIGEST, dtype=np.int64)  # of a slot that has no memory any more
+            if is_there.any():
+                found[is_there] = self._mover(layers).move(self._direction, blocks[is_there], slots[is_there])
+            if is_outbound:
+                digests[slots] = expected = found
+        results, end = [], 0
+        for job in jobs:
+            part = slice(end, end := end + len(job.copy.blocks))
+            results.append((job.ready_s, self._judge(job, expected[part], found[part])))
+        return results
+
+    def _mover(self, layers: range | None) -> BlockMover:
+        if layers is not None and layers not in self._movers:
+            self._movers[layers] = open_mover(LayersOfStore(self._store, layers), LayersOfSlots(self._slots, layers))
+        return self._movers[layers]
+
     def _sizes(self, copy: BlockCopy) -> list[int]:
-        """Bytes of each piece that goes over the link: adjacent slots travel together."""
-        return [count * self._block_bytes for _, count in find_runs(sorted(copy.slots))]
+        """Bytes of each piece that goes over the link: adjacent slots travel together if they are copied whole."""
+        counts = [count for _, count in find_runs(sorted(copy.slots))] if copy.layers is None else [1] * len(copy.slots)
+        return [count * self._block_bytes(copy) for count in counts]
+
+    def _block_bytes(self, copy: BlockCopy) -> int:
+        """Bytes of what moves of a block."""
+        layout = self._store.layout
+        return layout.block_bytes if copy.layers is None else len(copy.layers) * layout.layer_block_bytes
 
     def _judge(self, job: HostJob, expected: np.ndarray, found: np.ndarray) -> CopyResult:
-        num_bytes = len(found) * self._block_bytes
+        num_bytes = len(found) * self._block_bytes(job.copy)
         if job.copy.direction is Direction.INBOUND:
             return judge_inbound(job.transfer_id, num_bytes, expected, found)
         return judge_outbound(job.transfer_id, num_bytes, found)

@@ -17,10 +17,10 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Tier
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.peer.memory import Extent
-from floodplain.memory.swap_slots import EMPTY_DIGEST, check_slots
+from floodplain.memory.swap_slots import DigestedSlots, check_slots
 
 
-class PeerSlots:
+class PeerSlots(DigestedSlots):
     """See ``Slots``. Chunk ``i`` holds the slots from ``i * chunk_slots`` on.
 
     Args:
@@ -32,10 +32,8 @@ class PeerSlots:
     tier = Tier.PEER
 
     def __init__(self, layout: KVLayout, chunk_slots: int, max_chunks: int) -> None:
-        self.layout = layout
+        super().__init__(layout, chunk_slots * max_chunks)
         self.chunk_slots, self.max_chunks = chunk_slots, max_chunks
-        self.num_slots = chunk_slots * max_chunks
-        self.digests = np.full(self.num_slots, EMPTY_DIGEST, dtype=np.int64)
         self._changed = threading.Condition()
         self._num_users = np.zeros(max_chunks, dtype=np.int64)
         self._extents: dict[int, Extent] = {}
@@ -72,11 +70,11 @@ class PeerSlots:
             extent = self._extents.pop(chunk, None)
             if extent is not None:
                 self._bases[chunk] = 0
-                self.digests[chunk * self.chunk_slots : (chunk + 1) * self.chunk_slots] = EMPTY_DIGEST
+                self.forget_digests(np.array(self.slots_of(chunk)), None)
                 extent.close()
 
     def part(self, first: int, count: int) -> torch.Tensor:
-        """See ``Slots.part``; within one chunk."""
+        """See ``SlotMemory.part``; within one chunk."""
         chunk, place = divmod(first, self.chunk_slots)
         shape = (self.chunk_slots, self.layout.num_layers, self.layout.layer_block_words)
         return self._extents[chunk].tensor(torch.int32, shape)[place : place + count]
@@ -91,7 +89,7 @@ class PeerSlots:
             first += num_slots
 
     def addresses(self, slots: np.ndarray) -> np.ndarray:
-        """See ``Slots.addresses``."""
+        """See ``SlotMemory.addresses``."""
         chunks, places = np.divmod(slots, self.chunk_slots)
         return self._bases[chunks] + places.astype(np.uint64) * np.uint64(self.layout.block_bytes)
 
