@@ -7,9 +7,7 @@ from typing import Protocol
 
 import torch
 
-from floodplain.core.errors import InvariantError
 from floodplain.model.batch import ForwardBatch
-from floodplain.model.native.ops import NativeOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +51,3 @@ class AttentionBackend(Protocol):
     def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> AttentionPlan:
         """Prepare one forward pass whose activations and KV have this ``dtype``."""
         ...
-
-
-def attention_backend(device: torch.device, shape: AttentionShape, native: NativeOps | None) -> AttentionBackend:
-    """The backend for a device; ``native`` are the CPU kernels, where there are any."""
-    if device.type == "cpu":
-        from floodplain.model.attention.cpu import CpuAttention
-
-        return CpuAttention(shape, native)
-    if device.type == "cuda":
-        from floodplain.model.attention.cuda import CudaAttention
-
-        return CudaAttention(shape)
-    raise InvariantError(f"no attention for device {device}")

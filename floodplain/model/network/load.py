@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from floodplain.core.errors import InvariantError
-from floodplain.model.attention.backend import AttentionShape, attention_backend
+from floodplain.model.attention.backend import AttentionShape
+from floodplain.model.attention.backend_choice import attention_backend
 from floodplain.model.native.ops import native_ops
 from floodplain.model.network import llama, opt
 from floodplain.model.network.config import ModelConfig
