@@ -16,6 +16,7 @@ from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
+from floodplain.engine.build import build_engine
 from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
@@ -63,7 +64,7 @@ class AsyncEngine:
     @classmethod
     def from_config(cls, config: EngineConfig) -> AsyncEngine:
         """Load the model and make the engine; ``start`` it on an event loop."""
-        return cls(Engine.from_config(config))
+        return cls(build_engine(config))
 
     # -- facts -----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from floodplain.core.plan import TokenLogprobs
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.sizes import parse_size
+from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import CompletionOutput, EngineStats, OutputDelta, RequestOutput
 from floodplain.engine.shell import Engine
@@ -46,7 +47,7 @@ class LLM:
         for name in ("kv_memory", "swap_memory", "peer_memory"):
             if isinstance(flags.get(name), str):
                 flags[name] = parse_size(flags[name])
-        self._engine = Engine.from_config(EngineConfig(model=model, **flags))
+        self._engine = build_engine(EngineConfig(model=model, **flags))
         self._num_requests = 0
         self._is_broken = self._is_closed = False
 

@@ -88,17 +88,6 @@ class Engine:
         self._alive: dict[SeqId, Sequence] = {}
         self._finished: list[tuple[SeqId, Lifecycle, FinishReason]] = []
 
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> Engine:
-        """Load the model, map the KV pool, and put the parts together.
-
-        Raises:
-            UserError: The model cannot be read, or memory is too small; the message says what to change.
-        """
-        from floodplain.engine.build import build_engine
-
-        return build_engine(config)
-
     @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output."""
