@@ -30,6 +30,7 @@ from floodplain.memory.arena import Device
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.paged_buffer import PagedBuffer
+from floodplain.memory.swap_space import SwapSpace
 from floodplain.model.batch import ForwardBatch
 from floodplain.model.network.decoder import Decoder, LayerHooks
 from floodplain.model.network.load import load_decoder
@@ -115,6 +116,7 @@ class ModelBench:
             timed,
             self.pool.layers,
             Sampler((), seed),
+            SwapSpace({}),
             block_tokens=BLOCK_TOKENS,
             max_model_len=max(PROMPT_TOKENS, BLOCKS_EACH * BLOCK_TOKENS),
             on_close=memory.close,

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import torch
 
 from floodplain.bench.engine_target import EngineTarget, sampled_timeline
 from floodplain.core.tiers import Tier
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats
+from floodplain.memory.backend_choice import choose_backend
 from floodplain.observe.run_facts import EngineReport, HardwareReport, SwapReport, TierTraffic
 from floodplain.workload.client import run_load
 from floodplain.workload.records import LoadRequest, RequestRecord
@@ -81,22 +81,8 @@ def _swap_between(before: EngineStats, after: EngineStats) -> SwapReport:
 
 def hardware_report(device: str, links: Sequence[Mapping[str, Any]] = ()) -> HardwareReport:
     """The device that computes, and the links of its engine (``Engine.links``)."""
-    if device.startswith("cuda"):
-        import torch
-
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{_processor()}, {os.cpu_count()} cores"
+    name = choose_backend(torch.device(device)).describe()
     emulated = [str(link["name"]) for link in links if link["emulated"]]
     if emulated:
         name = f"{', '.join(emulated)} on {name}"
     return HardwareReport(name=name, emulated=bool(emulated), links=tuple(links))
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -1,39 +1,36 @@
-"""Puts an engine together: model, KV pool, loop, runner."""
+"""Puts an engine together: model, KV pool, swap space, loop, runner, neighbours."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, replace
 
 import torch
 
 from floodplain.core.backups import BackupTable
-from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
 from floodplain.engine.swap import OpenedSwap, open_swap
-from floodplain.leases.client import LeaseClient
+from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
-from floodplain.lending.cuda_lending import open_lent_pool
-from floodplain.lending.neighbours import Neighbours, default_device_name, meet_neighbours, open_client
+from floodplain.lending.lent_pool import LentPool, open_lent_pool
+from floodplain.lending.neighbours import Neighbours, default_device_name, open_client
+from floodplain.lending.peer_parts import PeerParts
 from floodplain.lending.peer_tier import LOOK_S, PeerTier
-from floodplain.lending.pool_lender import LenderTimes
+from floodplain.lending.pool_lender import LenderTimes, PoolLender
 from floodplain.lending.pool_limits import PoolLimits
+from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.kv_pool import KVPool
-from floodplain.memory.swap_space import SwapStats
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.linear import can_pack
 from floodplain.model.network.load import load_decoder
 from floodplain.model.sampler import Sampler
-from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.fingerprint import fingerprint_kv
 from floodplain.model.weights.open_model import ModelSource, open_model
 from floodplain.policy.base import Policy
@@ -50,22 +47,6 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     return config.shape.kv_bytes_per_token(_torch_dtype(dtype).itemsize)
 
 
-Meet = Callable[[KVPool, Loop, PoolLimits, OpenedSwap | None], Neighbours | None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What an engine is put together from; ``on_failure`` gives back what was opened if that does not succeed."""
-
-    config: EngineConfig
-    device: torch.device
-    dtype: torch.dtype
-    source: ModelSource
-    tokenizer: Tokenizer
-    memory: DeviceMemory
-    on_failure: ExitStack
-
-
 def build_engine(config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None) -> Engine:
     """Load the model, map the KV pool, open the swap space, put the parts together, and meet the neighbours.
 
@@ -78,132 +59,58 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
         UserError: The model cannot be read, the device is not there, memory is too small for one request, or the
             coordinator refuses.
     """
-    device, dtype = _torch_device(config.device), _torch_dtype(config.dtype)
+    backend, dtype = choose_backend(torch.device(config.device)), _torch_dtype(config.dtype)
     client = None if config.coordinator is None else open_client(config.coordinator, config.coordinator_token_file)
-    is_named = config.device_name is not None
-    name, is_shared = config.device_name or default_device_name(), config.lends or is_named
+    name = config.device_name or default_device_name()
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()
-    if is_shared or client is not None:
-        config = replace(config, device_name=name)
-    settings = lending or LendingSettings().at_calm(config.lend_after)
-    meet = partial(_meet, config, client, name, settings, is_last=not is_named)
+    eos_token_ids = _reachable(tokenizer.eos_token_ids, source.config.shape.vocab_size)
     with ExitStack() as on_failure:
-        memory = DeviceMemory(config, source.config, device, dtype, name if is_shared else None)
+        memory = DeviceMemory(config, source.config, backend, dtype, name if _is_shared(config) else None)
         on_failure.callback(memory.close)
-        opened = _Opened(config, device, dtype, source, tokenizer, memory, on_failure)
-        engine = _assemble(opened, policy or make_policy(config.policy, config.sharing_settings()), meet)
+        policy = policy or make_policy(config.policy, config.sharing_settings())
+        model = _load(config, source, memory, backend.torch_device, dtype)
+        limits = find_limits(config, source.config, memory.count_pool_blocks(), memory.layout.block_bytes)
+        pool, ledger = memory.open_pool(limits.num_blocks, limits.least_blocks)
+        swap = open_swap(config, pool, backend)
+        on_failure.callback(swap.close)
+        sampler = Sampler(eos_token_ids, config.seed)
+        runner = _make_runner(config, model, pool, sampler, swap, limits, memory)
+        loop_config = _loop_config(config, source, eos_token_ids, limits, memory.layout.block_bytes)
+        backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
+        loop = Loop(LoopState(loop_config, ledger, policy, backups, swap.links), policy, config.seed)
+        resolved = _resolve(config, name, limits, swap, memory.layout.block_bytes)
+        _log_config(config, resolved)
+        lent_pool = open_lent_pool(pool, loop, limits, backend) if config.lends else None
+        neighbours = None
+        if client is not None:
+            neighbours = _make_neighbours(config, client, name, loop, lent_pool, limits, lending, swap.peer)
+            on_failure.callback(neighbours.close)
+            neighbours.start()
+        engine = Engine(
+            loop,
+            runner,
+            tokenizer,
+            model_name=config.model,
+            config=resolved,
+            block_bytes=memory.layout.block_bytes,
+            vocab_size=source.config.shape.vocab_size,
+            swap_stats=swap.space.stats,
+            links=swap.facts,
+            neighbours=neighbours,
+        )
         on_failure.pop_all()
     return engine
 
 
-def _assemble(opened: _Opened, policy: Policy, meet: Meet) -> Engine:
-    config, source, tokenizer, memory = opened.config, opened.source, opened.tokenizer, opened.memory
-    block_bytes = memory.layout.block_bytes
-    model = _load(config, source, memory, opened.device, opened.dtype)
-    limits = find_limits(config, source.config, memory.count_pool_blocks(), block_bytes)
-    pool, ledger = memory.open_pool(limits.num_blocks, limits.least_blocks)
-    swap = open_swap(config, pool)
-    if swap is not None:
-        opened.on_failure.callback(swap.space.close)
-        if swap.peer is not None:
-            opened.on_failure.callback(swap.peer.mover.close)
-    eos_token_ids = _reachable(tokenizer.eos_token_ids, source.config.shape.vocab_size)
-    loop_config = _loop_config(config, source, eos_token_ids, limits.max_model_len, block_bytes)
-    runner = ModelRunner(
-        model,
-        pool.layers,
-        Sampler(eos_token_ids, config.seed),
-        block_tokens=config.block_tokens,
-        max_model_len=limits.max_model_len,
-        on_close=memory.close,
-        swap=swap.space if swap else None,
-    )
-    _warn_of_flags(config, has_swap=swap is not None)
-    backups = BackupTable(swap.ledgers if swap else (), retains=ledger.caches_prefixes)
-    links = swap.links if swap else ()
-    loop = Loop(LoopState(loop_config, ledger, policy, backups, links), policy, config.seed)
-    resolved = replace(
-        config,
-        slice=config.sharing_settings().slice_steps,
-        kv_memory=limits.num_blocks * block_bytes,
-        max_model_len=limits.max_model_len,
-        swap_memory=swap.host_slots * block_bytes if swap else None,
-    )
-    logger.info("engine config %s", json.dumps(asdict(resolved)))
-    return Engine(
-        loop,
-        runner,
-        tokenizer,
-        model_name=config.model,
-        config=resolved,
-        block_bytes=block_bytes,
-        vocab_size=source.config.shape.vocab_size,
-        swap_stats=swap.space.stats if swap else SwapStats,
-        links=swap.facts if swap else (),
-        neighbours=meet(pool, loop, limits, swap),
-    )
-
-
-def _meet(
-    config: EngineConfig,
-    client: CoordinatorClient | None,
-    name: str,
-    settings: LendingSettings,
-    pool: KVPool,
-    loop: Loop,
-    limits: PoolLimits,
-    swap: OpenedSwap | None,
-    *,
-    is_last: bool,
-) -> Neighbours | None:
-    if client is None:
-        return None
-    lent_pool = policy = borrow = None
-    if swap is not None and swap.peer is not None:
-        parts = swap.peer
-
-        def borrow(client: LeaseClient) -> PeerTier:
-            look_s = config.lease_look or LOOK_S
-            return PeerTier(client, parts.memory, parts.slots, parts.mover, loop.relocations, look_s)
-
-    if config.lends:
-        lent_pool = open_lent_pool(pool, loop, limits)
-        policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
-    times = LenderTimes() if config.lease_look is None else LenderTimes(look_s=config.lease_look)
-    neighbours = meet_neighbours(client, name, lent_pool, policy, times, borrow, is_last=is_last)
-    try:
-        neighbours.start()
-    except BaseException:
-        neighbours.close()
-        raise
-    return neighbours
+def _is_shared(config: EngineConfig) -> bool:
+    """Whether neighbours may look for the device."""
+    return config.lends or config.device_name is not None
 
 
 def _reachable(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
     """The tokens that the model has logits for: files name others as well, such as -1 for none."""
     return frozenset(token for token in token_ids if 0 <= token < vocab_size)
-
-
-def _loop_config(
-    config: EngineConfig, source: ModelSource, eos_token_ids: frozenset[int], max_model_len: int, block_bytes: int
-) -> LoopConfig:
-    return LoopConfig(
-        max_model_len=max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        max_waiting=config.max_waiting,
-        eos_token_ids=eos_token_ids,
-        fingerprint=fingerprint_kv(source, config.device, config.dtype, config.block_tokens),
-        block_bytes=block_bytes,
-    )
-
-
-def _warn_of_flags(config: EngineConfig, *, has_swap: bool) -> None:
-    for flag in config.unused_flags():
-        logger.warning("%s changes nothing under --policy %s", flag, config.policy)
-    if not has_swap and config.policy != "fcfs":
-        logger.warning("--policy %s takes turns in swap space: with --swap none it serves by arrival", config.policy)
 
 
 def _load(
@@ -221,13 +128,85 @@ def _load(
     )
 
 
+def _make_runner(
+    config: EngineConfig,
+    model: Decoder,
+    pool: KVPool,
+    sampler: Sampler,
+    swap: OpenedSwap,
+    limits: PoolLimits,
+    memory: DeviceMemory,
+) -> ModelRunner:
+    return ModelRunner(
+        model,
+        pool.layers,
+        sampler,
+        swap.space,
+        block_tokens=config.block_tokens,
+        max_model_len=limits.max_model_len,
+        on_close=memory.close,
+    )
+
+
+def _loop_config(
+    config: EngineConfig, source: ModelSource, eos_token_ids: frozenset[int], limits: PoolLimits, block_bytes: int
+) -> LoopConfig:
+    return LoopConfig(
+        max_model_len=limits.max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        eos_token_ids=eos_token_ids,
+        fingerprint=fingerprint_kv(source, config.device, config.dtype, config.block_tokens),
+        block_bytes=block_bytes,
+    )
+
+
+def _resolve(config: EngineConfig, name: str, limits: PoolLimits, swap: OpenedSwap, block_bytes: int) -> EngineConfig:
+    """The configuration with what the model, the pool and the machine have decided."""
+    return replace(
+        config,
+        slice=config.sharing_settings().slice_steps,
+        kv_memory=limits.num_blocks * block_bytes,
+        max_model_len=limits.max_model_len,
+        swap_memory=None if swap.host_slots is None else swap.host_slots * block_bytes,
+        device_name=config.device_name if config.coordinator is None else name,
+    )
+
+
+def _log_config(config: EngineConfig, resolved: EngineConfig) -> None:
+    for flag in config.unused_flags():
+        logger.warning("%s changes nothing under --policy %s", flag, config.policy)
+    if config.swap == "none" and config.policy != "fcfs":
+        logger.warning("--policy %s takes turns in swap space: with --swap none it serves by arrival", config.policy)
+    logger.info("engine config %s", json.dumps(asdict(resolved)))
+
+
+def _make_neighbours(
+    config: EngineConfig,
+    client: CoordinatorClient,
+    name: str,
+    loop: Loop,
+    lent_pool: LentPool | None,
+    limits: PoolLimits,
+    lending: LendingSettings | None,
+    peer: PeerParts | None,
+) -> Neighbours:
+    """Not yet started."""
+    device = None if lent_pool is None else lent_pool.as_device()
+    agent = LeaseAgent(client, name, device, is_last=config.device_name is None)
+    lender = peer_tier = None
+    if lent_pool is not None:
+        settings = lending or LendingSettings().at_calm(config.lend_after)
+        policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
+        times = LenderTimes() if config.lease_look is None else LenderTimes(look_s=config.lease_look)
+        lender = PoolLender(lent_pool, policy, agent.membership, lambda: agent.can_offer, times, lent_pool.guest_bytes)
+    if peer is not None:
+        look_s = config.lease_look or LOOK_S
+        peer_tier = PeerTier(agent.membership, peer.memory, peer.slots, peer.mover, loop.relocations, look_s)
+    return Neighbours(agent, lent_pool, lender, peer_tier)
+
+
 def _torch_dtype(name: str) -> torch.dtype:
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     return dtypes[name]
-
-
-def _torch_device(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise UserError(f"--device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device

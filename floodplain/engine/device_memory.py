@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 
 import torch
@@ -11,11 +9,8 @@ import torch
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
-from floodplain.memory.arena import Device
-from floodplain.memory.cuda.driver import CudaDriver
-from floodplain.memory.cuda.home import CudaHome, claim_cuda_home
+from floodplain.memory.backend import Backend
 from floodplain.memory.host.named_file import sweep
-from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.paged_buffer import PagedBuffer
@@ -23,13 +18,8 @@ from floodplain.model.network.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_HOST_KV_BYTES = 2**30
-DEFAULT_CUDA_KV_SHARE = 0.9
-"""Of the memory that is free once the parameters are loaded."""
 _ALIGN_SLACK_PERCENT = 105
 """Parameters with room for their alignment and for whole pages, of their size. Whole: a file may state any size."""
-_KEPT_BYTES = 2**28
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class DeviceMemory:
@@ -38,7 +28,7 @@ class DeviceMemory:
     Args:
         config: Of the engine.
         model: What will be loaded.
-        device: Where.
+        backend: Of the device.
         dtype: Of parameters and KV.
         shared_name: Under which neighbours find the device; None makes one that nobody else knows.
 
@@ -55,7 +45,7 @@ class DeviceMemory:
         self,
         config: EngineConfig,
         model: ModelConfig,
-        device: torch.device,
+        backend: Backend,
         dtype: torch.dtype,
         shared_name: str | None = None,
     ) -> None:
@@ -70,16 +60,10 @@ class DeviceMemory:
         )
         self.layer_buffers: list[PagedBuffer] = []
         self._config = config
-        self._kv_bytes = config.kv_memory or DEFAULT_HOST_KV_BYTES
+        self._backend = backend
         param_bytes = shape.param_bytes(dtype.itemsize) * _ALIGN_SLACK_PERCENT // 100
-        self.device = _open_device(device, self._kv_bytes, param_bytes, self.layout, shared_name)
-        self._home: CudaHome | None = None
-        if shared_name is not None and device.type == "cuda":
-            try:
-                self._home = claim_cuda_home(shared_name, CudaDriver(self.device.torch_device.index).uuid)
-            except BaseException:
-                self.device.close()
-                raise
+        self._opened = backend.open_device(self.layout, config.kv_memory, param_bytes, shared_name)
+        self.device = self._opened.device
 
     def allocate_parameters(self, num_bytes: int) -> PagedBuffer:
         """A mapped buffer for the parameters of the next layer, which can move or go alone.
@@ -98,7 +82,8 @@ class DeviceMemory:
 
     def count_pool_blocks(self) -> int:
         """Blocks that the KV pool is to have. Ask when the parameters are loaded."""
-        return -(-self._pool_bytes() // self.layout.block_bytes)
+        num_bytes = self._config.kv_memory or self._backend.default_kv_bytes(self.device)
+        return -(-num_bytes // self.layout.block_bytes)
 
     def open_pool(self, num_blocks: int, least_blocks: int) -> tuple[KVPool, BlockLedger]:
         """The KV pool with its memory mapped, and its ledger.
@@ -148,29 +133,7 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Give everything back. Tensors over it must not be used any more. Safe to call twice."""
-        self.device.close()
-        if self._home is not None:
-            self._home.close()
-        if self.device.torch_device.type == "cuda":
-            torch.cuda.empty_cache()  # embedding, head and activations lie in torch's own pool
-
-    def _pool_bytes(self) -> int:
-        if self._config.kv_memory is None and self.device.torch_device.type == "cuda":
-            free = self.device.num_free_pages() * self.device.page_bytes
-            return int(free * DEFAULT_CUDA_KV_SHARE)
-        return self._kv_bytes
-
-
-def keep_activation_pages() -> None:
-    """Let glibc keep the pages of freed activations: each step asks for the same sizes again.
-
-    By default blocks of megabytes go back to the system at once, and every step faults their pages in anew (measured:
-    8 % of a prefill). Costs at most ``_KEPT_BYTES`` of this process. Does nothing with another C library.
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        self._opened.close()
 
 
 def clear_away() -> None:
@@ -178,31 +141,3 @@ def clear_away() -> None:
     left = sweep()
     if left:
         logger.info("removed devices that killed engines left: %s, %d bytes", ", ".join(left), sum(left.values()))
-
-
-def _open_device(
-    device: torch.device, kv_bytes: int, param_bytes: int, layout: KVLayout, shared_name: str | None
-) -> Device:
-    if device.type == "cuda":
-        from floodplain.memory.cuda.device import open_cuda_device
-
-        return open_cuda_device(device.index or 0)
-    keep_activation_pages()
-    from floodplain.memory.host.device import open_home_device, open_private_device
-    from floodplain.memory.host.device_file import PAGE_BYTES
-
-    available = available_bytes()
-    if param_bytes > available:
-        raise UserError(
-            f"the model's parameters take {param_bytes} bytes, more than the {available} bytes that this machine "
-            "has free: choose a smaller model, or --dtype bfloat16"
-        )
-    if kv_bytes > available:
-        raise UserError(
-            f"--kv-memory {kv_bytes} is more than the {available} bytes that this machine has free: lower it"
-        )
-    quantum_bytes = layout.count_quantum_blocks(PAGE_BYTES) * layout.block_bytes
-    capacity_bytes = kv_bytes + quantum_bytes + param_bytes + layout.num_layers * PAGE_BYTES
-    if shared_name is None:
-        return open_private_device(capacity_bytes)
-    return open_home_device(shared_name, capacity_bytes)

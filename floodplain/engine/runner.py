@@ -26,10 +26,10 @@ class ModelRunner:
         model: Loaded parameters.
         kv_layers: The KV of each layer, [num_blocks, 2, block_tokens, kv_heads, head_dim].
         sampler: Chooses tokens.
+        swap: Runs the transfers of plans; the runner closes it.
         block_tokens: Tokens in a block.
         max_model_len: Most tokens of a sequence.
         on_close: Gives back the memory behind ``kv_layers``.
-        swap: Runs the transfers of plans; the runner closes it. None: plans must not move KV.
         hooks: Called around each layer.
     """
 
@@ -38,11 +38,11 @@ class ModelRunner:
         model: Decoder,
         kv_layers: Sequence[torch.Tensor],
         sampler: Sampler,
+        swap: SwapSpace,
         *,
         block_tokens: int,
         max_model_len: int,
         on_close: Callable[[], None],
-        swap: SwapSpace | None = None,
         hooks: LayerHooks | None = None,
     ) -> None:
         self._model = model
@@ -66,8 +66,7 @@ class ModelRunner:
         if not self._is_closed:
             self._is_closed = True
             try:
-                if self._swap is not None:
-                    self._swap.close()  # its copies end before the pool's memory goes
+                self._swap.close()  # its copies end before the pool's memory goes
             finally:
                 self._kv_layers = ()
                 del self._model  # views of parameters, whose memory goes next
@@ -75,21 +74,21 @@ class ModelRunner:
 
     def poll_transfers(self) -> Sequence[tuple[int, Sequence[int]]]:
         """See ``Executor``."""
-        return self._swap.poll() if self._swap is not None else ()
+        return self._swap.poll()
 
     def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, Sequence[int]]]:
         """See ``Executor``."""
-        return self._swap.wait(timeout_s) if self._swap is not None else ()
+        return self._swap.wait(timeout_s)
 
     def take_copy_times(self) -> Sequence[CopyTime]:
         """See ``Executor``."""
-        return self._swap.take_copy_times() if self._swap is not None else ()
+        return self._swap.take_copy_times()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end. Its transfers begin first and run beside it; nobody waits for them here.
 
         Raises:
-            InvariantError: The plan moves KV and there is no swap space, or the runner is closed.
+            InvariantError: The plan moves KV to swap space that is not there, or the runner is closed.
         """
         if self._is_closed:
             raise InvariantError("a plan reached a closed model runner")
@@ -107,8 +106,6 @@ class ModelRunner:
     def _start_transfers(self, transfers: Sequence[Transfer]) -> None:
         """What leaves was written by steps that have ended, or is in the device's queue before its copy."""
         for transfer in transfers:
-            if self._swap is None:
-                raise InvariantError(f"transfer {transfer.transfer_id} reached a model runner without swap space")
             self._swap.start(transfer)
 
     def _apply_updates(self, plan: StepPlan) -> None:

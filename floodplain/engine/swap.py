@@ -13,11 +13,11 @@ from floodplain.core.errors import UserError
 from floodplain.core.tiers import Direction, Link, SlotLedger, Tier
 from floodplain.cost.link import LINKS, LinkProfile, common_scale
 from floodplain.engine.config import HARDWARE_PREFIX, EngineConfig
-from floodplain.lending.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
+from floodplain.lending.peer_parts import EmulatedLinks, PeerParts, open_peer_parts
+from floodplain.memory.backend import LINK_STAGING_BYTES, Backend
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.host.transfer import measure_copy_bandwidth
 from floodplain.memory.host_memory import available_bytes
-from floodplain.memory.host_tier import LINK_STAGING_BYTES, open_host_tier
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
@@ -45,7 +45,7 @@ class OpenedSwap:
         links: What a copy costs.
         facts: The links for the result of a benchmark: ``tier``, ``name``, ``bandwidth`` (bytes per second of a large
             copy, the slower direction), and if it is emulated its model.
-        peer: With ``--swap peer``; whoever follows the leases closes it, before ``space``.
+        peer: With ``--swap peer``; its mover is closed before ``space``.
     """
 
     space: SwapSpace
@@ -55,28 +55,35 @@ class OpenedSwap:
     peer: PeerParts | None = None
 
     @property
-    def host_slots(self) -> int:
-        """Slots in host memory."""
-        return self.ledgers[-1].num_slots
+    def host_slots(self) -> int | None:
+        """Slots in host memory; None if there is no swap space."""
+        return self.ledgers[-1].num_slots if self.ledgers else None
+
+    def close(self) -> None:
+        """Let the copies in flight end, and give the memory back."""
+        if self.peer is not None:
+            self.peer.mover.close()
+        self.space.close()
 
 
-def open_swap(config: EngineConfig, pool: KVPool) -> OpenedSwap | None:
-    """Make the swap space of an engine; None if the flags ask for none. Close its ``space`` before the pool.
+def open_swap(config: EngineConfig, pool: KVPool, backend: Backend) -> OpenedSwap:
+    """Make the swap space of an engine, without tiers if the flags ask for none. Close it before the pool.
 
     Raises:
         UserError: The machine has less memory than was asked for, or what was asked for holds no block.
     """
     if config.swap == "none":
-        return None
-    num_slots = _count_slots(config.swap_memory, pool)
+        return OpenedSwap(SwapSpace({}), (), (), ())
+    num_slots = _count_slots(config.swap_memory, pool, backend)
     emulated = _emulated_link(config.hardware, pool.layout)
     with ExitStack() as on_failure:
-        slots, host = open_host_tier(pool, pool.device.torch_device, num_slots, emulated)
+        slots, host = backend.open_host_tier(pool, num_slots, emulated)
         on_failure.callback(_close_tier, host)
         link, facts = _describe_link(emulated, pool, host)
         opened = OpenedSwap(SwapSpace({Tier.HOST: host}), (SlotLedger(Tier.HOST, num_slots),), (link,), (facts,))
         if config.swap == "peer":
-            opened = _add_peer_tier(opened, config, pool, slots, host, emulated)
+            peer_bytes = config.peer_memory or num_slots * pool.layout.block_bytes
+            opened = _add_peer_tier(opened, backend, pool, slots, peer_bytes, host, emulated)
         on_failure.pop_all()
     return opened
 
@@ -88,22 +95,17 @@ def _close_tier(tier: SwapTier) -> None:
 
 def _add_peer_tier(
     opened: OpenedSwap,
-    config: EngineConfig,
+    backend: Backend,
     pool: KVPool,
     host_slots: SwapSlots,
+    peer_bytes: int,
     host: SwapTier,
     emulated: EmulatedLink | None,
 ) -> OpenedSwap:
     """The same with a tier of slots on neighbours in front, as far as leases give it memory."""
-    block_bytes = pool.layout.block_bytes
-    slots = make_peer_slots(pool.layout, config.peer_memory or opened.host_slots * block_bytes)
-    link, facts = _price_peer_link(opened, pool, emulated)
-    device = pool.device.torch_device
-    if device.type == "cuda":
-        tier, parts = open_cuda_parts(pool, device, host_slots, slots, max(1, LINK_STAGING_BYTES // block_bytes))
-    else:
-        near = None if emulated is None else _emulate_peer_link(emulated)
-        tier, parts = open_host_parts(pool, host_slots, slots, near, emulated)
+    link, facts = _price_peer_link(opened, backend, emulated)
+    links = None if emulated is None else EmulatedLinks(near=_emulate_peer_link(emulated), far=emulated)
+    tier, parts = open_peer_parts(backend, pool, host_slots, peer_bytes, links)
     return OpenedSwap(
         SwapSpace({Tier.PEER: tier, Tier.HOST: host}),
         (SlotLedger(Tier.PEER, 0), *opened.ledgers),
@@ -113,12 +115,13 @@ def _add_peer_tier(
     )
 
 
-def _price_peer_link(opened: OpenedSwap, pool: KVPool, emulated: EmulatedLink | None) -> tuple[Link, Mapping[str, Any]]:
+def _price_peer_link(
+    opened: OpenedSwap, backend: Backend, emulated: EmulatedLink | None
+) -> tuple[Link, Mapping[str, Any]]:
     """On a GPU nobody knows yet how near the neighbours will be: as far as the host, until copies have told."""
     if emulated is not None:
         return _describe_emulated(_emulate_peer_link(emulated))
-    is_assumed = pool.device.torch_device.type == "cuda"  # on a CPU it is the same memory
-    return opened.links[0], {**opened.facts[0], **({"name": "assumed"} if is_assumed else {})}
+    return opened.links[0], {**opened.facts[0], **({} if backend.shares_host_memory else {"name": "assumed"})}
 
 
 def _emulate_peer_link(emulated: EmulatedLink) -> EmulatedLink:
@@ -145,10 +148,10 @@ def _time_s(engine: TransferEngine, copy: BlockCopy) -> float:
     return time.perf_counter() - start
 
 
-def _count_slots(asked_bytes: int | None, pool: KVPool) -> int:
+def _count_slots(asked_bytes: int | None, pool: KVPool, backend: Backend) -> int:
     block_bytes, available = pool.layout.block_bytes, available_bytes()
     default = min(DEFAULT_POOL_FACTOR * pool.num_blocks * block_bytes, int(available * DEFAULT_AVAILABLE_SHARE))
-    if pool.device.torch_device.type == "cpu":
+    if backend.shares_host_memory:
         default = min(default, MOST_DEFAULT_CPU_BYTES)
     num_bytes = default if asked_bytes is None else asked_bytes
     if num_bytes > available:

@@ -103,6 +103,11 @@ class LeaseAgent:
     ) -> None:
         self.close()
 
+    @property
+    def can_offer(self) -> bool:
+        """Whether the coordinator answers, so that an offer would reach it. May be asked on any thread."""
+        return self.membership.has_joined and not self.problem
+
     def retire(self) -> None:
         """Stop, and tell the coordinator what is free of the device, while it can still be looked at: see ``Lender``.
 

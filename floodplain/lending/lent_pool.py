@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 
 from floodplain.core.errors import UserError
+from floodplain.lending.membership import LentDevice
+from floodplain.lending.pool_limits import PoolLimits
+from floodplain.memory.backend import Backend
 from floodplain.memory.kv_pool import KVPool
 from floodplain.policy.lending import PoolLoad
 from floodplain.runtime.loop import Loop
@@ -25,10 +28,11 @@ class LentPool:
         loop: Whose ledger is the pool's; its block tables follow the blocks that move.
         full_blocks: Of the pool while nothing is lent.
         least_blocks: The pool never has fewer: what the longest request needs.
+        guest_bytes: What consumers' processes take of the device beside their leases.
         most_moved_bytes: At one boundary.
 
     Attributes:
-        guest_bytes: What a consumer's process takes of the device beside its lease: so much is not put up.
+        guest_bytes: As above: so much is not put up.
         num_failed_growths: How often bytes that ought to be free were not.
     """
 
@@ -38,9 +42,10 @@ class LentPool:
         loop: Loop,
         full_blocks: int,
         least_blocks: int,
+        guest_bytes: int = 0,
         most_moved_bytes: int = MOST_MOVED_BYTES,
     ) -> None:
-        self.guest_bytes = 0
+        self.guest_bytes = guest_bytes
         self.full_blocks = full_blocks
         self.least_blocks = least_blocks
         self.num_failed_growths = 0
@@ -74,8 +79,21 @@ class LentPool:
 
     @property
     def foreign_bytes(self) -> int:
-        """What others hold of the device; may be asked on any thread."""
-        return self._device.num_foreign_pages() * self._device.page_bytes
+        """What others hold of the device; may be asked on any thread.
+
+        While the pool has its full size no lease can be held: what is in use beside it then (modules that the driver
+        has loaded, processes outside of the protocol) is not counted.
+
+        Assumes that every borrower's context exists; otherwise borrowed bytes are under-reported by at most
+        ``guest_bytes``, which offers exclude.
+        """
+        if self.own_bytes >= self.full_bytes:
+            self._device.forget_others()
+        return max(0, self._device.num_foreign_pages() * self._device.page_bytes - self.guest_bytes)
+
+    def as_device(self) -> LentDevice:
+        """The device as its agent sees it."""
+        return LentDevice(capacity_bytes=self.full_bytes, foreign_bytes=lambda: self.foreign_bytes)
 
     def report(self, now: float) -> PoolLoad:
         """See ``Northbound``. Who is in swap space waits, too; who is on its way back does not."""
@@ -122,3 +140,14 @@ class LentPool:
         except UserError as error:  # the system's limit on mappings: others may give some back
             logger.debug("the KV pool cannot grow: %s", error)
             return False
+
+
+def open_lent_pool(pool: KVPool, loop: Loop, limits: PoolLimits, backend: Backend) -> LentPool:
+    """An engine's pool as one that lends. torch's own pool keeps out of what is lent.
+
+    Raises:
+        UserError: On a GPU no second process can compute, or torch has taken too much of it already.
+    """
+    lent_pool = LentPool(pool, loop, limits.num_blocks, limits.least_blocks, backend.measure_guest_bytes())
+    pool.device.cap_torch(lent_pool.full_bytes)
+    return lent_pool

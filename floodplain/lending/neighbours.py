@@ -12,15 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from floodplain.leases.client import LeaseClient
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient, read_token
 from floodplain.lending.lent_pool import LentPool
-from floodplain.lending.membership import LentDevice
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.lending.peer_watch import PeerWatch
-from floodplain.lending.pool_lender import LenderTimes, PoolLender
-from floodplain.policy.lending import LendingPolicy
+from floodplain.lending.pool_lender import PoolLender
 
 MOST_RECALL_TIMES = 1000
 """Of the last recalls; whoever counts them looks more often than that many take."""
@@ -51,7 +48,7 @@ class LeaseFacts:
 
 
 class Neighbours:
-    """See the module. Made by ``meet_neighbours``; ``close`` it when the engine's memory is given back.
+    """See the module. ``close`` it when the engine's memory is given back.
 
     Args:
         agent: Not yet started.
@@ -137,41 +134,6 @@ def open_client(addresses: str, token_file: str | None) -> CoordinatorClient:
         UserError: An address or the token's file is not usable.
     """
     return CoordinatorClient(addresses, None if token_file is None else read_token(Path(token_file)))
-
-
-def meet_neighbours(
-    client: CoordinatorClient,
-    name: str,
-    lent_pool: LentPool | None = None,
-    policy: LendingPolicy | None = None,
-    times: LenderTimes | None = None,
-    borrow: Callable[[LeaseClient], PeerTier] | None = None,
-    *,
-    is_last: bool = False,
-) -> Neighbours:
-    """The neighbours of an engine, not yet started.
-
-    Args:
-        client: Of the coordinators; the agent closes it.
-        name: Of the engine's device.
-        lent_pool: What it lends of; None lends nothing.
-        policy: How much of it.
-        times: How often it looks.
-        borrow: Makes what it borrows by; None borrows nothing.
-        is_last: No process will have that name after this one.
-    """
-    if lent_pool is None or policy is None:
-        agent = LeaseAgent(client, name, is_last=is_last)
-        return Neighbours(agent, peer_tier=borrow(agent.membership) if borrow else None)
-    device = LentDevice(capacity_bytes=lent_pool.full_bytes, foreign_bytes=lambda: lent_pool.foreign_bytes)
-    agent = LeaseAgent(client, name, device, is_last=is_last)
-    membership = agent.membership
-
-    def can_offer() -> bool:
-        return membership.has_joined and not agent.problem
-
-    lender = PoolLender(lent_pool, policy, membership, can_offer, times, lent_pool.guest_bytes)
-    return Neighbours(agent, lent_pool, lender, borrow(membership) if borrow else None)
 
 
 def default_device_name() -> str:

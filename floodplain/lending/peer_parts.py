@@ -1,17 +1,15 @@
-"""What the PEER tier is made of, beside the leases: on a CPU, and on a GPU."""
+"""What the PEER tier is made of, beside the leases."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from floodplain.lending.peer_tier import BLOCKS_PER_RELOCATION
+from floodplain.memory.backend import Backend
 from floodplain.memory.host.emulated_link import EmulatedLink
-from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.memory.peer.memory import HostPeerMemory, PeerMemory
-from floodplain.memory.peer.slot_mover import HostSlotMover, LinkPair, SlotMover
+from floodplain.memory.peer.memory import PeerMemory
+from floodplain.memory.peer.slot_mover import LinkPair, SlotMover
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
 from floodplain.memory.swap_space import SwapTier
@@ -36,47 +34,41 @@ class PeerParts:
     mover: SlotMover
 
 
-def make_peer_slots(layout: KVLayout, num_bytes: int) -> PeerSlots:
+@dataclass(frozen=True, slots=True)
+class EmulatedLinks:
+    """What paces the copies of an engine on a CPU.
+
+    Attributes:
+        near: To neighbours.
+        far: To host memory.
+    """
+
+    near: EmulatedLink
+    far: EmulatedLink
+
+
+def open_peer_parts(
+    backend: Backend, pool: BlockStore, host: SwapSlots, num_bytes: int, links: EmulatedLinks | None = None
+) -> tuple[SwapTier, PeerParts]:
+    """Open the PEER tier of an engine, without memory.
+
+    Args:
+        backend: Of the engine's device.
+        pool: Of the engine.
+        host: Its slots in host memory.
+        num_bytes: At most so much of the neighbours' memory.
+        links: None lets copies run as fast as this machine does.
+
+    Raises:
+        UserError: No device that this process sees can be borrowed from.
+    """
+    memory, slots = backend.open_peer_memory(), _make_slots(pool.layout, num_bytes)
+    tier = backend.open_peer_tier(pool, slots, None if links is None else links.near)
+    pair = None if links is None else LinkPair(links.far, links.near)
+    return tier, PeerParts(memory, slots, backend.open_slot_mover(host, slots, BLOCKS_PER_RELOCATION, pair))
+
+
+def _make_slots(layout: KVLayout, num_bytes: int) -> PeerSlots:
     """For at most so much of the neighbours' memory, rounded down to whole chunks, but one at least."""
     chunk_slots = max(1, CHUNK_BYTES // layout.block_bytes)
     return PeerSlots(layout, chunk_slots, max(1, num_bytes // (chunk_slots * layout.block_bytes)))
-
-
-def open_host_parts(
-    pool: BlockStore, host: SwapSlots, slots: PeerSlots, near: EmulatedLink | None, far: EmulatedLink | None
-) -> tuple[SwapTier, PeerParts]:
-    """Of an engine on a CPU, whose neighbours are host devices of this machine.
-
-    Args:
-        pool: Of the engine.
-        host: Its slots in host memory.
-        slots: On neighbours; without memory.
-        near: Paces copies to neighbours; None lets them run as fast as this machine does.
-        far: Paces copies to host memory.
-    """
-    tier = SwapTier(slots, HostTransferEngine(pool, slots, near).start())
-    pair = None if near is None or far is None else LinkPair(far, near)
-    return tier, PeerParts(HostPeerMemory(), slots, HostSlotMover(host, slots, pair).start())
-
-
-def open_cuda_parts(
-    pool: BlockStore, device: torch.device, host: SwapSlots, slots: PeerSlots, staging_blocks: int
-) -> tuple[SwapTier, PeerParts]:
-    """Of an engine on a GPU, whose neighbours are GPUs of this machine.
-
-    Args:
-        pool: Of the engine.
-        device: The GPU on which it lies.
-        host: Its slots in host memory; page-locked.
-        slots: On neighbours; without memory.
-        staging_blocks: Gathered at a time for a copy to or from the pool.
-
-    Raises:
-        UserError: There is no cuda-bindings.
-    """
-    from floodplain.memory.cuda.copies import CudaSlotMover, open_pool_copies
-    from floodplain.memory.cuda.peer import CudaPeerMemory
-
-    memory = CudaPeerMemory(device.index)
-    tier = SwapTier(slots, open_pool_copies(pool, device, slots, staging_blocks).start())
-    return tier, PeerParts(memory, slots, CudaSlotMover(host, slots, device, BLOCKS_PER_RELOCATION).start())

@@ -73,6 +73,16 @@ class Device(Protocol):
     def num_foreign_pages(self) -> int:
         """Pages' worth of memory that others own now, as observed; safe to ask from any thread."""
 
+    def forget_others(self) -> None:
+        """Count what is in use now as nobody's, if the device does not know whose it is. Any thread may call it."""
+
+    def cap_torch(self, kept_bytes: int) -> None:
+        """Keep torch's own pool out of ``kept_bytes`` of the device, if it allocates there, until ``close``.
+
+        Raises:
+            UserError: torch has taken some of them already.
+        """
+
     def backing(self) -> tuple[Path, int] | None:
         """The folder that the pages' memory is taken from, and its free bytes; None if it is taken from no folder."""
 

@@ -76,4 +76,4 @@ def test_a_damaged_slot_is_a_copy_that_failed() -> None:
 def test_blocks_that_begin_at_odd_places_are_refused() -> None:
     room = torch.zeros(BLOCKS * 1024 + 2, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(UserError, match="whole 16 bytes"):
-        CacheBlocks({"layer": room[2:].view(BLOCKS, 2, TOKENS, 32)}, BLOCKS, TOKENS)
+        SwapWorker(CacheBlocks({"layer": room[2:].view(BLOCKS, 2, TOKENS, 32)}, BLOCKS, TOKENS), 4)

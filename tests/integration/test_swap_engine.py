@@ -251,7 +251,7 @@ def test_nothing_is_left_of_a_swap_space_closed_in_the_middle(prompts: list[tupl
 
 def test_a_runner_without_swap_space_refuses_transfers() -> None:
     engine = build_engine(EngineConfig(model="dummy:tiny-llama", kv_memory=2**18, **(BASE | {"swap": "none"})))
-    transfer = Transfer(1, TransferKind.SWAP_IN, SeqId(0), (), (Location(Tier.HOST, 0),))
-    with pytest.raises(InvariantError, match="without swap space"):
+    transfer = Transfer(1, TransferKind.SWAP_IN, SeqId(0), (0,), (Location(Tier.HOST, 0),))
+    with pytest.raises(InvariantError, match="cannot begin in this swap space"):
         engine._executor.execute(StepPlan(0, transfers=(transfer,)))
     engine.close()

@@ -12,15 +12,15 @@ import torch
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import UserError
-from floodplain.engine import device_memory
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
-from floodplain.lending import cuda_lending
-from floodplain.lending.cuda_lending import open_lent_pool
-from floodplain.lending.lent_pool import LentPool
+from floodplain.lending.lent_pool import LentPool, open_lent_pool
 from floodplain.lending.pool_limits import PoolLimits
+from floodplain.memory.cuda import backend as cuda_backend
 from floodplain.memory.cuda import home as cuda_home
+from floodplain.memory.cuda.backend import CudaBackend
 from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home
+from floodplain.memory.host.backend import HostBackend
 from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_layout import KVLayout
@@ -64,10 +64,10 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def open_memory(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, name: str | None) -> DeviceMemory:
-    monkeypatch.setattr(device_memory, "_open_device", lambda *args: device)
+    monkeypatch.setattr(cuda_backend, "open_cuda_device", lambda index: device)
     model = "dummy:tiny-llama"
     config = EngineConfig(model=model, device="cuda:0", device_name=name)
-    return DeviceMemory(config, open_model(model, 0).config, torch.device("cuda", 0), torch.bfloat16, name)
+    return DeviceMemory(config, open_model(model, 0).config, CudaBackend(0), torch.bfloat16, name)
 
 
 def test_an_engine_with_a_name_is_found_while_its_memory_is_open(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -120,13 +120,12 @@ def open_on_gpu(pool: Any, patch: pytest.MonkeyPatch) -> tuple[LentPool, FakeCud
     kv_pool, loop = pool
     device = FakeCuda(kv_pool.device)
     patch.setattr(kv_pool, "device", device)
-    patch.setattr(cuda_lending, "CudaDevice", FakeCuda)
-    patch.setattr(cuda_lending, "measure_context_bytes", lambda index: GUEST_PAGES * PAGE_BYTES)
-    return open_lent_pool(kv_pool, loop, LIMITS), device, kv_pool
+    patch.setattr(cuda_backend, "measure_context_bytes", lambda index: GUEST_PAGES * PAGE_BYTES)
+    return open_lent_pool(kv_pool, loop, LIMITS, CudaBackend(0)), device, kv_pool
 
 
 def test_on_a_gpu_guests_contexts_have_a_place_and_torch_keeps_out(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_lent_pool(*pool, LIMITS).guest_bytes == 0
+    assert open_lent_pool(*pool, LIMITS, HostBackend()).guest_bytes == 0
     lent_pool, device, kv_pool = open_on_gpu(pool, monkeypatch)
     assert lent_pool.guest_bytes == GUEST_PAGES * PAGE_BYTES
     assert device.kept_bytes == lent_pool.full_bytes == kv_pool.num_mapped_pages * PAGE_BYTES

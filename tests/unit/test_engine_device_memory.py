@@ -11,10 +11,10 @@ import torch
 
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import shape_named
-from floodplain.engine import device_memory
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
-from floodplain.memory.host import named_file
+from floodplain.memory.host import backend, named_file
+from floodplain.memory.host.backend import HostBackend
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.weights.open_model import open_model
 
@@ -37,7 +37,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def shortage(name: str | None, kv_bytes: int = 2 * FREE) -> list[str]:
     """What is said of a pool and of parameters that find no room."""
     config = EngineConfig(model="dummy:tiny-llama", kv_memory=kv_bytes)
-    memory = DeviceMemory(config, open_model(config.model).config, torch.device("cpu"), torch.float32, name)
+    memory = DeviceMemory(config, open_model(config.model).config, HostBackend(), torch.float32, name)
     said = []
     try:
         num_blocks = memory.count_pool_blocks()
@@ -62,8 +62,8 @@ def test_a_device_that_has_no_room_is_named_where_its_folder_has(full: Path) -> 
 
 
 def test_a_model_larger_than_the_machine_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "available_bytes", lambda: FREE)
+    monkeypatch.setattr(backend, "available_bytes", lambda: FREE)
     for size in (2**20, 10**200):
         model = ModelConfig.of_shape(replace(shape_named("tiny-llama"), vocab_size=size))
         with pytest.raises(UserError, match=rf"parameters take \d+ bytes, more than the {FREE} bytes"):
-            DeviceMemory(EngineConfig(model="m", kv_memory=1), model, torch.device("cpu"), torch.float32)
+            DeviceMemory(EngineConfig(model="m", kv_memory=1), model, HostBackend(), torch.float32)

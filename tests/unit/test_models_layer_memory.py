@@ -13,6 +13,7 @@ from floodplain.cost.model_shape import shape_named
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.memory.arena import Page
+from floodplain.memory.host.backend import HostBackend
 from floodplain.memory.paged_buffer import PagedBuffer
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
@@ -31,7 +32,7 @@ class Loaded:
     def __init__(self, name: str) -> None:
         self.source = DummyModel(name)
         config = ModelConfig.of_shape(replace(shape_named(name), num_layers=NUM_LAYERS))
-        self.memory = DeviceMemory(EngineConfig(model="m", kv_memory=2**24), config, CPU, torch.float32)
+        self.memory = DeviceMemory(EngineConfig(model="m", kv_memory=2**24), config, HostBackend(), torch.float32)
         self.model = load_decoder(
             config,
             self.source,

@@ -156,6 +156,24 @@ def test_a_cache_in_which_a_block_is_no_piece_of_memory_is_refused(cache: torch.
         CacheBlocks({"layer": cache}, BLOCKS, TOKENS)
 
 
+@pytest.mark.parametrize(
+    ("caches", "num_bytes"),
+    [
+        ({"layer": torch.zeros(BLOCKS * 64 + 2, dtype=torch.bfloat16)[2:].view(BLOCKS, 2, TOKENS, -1)}, 16),
+        ({"layer": torch.zeros((BLOCKS, 2, TOKENS, 1))}, 64),
+    ],
+    ids=["they begin between pieces", "they end between pieces"],
+)
+def test_blocks_that_are_no_whole_pieces_of_a_devices_copies_are_refused(
+    caches: dict[str, torch.Tensor], num_bytes: int
+) -> None:
+    blocks = CacheBlocks(caches, BLOCKS, TOKENS)
+    with pytest.raises(UserError, match=f"do not begin at whole {num_bytes} bytes"):
+        blocks.expect_pieces(num_bytes)
+    blocks.expect_pieces(4)
+    SwapWorker(blocks, 1).close()  # a CPU copies any
+
+
 def laid_out(order: str, *, pad: int = 0, num_layers: int = 3) -> dict[str, torch.Tensor]:
     """Caches of layers [blocks, heads, tokens, K and V] over memory in vLLM's order of (L, B, H, N, C)."""
     sizes = {"L": num_layers, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * DIM}

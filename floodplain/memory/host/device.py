@@ -74,6 +74,12 @@ class HostDevice:
                 return self.capacity_pages
             return self.capacity_pages - self.num_owned_pages - int(np.count_nonzero(self._find_free()))
 
+    def forget_others(self) -> None:
+        """See ``Device.forget_others``: locks say whose each page is."""
+
+    def cap_torch(self, kept_bytes: int) -> None:
+        """See ``Device.cap_torch``: torch allocates elsewhere."""
+
     def backing(self) -> tuple[Path, int] | None:
         """See ``Device.backing``: a folder such as ``/dev/shm``, which a container may limit; None without a name."""
         if self._path is None:

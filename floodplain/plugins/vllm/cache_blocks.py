@@ -10,9 +10,6 @@ import torch
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.kv_layout import KVLayout
 
-_GPU_PIECE_BYTES = 16
-"""A lane of our kernels moves so many at a time (``memory.cuda.triton_copy``)."""
-
 
 class CacheBlocks:
     """vLLM's KV caches as a ``BlockStore``.
@@ -46,9 +43,16 @@ class CacheBlocks:
             num_layers=len(self.words), block_tokens=block_tokens, num_kv_heads=1,
             head_dim=part_bytes // (2 * block_tokens), dtype=torch.uint8,
         )  # fmt: skip
-        if self.device.type == "cuda" and (part_bytes % _GPU_PIECE_BYTES or any(_is_skewed(w) for w in self.words)):
-            raise UserError("this model's blocks do not begin at whole 16 bytes, which copies on a GPU need")
         self._num_blocks = num_blocks
+
+    def expect_pieces(self, num_bytes: int) -> None:
+        """Refuse blocks whose parts do not begin at, and have, a whole number of ``num_bytes``.
+
+        Raises:
+            UserError: There are such parts.
+        """
+        if any(words.data_ptr() % num_bytes or 4 * words.shape[1] % num_bytes for words in self.words):
+            raise UserError(f"this model's blocks do not begin at whole {num_bytes} bytes, which copies on a GPU need")
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
         """See ``BlockStore``."""
@@ -64,10 +68,6 @@ def _find_device(caches: Mapping[str, torch.Tensor]) -> torch.device:
             f"floodplain in vLLM swaps from one CPU or NVIDIA GPU per worker, not from {found or 'nothing'}"
         )
     return devices.pop()
-
-
-def _is_skewed(words: torch.Tensor) -> bool:
-    return words.data_ptr() % _GPU_PIECE_BYTES != 0
 
 
 def _find_pieces(caches: Mapping[str, torch.Tensor], num_blocks: int) -> tuple[torch.Tensor, ...]:

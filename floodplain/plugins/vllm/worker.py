@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
 from floodplain.core.tiers import Direction, Tier
-from floodplain.lending.peer_parts import PeerParts, make_peer_slots, open_cuda_parts, open_host_parts
-from floodplain.memory.host_tier import LINK_STAGING_BYTES, open_host_tier
-from floodplain.memory.swap_slots import SwapSlots
-from floodplain.memory.swap_space import SwapSpace, SwapTier
+from floodplain.lending.peer_parts import PeerParts, open_peer_parts
+from floodplain.memory.backend_choice import choose_backend
+from floodplain.memory.swap_space import SwapSpace
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.tally import SwapTally
@@ -29,15 +28,20 @@ class SwapWorker:
     Attributes:
         peer: Without memory, until somebody in this process borrows some for it.
         before_close: Called before swap space is given back.
+
+    Raises:
+        UserError: The blocks do not begin where copies of their device need it, or memory is missing.
     """
 
     def __init__(self, blocks: CacheBlocks, num_slots: int, peer_bytes: int = 0) -> None:
-        self.slots, host = open_host_tier(blocks, blocks.device, num_slots)
+        backend = choose_backend(blocks.device)
+        blocks.expect_pieces(backend.piece_bytes)
+        self.slots, host = backend.open_host_tier(blocks, num_slots)
         self.peer: PeerParts | None = None
         self.before_close: Callable[[], None] = lambda: None
         tiers = {Tier.HOST: host}
         if peer_bytes:
-            near, self.peer = _open_peer_tier(blocks, self.slots, peer_bytes)
+            near, self.peer = open_peer_parts(backend, blocks, self.slots, peer_bytes)
             tiers = {Tier.PEER: near, **tiers}
         self._space = SwapSpace(tiers)
         self.tally = SwapTally()
@@ -106,11 +110,3 @@ def introduce(engine_id: str, worker: SwapWorker) -> None:
 def find_worker(engine_id: str) -> SwapWorker | None:
     """None if it is in another process."""
     return _HERE.get(engine_id)
-
-
-def _open_peer_tier(blocks: CacheBlocks, host: SwapSlots, num_bytes: int) -> tuple[SwapTier, PeerParts]:
-    slots = make_peer_slots(blocks.layout, num_bytes)
-    if blocks.device.type == "cuda":
-        staging_blocks = max(1, LINK_STAGING_BYTES // blocks.layout.block_bytes)
-        return open_cuda_parts(blocks, blocks.device, host, slots, staging_blocks)
-    return open_host_parts(blocks, host, slots, None, None)

@@ -1,0 +1,118 @@
+"""What the kind of a device decides: where its memory comes from, and what copies to and from it.
+
+An engine chooses its backend once (``memory.backend_choice``), and asks nothing else what kind of device it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from floodplain.memory.arena import Device
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.peer.memory import PeerMemory
+from floodplain.memory.peer.slot_mover import LinkPair, SlotMover
+from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_space import SwapTier
+from floodplain.memory.transfer import BlockStore
+
+LINK_STAGING_BYTES = 64 * 2**20
+"""Gathered at a time on a device: NVLink reaches its full bandwidth with copies of this size (AQUA, section 7)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDevice:
+    """A device, and how everything that was opened for it is closed.
+
+    Attributes:
+        device: The device.
+        close: Closes it; a second call does nothing.
+    """
+
+    device: Device
+    close: Callable[[], None]
+
+
+class Backend(Protocol):
+    """One kind of device. ``HostBackend`` and ``CudaBackend`` implement it."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where tensors of this device lie."""
+
+    @property
+    def shares_host_memory(self) -> bool:
+        """Whether the KV pool, swap space and neighbours' devices all lie in the host's memory."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Each layer's part of a KV block must begin at, and have, a whole number of so many bytes."""
+
+    def describe(self) -> str:
+        """The hardware's name, for reports."""
+
+    def open_device(
+        self, layout: KVLayout, kv_bytes: int | None, param_bytes: int, shared_name: str | None
+    ) -> OpenedDevice:
+        """Open the memory that one engine computes in.
+
+        Args:
+            layout: Shape of its KV cache.
+            kv_bytes: Bytes of its KV pool; None takes the default.
+            param_bytes: At most so many bytes of parameters.
+            shared_name: Neighbours find the device under this name until it is closed; None lets no neighbour find it.
+
+        Raises:
+            UserError: There is less memory than that, or another engine has that name.
+        """
+
+    def default_kv_bytes(self, device: Device) -> int:
+        """Bytes of the KV pool if no flag gives them; ask when the parameters are loaded."""
+
+    def measure_guest_bytes(self) -> int:
+        """Bytes of the device that a borrowing process takes beside what it borrows: not to be offered.
+
+        Raises:
+            UserError: No other process can use the device.
+        """
+
+    def open_host_tier(
+        self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None
+    ) -> tuple[SwapSlots, SwapTier]:
+        """Swap space in host memory, allocated when this returns, and its started engine.
+
+        Args:
+            pool: Blocks are copied from and to it.
+            num_slots: Blocks that the swap space holds.
+            link: On a CPU, paces the copies.
+
+        Raises:
+            UserError: The system does not give that much memory.
+        """
+
+    def open_peer_memory(self) -> PeerMemory:
+        """Memory of neighbours of the same kind.
+
+        Raises:
+            UserError: No device that this process sees can be borrowed from.
+        """
+
+    def open_peer_tier(self, pool: BlockStore, slots: PeerSlots, link: EmulatedLink | None = None) -> SwapTier:
+        """Swap space on neighbours, with its started engine; the arguments are as in ``open_host_tier``."""
+
+    def open_slot_mover(
+        self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
+    ) -> SlotMover:
+        """A started mover between swap space in host memory and on neighbours.
+
+        Args:
+            host: Slots of ``open_host_tier``.
+            peer: Slots on neighbours.
+            staging_blocks: On a GPU, blocks that pass through its memory at a time, in each direction.
+            links: On a CPU, paces the copies.
+        """

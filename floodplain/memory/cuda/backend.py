@@ -1,0 +1,113 @@
+"""An engine that computes on a GPU: its device is the driver's memory, and neighbours are other GPUs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+
+from floodplain.core.errors import UserError
+from floodplain.memory.arena import Device
+from floodplain.memory.backend import LINK_STAGING_BYTES, OpenedDevice
+from floodplain.memory.cuda.context import measure_context_bytes
+from floodplain.memory.cuda.copies import CudaSlotMover, open_pool_copies
+from floodplain.memory.cuda.device import open_cuda_device
+from floodplain.memory.cuda.driver import CudaDriver
+from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.peer import CudaPeerMemory
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.peer.slot_mover import LinkPair
+from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_space import SwapTier
+from floodplain.memory.transfer import BlockStore
+
+DEFAULT_KV_SHARE = 0.9
+"""Of the memory that is free once the parameters are loaded."""
+NUM_GUESTS = 1
+"""Consumers whose contexts have a place beside what they borrow: placements give a producer one (AQUA, section 4)."""
+
+
+class CudaBackend:
+    """See ``Backend``. Made by ``open_cuda_backend``.
+
+    Args:
+        index: Of the GPU.
+    """
+
+    shares_host_memory = False
+    piece_bytes = 16
+    """A lane of our kernels moves so many at a time (``memory.cuda.triton_copy``)."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    @property
+    def torch_device(self) -> torch.device:
+        """See ``Backend``."""
+        return torch.device("cuda", self._index)
+
+    def describe(self) -> str:
+        """See ``Backend``."""
+        return torch.cuda.get_device_name(self._index)
+
+    def open_device(
+        self, layout: KVLayout, kv_bytes: int | None, param_bytes: int, shared_name: str | None
+    ) -> OpenedDevice:
+        """See ``Backend``. Sizes are not looked at: the driver says what does not fit when it is allocated."""
+        device = open_cuda_device(self._index)
+        closing = ExitStack()
+        closing.callback(torch.cuda.empty_cache)  # embedding, head and activations lie in torch's own pool
+        if shared_name is not None:
+            try:
+                closing.callback(claim_cuda_home(shared_name, CudaDriver(self._index).uuid).close)
+            except BaseException:
+                device.close()
+                raise
+        closing.callback(device.close)
+        return OpenedDevice(device, closing.close)
+
+    def default_kv_bytes(self, device: Device) -> int:
+        """See ``Backend``: a share of what is free."""
+        free = device.num_free_pages() * device.page_bytes
+        return int(free * DEFAULT_KV_SHARE)
+
+    def measure_guest_bytes(self) -> int:
+        """See ``Backend``: the contexts of ``NUM_GUESTS`` processes."""
+        return NUM_GUESTS * measure_context_bytes(self._index)
+
+    def open_host_tier(
+        self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None
+    ) -> tuple[SwapSlots, SwapTier]:
+        """See ``Backend``: page-locked."""
+        slots = SwapSlots(pool.layout, num_slots, is_pinned=True)
+        staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
+        return slots, SwapTier(slots, open_pool_copies(pool, self.torch_device, slots, staging_blocks).start())
+
+    def open_peer_memory(self) -> CudaPeerMemory:
+        """See ``Backend``: GPUs of this machine."""
+        return CudaPeerMemory(self._index)
+
+    def open_peer_tier(self, pool: BlockStore, slots: PeerSlots, link: EmulatedLink | None = None) -> SwapTier:
+        """See ``Backend``."""
+        staging_blocks = max(1, LINK_STAGING_BYTES // pool.layout.block_bytes)
+        return SwapTier(slots, open_pool_copies(pool, self.torch_device, slots, staging_blocks).start())
+
+    def open_slot_mover(
+        self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
+    ) -> CudaSlotMover:
+        """See ``Backend``."""
+        return CudaSlotMover(host, peer, self.torch_device, staging_blocks).start()
+
+
+def open_cuda_backend(device: torch.device) -> CudaBackend:
+    """The backend of a GPU; without an index, of the first one.
+
+    Raises:
+        UserError: torch does not see that GPU.
+    """
+    index = device.index or 0
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        raise UserError(f"--device {device} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return CudaBackend(index)

@@ -1,0 +1,107 @@
+"""An engine that computes on CPUs: its device is shared memory, and neighbours are other such devices."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from floodplain.core.errors import UserError
+from floodplain.memory.arena import Device
+from floodplain.memory.backend import OpenedDevice
+from floodplain.memory.host.allocator import keep_activation_pages
+from floodplain.memory.host.device import open_home_device, open_private_device
+from floodplain.memory.host.device_file import PAGE_BYTES
+from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.transfer import HostTransferEngine
+from floodplain.memory.host_memory import available_bytes
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.peer.memory import HostPeerMemory
+from floodplain.memory.peer.slot_mover import HostSlotMover, LinkPair
+from floodplain.memory.peer.slots import PeerSlots
+from floodplain.memory.swap_slots import SwapSlots
+from floodplain.memory.swap_space import SwapTier
+from floodplain.memory.transfer import BlockStore
+
+DEFAULT_KV_BYTES = 2**30
+
+
+class HostBackend:
+    """See ``Backend``."""
+
+    torch_device = torch.device("cpu")
+    shares_host_memory = True
+    piece_bytes = 1
+
+    def describe(self) -> str:
+        """See ``Backend``: the processor and the number of its cores."""
+        return f"{_processor()}, {os.cpu_count()} cores"
+
+    def open_device(
+        self, layout: KVLayout, kv_bytes: int | None, param_bytes: int, shared_name: str | None
+    ) -> OpenedDevice:
+        """See ``Backend``. Also lets this process keep the memory of freed activations."""
+        keep_activation_pages()
+        kv_bytes = kv_bytes or DEFAULT_KV_BYTES
+        _expect_available(kv_bytes, param_bytes)
+        quantum_bytes = layout.count_quantum_blocks(PAGE_BYTES) * layout.block_bytes
+        capacity_bytes = kv_bytes + quantum_bytes + param_bytes + layout.num_layers * PAGE_BYTES
+        if shared_name is None:
+            device = open_private_device(capacity_bytes)
+        else:
+            device = open_home_device(shared_name, capacity_bytes)
+        return OpenedDevice(device, device.close)
+
+    def default_kv_bytes(self, device: Device) -> int:
+        """See ``Backend``: the same on any machine."""
+        return DEFAULT_KV_BYTES
+
+    def measure_guest_bytes(self) -> int:
+        """See ``Backend``: nothing."""
+        return 0
+
+    def open_host_tier(
+        self, pool: BlockStore, num_slots: int, link: EmulatedLink | None = None
+    ) -> tuple[SwapSlots, SwapTier]:
+        """See ``Backend``."""
+        slots = SwapSlots(pool.layout, num_slots)
+        slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
+        return slots, SwapTier(slots, HostTransferEngine(pool, slots, link).start())
+
+    def open_peer_memory(self) -> HostPeerMemory:
+        """See ``Backend``: host devices of this machine."""
+        return HostPeerMemory()
+
+    def open_peer_tier(self, pool: BlockStore, slots: PeerSlots, link: EmulatedLink | None = None) -> SwapTier:
+        """See ``Backend``."""
+        return SwapTier(slots, HostTransferEngine(pool, slots, link).start())
+
+    def open_slot_mover(
+        self, host: SwapSlots, peer: PeerSlots, staging_blocks: int, links: LinkPair | None = None
+    ) -> HostSlotMover:
+        """See ``Backend``: nothing is staged."""
+        return HostSlotMover(host, peer, links).start()
+
+
+def _expect_available(kv_bytes: int, param_bytes: int) -> None:
+    available = available_bytes()
+    if param_bytes > available:
+        raise UserError(
+            f"the model's parameters take {param_bytes} bytes, more than the {available} bytes that this machine "
+            "has free: choose a smaller model, or --dtype bfloat16"
+        )
+    if kv_bytes > available:
+        raise UserError(
+            f"--kv-memory {kv_bytes} is more than the {available} bytes that this machine has free: lower it"
+        )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
