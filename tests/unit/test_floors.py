@@ -132,6 +132,59 @@ def test_the_plug_in_needs_no_engine_of_ours() -> None:
         assert "engine" not in imported_places(file.read_text()), file
 
 
+def test_modules_import_each_other_in_no_circle() -> None:
+    """The plug-in has two: vLLM's names for its parts lead to files that vLLM must be there for."""
+    places = [place for place in FLOOR_OF if place != "plugins"]
+    names = set(modules(*places))
+    needs = {}
+    for name in names:
+        file = ROOT.parent.joinpath(*name.split("."))
+        source = (file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text()
+        asked = {other for module, part in imports_of(source) for other in (module, f"{module}.{part}")}
+        needs[name] = asked & names - {name}
+    list(TopologicalSorter(needs).static_order())  # raises CycleError
+
+
+KINDS = {"cpu", "cuda"}
+TELLS_KINDS_APART = {
+    "memory/backend_choice.py": "the one place for what lies below the model",
+    "model/attention/backend_choice.py": "the same for attention",
+    "model/attention/paged_prefill.py": "FlashInfer is for CUDA alone",
+    "model/native/ops.py": "so are our C++ kernels for CPUs",
+    "model/network/linear.py": "so are oneDNN's products",
+    "engine/config.py": "links are emulated on CPUs alone",
+    "plugins/vllm/cache_blocks.py": "vLLM runs on other devices, too",
+}
+
+
+def kinds_told_apart(source: str) -> list[str]:
+    """Comparisons with the name of a kind of device, and names that are said to begin with one."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        is_asking = isinstance(node, ast.Compare) or (
+            isinstance(node, ast.Call) and "startswith" in ast.dump(node.func)
+        )
+        names = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)} if is_asking else set()
+        found += [ast.unparse(node)] if names & KINDS else []
+    return found
+
+
+def test_kinds_of_devices_are_told_apart_where_a_backend_is_chosen() -> None:
+    telling = {str(file.relative_to(ROOT)) for file in ROOT.rglob("*.py") if kinds_told_apart(file.read_text())}
+    assert telling == set(TELLS_KINDS_APART)
+
+
+def test_a_question_for_the_kind_of_a_device_is_found() -> None:
+    for source in (
+        "x = device.type == 'cuda'",
+        "if 'cpu' != kind: pass",
+        "name.startswith('cuda')",
+        "t in ('cpu', 'b')",
+    ):
+        assert len(kinds_told_apart(source)) == 1, source
+    assert kinds_told_apart("torch.device('cuda', 0)") == []
+
+
 def test_pure_code_imports_no_clock_no_threads_no_network() -> None:
     for place in PURE:
         for file in sorted((ROOT / place).rglob("*.py")):
