@@ -125,10 +125,10 @@ def test_damaged_copies_are_computed_again(llm: LLM, load: Load, expected: dict[
     books, num_lost = desk_of(llm).books, 0
     settle = books.settle
 
-    def note(transfer_id: int, ok: bool) -> None:
+    def note(transfer_id: int, lost: frozenset[int]) -> None:
         nonlocal num_lost
-        num_lost += not ok
-        settle(transfer_id, ok)
+        num_lost += len(lost)
+        settle(transfer_id, lost)
 
     books.settle = note  # type: ignore[method-assign]
 
