@@ -70,8 +70,9 @@ class World:
         one.request.num_computed_tokens = 0
 
     def settle(self, ok: bool = True) -> None:
+        """All copies end; of those that fail, every block is lost."""
         for transfer in self.books.take_due():
-            self.books.settle(transfer.transfer_id, ok)
+            self.books.settle(transfer.transfer_id, frozenset(() if ok else range(len(transfer.blocks))))
 
     def cache(self, num_blocks: int, num_held: int = 0) -> None:
         """Leading blocks of everybody's content are on the device; some of them are held by somebody."""
