@@ -114,7 +114,6 @@ class Decision:
         admissions: Waiting sequences that start, with their first chunk. A prefix hit comes on top.
         backups: Whose full blocks are written behind.
         prefix_backup: Prefixes that nobody uses now, to be kept in swap space.
-        wake_s: Ask again at this time even if nothing happens; needed only when nothing is scheduled.
         reason: Why the policy could not decide as it would like; None if it could.
     """
 
@@ -125,7 +124,6 @@ class Decision:
     admissions: tuple[Chunk, ...] = ()
     backups: tuple[BackupOrder, ...] = ()
     prefix_backup: PrefixBackupOrder | None = None
-    wake_s: float | None = None
     reason: Reason | None = None
 
 
@@ -246,9 +244,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to run: ask again when something happens, at the latest at ``until_s`` (None: no limit)."""
-
-    until_s: float | None = None
+    """Nothing to run: ask again when a step or a copy has ended, or a request has arrived."""
 
 
 @dataclass(frozen=True, slots=True)

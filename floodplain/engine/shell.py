@@ -10,7 +10,7 @@ from typing import Any
 
 from floodplain.core.errors import RequestRefused
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.plan import StepPlan, Wait
+from floodplain.core.plan import StepPlan
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.engine.config import EngineConfig
@@ -158,8 +158,8 @@ class Engine:
     def step(self) -> list[tuple[SeqId, OutputDelta]]:
         """Plan and run one step; an empty list if there was nothing to run.
 
-        While nothing can run before a copy ends, or before a time that the policy named, it waits: at most
-        ``MAX_WAIT_S``, and no longer than ``has_news`` allows.
+        While nothing can run before a copy ends it waits: at most ``MAX_WAIT_S``, and no longer than ``has_news``
+        allows.
 
         Raises:
             InvariantError: A bug; the engine must not go on.
@@ -171,7 +171,7 @@ class Engine:
         if isinstance(plan, StepPlan):
             deltas, ended = self._run(plan), self._executor.poll_transfers()
         else:
-            deltas, ended = [], self._wait(plan)
+            deltas, ended = [], self._wait()
         self._num_copying -= len(ended)
         for transfer_id, lost in ended:
             self.loop.transfer_done(transfer_id, lost, self.clock())
@@ -182,21 +182,15 @@ class Engine:
         self.is_stepping = False
         return deltas
 
-    def _wait(self, wait: Wait) -> Seq[tuple[int, Seq[int]]]:
-        """Wait until a copy has ended, the policy's time has come, or there is news; return the copies that ended."""
-        if not self._num_copying and wait.until_s is None:
+    def _wait(self) -> Seq[tuple[int, Seq[int]]]:
+        """Wait until a copy has ended or there is news; return the copies that ended."""
+        if not self._num_copying:
             return ()
         begin = self.clock()
-        until_s = begin + MAX_WAIT_S if wait.until_s is None else min(begin + MAX_WAIT_S, wait.until_s)
-        if self._num_copying:
-            until_s = max(until_s, begin + _POLL_S)  # whatever the policy said: no spinning beside the copy threads
         ended = self._executor.poll_transfers()  # whatever news there is: who comes back may run beside it
-        while not ended and not self.has_news() and (left_s := until_s - self.clock()) > 0:
-            if self._num_copying:
-                ended = self._executor.wait_transfers(min(left_s, _POLL_S))
-            else:
-                time.sleep(min(left_s, _POLL_S))
-        if self._num_copying and self._alive:
+        while not ended and not self.has_news() and (left_s := begin + MAX_WAIT_S - self.clock()) > 0:
+            ended = self._executor.wait_transfers(min(left_s, _POLL_S))
+        if self._alive:
             self.swap_stall_s += self.clock() - begin
         return ended
 

@@ -124,7 +124,7 @@ class Loop:
         """Plan one more step, or say that there is nothing to run.
 
         Raises:
-            InvariantError: The policy leaves live requests without anything that could ever wake them.
+            InvariantError: The policy runs nothing though requests are alive and no step or copy is under way.
         """
         if len(self._steps) >= self.state.config.depth:
             return Wait()
@@ -141,7 +141,7 @@ class Loop:
                 return plan
             self._postpone(plan)
             if not decision.preemptions and not decision.resumptions:
-                return self._wait_or_stall(decision, now)
+                return self._wait_or_stall()
         raise InvariantError(f"policy {self.policy.name} preempts and resumes without end")
 
     def _decide(self, now: float) -> Decision | None:
@@ -158,11 +158,10 @@ class Loop:
         self.state.released[:0] = plan.released
         self.state.stale_tables.update(table.seq_id for table in plan.tables)
 
-    def _wait_or_stall(self, decision: Decision, now: float) -> Wait:
-        is_idle = not self._steps and not self._moves.num_in_flight
-        if is_idle and (decision.wake_s is None or decision.wake_s <= now):
+    def _wait_or_stall(self) -> Wait:
+        if not self._steps and not self._moves.num_in_flight:
             raise InvariantError(f"policy {self.policy.name} runs nothing while requests are alive")
-        return Wait(decision.wake_s)
+        return Wait()
 
     def complete(self, result: StepResult, now: float) -> StepOutputs:
         """Take in the result of the oldest outstanding step.

@@ -53,8 +53,6 @@ class VirtualInstance:
         if isinstance(plan, StepPlan):
             self._end_stall(now)
             self._begin(plan, now)
-        elif plan.until_s is not None:
-            self._environment.schedule(max(plan.until_s, now), self._advance)
         elif self._num_copying and self.loop.state.sequences and self._stalled_since is None:
             self._stalled_since = now
 

@@ -89,7 +89,7 @@ class Forger:
 
 def forge_in_a_storm(seed: int, forge: Forgery, requests: Sequence[Request]) -> tuple[Forger, LateStorm]:
     with late_storm(seed) as one:
-        forger = Forger(one, forge, patience=5 + seed)
+        forger = Forger(one, forge, patience=3 + seed // 2)
         executor: Any = one.engine._executor
         execute = executor.execute
 

@@ -31,7 +31,7 @@ MAX_MODEL_LEN = 64
 
 
 class PatientPolicy(RandomPolicy):
-    """Waits when it is asked again and again about one step."""
+    """Rests when it is asked again and again about one step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class PatientPolicy(RandomPolicy):
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         self._asked[view.step] += 1
-        if self._asked[view.step] % 4 == 3:
-            return Decision(wake_s=now + 1)
+        if self._asked[view.step] >= 3:
+            return self.rest(view, now, rng)
         return super().decide(view, now, rng)
 
 

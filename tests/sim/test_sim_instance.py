@@ -80,11 +80,12 @@ def test_other_requests_times_or_machines_give_other_steps() -> None:
 
 
 class Dicing(FcfsPolicy):
-    """Lets the seed decide whether a step is planned at all."""
+    """Lets the seed decide whether the last of several streams gets its token."""
 
-    def decide(self, view: View, now: float, rng: object) -> Decision:
-        is_idle = rng.random() < 0.3  # type: ignore[attr-defined]
-        return Decision(wake_s=now + 0.005) if is_idle else super().decide(view, now, rng)  # type: ignore[arg-type]
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        decision = super().decide(view, now, rng)
+        is_left_out = len(decision.decodes) > 1 and rng.random() < 0.3
+        return replace(decision, decodes=decision.decodes[:-1]) if is_left_out else decision
 
 
 def test_the_seed_is_the_policys_dice() -> None:

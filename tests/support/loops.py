@@ -179,10 +179,30 @@ class RandomPolicy:
         return seq.order_key
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
-        if view.tiers and rng.random() < 0.1:  # alone: FCFS would give the same blocks away
+        for _ in range(8):
+            decision = self._dice(view, now, rng)
+            is_moving = decision.preemptions or decision.resumptions  # it is asked again if no copy begins with those
+            if is_moving or _computes(decision) or is_under_way(view):
+                return decision
+        return self._work(view, now, rng)
+
+    def rest(self, view: View, now: float, rng: Random) -> Decision:
+        """Nothing, while a step or a copy is under way."""
+        return Decision() if is_under_way(view) else self._work(view, now, rng)
+
+    def _work(self, view: View, now: float, rng: Random) -> Decision:
+        """As FCFS; if that has nothing to run, resume the first sequence that fits."""
+        decision = self._fcfs.decide(view, now, rng)
+        if _computes(decision) or decision.preemptions or decision.resumptions:
+            return decision
+        return Decision(resumptions=self._resume_one(view))
+
+    def _dice(self, view: View, now: float, rng: Random) -> Decision:
+        if view.tiers and rng.random() < 0.1:  # FCFS would give the same blocks away
             num_blocks = rng.randint(1, 4)
             order = PrefixBackupOrder(2 * num_blocks, num_blocks, view.tiers[0].tier)
-            return Decision(prefix_backup=order, wake_s=_far_ahead(view))
+            decodes = () if is_under_way(view) else self._decodes(view, list(view.running))
+            return Decision(decodes=decodes, prefix_backup=order)
         base = self._fcfs.decide(view, now, rng)
         if rng.random() < 0.5:
             return self._resume_too(view, base, rng)
@@ -197,7 +217,7 @@ class RandomPolicy:
             for tier in slots
             if rng.random() < 0.3 and self._pay(slots, tier, row.num_blocks - row.num_backed_blocks)
         )[:1]
-        return Decision(preemptions=preemptions, decodes=self._decodes(view, stays), backups=backups, wake_s=now + 1)
+        return Decision(preemptions=preemptions, decodes=self._decodes(view, stays), backups=backups)
 
     def _decodes(self, view: View, rows: list[SequenceView]) -> tuple[SeqId, ...]:
         """Only those that need no new block: FCFS is not asked in this step."""
@@ -219,11 +239,8 @@ class RandomPolicy:
 
     def _resume_too(self, view: View, base: Decision, rng: Random) -> Decision:
         """Resume if that alone is decided: FCFS has spent the blocks that it saw."""
-        num_on_device = len(view.running) + len(view.loading)
-        for row in view.swapped:
-            num_blocks = -(-row.num_restorable_tokens // view.block_tokens) - row.num_shared_blocks
-            if num_blocks <= view.num_available_blocks and num_on_device < view.max_num_seqs:
-                return Decision(resumptions=(Resumption(row.seq_id, Reason.SLICE_BEGINS),), wake_s=_far_ahead(view))
+        if resumptions := self._resume_one(view):
+            return Decision(resumptions=resumptions)
         chunks = tuple(Chunk(c.seq_id, rng.randint(1, c.num_tokens)) for c in base.chunks)
         admissions = tuple(Chunk(c.seq_id, rng.randint(1, c.num_tokens)) for c in base.admissions)
         return Decision(
@@ -232,13 +249,25 @@ class RandomPolicy:
             decodes=base.decodes,
             chunks=chunks,
             admissions=admissions,
-            wake_s=_far_ahead(view),
         )
 
+    def _resume_one(self, view: View) -> tuple[Resumption, ...]:
+        num_on_device = len(view.running) + len(view.loading)
+        for row in view.swapped:
+            num_blocks = -(-row.num_restorable_tokens // view.block_tokens) - row.num_shared_blocks
+            if num_blocks <= view.num_available_blocks and num_on_device < view.max_num_seqs:
+                return (Resumption(row.seq_id, Reason.SLICE_BEGINS),)
+        return ()
 
-def _far_ahead(view: View) -> float:
-    """A wake-up far ahead: the random policy may idle although it could run."""
-    return float(2**40 + view.step)
+
+def is_under_way(view: View) -> bool:
+    """Whether a step or a copy is, so that a policy may idle: it is asked again when that has ended."""
+    copying = any(tier.num_outbound_blocks or tier.num_inbound_blocks for tier in view.tiers)
+    return copying or bool(view.outstanding)
+
+
+def _computes(decision: Decision) -> bool:
+    return bool(decision.decodes or decision.chunks or decision.admissions)
 
 
 def make_loop(

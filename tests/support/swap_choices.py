@@ -32,7 +32,7 @@ def choose(driver: Driver, *choices: Choice) -> None:
 
 def swap_out(seq_id: SeqId) -> Choice:
     order = Preemption(seq_id, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST)
-    return lambda view: Decision(preemptions=(order,), wake_s=1e9)
+    return lambda view: Decision(preemptions=(order,))
 
 
 def decoding(view: View) -> tuple[SeqId, ...]:
@@ -41,7 +41,7 @@ def decoding(view: View) -> tuple[SeqId, ...]:
 
 def resume(seq_id: SeqId) -> Choice:
     order = Resumption(seq_id, Reason.SLICE_BEGINS)
-    return lambda view: Decision(decodes=decoding(view), resumptions=(order,), wake_s=1e9)
+    return lambda view: Decision(decodes=decoding(view), resumptions=(order,))
 
 
 def back_up(seq_id: SeqId, num_blocks: int = 99) -> Choice:
@@ -51,7 +51,8 @@ def back_up(seq_id: SeqId, num_blocks: int = 99) -> Choice:
 
 
 def idle(view: View) -> Decision:
-    return Decision(wake_s=1e9)
+    """Only while a step or a copy is under way: else the loop takes it for a stall."""
+    return Decision()
 
 
 def start(driver: Driver, prompt: range = range(10), max_tokens: int = 12) -> SeqId:

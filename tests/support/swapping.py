@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason, Resumption
@@ -17,22 +16,21 @@ BLOCK_BYTES = 8192
 
 
 class ImpatientPolicy(RandomPolicy):
-    """Wants to be asked again soon after it had nothing to do, and mostly lets copies end whose blocks it wants."""
+    """Rests when it is asked again about one step, and mostly lets copies end whose blocks it wants."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last_s = 0.0
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
-        nothing = Decision(wake_s=now + 1e-4)
         if now == self._last_s:  # asked again about the same step, after a move that needed no copy: enough of it
-            return nothing
+            return self.rest(view, now, rng)
         self._last_s = now
         decision = super().decide(view, now, rng)
         leaving = {row.seq_id for row in view.swapped if row.is_leaving}
         if any(order.seq_id in leaving for order in decision.resumptions) and rng.random() < 0.9:
-            return nothing
-        return replace(decision, wake_s=nothing.wake_s)
+            return Decision()  # those copies are under way
+        return decision
 
 
 class SwapOncePolicy(FcfsPolicy):
@@ -50,8 +48,8 @@ class SwapOncePolicy(FcfsPolicy):
         if is_due and not self._is_done:
             self._is_done = True
             order = Preemption(self._victim, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST)
-            return Decision(preemptions=(order,), wake_s=now + 1e6)
+            return Decision(preemptions=(order,))
         back = [row for row in view.swapped if not row.is_leaving]
         if back:
-            return Decision(resumptions=(Resumption(back[0].seq_id, Reason.SLICE_BEGINS),), wake_s=now + 1e6)
-        return replace(super().decide(view, now, rng), wake_s=now + 1e6)
+            return Decision(resumptions=(Resumption(back[0].seq_id, Reason.SLICE_BEGINS),))
+        return super().decide(view, now, rng)

@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from floodplain.core.plan import Decision, Reason
+from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
 from floodplain.core.view import Prices, SequenceView, View
 from floodplain.policy.fcfs import FcfsPolicy
@@ -20,6 +21,8 @@ from floodplain.policy.sharing import SharingPolicy
 from tests.support.views import host, loading, make_view, prompt, stream, swapped, waiting
 
 SLICE = 4
+MARK = Decision(decodes=(SeqId(42),))
+"""What the policy behind the gate decides, and no other does."""
 
 
 class Marked(SharingPolicy):
@@ -28,7 +31,7 @@ class Marked(SharingPolicy):
     name = "marked"
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
-        return Decision(wake_s=42.0)
+        return MARK
 
     def rank(self, view: View, now: float) -> Ranking:
         return Ranking(live_rows(view), frozenset(), SLICE)
@@ -40,7 +43,7 @@ def ask(*rows: SequenceView, **fields: object) -> Decision:
 
 
 def is_open(*rows: SequenceView, **fields: object) -> bool:
-    return ask(*rows, **fields).wake_s == 42.0
+    return ask(*rows, **fields) is MARK
 
 
 def test_it_is_closed_while_everybody_fits() -> None:
@@ -131,14 +134,14 @@ def decide(*rows: SequenceView, block_s: float, **fields: object) -> Decision:
 @pytest.mark.parametrize(("block_s", "takes_turns"), [(0.0019, True), (0.0021, False)])
 def test_turns_begin_where_a_copy_is_twice_as_quick_as_computing(block_s: float, takes_turns: bool) -> None:
     decision = decide(stream(0), waiting(1, 8), num_available_blocks=0, block_s=block_s)
-    assert (decision.wake_s == 42.0) == takes_turns
+    assert (decision is MARK) == takes_turns
     assert decision.reason is (None if takes_turns else Reason.SWAP_SLOW)
 
 
 @pytest.mark.parametrize(("block_s", "takes_turns"), [(0.0039, True), (0.0041, False)])
 def test_they_end_where_it_is_no_quicker(block_s: float, takes_turns: bool) -> None:
     decision = decide(stream(0), swapped(1), num_available_blocks=0, block_s=block_s)
-    assert (decision.wake_s == 42.0) == takes_turns
+    assert (decision is MARK) == takes_turns
 
 
 def test_one_quick_tier_is_enough() -> None:

@@ -18,10 +18,10 @@ def test_a_prompt_that_was_swapped_out_goes_on_where_it_was(num_computed: int) -
     driver.step()
     out = Preemption(seq_id, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST)
     back = Resumption(seq_id, Reason.SLICE_BEGINS)
-    policy.script.append(lambda view: Decision(preemptions=(out,), wake_s=1e9))
+    policy.script.append(lambda view: Decision(preemptions=(out,)))
     driver.step()
     driver.settle()
-    policy.script.append(lambda view: Decision(resumptions=(back,), wake_s=1e9))
+    policy.script.append(lambda view: Decision(resumptions=(back,)))
     [copy] = driver.step().transfers
     assert policy.views[-1].swapped[0].num_restorable_tokens == num_computed
     assert len(copy.blocks) == -(-num_computed // 4)

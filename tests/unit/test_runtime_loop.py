@@ -15,7 +15,6 @@ from floodplain.core.plan import (
     Preemption,
     PreemptionMode,
     Reason,
-    StepPlan,
     StepResult,
     TokenLogprobs,
     Wait,
@@ -117,7 +116,7 @@ def test_every_limit_is_at_least_one() -> None:
 
 
 def test_an_idle_loop_waits_without_a_limit() -> None:
-    assert make_loop().next_plan(0.0) == Wait(None)
+    assert make_loop().next_plan(0.0) == Wait()
 
 
 def test_one_step_at_a_time() -> None:
@@ -357,7 +356,6 @@ def test_an_evicted_prefix_is_computed_again() -> None:
         lambda view: Decision(admissions=(Chunk(SeqId(0), 3),)),
         lambda view: Decision(admissions=(Chunk(SeqId(7), 1),)),
         lambda view: Decision(),
-        lambda view: Decision(wake_s=0.0),
     ],
 )
 def test_a_decision_that_the_view_did_not_allow_is_a_broken_invariant(choice: Choice) -> None:
@@ -372,10 +370,3 @@ def test_a_decision_over_more_blocks_than_there_are_is_a_broken_invariant() -> N
     greedy = tuple(Chunk(driver.submit(range(k, k + 7), max_tokens=1), 7) for k in (0, 10))
     with pytest.raises(InvariantError, match="needs 2 more blocks than there are"):
         driver.plan()
-
-
-def test_a_policy_may_sleep_until_a_time() -> None:
-    driver = Driver(make_loop(policy=ScriptedPolicy([lambda view: Decision(wake_s=99.0)])))
-    driver.submit([1, 2], max_tokens=2)
-    assert driver.plan() == Wait(99.0)
-    assert isinstance(driver.plan(), StepPlan)

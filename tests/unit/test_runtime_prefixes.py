@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from floodplain.core.plan import (
@@ -14,7 +16,6 @@ from floodplain.core.plan import (
     Resumption,
     StepPlan,
     TransferKind,
-    Wait,
 )
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.sequence import Status
@@ -32,11 +33,11 @@ def make_driver(num_blocks: int = 16, num_slots: int = 16, **kwargs: object) -> 
 
 def save(num_at_risk: int = 99, num_blocks: int = 99) -> Choice:
     """Beside a step of FCFS there is always something to run, so it stands alone here."""
-    return lambda view: Decision(prefix_backup=PrefixBackupOrder(num_at_risk, num_blocks, Tier.HOST), wake_s=1e9)
+    return lambda view: Decision(prefix_backup=PrefixBackupOrder(num_at_risk, num_blocks, Tier.HOST))
 
 
 def fetch(seq_id: SeqId) -> Choice:
-    return lambda view: Decision(resumptions=(Resumption(seq_id, Reason.PREFIX_IN_SWAP),), wake_s=1e9)
+    return lambda view: Decision(resumptions=(Resumption(seq_id, Reason.PREFIX_IN_SWAP),))
 
 
 def plan(driver: Driver, choice: Choice) -> StepPlan:
@@ -119,7 +120,7 @@ def test_order_after_order_saves_all_that_is_at_risk_and_leaves_it_in_its_order(
     driver = make_driver()
     live_through(driver)
     live_through(driver, range(30, 40))
-    driver.submit([60], max_tokens=2, ignore_eos=True)
+    late = driver.submit([60], max_tokens=2, ignore_eos=True)
     cached = driver.loop.state.ledger.cached_blocks()
     assert len(cached) == 4
     saved_blocks: list[int] = []
@@ -128,8 +129,8 @@ def test_order_after_order_saves_all_that_is_at_risk_and_leaves_it_in_its_order(
         driver.settle()
         saved_blocks += transfer.blocks
         assert num_idle(driver) == 4 - num_left
-    driver.loop.policy.script.append(save(3, 1))  # type: ignore[attr-defined]
-    assert isinstance(driver.plan(), Wait)  # there is nothing to do
+    made = plan(driver, lambda view: replace(save(3, 1)(view), admissions=(Chunk(late, 1),)))
+    assert made.transfers == ()  # there is nothing to do
     assert sorted(saved_blocks) == sorted(cached[:3])
     assert driver.loop.state.ledger.cached_blocks() == cached
     driver.run()
@@ -191,13 +192,13 @@ def test_who_leaves_takes_no_slot_of_a_prefix_that_is_fetched_in_the_same_step()
     plan(driver, lambda view: Decision(admissions=(Chunk(leaver, 10),)))
     leaves = Preemption(leaver, PreemptionMode.SWAP, Reason.SLICE_ENDED, Tier.HOST)
     comes = Resumption(newcomer, Reason.PREFIX_IN_SWAP)
-    made = plan(driver, lambda view: Decision(preemptions=(leaves,), resumptions=(comes,), wake_s=1e9))
+    made = plan(driver, lambda view: Decision(preemptions=(leaves,), resumptions=(comes,)))
     assert [(move.kind, len(move.blocks)) for move in made.transfers] == [
         (TransferKind.SWAP_OUT, 3),
         (TransferKind.SWAP_IN, 2),
     ]
     driver.settle()
-    plan(driver, lambda view: Decision(resumptions=(Resumption(leaver, Reason.SLICE_BEGINS),), wake_s=1e9))
+    plan(driver, lambda view: Decision(resumptions=(Resumption(leaver, Reason.SLICE_BEGINS),)))
     driver.settle()
     driver.run()
 

@@ -21,7 +21,6 @@ from tests.support.swap_choices import (
     SECOND,
     back_up,
     choose,
-    idle,
     make_driver,
     plan,
     resume,
@@ -64,13 +63,13 @@ def test_after_a_backup_the_switch_copies_only_the_tail() -> None:
 
 def test_what_is_full_and_backed_up_leaves_without_any_copy() -> None:
     driver = make_driver()
+    other = start(driver, range(60, 61))
     seq_id = start(driver, range(8))
     plan(driver, lambda view: Decision(backups=(BackupOrder(seq_id, 2, Tier.HOST),)))
     driver.settle()
-    choose(driver, swap_out(seq_id), idle)
-    driver.plan()
-    assert driver.executor.transfers == []
-    assert driver.loop.state.ledger.num_available == 16
+    made = plan(driver, swap_out(seq_id))
+    assert (made.decodes, made.transfers) == ((other,), ())
+    assert driver.loop.state.ledger.num_available == 15
     choose(driver, resume(seq_id))
     driver.run()
     assert driver.loop.counters.num_recomputed_tokens == 0
