@@ -20,6 +20,7 @@ from floodplain.engine.snapshot import take_snapshot
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
 from floodplain.model.tokenizer import Tokenizer
+from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.executor import Executor
 from floodplain.runtime.loop import Loop
 
@@ -50,7 +51,6 @@ class Engine:
             while something else runs, say.
         has_news: Whoever feeds the engine from another thread sets it: a step that waits returns when it says True.
         scheduler_s: The loop's own time, all steps.
-        swap_stall_s: Time in which requests were alive and nothing could run before a copy ended.
         is_stepping: Whether a step has begun and not returned. If it never will, the loop's books are not whole.
     """
 
@@ -76,11 +76,11 @@ class Engine:
         self.links = tuple(links)
         self.neighbours = neighbours
         self.has_news: Callable[[], bool] = lambda: False
-        self.scheduler_s = self.swap_stall_s = 0.0
+        self.scheduler_s = 0.0
         self.is_stepping = False
         self._executor = executor
         self._swap_stats = swap_stats
-        self._num_copying = 0
+        self._driver = StepDriver(loop)
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
         self.clock = clock
@@ -92,6 +92,11 @@ class Engine:
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output."""
         return self.loop.state.config.max_model_len
+
+    @property
+    def swap_stall_s(self) -> float:
+        """Time in which requests were alive and nothing could run before a copy ended."""
+        return self._driver.stall_s
 
     @property
     def has_unfinished(self) -> bool:
@@ -166,17 +171,13 @@ class Engine:
         """
         self.is_stepping = True
         begin = self.clock()
-        plan = self.loop.next_plan(begin)
+        plan = self._driver.next_plan(begin)
         self.scheduler_s += self.clock() - begin
         if isinstance(plan, StepPlan):
             deltas, ended = self._run(plan), self._executor.poll_transfers()
         else:
             deltas, ended = [], self._wait()
-        self._num_copying -= len(ended)
-        for transfer_id, lost in ended:
-            self.loop.transfer_done(transfer_id, lost, self.clock())
-        for copied in self._executor.take_copy_times() if ended else ():
-            self.loop.state.links.learn(copied)
+        self._driver.settle(ended, self._executor.take_copy_times, self.clock())
         if self.neighbours is not None:
             self.neighbours.at_boundary(self.clock())
         self.is_stepping = False
@@ -184,21 +185,20 @@ class Engine:
 
     def _wait(self) -> Seq[tuple[int, Seq[int]]]:
         """Wait until a copy has ended or there is news; return the copies that ended."""
-        if not self._num_copying:
+        if not self._driver.num_copying:
             return ()
         begin = self.clock()
+        self._driver.note_wait(begin)
         ended = self._executor.poll_transfers()  # whatever news there is: who comes back may run beside it
         while not ended and not self.has_news() and (left_s := begin + MAX_WAIT_S - self.clock()) > 0:
             ended = self._executor.wait_transfers(min(left_s, _POLL_S))
-        if self._alive:
-            self.swap_stall_s += self.clock() - begin
+        self._driver.end_wait(self.clock())
         return ended
 
     def _run(self, plan: StepPlan) -> list[tuple[SeqId, OutputDelta]]:
-        self._num_copying += len(plan.transfers)
         result = self._executor.execute(plan)
         begin = self.clock()
-        outputs = self.loop.complete(result, begin)
+        outputs = self._driver.complete(result, begin)
         self.scheduler_s += self.clock() - begin
         deltas = list(self._processor.process(outputs))
         for seq_id in outputs.finished:

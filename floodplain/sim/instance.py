@@ -1,4 +1,4 @@
-"""One engine in virtual time: the same loop, driven as the engine's shell drives it."""
+"""One engine in virtual time: the same loop and driver as in the engine's shell, with another clock."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import Request, SeqId
+from floodplain.runtime.driver import StepDriver
 from floodplain.runtime.loop import Loop
 from floodplain.sim.environment import Environment
 from floodplain.sim.executor import VirtualExecutor
@@ -21,20 +22,23 @@ class VirtualInstance:
     Attributes:
         lifecycles: Of every request, in order of submission.
         busy_s: Time in which a step ran.
-        stall_s: Time in which requests were alive, copies under way, and nothing could run.
     """
 
     def __init__(self, environment: Environment, loop: Loop, executor: VirtualExecutor) -> None:
         self.loop = loop
         self.lifecycles: dict[SeqId, Lifecycle] = {}
-        self.busy_s = self.stall_s = 0.0
+        self.busy_s = 0.0
         self.on_step: Callable[[StepPlan, float], None] | None = None
         self._environment = environment
         self._executor = executor
+        self._driver = StepDriver(loop)
         self._is_computing = False
-        self._num_copying = 0
-        self._settled: list[int] = []
-        self._stalled_since: float | None = None
+        self._copied: list[tuple[int, tuple[int, ...]]] = []
+
+    @property
+    def stall_s(self) -> float:
+        """Time in which requests were alive, copies under way, and nothing could run."""
+        return self._driver.stall_s
 
     def submit(self, request: Request) -> SeqId:
         """A request arrives now."""
@@ -48,17 +52,17 @@ class VirtualInstance:
         if self._is_computing:
             return
         now = self._environment.now
-        self._settle(now)
-        plan = self.loop.next_plan(now)
+        copied, self._copied = self._copied, []
+        self._driver.settle(copied, lambda: self._executor.links.take_copy_times(now), now)
+        plan = self._driver.next_plan(now)
         if isinstance(plan, StepPlan):
-            self._end_stall(now)
+            self._driver.end_wait(now)
             self._begin(plan, now)
-        elif self._num_copying and self.loop.state.sequences and self._stalled_since is None:
-            self._stalled_since = now
+        else:
+            self._driver.note_wait(now)
 
     def _begin(self, plan: StepPlan, now: float) -> None:
         for transfer in plan.transfers:
-            self._num_copying += 1
             end = self._executor.links.start(transfer, now)
             self._environment.schedule(end, lambda transfer_id=transfer.transfer_id: self._on_copied(transfer_id))  # type: ignore[misc]
         duration = self._executor.step_time_s(plan)
@@ -71,24 +75,9 @@ class VirtualInstance:
 
     def _on_computed(self, result: StepResult) -> None:
         self._is_computing = False
-        self.loop.complete(result, self._environment.now)
+        self._driver.complete(result, self._environment.now)
         self._advance()
 
     def _on_copied(self, transfer_id: int) -> None:
-        self._num_copying -= 1
-        if not self._num_copying:
-            self._end_stall(self._environment.now)
-        self._settled.append(transfer_id)
+        self._copied.append((transfer_id, ()))
         self._advance()
-
-    def _settle(self, now: float) -> None:
-        for transfer_id in self._settled:
-            self.loop.transfer_done(transfer_id, (), now)
-        for copied in self._executor.links.take_copy_times(now) if self._settled else ():
-            self.loop.state.links.learn(copied)
-        self._settled.clear()
-
-    def _end_stall(self, now: float) -> None:
-        if self._stalled_since is not None:
-            self.stall_s += now - self._stalled_since
-            self._stalled_since = None

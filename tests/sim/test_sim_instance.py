@@ -14,7 +14,7 @@ from floodplain.core.tiers import Tier
 from floodplain.core.view import View
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.registry import POLICIES, make_policy
-from floodplain.sim.instance import VirtualInstance
+from floodplain.runtime.driver import StepDriver
 from tests.support.bursts import BLOCK_BYTES, Machine, Run, burst, make_burst
 from tests.support.driver import ScriptedPolicy
 
@@ -169,6 +169,6 @@ def test_copies_that_outlive_their_request_are_no_stall_however_long_nobody_come
 
 
 def test_an_instance_that_forgets_to_settle_copies_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VirtualInstance, "_settle", lambda self, now: None)
+    monkeypatch.setattr(StepDriver, "settle", lambda self, ended, take_times, now: None)
     with pytest.raises(AssertionError):
         burst(MACHINE, make_policy("paced"), make_burst(30, interval_s=0.01))

@@ -1,0 +1,82 @@
+"""Drives a step loop: what the engine's shell and the simulator do alike around it. Pure: times are handed in.
+
+    plan = driver.next_plan(now)             a StepPlan to execute, or Wait
+    outputs = driver.complete(result, now)   the executor has answered it
+    driver.settle(ended, take_times, now)    copies have ended, at a boundary
+
+A user brings the clock, the waiting and the executor. While ``next_plan`` says Wait it calls ``note_wait``, and
+``end_wait`` when that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+
+from floodplain.core.plan import StepOutputs, StepPlan, StepResult, Wait
+from floodplain.core.tiers import CopyTime
+from floodplain.runtime.loop import Loop
+
+
+class StepDriver:
+    """A loop, the copies of its plans that are under way, and the time that was lost on them.
+
+    Attributes:
+        loop: The step loop.
+        num_copying: Transfers that were planned and are not settled.
+        stall_s: Time in which requests were alive and nothing could run before a copy ended.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.num_copying = 0
+        self.stall_s = 0.0
+        self._stalled_since_s: float | None = None
+
+    def next_plan(self, now: float) -> StepPlan | Wait:
+        """Plan one more step, or say that there is nothing to run. The plan's transfers are under way from now on.
+
+        Raises:
+            InvariantError: A bug; see ``Loop.next_plan``.
+        """
+        plan = self.loop.next_plan(now)
+        if isinstance(plan, StepPlan):
+            self.num_copying += len(plan.transfers)
+        return plan
+
+    def complete(self, result: StepResult, now: float) -> StepOutputs:
+        """Take in the result of the oldest outstanding step.
+
+        Raises:
+            InvariantError: A bug; see ``Loop.complete``.
+        """
+        return self.loop.complete(result, now)
+
+    def settle(
+        self, ended: Seq[tuple[int, Seq[int]]], take_times: Callable[[], Iterable[CopyTime]], now: float
+    ) -> None:
+        """Take in copies that ended, and let links learn from the times that they took.
+
+        Args:
+            ended: (transfer id, places in ``Transfer.blocks`` of the blocks that were not proven whole).
+            take_times: Asked only if a copy ended: how long the copies took since it was last asked.
+            now: Seconds, of the same clock as all other times here.
+        """
+        self.num_copying -= len(ended)
+        for transfer_id, lost in ended:
+            self.loop.transfer_done(transfer_id, lost, now)
+        for copied in take_times() if ended else ():
+            self.loop.state.links.learn(copied)
+
+    def note_wait(self, now: float) -> None:
+        """Nothing can run now: a stall, from the first call on, while requests are alive and copies under way."""
+        if not (self.num_copying and self.loop.state.sequences):
+            self.end_wait(now)
+        elif self._stalled_since_s is None:
+            self._stalled_since_s = now
+
+    def end_wait(self, now: float) -> None:
+        """Something may run again: count the stall, if there was one."""
+        if self._stalled_since_s is not None:
+            self.stall_s += now - self._stalled_since_s
+            self._stalled_since_s = None
