@@ -153,6 +153,8 @@ class View:
         key_credits: For each API key with live requests: its lift, and the work of its requests that have ended.
         num_draining_blocks: Blocks that will be available when the copies that read them are done.
         completion_step: The first step that was planned after the last request ended, if one has; else -1.
+        depth: The most outstanding steps, this one included.
+        outstanding_tokens: How many tokens each outstanding step computes, oldest first.
     """
 
     step: int
@@ -173,3 +175,5 @@ class View:
     num_empty_blocks: int = 0
     key_credits: Mapping[str, float] = field(default_factory=dict)
     completion_step: int = -1
+    depth: int = 1
+    outstanding_tokens: tuple[int, ...] = ()

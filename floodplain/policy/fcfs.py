@@ -3,10 +3,12 @@
 One token budget per step is shared by decodes and prefill chunks. When a running sequence finds no free block, the
 latest arrival is preempted and will recompute; nothing new starts in such a step. Otherwise waiting requests start in
 order of arrival, until the first one that does not fit. With swap space, a prefix that lies there is a hit, too.
+Where several steps may be outstanding, each computes other sequences (see ``policy.microbatch``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 
@@ -16,6 +18,7 @@ from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import count_spare_blocks
+from floodplain.policy.microbatch import microbatch_budget
 from floodplain.policy.prefixes import pays_to_fetch, prefix_backup
 
 
@@ -56,7 +59,8 @@ class _Step:
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self._budget = view.max_batched_tokens
+        self._budget = microbatch_budget(view)
+        self._busy = view.outstanding if view.depth > 1 else frozenset()
         self._blocks = view.num_available_blocks
         self._num_kept = len(view.running)  # the later ones are preempted, or held back until they can be
         self._decodes: list[SeqId] = []
@@ -80,7 +84,10 @@ class _Step:
     def schedule_running(self) -> None:
         """Give every running sequence its next token or chunk, oldest first, making room at the expense of the last."""
         step, decodes = self._view.step, self._decodes
-        for index, row in enumerate(self._view.running):
+        rows: Iterable[tuple[int, SequenceView]] = enumerate(self._view.running)
+        if self._busy:
+            rows = [(index, row) for index, row in rows if row.seq_id not in self._busy]
+        for index, row in rows:
             if index >= self._num_kept or not self._budget:
                 break
             if not row.is_decoding:
@@ -123,7 +130,8 @@ class _Step:
 
     def _schedule_chunk(self, index: int, row: SequenceView) -> None:
         """Decodes that come later keep their tokens: a long prompt must not stop the streams, whatever its priority."""
-        num_decodes = sum(later.is_decoding for later in self._view.running[index + 1 :])
+        others = self._view.running[index + 1 :]
+        num_decodes = sum(later.is_decoding and later.seq_id not in self._busy for later in others)
         num_tokens = max(0, min(row.num_remaining, self._budget - num_decodes))
         num_blocks = self._blocks_for(row.num_scheduled + num_tokens) - row.num_blocks
         if num_tokens and self._can_take(num_blocks, index):

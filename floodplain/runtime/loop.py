@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from random import Random
 
 from floodplain.core.errors import InvariantError, QueueFull, RequestRefused
@@ -148,8 +148,7 @@ class Loop:
         state = self.state
         if not (state.running or state.waiting or state.swapped):
             return None
-        members = (seq.seq_id for step in self._steps for seq in chain(step.decoding, step.chunked))
-        view = self._views.build(state.counters.num_steps, frozenset(members))
+        view = self._views.build(state.counters.num_steps, [step.plan for step in self._steps])
         return self.policy.decide(view, now, self._rng)
 
     def _postpone(self, plan: StepPlan) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from itertools import chain
 
 from floodplain.core.hashing import BlockKey
+from floodplain.core.plan import StepPlan
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import SequenceView, TierView, View
@@ -31,8 +34,8 @@ class ViewBuilder:
         self._waiting: tuple[SequenceView, ...] = ()
         self._swapped: tuple[SequenceView, ...] = ()
 
-    def build(self, step: int, outstanding: frozenset[SeqId]) -> View:
-        """The view for planning step ``step``."""
+    def build(self, step: int, outstanding: Seq[StepPlan]) -> View:
+        """The view for planning step ``step`` while the plans ``outstanding`` are not complete."""
         state, ledger = self._state, self._state.ledger
         self._refresh_absent(step)
         self._refresh_running(step)
@@ -43,7 +46,7 @@ class ViewBuilder:
             num_waiting=len(state.waiting),
             swapped=self._swapped,
             loading=tuple([self._loading_row(seq, step) for seq in state.loading]),
-            outstanding=outstanding,
+            outstanding=frozenset(chain.from_iterable(map(_members, outstanding))),
             num_available_blocks=ledger.num_available,
             num_empty_blocks=ledger.num_empty,
             num_draining_blocks=ledger.num_draining,
@@ -55,6 +58,8 @@ class ViewBuilder:
             tiers=self._tiers(step),
             prices=state.prices.now,
             completion_step=state.completion_step,
+            depth=state.config.depth,
+            outstanding_tokens=tuple(plan.num_tokens for plan in outstanding),
         )
         state.stale_rows.clear()
         return view
@@ -218,3 +223,9 @@ class ViewBuilder:
             for tier, slots in state.backups.slots.items()
             if slots.num_slots
         )
+
+
+def _members(plan: StepPlan) -> Iterator[SeqId]:
+    """The sequences that a step computes."""
+    yield from plan.decodes
+    yield from (chunk.seq_id for chunk in plan.prefills)

@@ -17,9 +17,10 @@ from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.shrink import commit_shrink, plan_shrink
+from floodplain.policy.base import Policy
 from floodplain.policy.fcfs import FcfsPolicy
 from tests.support.examples import examples
-from tests.support.loops import FakeExecutor, RandomPolicy, make_loop, make_request, reference_output
+from tests.support.loops import AheadPolicy, FakeExecutor, RandomPolicy, make_loop, make_request, reference_output
 
 MAX_MODEL_LEN = 24
 
@@ -28,16 +29,16 @@ class LoopMachine(RuleBasedStateMachine):
     """Drives a loop and a fake executor with held-back steps and copies."""
 
     @initialize(
-        depth=st.sampled_from([1, 2]),
-        is_random=st.booleans(),
+        depth=st.sampled_from([1, 2, 4]),
+        policy=st.sampled_from([RandomPolicy, AheadPolicy, FcfsPolicy]),
         num_slots=st.sampled_from([0, 5, 40]),
         caches=st.booleans(),
         seed=st.integers(0, 2**16),
         budget=st.integers(1, 12),
     )
-    def begin(self, depth: int, is_random: bool, num_slots: int, caches: bool, seed: int, budget: int) -> None:
+    def begin(self, depth: int, policy: type[Policy], num_slots: int, caches: bool, seed: int, budget: int) -> None:
         self.loop = make_loop(
-            policy=RandomPolicy() if is_random else FcfsPolicy(),
+            policy=policy(),
             num_blocks=7,
             num_slots=num_slots,
             depth=depth,

@@ -7,6 +7,7 @@ seed that see the same events issue the same plans.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from random import Random
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from floodplain.core.backups import Backup, BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
-from floodplain.core.request import SeqId
+from floodplain.core.plan import StepPlan
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import SequenceView, View
 from floodplain.runtime.apply import PlanBuilder
@@ -68,7 +69,7 @@ class CheckedViews:
         self._state = state
         self.inner = ViewBuilder(state)
 
-    def build(self, step: int, outstanding: frozenset[SeqId]) -> View:
+    def build(self, step: int, outstanding: Seq[StepPlan]) -> View:
         view = self.inner.build(step, outstanding)
         assert content_of(view) == content_of(ViewBuilder(self._state).build(step, outstanding))
         return view

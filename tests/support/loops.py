@@ -7,7 +7,7 @@ somebody's KV, forgets to fill one, or feeds a token at the wrong position.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from floodplain.core.backups import BackupTable
@@ -160,6 +160,15 @@ class FakeExecutor:
         return replica.last_token
 
 
+class AheadPolicy(FcfsPolicy):
+    """FCFS that does not skip outstanding sequences: a decode is planned before the token that it feeds is known."""
+
+    name = "ahead"
+
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        return super().decide(replace(view, depth=1), now, rng)
+
+
 class RandomPolicy:
     """Decides anything that a view allows: preempts, swaps, resumes, fetches, backs up, pauses, chunks oddly.
 
@@ -172,7 +181,7 @@ class RandomPolicy:
     keeps_goals = False
 
     def __init__(self) -> None:
-        self._fcfs = FcfsPolicy()
+        self._fcfs = AheadPolicy()
         self.num_refusals = 0
 
     def waiting_key(self, seq: Sequence) -> OrderKey:

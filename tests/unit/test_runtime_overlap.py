@@ -1,4 +1,4 @@
-"""The loop at depth 2: a step is planned before the last one's tokens are known."""
+"""The loop at depth 2 under a policy that plans a sequence's next step before the last one's token is known."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason, S
 from floodplain.core.request import FinishReason, SeqId
 from floodplain.core.sequence import Sequence, Status
 from floodplain.core.view import View
+from floodplain.policy.base import Policy
 from floodplain.runtime.loop import Loop
 from tests.support.driver import Driver, ScriptedPolicy, computed
-from tests.support.loops import EOS, make_loop, make_request, next_token, reference_output
+from tests.support.loops import EOS, AheadPolicy, make_loop, make_request, next_token, reference_output
 
 
-def make_driver(**kwargs: object) -> Driver:
-    return Driver(make_loop(depth=2, **kwargs))  # type: ignore[arg-type]
+def make_driver(policy: Policy | None = None, **kwargs: object) -> Driver:
+    return Driver(make_loop(depth=2, policy=policy or AheadPolicy(), **kwargs))  # type: ignore[arg-type]
 
 
 def prompt_that_stops_after(num_tokens: int) -> tuple[int, ...]:

@@ -1,0 +1,114 @@
+"""FCFS where 2 to 4 steps may be outstanding: each computes other sequences, and every story ends.
+
+The loop's integrity is checked after every call, and every output is compared with a reference that has no engine: the
+same tokens as at depth 1. The control hides what is outstanding from the policy, and two requests preempt each other
+for ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.plan import Decision, StepPlan, Wait
+from floodplain.core.view import View
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.microbatch import microbatch_budget
+from tests.support.bursts import Recorder
+from tests.support.driver import Driver
+from tests.support.examples import examples
+from tests.support.loops import make_loop
+from tests.support.turns import Story, Teller, make_story
+
+
+class CheckedFcfs(FcfsPolicy):
+    """FCFS; counts decisions beside outstanding steps, and checks that they name nothing that is in one."""
+
+    def __init__(self) -> None:
+        super().__init__(saves_prefixes=True)
+        self.num_overlaps = 0
+
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        decision = super().decide(view, now, rng)
+        chosen = {*decision.decodes, *(chunk.seq_id for chunk in decision.chunks + decision.admissions)}
+        assert not chosen & view.outstanding
+        assert len(view.outstanding_tokens) < view.depth
+        self.num_overlaps += bool(chosen and view.outstanding)
+        return decision
+
+
+class Hiding(FcfsPolicy):
+    """Does not see what is outstanding."""
+
+    def decide(self, view: View, now: float, rng: Random) -> Decision:
+        running = tuple(row for row in view.running if row.seq_id not in view.outstanding)
+        return super().decide(replace(view, running=running), now, rng)
+
+
+def make_deep_story(seed: int, depth: int) -> Story:
+    story = make_story(seed, "fcfs", max_requests=12)
+    return replace(story, machine=replace(story.machine, depth=depth))
+
+
+@settings(max_examples=examples(40))
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([2, 3, 4]))
+def test_every_story_ends_with_the_tokens_of_an_undisturbed_run(seed: int, depth: int) -> None:
+    Teller(make_deep_story(seed, depth), CheckedFcfs()).tell()
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_steps_overlap_and_requests_are_preempted(depth: int) -> None:
+    num_overlaps = num_preemptions = 0
+    for seed in range(10):
+        policy = CheckedFcfs()
+        driver = Teller(make_deep_story(seed, depth), policy).tell()
+        num_overlaps += policy.num_overlaps
+        num_preemptions += driver.loop.counters.preemptions["recompute"]
+    assert num_overlaps > 300
+    assert num_preemptions > 20
+
+
+@settings(max_examples=examples(20))
+@given(num_streams=st.integers(1, 13), depth=st.integers(1, 4), prompt=st.integers(1, 6), budget=st.integers(13, 80))
+@example(num_streams=12, depth=2, prompt=3, budget=80)
+def test_streams_are_divided_evenly_over_steps(num_streams: int, depth: int, prompt: int, budget: int) -> None:
+    """After their prompts: no step has more than its share, and each stream is in one of ``depth`` steps in a row."""
+    loop = make_loop(num_blocks=400, max_model_len=80, max_num_seqs=16, max_batched_tokens=budget, depth=depth)
+    driver = Driver(loop)
+    for number in range(num_streams):
+        driver.submit(range(number, number + prompt), max_tokens=60, ignore_eos=True)
+    plans = [plan for _ in range(30) if (plan := next_plan(driver))]
+    sizes = [len(plan.decodes) for plan in plans[-2 * depth :]]
+    assert max(sizes) <= -(-num_streams // depth)
+    assert {seq_id for plan in plans[-depth:] for seq_id in plan.decodes} == set(range(num_streams))
+
+
+def next_plan(driver: Driver) -> StepPlan | None:
+    """One more plan, as soon as the oldest outstanding step is complete if need be."""
+    plan = driver.plan()
+    if isinstance(plan, Wait) and driver.pending:
+        driver.complete()
+        plan = driver.plan()
+    return plan if isinstance(plan, StepPlan) else None
+
+
+def test_at_depth_one_a_step_has_all_tokens() -> None:
+    policy = Recorder(FcfsPolicy())
+    driver = Driver(make_loop(policy=policy, max_batched_tokens=11))
+    driver.submit(range(5), max_tokens=4)
+    driver.run()
+    assert {microbatch_budget(view) for view, _, _ in policy.seen} == {11}
+
+
+# -- negative control ------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_does_not_see_what_is_outstanding_never_ends() -> None:
+    story = make_deep_story(14, depth=2)
+    Teller(story, CheckedFcfs()).tell()
+    with pytest.raises(AssertionError, match="does not come to rest"):
+        Teller(story, Hiding()).tell()
