@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -59,6 +60,7 @@ class ModelRunner:
         self._sampled: tuple[SeqId, ...] = ()
         self._sampled_rows: IntArray = self._decode_rows
         self._sampled_params: list[SamplingParams] = []
+        self._results: deque[StepResult] = deque()
         self._is_closed = False
 
     def close(self) -> None:
@@ -83,6 +85,14 @@ class ModelRunner:
     def take_copy_times(self) -> Sequence[CopyTime]:
         """See ``Executor``."""
         return self._swap.take_copy_times()
+
+    def submit(self, plan: StepPlan) -> None:
+        """See ``Executor``. The step has run when this returns."""
+        self._results.append(self.execute(plan))
+
+    def collect(self) -> StepResult:
+        """See ``Executor``."""
+        return self._results.popleft()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step to its end. Its transfers begin first and run beside it; nobody waits for them here.

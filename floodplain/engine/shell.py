@@ -10,7 +10,7 @@ from typing import Any
 
 from floodplain.core.errors import RequestRefused
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.plan import StepPlan
+from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.engine.config import EngineConfig
@@ -161,7 +161,7 @@ class Engine:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[SeqId, OutputDelta]]:
-        """Plan and run one step; an empty list if there was nothing to run.
+        """Plan steps, as many as may be outstanding, and complete the oldest; an empty list if there was none.
 
         While nothing can run before a copy ends it waits: at most ``MAX_WAIT_S``, and no longer than ``has_news``
         allows.
@@ -170,18 +170,25 @@ class Engine:
             InvariantError: A bug; the engine must not go on.
         """
         self.is_stepping = True
-        begin = self.clock()
-        plan = self._driver.next_plan(begin)
-        self.scheduler_s += self.clock() - begin
-        if isinstance(plan, StepPlan):
-            deltas, ended = self._run(plan), self._executor.poll_transfers()
+        self._submit_plans()
+        if self._driver.num_outstanding:
+            deltas, ended = self._complete(self._executor.collect()), self._executor.poll_transfers()
         else:
             deltas, ended = [], self._wait()
         self._driver.settle(ended, self._executor.take_copy_times, self.clock())
-        if self.neighbours is not None:
+        if self.neighbours is not None and not self._driver.num_outstanding:  # memory moves where no step uses it
             self.neighbours.at_boundary(self.clock())
         self.is_stepping = False
         return deltas
+
+    def _submit_plans(self) -> None:
+        while self._driver.has_room:
+            begin = self.clock()
+            plan = self._driver.next_plan(begin)
+            self.scheduler_s += self.clock() - begin
+            if not isinstance(plan, StepPlan):
+                return
+            self._executor.submit(plan)
 
     def _wait(self) -> Seq[tuple[int, Seq[int]]]:
         """Wait until a copy has ended or there is news; return the copies that ended."""
@@ -195,8 +202,7 @@ class Engine:
         self._driver.end_wait(self.clock())
         return ended
 
-    def _run(self, plan: StepPlan) -> list[tuple[SeqId, OutputDelta]]:
-        result = self._executor.execute(plan)
+    def _complete(self, result: StepResult) -> list[tuple[SeqId, OutputDelta]]:
         begin = self.clock()
         outputs = self._driver.complete(result, begin)
         self.scheduler_s += self.clock() - begin

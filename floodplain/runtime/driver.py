@@ -1,7 +1,7 @@
 """Drives a step loop: what the engine's shell and the simulator do alike around it. Pure: times are handed in.
 
     plan = driver.next_plan(now)             a StepPlan to execute, or Wait
-    outputs = driver.complete(result, now)   the executor has answered it
+    outputs = driver.complete(result, now)   the executor has answered the oldest one
     driver.settle(ended, take_times, now)    copies have ended, at a boundary
 
 A user brings the clock, the waiting and the executor. While ``next_plan`` says Wait it calls ``note_wait``, and
@@ -23,12 +23,14 @@ class StepDriver:
 
     Attributes:
         loop: The step loop.
+        num_outstanding: Steps that were planned and are not complete.
         num_copying: Transfers that were planned and are not settled.
         stall_s: Time in which requests were alive and nothing could run before a copy ended.
     """
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
+        self.num_outstanding = 0
         self.num_copying = 0
         self.stall_s = 0.0
         self._stalled_since_s: float | None = None
@@ -41,8 +43,14 @@ class StepDriver:
         """
         plan = self.loop.next_plan(now)
         if isinstance(plan, StepPlan):
+            self.num_outstanding += 1
             self.num_copying += len(plan.transfers)
         return plan
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more step may be outstanding."""
+        return self.num_outstanding < self.loop.state.config.depth
 
     def complete(self, result: StepResult, now: float) -> StepOutputs:
         """Take in the result of the oldest outstanding step.
@@ -50,6 +58,7 @@ class StepDriver:
         Raises:
             InvariantError: A bug; see ``Loop.complete``.
         """
+        self.num_outstanding -= 1
         return self.loop.complete(result, now)
 
     def settle(

@@ -13,10 +13,17 @@ from floodplain.core.tiers import CopyTime
 
 
 class Executor(Protocol):
-    """Runs step plans in the order in which they are given."""
+    """Runs step plans in the order in which they are submitted. Several may be under way: as many as the loop plans."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's tables, start its transfers, run its batch, and return one token per sampled sequence."""
+    def submit(self, plan: StepPlan) -> None:
+        """Take the next plan: apply its tables, start its transfers, run its batch after those of earlier plans.
+
+        It may return before the batch has run.
+        """
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest submitted plan that was not collected: one token per sampled sequence."""
         ...
 
     def poll_transfers(self) -> Sequence[tuple[int, Sequence[int]]]:

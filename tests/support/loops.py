@@ -6,6 +6,7 @@ somebody's KV, forgets to fill one, or feeds a token at the wrong position.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -83,7 +84,15 @@ class FakeExecutor:
         self.known: set[SeqId] = set()
         self.plans: list[StepPlan] = []
         self.transfers: list[Transfer] = []
-        self._last_sampled: dict[SeqId, int] = {}
+        self.results: deque[StepResult] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Run a plan at once."""
+        self.results.append(self.execute(plan))
+
+    def collect(self) -> StepResult:
+        """The oldest result that was not collected."""
+        return self.results.popleft()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan at once; its transfers stay in ``transfers`` until ``copy`` or never."""
