@@ -34,7 +34,7 @@ Story = tuple[Sequence[Request], Sequence[Reference]]
 @pytest.fixture(scope="module")
 def crowd() -> Story:
     """Requests that leave and come back."""
-    requests = make_requests(12, 12, num_prefixes=2, num_own_tokens=50)
+    requests = make_requests(20, 12, num_prefixes=2, num_own_tokens=50)
     return requests, run_calmly(requests, **FLAGS)
 
 

@@ -9,7 +9,7 @@ from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
 from floodplain.core.view import View
 from floodplain.policy.fcfs import FcfsPolicy
-from tests.support.loops import RandomPolicy
+from tests.support.loops import RandomPolicy, is_under_way
 
 BLOCK_BYTES = 8192
 """Of tiny-llama in fp32: 2 layers of K and V, 16 tokens, 2 heads, 16 elements."""
@@ -21,11 +21,14 @@ class ImpatientPolicy(RandomPolicy):
     def __init__(self) -> None:
         super().__init__()
         self._last_s = 0.0
+        self._num_asked = 0
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
-        if now == self._last_s:  # asked again about the same step, after a move that needed no copy: enough of it
-            return self.rest(view, now, rng)
+        self._num_asked = self._num_asked + 1 if now == self._last_s else 1
         self._last_s = now
+        num_resident = len(view.running) + len(view.swapped)
+        if self._num_asked > 1 + num_resident or (self._num_asked > 1 and is_under_way(view)):
+            return self.rest(view, now, rng)  # asked again about the same step, after moves that needed no copy
         decision = super().decide(view, now, rng)
         leaving = {row.seq_id for row in view.swapped if row.is_leaving}
         if any(order.seq_id in leaving for order in decision.resumptions) and rng.random() < 0.9:
