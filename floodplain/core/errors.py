@@ -14,7 +14,7 @@ class UserError(Exception):
 
 
 class SettingRefused(UserError):
-    """A setting is out of its range. The message has its name as in Python; whoever reads flags says ``as_flags``.
+    """A setting is out of its range. The message has its name as in Python; a front end with flags raises ``as_flags``.
 
     Args:
         names: Of the settings.

@@ -1,4 +1,4 @@
-"""What a consumer of leased bytes needs of whoever talks to the coordinator for it: a ``Borrower`` behind a network.
+"""What a consumer of leased bytes needs of the agent that talks to the coordinator: a ``Borrower`` behind a network.
 
 It stands on this floor because the bytes (``memory``) lie below the coordinator's client.
 """

@@ -74,7 +74,7 @@ class Device(Protocol):
         """Pages' worth of memory that others own now, as observed; safe to ask from any thread."""
 
     def forget_others(self) -> None:
-        """Count what is in use now as nobody's, if the device does not know whose it is. Any thread may call it."""
+        """On a device that knows no owners, count what is in use now as others' no more. Any thread may call it."""
 
     def cap_torch(self, kept_bytes: int) -> None:
         """Keep torch's own pool out of ``kept_bytes`` of the device, if it allocates there, until ``close``.

@@ -50,7 +50,7 @@ class KVPool:
         layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]. One that is
             not mapped is refused by an ``InvariantError``.
         words: Where each layer's blocks are, for copies: int32 [max_blocks, layer_block_words]. Its arena, unless it
-            was placed elsewhere. A new tuple when that changes: whoever keeps addresses reads them anew.
+            was placed elsewhere. A new tuple when that changes: code that keeps addresses reads them anew.
     """
 
     def __init__(self, device: Device, layout: KVLayout, max_blocks: int) -> None:

@@ -145,7 +145,7 @@ def _unmap(arenas: Sequence[Arena], places: Places) -> list[Page]:
 
 
 class _Tensors(Sequence[torch.Tensor]):
-    """Tensors of which only some may be touched. Whoever has this sees at once when that changes."""
+    """Tensors of which only some may be touched; which ones, each access looks up anew."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
