@@ -21,18 +21,27 @@ MOST_SLOTS = 3
 neighbours: with two, as much as a quarter of the link is lost, with three at most 4 %."""
 
 
+_LATE_SHARE = 10
+"""One part in so many of the layers streams last: the first ones. Loads begin when a step begins, so that a layer near
+its begin cannot hide. If layer 0 streamed first, up to 10 % of the tokens per second were lost, with this at most 5 %,
+and stalls of less than 1 % leave 94 % instead of 49 % (``cost.expansion``, 30 to 80 layers)."""
+
+
 def stream_order(num_layers: int) -> tuple[int, ...]:
-    """The order in which layers begin to stream: by their bit-reversed numbers.
+    """The order in which layers begin to stream: by their bit-reversed numbers, counted from the last one.
 
     The first m of it are spread nearly evenly for each m, so that their loads are spread over the step. One more of
-    them moves no other one.
+    them moves no other one. The first layers of the model come last, layer 0 at the end.
 
     Returns:
         All layers, each once.
     """
-    num_bits = max(1, (num_layers - 1).bit_length())
+    num_late = max(1, num_layers // _LATE_SHARE)
+    num_spread = num_layers - num_late
+    num_bits = max(1, (num_spread - 1).bit_length())
     reversed_numbers = (int(f"{number:0{num_bits}b}"[::-1], 2) for number in range(2**num_bits))
-    return tuple(layer for layer in reversed_numbers if layer < num_layers)
+    spread = tuple(num_layers - 1 - number for number in reversed_numbers if number < num_spread)
+    return spread + tuple(range(num_late - 1, -1, -1))
 
 
 @dataclass(frozen=True)
