@@ -1,0 +1,285 @@
+"""How many layers of the KV cache stream: as many as load needs, and as copies hide behind compute. Pure.
+
+*Up* while memory is short and copies would hide. *Down* when compute waits, or when memory is not needed. Each recent
+step is judged by itself: a mean step that hides the mean load is not enough, since steps of decodes alone are shorter
+than the mean, and the time that a long step leaves cannot be used in a short one. What a step would wait is predicted
+from its time without stalls, what a load takes, and which layers stream (``cost.expansion``).
+
+Pie (arXiv 2411.09317) finds the same by trying: ``policy.pie_expansion``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+
+from floodplain.core.errors import InvariantError, SettingRefused
+from floodplain.core.layer_places import MOST_SLOTS, LayerPlaces, every_place
+from floodplain.cost.expansion import step_stall_s
+
+FEWEST_SLOTS = 2
+FEWEST_LAYERS = FEWEST_SLOTS + 1
+"""Of a model whose layers can stream: more of them than slots."""
+
+LEAST_GAIN = 1.02
+"""Tokens per second, over those without streams, below which ``auto`` lets no layer stream."""
+
+_GROSS_STALL = 4.0
+"""Measured stalls count when they are so many times the most that is allowed: then the prediction is wrong. Below that
+they are noise: fewer streams would cost more."""
+
+
+class ExpansionLimit(Enum):
+    """Why no more layers stream."""
+
+    MEMORY_SUFFICES = "memory is not short"
+    COPIES_SHOW = "copies would not hide"
+    LITTLE_GAIN = "gain below 2 %"
+    LARGEST = "no more layers may stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpansionView:
+    """What is seen at a boundary between two steps.
+
+    Attributes:
+        step_s: Time of the step that has ended, without stalls; 0 if the boundary follows no step.
+        stall_s: Time for which its compute waited for loads.
+        copy_s: Link time that the load of one streamed layer takes for what the step read, or would take.
+        num_streamed: Layers that stream.
+        num_held_blocks: Blocks that sequences hold.
+        num_blocks: Blocks of the pool.
+        is_binding: Sequences wait or were preempted because blocks are short.
+        fixed_s: Part of ``step_s`` that a larger batch does not lengthen. None: all of it, which makes gains look as
+            large as the expansion.
+    """
+
+    step_s: float
+    stall_s: float
+    copy_s: float
+    num_streamed: int
+    num_held_blocks: int
+    num_blocks: int
+    is_binding: bool
+    fixed_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpansionSettings:
+    """When the number of streamed layers changes.
+
+    Attributes:
+        hold_steps: Steps between two changes, at least; all is reviewed once in as many.
+        window_steps: Recent steps that are judged.
+        calm_steps: Steps in which memory was never short before it is taken for not needed.
+        retry_steps: Steps for which no more layers stream again after compute had to wait for so many.
+        most_stall: Part of the time for which compute may wait. From half of it on, nothing more streams.
+        margin: More layers stream only if copies would hide when they took longer by this part.
+        room: Part of a smaller pool that the peak of the calm steps may take.
+        most_growth: Blocks after a change upwards over those before, at most, unless one layer is more.
+
+    Raises:
+        InvariantError: They contradict each other.
+    """
+
+    hold_steps: int = 16
+    window_steps: int = 64
+    calm_steps: int = 256
+    retry_steps: int = 512
+    most_stall: float = 0.01
+    margin: float = 0.05
+    room: float = 0.85
+    most_growth: float = 1.1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hold_steps <= self.window_steps <= self.calm_steps <= self.retry_steps:
+            raise InvariantError(f"steps must be 1 <= hold <= window <= calm <= retry: {self}")
+        if not (0 < self.most_stall < 1 and self.margin >= 0 and 0 < self.room <= 1 <= self.most_growth):
+            raise InvariantError(f"parts lie between 0 and 1, and growth is at least 1: {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpansionDecision:
+    """How many layers are to stream from now on.
+
+    Attributes:
+        num_streamed: Of one of the places that may be chosen.
+        limited: Why it is not more; None while it grows.
+    """
+
+    num_streamed: int
+    limited: ExpansionLimit | None = None
+
+
+class ExpansionPolicy:
+    """See the module. Equal views in equal order give equal decisions.
+
+    Args:
+        places: What may be chosen, by ascending expansion. It begins with the first, and always comes back to it.
+        base_blocks: Blocks of the pool while no layer streams.
+        settings: Margins and times.
+    """
+
+    def __init__(
+        self, places: Sequence[LayerPlaces], base_blocks: int, settings: ExpansionSettings = ExpansionSettings()
+    ) -> None:
+        self.settings = settings
+        self._places = tuple(places)
+        self._num_blocks = [base_blocks * one.expansion for one in self._places]
+        self._index = {one.num_streamed: index for index, one in enumerate(self._places)}
+        self._steps: deque[ExpansionView] = deque(maxlen=settings.calm_steps)
+        self._decided = ExpansionDecision(self._places[0].num_streamed, ExpansionLimit.MEMORY_SUFFICES)
+        self._num_unreviewed = 0
+        self._waited_at, self._retry_steps = (
+            len(self._places),
+            0,
+        )  # a place whose copies showed; until it is tried again
+
+    def decide(self, view: ExpansionView) -> ExpansionDecision:
+        """What is to stream, at every boundary; between two reviews it stays.
+
+        Raises:
+            InvariantError: The engine has places that may not be chosen.
+        """
+        here = self._index.get(view.num_streamed)
+        if here is None:
+            raise InvariantError(f"{view.num_streamed} layers stream, which is none of {sorted(self._index)}")
+        if view.step_s <= 0:
+            return self._decided
+        self._steps.append(view)
+        self._num_unreviewed += 1
+        self._retry_steps -= 1
+        if self._num_unreviewed >= self.settings.hold_steps:
+            self._num_unreviewed = 0
+            target, limited = self._review(here)
+            self._decided = ExpansionDecision(self._places[target].num_streamed, limited)
+        return self._decided
+
+    def _review(self, here: int) -> tuple[int, ExpansionLimit | None]:
+        if here and self._waits(here):
+            self._waited_at, self._retry_steps = here, self.settings.retry_steps
+            fewer = (index for index in range(here - 1, 0, -1) if self._stall_share(index) <= self._low_stall)
+            return next(fewer, 0), ExpansionLimit.COPIES_SHOW
+        needed = self._find_needed(here)
+        if needed < here or not self._is_short():
+            return needed, ExpansionLimit.MEMORY_SUFFICES
+        return self._find_larger(here)
+
+    # -- what steps tell -------------------------------------------------------------------------------------------
+
+    @property
+    def _low_stall(self) -> float:
+        return self.settings.most_stall / 2
+
+    def _recent(self, num_steps: int) -> list[ExpansionView]:
+        """The latest steps, the latest one first."""
+        return list(islice(reversed(self._steps), num_steps))
+
+    def _stall_share(self, index: int, longer: float = 1.0) -> float:
+        """Part of the time of recent steps that they would have waited, with copies so many times as long."""
+        steps = self._recent(self.settings.window_steps)
+        waited_s = sum(self._predict_stall_s(index, step, longer) for step in steps)
+        return waited_s / (waited_s + sum(step.step_s for step in steps))
+
+    def _predict_stall_s(self, index: int, step: ExpansionView, longer: float) -> float:
+        """Where memory is short a larger pool is as full; else its load stays. More KV makes no step seem longer."""
+        num_blocks = self._num_blocks[index]
+        if step.is_binding:
+            factor = num_blocks / self._num_blocks[self._index[step.num_streamed]]
+        else:
+            factor = min(1.0, num_blocks / max(1, step.num_held_blocks))
+        return step_stall_s(self._places[index], step.step_s, factor * longer * step.copy_s)
+
+    def _waits(self, here: int) -> bool:
+        most = self.settings.most_stall
+        return self._stall_share(here) > most or self._measured_share(here) > _GROSS_STALL * most
+
+    def _measured_share(self, here: int) -> float:
+        """Part of the time that recent steps did wait; 0 while too few of them had these places."""
+        num_streamed = self._places[here].num_streamed
+        steps = [one for one in self._recent(self.settings.window_steps) if one.num_streamed == num_streamed]
+        if len(steps) < self.settings.window_steps // 2:
+            return 0.0
+        waited_s = sum(one.stall_s for one in steps)
+        return waited_s / (waited_s + sum(one.step_s for one in steps))
+
+    def _is_short(self) -> bool:
+        """Whether memory was short in half of the steps since the last review."""
+        steps = self._recent(self.settings.hold_steps)
+        return 2 * sum(step.is_binding for step in steps) >= len(steps)
+
+    # -- what follows ----------------------------------------------------------------------------------------------
+
+    def _find_needed(self, here: int) -> int:
+        """The least that would have done in the calm steps, with room to spare; ``here`` if memory was short in any."""
+        if len(self._steps) < self.settings.calm_steps or any(step.is_binding for step in self._steps):
+            return here
+        peak = max(step.num_held_blocks for step in self._steps)
+        enough = (index for index in range(here) if self.settings.room * self._num_blocks[index] >= peak)
+        return next(enough, here)
+
+    def _find_larger(self, here: int) -> tuple[int, ExpansionLimit | None]:
+        least = self._find_least_larger(here)
+        if least is None:
+            return here, ExpansionLimit.LITTLE_GAIN
+        if least >= len(self._places):
+            return here, ExpansionLimit.LARGEST
+        most = least
+        while most + 1 < len(self._places) and self._is_near(here, most + 1):
+            most += 1
+        for index in range(most, least - 1, -1):
+            if self._would_hide(index):
+                return index, None
+        is_least_larger = least == here + 1 or not self._would_hide(here + 1)
+        return here, ExpansionLimit.COPIES_SHOW if is_least_larger else ExpansionLimit.LITTLE_GAIN
+
+    def _find_least_larger(self, here: int) -> int | None:
+        """The next places; from no streams on, the first that gain enough. None if no places do."""
+        if self._places[here].num_streamed or len(self._places) == 1:
+            return here + 1
+        return next((index for index in range(1, len(self._places)) if self._gain(index) >= LEAST_GAIN), None)
+
+    def _is_near(self, here: int, index: int) -> bool:
+        return self._num_blocks[index] <= self.settings.most_growth * self._num_blocks[here]
+
+    def _would_hide(self, index: int) -> bool:
+        if index >= self._waited_at and self._retry_steps > 0:
+            return False
+        return self._stall_share(index, 1 + self.settings.margin) <= self._low_stall
+
+    def _gain(self, index: int) -> float:
+        """Tokens per second under places, over those without streams, if no step waited."""
+        steps = self._recent(self.settings.window_steps)
+        step_s = sum(step.step_s for step in steps)
+        fixed_s = sum(step.step_s if step.fixed_s is None else min(step.step_s, step.fixed_s) for step in steps)
+        expansion = self._places[index].expansion
+        return expansion * step_s / (fixed_s + expansion * (step_s - fixed_s))
+
+
+def place_for(expansion: float, num_layers: int) -> LayerPlaces:
+    """The places whose expansion is nearest to what a user asks for; two slots only where three are farther from it.
+
+    Raises:
+        SettingRefused: The model's layers do not allow it (``kv_expansion``).
+    """
+    if expansion == 1:
+        return LayerPlaces(num_layers)
+    if not expansion > 1:
+        raise SettingRefused(("kv_expansion",), f"{expansion:g} would make the pool smaller: at least 1")
+    if num_layers < FEWEST_LAYERS:
+        problem = f"{expansion:g} needs a model of at least {FEWEST_LAYERS} layers, and this one has {num_layers}"
+        raise SettingRefused(("kv_expansion",), problem)
+    most = num_layers / FEWEST_SLOTS
+    if expansion > most:
+        problem = f"{expansion:g} is beyond what {num_layers} layers allow: at most {most:g} (two slots)"
+        raise SettingRefused(("kv_expansion",), problem)
+    possible = (
+        places
+        for num_slots in range(MOST_SLOTS, FEWEST_SLOTS - 1, -1)
+        for places in every_place(num_layers, num_slots)
+        if places.num_streamed
+    )
+    return min(possible, key=lambda places: max(places.expansion / expansion, expansion / places.expansion))

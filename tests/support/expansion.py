@@ -1,0 +1,176 @@
+"""A device whose KV layers stream, in virtual time: steps cost T = w + K / H, loads K / (n L) a layer.
+
+``layered_stall_s`` knows nothing of chains: it goes through a step layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from floodplain.core.layer_places import LayerPlaces, every_place
+from floodplain.cost.expansion import step_stall_s
+from floodplain.policy.expansion import ExpansionDecision, ExpansionView
+
+NUM_LAYERS = 32
+EVERY = tuple(every_place(NUM_LAYERS))
+Decide = Callable[[ExpansionView], ExpansionDecision]
+
+
+def layered_stall_s(places: LayerPlaces, step_s: float, copy_s: float) -> float:
+    """What a step waits for: one link, loads in their order, each as soon as its slot is free."""
+    now, link_free_s = 0.0, 0.0
+    loaded: dict[int, float] = {}
+
+    def load(layer: int) -> None:
+        nonlocal link_free_s
+        loaded[layer] = link_free_s = max(link_free_s, now) + copy_s
+
+    for layer in places.first:
+        load(layer)
+    for layer in range(places.num_layers):
+        is_streamed = places.slot_of(layer) is not None
+        now = max(now, loaded[layer] if is_streamed else 0.0) + step_s / places.num_layers
+        follower = places.follower(layer) if is_streamed else None
+        if follower is not None:
+            load(follower)
+    return now - step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Bytes are counted in blocks of all layers: the pool has ``base_blocks`` while no layer streams.
+
+    Attributes:
+        weight_blocks: W: weights that a step reads.
+        link_ratio: rho: bandwidth of the link over that of the memory.
+        block_s: Time in which the memory reads a block.
+        token_s: Time of a prompt's token.
+    """
+
+    base_blocks: int = 300
+    weight_blocks: float = 2000.0
+    link_ratio: float = 0.12
+    block_s: float = 1e-5
+    token_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step."""
+
+    ended_s: float
+    step_s: float
+    stall_s: float
+    num_streamed: int
+    num_tokens: int
+
+
+@dataclass
+class Served:
+    """A run; sums are over its steps from ``since`` on."""
+
+    steps: list[Seen] = field(default_factory=list)
+
+    def rate(self, since: int = 0) -> float:
+        """Tokens per second."""
+        steps = self.steps[since:]
+        return sum(step.num_tokens for step in steps) / sum(step.step_s + step.stall_s for step in steps)
+
+    def stall_share(self, since: int = 0) -> float:
+        steps = self.steps[since:]
+        return sum(step.stall_s for step in steps) / sum(step.step_s + step.stall_s for step in steps)
+
+    def changes(self, since: int = 0) -> list[int]:
+        """Steps before which the number of streamed layers changed."""
+        numbers = [step.num_streamed for step in self.steps]
+        return [at for at in range(max(1, since), len(numbers)) if numbers[at] != numbers[at - 1]]
+
+
+class Load:
+    """Requests in line, by blocks: a prompt that is computed in one step, and outputs of 16 tokens a block.
+
+    Args:
+        seed: Of their lengths.
+        prompt_blocks: Fewest and most of a prompt.
+        output_blocks: Fewest and most of an output.
+        most_running: Requests that there ever are at the same time; None: without end.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        prompt_blocks: tuple[int, int] = (2, 10),
+        output_blocks: tuple[int, int] = (4, 16),
+        most_running: int | None = None,
+    ) -> None:
+        self.dice = Random(seed)
+        self.prompt_blocks, self.output_blocks = prompt_blocks, output_blocks
+        self.most_running = most_running
+
+    def draw(self) -> tuple[int, int]:
+        return self.dice.randint(*self.prompt_blocks), self.dice.randint(*self.output_blocks)
+
+
+def serve(
+    device: Device,
+    decide: Decide | int,
+    load: Load,
+    num_steps: int,
+    on_step: Callable[[int, float], float | None] = lambda at, now: None,
+) -> Served:
+    """Serve for so many steps.
+
+    Each request reserves its last size when it starts, as no request is preempted here.
+
+    Args:
+        device: What things take.
+        decide: Which layers stream, or how many always do.
+        load: The requests.
+        num_steps: When to end.
+        on_step: Told the step and the time; what it returns is the link ratio from now on.
+    """
+    served, now, link_ratio = Served(), 0.0, device.link_ratio
+    running: deque[list[int]] = deque()  # [blocks, tokens until the next block, tokens left, blocks at the end]
+    num_streamed = decide if isinstance(decide, int) else 0
+    pending = load.draw()
+    for at in range(num_steps):
+        link_ratio = on_step(at, now) or link_ratio
+        places = next(one for one in EVERY if one.num_streamed == num_streamed)
+        num_blocks = int(device.base_blocks * places.expansion)
+        reserved, num_prompt = sum(one[3] for one in running), 0
+        while reserved + sum(pending) <= num_blocks and len(running) != load.most_running:
+            running.append([pending[0], 16, 16 * pending[1], sum(pending)])
+            reserved, num_prompt = reserved + sum(pending), num_prompt + 16 * pending[0]
+            pending = load.draw()
+        is_binding = len(running) != load.most_running
+        num_read = sum(one[0] for one in running)
+        step_s = device.block_s * (device.weight_blocks + num_read) + device.token_s * num_prompt
+        copy_s = device.block_s * num_read / link_ratio / NUM_LAYERS
+        stall_s = step_stall_s(places, step_s, copy_s)
+        now += step_s + stall_s
+        served.steps.append(Seen(now, step_s, stall_s, num_streamed, len(running)))
+        _grow(running)
+        if not isinstance(decide, int):
+            held = sum(one[3] for one in running)
+            view = ExpansionView(
+                step_s=step_s, stall_s=stall_s, copy_s=copy_s, num_streamed=num_streamed,
+                num_held_blocks=held, num_blocks=num_blocks, is_binding=is_binding,
+            )  # fmt: skip
+            wanted = decide(view).num_streamed
+            fits = held <= device.base_blocks * next(one for one in EVERY if one.num_streamed == wanted).expansion
+            num_streamed = wanted if fits or wanted > num_streamed else num_streamed
+    return served
+
+
+def _grow(running: deque[list[int]]) -> None:
+    for _ in range(len(running)):
+        one = running.popleft()
+        one[1] -= 1
+        one[2] -= 1
+        if not one[1]:
+            one[0], one[1] = one[0] + 1, 16
+        if one[2]:
+            running.append(one)

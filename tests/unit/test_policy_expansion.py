@@ -1,0 +1,176 @@
+"""What the controller decides, one reason at a time; and the places for what a user asks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.errors import InvariantError, SettingRefused
+from floodplain.core.layer_places import LayerPlaces, every_place
+from floodplain.policy.expansion import ExpansionLimit, ExpansionPolicy, ExpansionSettings, ExpansionView, place_for
+
+EVERY = tuple(every_place(32))
+HOLD = ExpansionSettings().hold_steps
+SHORT = ExpansionView(
+    step_s=0.03, stall_s=0.0, copy_s=1e-5, num_streamed=0, num_held_blocks=100, num_blocks=100, is_binding=True
+)
+
+
+def after(policy: ExpansionPolicy, view: ExpansionView, num_steps: int = HOLD) -> tuple[int, ExpansionLimit | None]:
+    """What is decided when so many steps look alike, and the engine does as it is told."""
+    for _ in range(num_steps):
+        decision = policy.decide(view)
+        blocks = int(100 * next(one.expansion for one in EVERY if one.num_streamed == decision.num_streamed))
+        is_full = view.num_held_blocks == view.num_blocks
+        view = replace(view, num_streamed=decision.num_streamed, num_blocks=blocks)
+        view = replace(view, num_held_blocks=blocks) if is_full else view
+    return decision.num_streamed, decision.limited
+
+
+def test_short_memory_and_copies_that_hide_make_layers_stream() -> None:
+    policy = ExpansionPolicy(EVERY, 100)
+    assert after(policy, SHORT, HOLD - 1) == (0, ExpansionLimit.MEMORY_SUFFICES), "nothing is reviewed yet"
+    num_streamed, limited = after(policy, SHORT, 1)
+    assert num_streamed >= 4 and limited is None
+    assert EVERY[num_streamed - 3].expansion <= 1.1
+
+
+def test_a_layer_that_cannot_hide_does_not_stream() -> None:
+    policy = ExpansionPolicy(EVERY, 100)
+    assert after(policy, replace(SHORT, copy_s=0.02), 400) == (0, ExpansionLimit.COPIES_SHOW)
+
+
+def test_little_gain_leaves_all_layers_where_they_are() -> None:
+    """A larger batch makes the step as much longer: nothing to gain. With more than half of it fixed there is."""
+    assert after(ExpansionPolicy(EVERY, 100), replace(SHORT, fixed_s=0.0), 400) == (0, ExpansionLimit.LITTLE_GAIN)
+    assert after(ExpansionPolicy(EVERY, 100), replace(SHORT, fixed_s=0.02))[0] > 0
+
+
+def test_only_the_first_places_hide_and_gain_too_little() -> None:
+    """Of 80 layers, four that stream make 1.3 %, and their copies would hide; five do not fit."""
+    places = tuple(every_place(80))
+    policy = ExpansionPolicy(places, 1000, ExpansionSettings(margin=0.0))
+    least = next(copy for copy in range(1, 2000) if not _hides(places[2], copy * 1e-5))
+    view = replace(SHORT, copy_s=least * 1e-5)
+    assert _hides(places[1], view.copy_s)
+    for _ in range(HOLD):
+        decision = policy.decide(view)
+    assert (decision.num_streamed, decision.limited) == (0, ExpansionLimit.LITTLE_GAIN)
+
+
+def _hides(places: LayerPlaces, copy_s: float) -> bool:
+    from floodplain.cost.expansion import step_stall_s
+
+    stall_s = step_stall_s(places, SHORT.step_s, places.expansion * copy_s)
+    return stall_s / (SHORT.step_s + stall_s) <= 0.005
+
+
+def test_memory_that_suffices_lets_nothing_stream() -> None:
+    calm = replace(SHORT, is_binding=False, num_held_blocks=40)
+    assert after(ExpansionPolicy(EVERY, 100), calm, 400) == (0, ExpansionLimit.MEMORY_SUFFICES)
+
+
+def test_memory_that_is_not_needed_any_more_comes_back_after_the_calm_steps() -> None:
+    policy = ExpansionPolicy(EVERY, 100)
+    high, _ = after(policy, SHORT, 20 * HOLD)
+    calm = replace(SHORT, is_binding=False, num_held_blocks=60, num_streamed=high, num_blocks=300)
+    calm_steps = ExpansionSettings().calm_steps
+    assert after(policy, calm, calm_steps - HOLD)[0] == high
+    assert after(policy, calm, 2 * HOLD) == (0, ExpansionLimit.MEMORY_SUFFICES)
+
+
+def test_what_comes_back_leaves_room_for_the_peak() -> None:
+    policy = ExpansionPolicy(EVERY, 100)
+    high, _ = after(policy, SHORT, 20 * HOLD)
+    calm = replace(SHORT, is_binding=False, num_held_blocks=120, num_streamed=high, num_blocks=300)
+    low, _ = after(policy, calm, 400)
+    assert 0 < low < high
+    assert 120 / 0.85 <= 100 * EVERY[low - 3].expansion < 160
+
+
+def test_a_slower_link_lets_fewer_layers_stream_at_the_next_review() -> None:
+    policy = ExpansionPolicy(EVERY, 100)
+    high, _ = after(policy, SHORT, 40 * HOLD)
+    slow = replace(SHORT, num_streamed=high, copy_s=2 * SHORT.step_s / high, num_held_blocks=300, num_blocks=300)
+    assert after(policy, slow, HOLD)[0] < high
+    assert after(policy, slow, HOLD)[1] is ExpansionLimit.COPIES_SHOW
+
+
+def test_gross_measured_stalls_count_although_copies_should_hide() -> None:
+    policy = ExpansionPolicy(EVERY, 100)
+    high, _ = after(policy, SHORT, 40 * HOLD)
+    stalling = replace(SHORT, num_streamed=high, stall_s=0.01)
+    low, limited = after(policy, stalling, 3 * HOLD)
+    assert low < high and limited is ExpansionLimit.COPIES_SHOW
+
+
+def test_boundaries_without_a_step_change_nothing() -> None:
+    policy = ExpansionPolicy(EVERY, 100)
+    assert after(policy, replace(SHORT, step_s=0.0), 10 * HOLD)[0] == 0
+
+
+def test_a_floor_with_streams_is_kept() -> None:
+    """Long prompts: the pool never has fewer blocks."""
+    policy = ExpansionPolicy(EVERY[5:], 100)
+    for copy_s in (1e-5, 1.0):
+        calm = replace(SHORT, num_streamed=EVERY[5].num_streamed, copy_s=copy_s, num_held_blocks=1, is_binding=False)
+        assert after(policy, calm, 300)[0] == EVERY[5].num_streamed
+
+
+def test_the_largest_places_say_that_they_are() -> None:
+    policy = ExpansionPolicy(EVERY[:3], 100)
+    assert after(policy, SHORT, 10 * HOLD) == (EVERY[2].num_streamed, ExpansionLimit.LARGEST)
+    assert after(ExpansionPolicy(EVERY[:1], 100), SHORT, 10 * HOLD) == (0, ExpansionLimit.LARGEST)
+
+
+def test_places_of_others_and_settings_that_contradict_are_refused() -> None:
+    with pytest.raises(InvariantError, match="none of"):
+        ExpansionPolicy(EVERY[:3], 100).decide(replace(SHORT, num_streamed=9))
+    for wrong in ({"hold_steps": 0}, {"window_steps": 8}, {"calm_steps": 32}, {"room": 0.0}, {"most_growth": 0.9}):
+        with pytest.raises(InvariantError):
+            ExpansionSettings(**wrong)  # type: ignore[arg-type]
+
+
+@given(st.integers(3, 90), st.floats(1.001, 45.0))
+def test_the_places_for_a_wish_are_as_near_as_any(num_layers: int, expansion: float) -> None:
+    if expansion > num_layers / 2:
+        with pytest.raises(SettingRefused, match=f"what {num_layers} layers allow"):
+            place_for(expansion, num_layers)
+        return
+    found = place_for(expansion, num_layers)
+    assert found.num_streamed
+    for num_slots in (2, 3):
+        for other in every_place(num_layers, num_slots):
+            if other.num_streamed:
+                assert _distance(found, expansion) <= _distance(other, expansion) + 1e-12
+                assert found.num_slots == 3 or other.num_slots == 2 or other.expansion != found.expansion
+
+
+def _distance(places: LayerPlaces, expansion: float) -> float:
+    return max(places.expansion / expansion, expansion / places.expansion)
+
+
+@pytest.mark.parametrize(
+    ("expansion", "places"),
+    [(1.0, (30, 0, 3)), (1.5, (30, 13, 3)), (4.3, (30, 26, 3)), (10, (30, 30, 3)), (15, (30, 30, 2))],
+)
+def test_places_for_some_wishes(expansion: float, places: tuple[int, int, int]) -> None:
+    assert place_for(expansion, 30) == LayerPlaces(*places)
+
+
+@pytest.mark.parametrize(
+    ("expansion", "num_layers", "line"),
+    [
+        (20, 30, "--kv-expansion 20 is beyond what 30 layers allow: at most 15 (two slots)"),
+        (0.5, 30, "--kv-expansion 0.5 would make the pool smaller: at least 1"),
+        (float("nan"), 30, "--kv-expansion nan would make the pool smaller: at least 1"),
+        (1.5, 1, "--kv-expansion 1.5 needs a model of at least 3 layers, and this one has 1"),
+    ],
+)
+def test_wishes_that_cannot_be_are_refused_in_one_line(expansion: float, num_layers: int, line: str) -> None:
+    with pytest.raises(SettingRefused) as refused:
+        place_for(expansion, num_layers)
+    assert str(refused.value.as_flags()) == line
