@@ -5,7 +5,7 @@ Token ids of different requests are distinct, so that nobody shares a prefix by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -167,11 +167,17 @@ def exits(lifecycle: Lifecycle) -> list[float]:
     return [when for when, kind in lifecycle.events if kind is EventKind.PREEMPTED]
 
 
-def begin(machine: Machine, policy: Policy, requests: Iterable[Request], seed: int = 0) -> Run:
-    """An instance whose requests are about to arrive."""
+def begin(
+    machine: Machine,
+    policy: Policy,
+    requests: Iterable[Request],
+    seed: int = 0,
+    step_time_s: Callable[[StepPlan], float] | None = None,
+) -> Run:
+    """An instance whose requests are about to arrive; steps take what the machine's line says, or ``step_time_s``."""
     environment = Environment()
     links = {Tier.HOST: machine.link}
-    executor = VirtualExecutor(machine.line.time_s, VirtualLinks(links, BLOCK_BYTES))
+    executor = VirtualExecutor(step_time_s or machine.line.time_s, VirtualLinks(links, BLOCK_BYTES))
     instance = VirtualInstance(environment, machine.make_loop(policy, seed), executor)
     run = Run(instance, environment, links)
     instance.on_step = lambda plan, now: run.steps.append((now, plan))

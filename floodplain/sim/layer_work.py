@@ -1,0 +1,93 @@
+"""What the steps of a loop do in each layer, so that a schedule of layers can price plans for ``VirtualExecutor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from floodplain.core.plan import StepPlan
+from floodplain.core.request import SeqId
+from floodplain.sim.layers import LayerSchedule, LayerWork, StepCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Sizes of a model's KV, layer by layer.
+
+    Attributes:
+        num_layers: Layers of the model.
+        block_tokens: Tokens of a block.
+        token_bytes: KV of one token in one layer.
+    """
+
+    num_layers: int
+    block_tokens: int
+    token_bytes: int
+
+    def block_bytes(self, num_tokens: int) -> int:
+        """Bytes of the blocks of one layer that so many tokens of a sequence lie in."""
+        return -(-num_tokens // self.block_tokens) * self.block_tokens * self.token_bytes
+
+
+class PlanWork:
+    """Follows the plans of one loop, and says what each does in a layer.
+
+    A block that several sequences share is counted for each.
+
+    Args:
+        shape: Of the model.
+        compute_s: Seconds that the device computes a plan which reads so many bytes of KV in a layer. They are spread
+            evenly over the layers.
+    """
+
+    def __init__(self, shape: LayerShape, compute_s: Callable[[StepPlan, int], float]) -> None:
+        self._shape = shape
+        self._compute_s = compute_s
+        self._num_computed: dict[SeqId, int] = {}  # tokens of each resident sequence
+
+    def work_of(self, plan: StepPlan) -> LayerWork:
+        """The work of the next plan. Each plan must be asked for once, in order."""
+        for seq_id in (*plan.released, *(preemption.seq_id for preemption in plan.preemptions)):
+            self._num_computed.pop(seq_id, None)
+        read_bytes = sum(map(self._shape.block_bytes, self._note_batch(plan)))
+        return LayerWork(
+            compute_s=(self._compute_s(plan, read_bytes) / self._shape.num_layers,) * self._shape.num_layers,
+            read_bytes=read_bytes,
+            written_bytes=plan.num_tokens * self._shape.token_bytes,
+            held_bytes=sum(map(self._shape.block_bytes, self._num_computed.values())),
+        )
+
+    def _note_batch(self, plan: StepPlan) -> list[int]:
+        """Tokens that each sequence of the batch has in the KV cache before the step."""
+        before = [self._num_computed[seq_id] for seq_id in plan.decodes]
+        for seq_id in plan.decodes:
+            self._num_computed[seq_id] += 1
+        for chunk in plan.prefills:
+            before.append(chunk.start)
+            self._num_computed[chunk.seq_id] = chunk.start + len(chunk.token_ids)
+        return before
+
+
+class LayeredSteps:
+    """Prices plans by a schedule of layers, as if steps followed each other without a pause.
+
+    Args:
+        schedule: When layers are copied.
+        work_of: What each plan does in a layer.
+
+    Attributes:
+        costs: Of all steps that computed.
+    """
+
+    def __init__(self, schedule: LayerSchedule, work_of: Callable[[StepPlan], LayerWork]) -> None:
+        self.costs: list[StepCost] = []
+        self._schedule = schedule
+        self._work_of = work_of
+
+    def time_s(self, plan: StepPlan) -> float:
+        """Seconds of one plan; 0 for one that only moves KV."""
+        work = self._work_of(plan)
+        if not plan.num_tokens:
+            return 0.0
+        self.costs.append(self._schedule.step(work))
+        return self.costs[-1].duration_s

@@ -1,0 +1,35 @@
+"""Loads of layers ahead, broken in one way each: what a law must catch."""
+
+from __future__ import annotations
+
+from floodplain.sim.layer_copies import LayerCopy
+from floodplain.sim.layers import AheadLayers, LayerWork
+
+
+class WaitsForNoLoad(AheadLayers):
+    """A layer computes while its load is under way."""
+
+    def _await_layer(self, layer: int, work: LayerWork) -> None:
+        pass
+
+
+class LoadsOverWrites(AheadLayers):
+    """A slot is loaded while its last layer's rows are still written through from it."""
+
+    def _writes_before(self, slot: int) -> tuple[LayerCopy, ...]:
+        return ()
+
+
+class WritesNothing(AheadLayers):
+    """New rows stay in the slot."""
+
+    def _write_through(self, layer: int, work: LayerWork) -> None:
+        pass
+
+
+class LoadsAtOnce(AheadLayers):
+    """All layers are loaded when the step begins, whether their slots are free or not."""
+
+    def _begin_step(self, work: LayerWork) -> None:
+        for layer in self.places.streamed:
+            self._load(layer, work)
