@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from floodplain.core.plan import StepPlan
 from floodplain.core.request import SeqId
-from floodplain.sim.layers import LayerSchedule, LayerWork, StepCost
+from floodplain.sim.layer_schedule import LayerSchedule, LayerWork, StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ from floodplain.policy.pie_fifo import PieFifo
 from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SharingSettings
 from floodplain.sim.layer_copies import LayerLink
+from floodplain.sim.layer_schedule import LayerSchedule, LayerWork
 from floodplain.sim.layer_work import LayeredSteps, LayerShape, PlanWork
-from floodplain.sim.layers import AheadLayers, LayerSchedule, LayerWork, OnDemandLayers, PieLayers
+from floodplain.sim.layers import AheadLayers, OnDemandLayers, PieLayers
 from tests.support.bursts import LINE, Machine, Run, begin, make_burst
 
 SHAPE = LayerShape(num_layers=6, block_tokens=4, token_bytes=10)

@@ -17,7 +17,8 @@ from floodplain.core.tiers import Direction
 from floodplain.cost.expansion import step_stall_s
 from floodplain.policy.pie_fifo import PieFifo
 from floodplain.sim.layer_copies import LayerCopies, LayerCopy, LayerLink
-from floodplain.sim.layers import AheadLayers, LayerSchedule, LayerSpan, LayerWork, OnDemandLayers, PieLayers, StepCost
+from floodplain.sim.layer_schedule import LayerSchedule, LayerSpan, LayerWork, StepCost
+from floodplain.sim.layers import AheadLayers, OnDemandLayers, PieLayers
 from tests.support import layer_faults, pie_faults
 from tests.support.examples import examples
 from tests.support.layer_bytes import Bytes, Fault, bytes_of_fifo, bytes_of_places

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from floodplain.core.layer_places import LayerPlaces
 from floodplain.core.tiers import Direction
 from floodplain.policy.pie_fifo import PieFifo
-from floodplain.sim.layers import LayerSpan
+from floodplain.sim.layer_schedule import LayerSpan
 
 Place = tuple[str, int]
 Content = tuple[int, int]

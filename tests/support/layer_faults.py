@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from floodplain.sim.layer_copies import LayerCopy
-from floodplain.sim.layers import AheadLayers, LayerWork
+from floodplain.sim.layer_schedule import LayerWork
+from floodplain.sim.layers import AheadLayers
 
 
 class WaitsForNoLoad(AheadLayers):
