@@ -56,5 +56,8 @@ class SwapsTwoAtOnce(PieFifo):
     """A swap-out begins although the last one has not ended."""
 
     def _swap_out_coldest(self, layer: int, now: float) -> Swap | None:
-        self._under_way.pop(Direction.OUTBOUND, None)
-        return super()._swap_out_coldest(layer, now)
+        last = self._under_way.pop(Direction.OUTBOUND, None)
+        swap = super()._swap_out_coldest(layer, now)
+        if swap is None and last is not None:
+            self._under_way[Direction.OUTBOUND] = last
+        return swap
