@@ -90,7 +90,7 @@ class ExpansionSettings:
     calm_steps: int = 256
     retry_steps: int = 512
     most_stall: float = 0.01
-    margin: float = 0.05
+    margin: float = 0.02
     room: float = 0.85
     most_growth: float = 1.1
 
@@ -159,9 +159,15 @@ class ExpansionPolicy:
         return self._decided
 
     def _review(self, here: int) -> tuple[int, ExpansionLimit | None]:
+        if here and self._stall_share(here, self.settings.window_steps) > _GROSS_STALL * self.settings.most_stall:
+            self._forget_all_but(self.settings.hold_steps)
         if here and self._waits(here):
             self._waited_at, self._retry_steps = here, self.settings.retry_steps
-            fewer = (index for index in range(here - 1, 0, -1) if self._stall_share(index) <= self._low_stall)
+            fewer = (
+                index
+                for index in range(here - 1, 0, -1)
+                if self._stall_share(index, self.settings.calm_steps) <= self._low_stall
+            )
             return next(fewer, 0), ExpansionLimit.COPIES_SHOW
         needed = self._find_needed(here)
         if needed < here or not self._is_short():
@@ -178,9 +184,13 @@ class ExpansionPolicy:
         """The latest steps, the latest one first."""
         return list(islice(reversed(self._steps), num_steps))
 
-    def _stall_share(self, index: int, longer: float = 1.0) -> float:
+    def _forget_all_but(self, num_steps: int) -> None:
+        """What was is no more: only the latest steps count."""
+        self._steps = deque(islice(self._steps, max(0, len(self._steps) - num_steps), None), self._steps.maxlen)
+
+    def _stall_share(self, index: int, num_steps: int, longer: float = 1.0) -> float:
         """Part of the time of recent steps that they would have waited, with copies so many times as long."""
-        steps = self._recent(self.settings.window_steps)
+        steps = self._recent(num_steps)
         waited_s = sum(self._predict_stall_s(index, step, longer) for step in steps)
         return waited_s / (waited_s + sum(step.step_s for step in steps))
 
@@ -188,14 +198,16 @@ class ExpansionPolicy:
         """Where memory is short a larger pool is as full; else its load stays. More KV makes no step seem longer."""
         num_blocks = self._num_blocks[index]
         if step.is_binding:
-            factor = num_blocks / self._num_blocks[self._index[step.num_streamed]]
+            factor = num_blocks / max(1, step.num_blocks)
         else:
             factor = min(1.0, num_blocks / max(1, step.num_held_blocks))
         return step_stall_s(self._places[index], step.step_s, factor * longer * step.copy_s)
 
     def _waits(self, here: int) -> bool:
         most = self.settings.most_stall
-        return self._stall_share(here) > most or self._measured_share(here) > _GROSS_STALL * most
+        return (
+            self._stall_share(here, self.settings.calm_steps) > most or self._measured_share(here) > _GROSS_STALL * most
+        )
 
     def _measured_share(self, here: int) -> float:
         """Part of the time that recent steps did wait; 0 while too few of them had these places."""
@@ -248,7 +260,7 @@ class ExpansionPolicy:
     def _would_hide(self, index: int) -> bool:
         if index >= self._waited_at and self._retry_steps > 0:
             return False
-        return self._stall_share(index, 1 + self.settings.margin) <= self._low_stall
+        return self._stall_share(index, self.settings.calm_steps, 1 + self.settings.margin) <= self._low_stall
 
     def _gain(self, index: int) -> float:
         """Tokens per second under places, over those without streams, if no step waited."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 
 from floodplain.core.layer_places import LayerPlaces, every_place
@@ -16,6 +17,7 @@ from floodplain.policy.expansion import ExpansionDecision, ExpansionView
 
 NUM_LAYERS = 32
 EVERY = tuple(every_place(NUM_LAYERS))
+EVERY_BY_NUMBER = {places.num_streamed: places for places in EVERY}
 Decide = Callable[[ExpansionView], ExpansionDecision]
 
 
@@ -55,6 +57,10 @@ class Device:
     link_ratio: float = 0.12
     block_s: float = 1e-5
     token_s: float = 0.0
+
+    def count_blocks(self, num_streamed: int) -> int:
+        """Of the pool while so many layers stream."""
+        return int(self.base_blocks * EVERY_BY_NUMBER[num_streamed].expansion)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Load:
         seed: Of their lengths.
         prompt_blocks: Fewest and most of a prompt.
         output_blocks: Fewest and most of an output.
-        most_running: Requests that there ever are at the same time; None: without end.
+        most_running: Requests that there ever are at the same time.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class Load:
         seed: int = 0,
         prompt_blocks: tuple[int, int] = (2, 10),
         output_blocks: tuple[int, int] = (4, 16),
-        most_running: int | None = None,
+        most_running: float = inf,
     ) -> None:
         self.dice = Random(seed)
         self.prompt_blocks, self.output_blocks = prompt_blocks, output_blocks
@@ -123,7 +129,8 @@ def serve(
 ) -> Served:
     """Serve for so many steps.
 
-    Each request reserves its last size when it starts, as no request is preempted here.
+    Each request reserves its last size when it starts, and none is preempted. A pool that is to shrink takes no new
+    requests beyond its new size; layers come back when what is held fits.
 
     Args:
         device: What things take.
@@ -133,19 +140,21 @@ def serve(
         on_step: Told the step and the time; what it returns is the link ratio from now on.
     """
     served, now, link_ratio = Served(), 0.0, device.link_ratio
+    held = 0
     running: deque[list[int]] = deque()  # [blocks, tokens until the next block, tokens left, blocks at the end]
-    num_streamed = decide if isinstance(decide, int) else 0
+    num_streamed = wanted = decide if isinstance(decide, int) else 0
     pending = load.draw()
     for at in range(num_steps):
         link_ratio = on_step(at, now) or link_ratio
-        places = next(one for one in EVERY if one.num_streamed == num_streamed)
-        num_blocks = int(device.base_blocks * places.expansion)
+        num_blocks = max(held, device.count_blocks(wanted)) if wanted < num_streamed else device.count_blocks(wanted)
+        num_streamed = wanted if held <= device.count_blocks(wanted) else num_streamed
+        places = EVERY_BY_NUMBER[num_streamed]
         reserved, num_prompt = sum(one[3] for one in running), 0
-        while reserved + sum(pending) <= num_blocks and len(running) != load.most_running:
+        while reserved + sum(pending) <= num_blocks and len(running) < load.most_running:
             running.append([pending[0], 16, 16 * pending[1], sum(pending)])
             reserved, num_prompt = reserved + sum(pending), num_prompt + 16 * pending[0]
             pending = load.draw()
-        is_binding = len(running) != load.most_running
+        is_binding = len(running) < load.most_running
         num_read = sum(one[0] for one in running)
         step_s = device.block_s * (device.weight_blocks + num_read) + device.token_s * num_prompt
         copy_s = device.block_s * num_read / link_ratio / NUM_LAYERS
@@ -153,15 +162,13 @@ def serve(
         now += step_s + stall_s
         served.steps.append(Seen(now, step_s, stall_s, num_streamed, len(running)))
         _grow(running)
+        held = sum(one[3] for one in running)
         if not isinstance(decide, int):
-            held = sum(one[3] for one in running)
             view = ExpansionView(
                 step_s=step_s, stall_s=stall_s, copy_s=copy_s, num_streamed=num_streamed,
                 num_held_blocks=held, num_blocks=num_blocks, is_binding=is_binding,
             )  # fmt: skip
             wanted = decide(view).num_streamed
-            fits = held <= device.base_blocks * next(one for one in EVERY if one.num_streamed == wanted).expansion
-            num_streamed = wanted if fits or wanted > num_streamed else num_streamed
     return served
 
 

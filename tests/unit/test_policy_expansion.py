@@ -54,7 +54,7 @@ def test_only_the_first_places_hide_and_gain_too_little() -> None:
     places = tuple(every_place(80))
     policy = ExpansionPolicy(places, 1000, ExpansionSettings(margin=0.0))
     least = next(copy for copy in range(1, 2000) if not _hides(places[2], copy * 1e-5))
-    view = replace(SHORT, copy_s=least * 1e-5)
+    view = replace(SHORT, copy_s=least * 1e-5, num_held_blocks=1000, num_blocks=1000)
     assert _hides(places[1], view.copy_s)
     for _ in range(HOLD):
         decision = policy.decide(view)
