@@ -14,16 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from floodplain.bench.offline import hardware_report, report_between
-from floodplain.core.goals import UNLOADED_FACTOR
-from floodplain.core.lifecycle import time_per_output_token_s
 from floodplain.core.request import FinishReason
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.model.weights.open_model import open_model
-from floodplain.workload.goals import sample_requests
+from floodplain.observe.run_columns import latency_lists
+from floodplain.workload.goals import sample_requests, unloaded_goals_s
 from floodplain.workload.records import LoadRequest
 
 HERE = Path(__file__).resolve().parent
@@ -79,15 +77,14 @@ def main(
 
 
 def measure_goals(lane: Lane, requests: Sequence[LoadRequest]) -> tuple[float, float]:
-    """(TTFT, TPOT): ``UNLOADED_FACTOR`` times the medians of a few requests like these, each alone on the machine."""
+    """(TTFT, TPOT) in seconds, from a few requests like these, each alone on the machine."""
     lives = []
     for request in sample_requests(requests):
         lane.load([request])
         lane.run()
         lives += [life for life, _ in lane.ended]
-    ttft_s = median(life.ttft_s or 0.0 for life in lives[1:])  # the first one warms up
-    tpot_s = median(time_per_output_token_s(life.token_times_s) or 0.0 for life in lives[1:])
-    return _round(UNLOADED_FACTOR * ttft_s), _round(UNLOADED_FACTOR * tpot_s)
+    goals_s = unloaded_goals_s((life.arrival_s, life.token_times_s) for life in lives[1:])  # the first one warms up
+    return round(goals_s["ttft"], 4), round(goals_s["tpot"], 4)
 
 
 def _times(lane: Lane, begin_s: float, num_requests: int) -> dict[str, Any]:
@@ -97,20 +94,12 @@ def _times(lane: Lane, begin_s: float, num_requests: int) -> dict[str, Any]:
     done.sort(key=lambda life: life.arrival_s)
     return {
         "duration_s": max(life.token_times_s[-1] for life in done) - begin_s,
-        "output_tokens": sum(len(life.token_times_s) for life in done),
-        "ttft_s": [_round(life.ttft_s) for life in done],
-        "tpot_s": [_round(time_per_output_token_s(life.token_times_s)) for life in done],
-        "e2e_s": [_round(life.e2e_s) for life in done],
-        "longest_gap_s": [_round(max(life.itl_s, default=0.0)) for life in done],
+        **latency_lists((life.arrival_s, life.token_times_s) for life in done),
     }
 
 
 def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
     return {name: number - before.get(name, 0) for name, number in now.items()}
-
-
-def _round(seconds: float | None) -> float:
-    return round(seconds or 0.0, 4)
 
 
 if __name__ == "__main__":

@@ -5,31 +5,15 @@ The machine's speed wanders, so only runs of one process are compared: in it the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from ways import BASELINE
 
+from floodplain.observe.run_columns import COLUMNS, Runs, format_cell
+
 QUIET = "quiet"
 """The load that shall put nobody under pressure."""
-
-Runs = Sequence[dict[str, Any]]
-
-COLUMNS: dict[str, Callable[[Runs], float]] = {
-    "attained": lambda runs: float(np.mean(_met(runs))),
-    "goodput": lambda runs: sum(_met(runs)) / sum(run["duration_s"] for run in runs),
-    "TTFT p50": lambda runs: _quantile(runs, "ttft_s", 0.5),
-    "TTFT p99": lambda runs: _quantile(runs, "ttft_s", 0.99),
-    "TPOT p50": lambda runs: _quantile(runs, "tpot_s", 0.5),
-    "TPOT p99": lambda runs: _quantile(runs, "tpot_s", 0.99),
-    "E2E p50": lambda runs: _quantile(runs, "e2e_s", 0.5),
-    "E2E p99": lambda runs: _quantile(runs, "e2e_s", 0.99),
-    "longest gap": lambda runs: float(np.mean([max(run["longest_gap_s"]) for run in runs])),
-    "tokens/s": lambda runs: sum(run["output_tokens"] for run in runs) / sum(run["duration_s"] for run in runs),
-}
-"""*Attained*: the share of requests within both goals; *goodput*: those a second. The longest gap is the mean over
-runs: the baseline has more runs, and the greatest of more is greater."""
 
 
 def format_table(runs: Runs) -> str:
@@ -78,7 +62,9 @@ def _row(way: str, runs: Runs, base: Runs) -> str:
     same = [run for run in base if run["process"] in _processes(runs)]
     alike = [run for run in runs for other in same if other["process"] == run["process"]]
     alike = list(runs) if way == BASELINE else alike
-    cells = [_cell(name, column(alike), column(same), way == BASELINE) for name, column in COLUMNS.items()]
+    cells = [
+        format_cell(name, column(alike), None if way == BASELINE else column(same)) for name, column in COLUMNS.items()
+    ]
     engines = [run["engine"] for run in runs]
     cells += [f"{np.mean([one[key] for one in engines]):.0f}" for key in ("preemptions", "recomputed_tokens")]
     stall_s = sum(one["swap"]["stall_s"] for one in engines)
@@ -106,24 +92,3 @@ def _of(runs: Runs, process: str, way: str) -> Runs:
 
 def _processes(runs: Runs) -> list[str]:
     return list(dict.fromkeys(run["process"] for run in runs))
-
-
-def _cell(name: str, value: float, base: float, is_base: bool) -> str:
-    if name == "attained":
-        return f"{value:.0%}"
-    unit = "/s" if name == "goodput" else "" if name == "tokens/s" else " s"
-    absolute = f"{value:.{3 if name.startswith('TPOT') else 2}f}{unit}"
-    return absolute if is_base else f"{value / base if base else float('inf'):.2f}x ({absolute})"
-
-
-def _met(runs: Runs) -> list[bool]:
-    """Whether each request kept both goals of its process."""
-    return [
-        ttft_s <= run["goals_s"][0] and tpot_s <= run["goals_s"][1]
-        for run in runs
-        for ttft_s, tpot_s in zip(run["ttft_s"], run["tpot_s"], strict=True)
-    ]
-
-
-def _quantile(runs: Runs, key: str, quantile: float) -> float:
-    return float(np.quantile(np.concatenate([run[key] for run in runs]), quantile))

@@ -18,6 +18,7 @@ from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.request import Request
 from floodplain.core.tiers import Link, SlotLedger, Tier
+from floodplain.observe.run_columns import latency_lists
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.environment import Environment
@@ -48,11 +49,7 @@ def simulate(way: Way, requests: list[Request], num_blocks: int = pool_blocks())
     return {
         "way": way.name,
         "duration_s": environment.now,
-        "output_tokens": sum(len(life.token_times_s) for life in lives),
-        "ttft_s": [round(life.ttft_s or 0.0, 4) for life in lives],
-        "tpot_s": [round(life.tpot_s or 0.0, 4) for life in lives],
-        "e2e_s": [round(life.e2e_s or 0.0, 4) for life in lives],
-        "longest_gap_s": [round(max(life.itl_s, default=0.0), 4) for life in lives],
+        **latency_lists((life.arrival_s, life.token_times_s) for life in lives),
         "preemptions": state.counters.preemptions,
         "recomputed_tokens": state.counters.num_recomputed_tokens,
         "stall_s": instance.stall_s,

@@ -6,7 +6,7 @@ baseline under load; ours is without load, so that the goals do not depend on wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -54,16 +54,24 @@ def sample_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
 
 
 def goals_from(records: Sequence[RequestRecord]) -> tuple[str, ...]:
-    """``UNLOADED_FACTOR`` times the medians of completed requests, in whole milliseconds, at least one."""
-    done = [record for record in records if record.error is None]
+    """The goals of completed requests as limits, in whole milliseconds, at least one."""
+    goals_s = unloaded_goals_s((record.sent_s, record.token_times_s) for record in records if record.error is None)
+    return tuple(f"{name}:{max(1, round(1e3 * goal_s))}" for name, goal_s in goals_s.items())
+
+
+def unloaded_goals_s(times: Iterable[tuple[float, Sequence[float]]]) -> dict[str, float]:
+    """Return ``UNLOADED_FACTOR`` times the medians of ``ttft`` and ``tpot``; without a name that no request gave.
+
+    Args:
+        times: (arrival, when each output token came) of requests that each had the machine to themselves, in seconds.
+    """
+    known = list(times)
     values = {
-        "ttft": [time_to_first_token_s(record.sent_s, record.token_times_s) for record in done],
-        "tpot": [time_per_output_token_s(record.token_times_s) for record in done],
+        "ttft": [time_to_first_token_s(*each) for each in known],
+        "tpot": [time_per_output_token_s(tokens_s) for _, tokens_s in known],
     }
-    known = {name: [value for value in each if value is not None] for name, each in values.items()}
-    return tuple(
-        f"{name}:{max(1, round(UNLOADED_FACTOR * 1e3 * median(each)))}" for name, each in known.items() if each
-    )
+    given = {name: [value for value in each if value is not None] for name, each in values.items()}
+    return {name: UNLOADED_FACTOR * median(each) for name, each in given.items() if each}
 
 
 def describe_goals(goals: Sequence[str], *, is_measured: bool) -> str:
