@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 
+from floodplain.core.goals import UNLOADED_FACTOR
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
+from floodplain.sim.executor import StepLine
 from floodplain.workload.lengths import Lengths, chat_like
 from floodplain.workload.phases import Phase, phase_arrivals
 
@@ -33,6 +37,14 @@ def pool_blocks(num_resident: int = NUM_RESIDENT) -> int:
     """Room for so many chat-like requests, each at half of its output."""
     pool = lengths(2000, seed=999)
     return math.ceil(num_resident * float((pool.prompt_tokens + pool.output_tokens / 2).mean()) / BLOCK_TOKENS)
+
+
+def goals_s(kinds: Sequence[tuple[float, float]], line: StepLine) -> tuple[float, float]:
+    """(TTFT, TPOT): five times what the median request of these kinds takes alone."""
+    drawn = lengths(2000, seed=999)
+    prompt = median(scaled(drawn.prompt_tokens, np.resize(np.array([prompts for prompts, _ in kinds]), 2000)))
+    ttft_s, tpot_s = line.base_s + line.prefill_token_s * prompt, line.base_s + line.decode_s
+    return UNLOADED_FACTOR * ttft_s, UNLOADED_FACTOR * tpot_s
 
 
 @dataclass(frozen=True, slots=True)

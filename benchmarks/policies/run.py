@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from loads import BLOCK_TOKENS, LOADS, Load, make_requests, pool_blocks
+from loads import BLOCK_TOKENS, LOADS, Load, goals_s, make_requests, pool_blocks
 from ways import WAYS, Way, ways_of
 
 from floodplain.core.backups import BackupTable
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.request import Request
 from floodplain.core.tiers import Link, SlotLedger, Tier
-from floodplain.observe.run_columns import latency_lists
+from floodplain.observe import run_columns
+from floodplain.observe.run_columns import Runs, format_cell, latency_lists
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 from floodplain.sim.environment import Environment
@@ -70,21 +71,10 @@ def find_capacity(prompts: float, outputs: float) -> float:
     return low
 
 
-COLUMNS: dict[str, Callable[[list[dict[str, Any]]], float]] = {
-    "TTFT p50": lambda runs: _quantile(runs, "ttft_s", 0.5),
-    "TTFT p99": lambda runs: _quantile(runs, "ttft_s", 0.99),
-    "TPOT p50": lambda runs: _quantile(runs, "tpot_s", 0.5),
-    "TPOT p99": lambda runs: _quantile(runs, "tpot_s", 0.99),
-    "E2E p50": lambda runs: _quantile(runs, "e2e_s", 0.5),
-    "E2E p99": lambda runs: _quantile(runs, "e2e_s", 0.99),
+COLUMNS: dict[str, Callable[[Runs], float | None]] = {
+    **run_columns.COLUMNS,
     "E2E mean": lambda runs: float(np.mean(np.concatenate([run["e2e_s"] for run in runs]))),
-    "longest gap": lambda runs: _quantile(runs, "longest_gap_s", 1.0),
-    "tokens/s": lambda runs: sum(run["output_tokens"] for run in runs) / sum(run["duration_s"] for run in runs),
 }
-
-
-def _quantile(runs: list[dict[str, Any]], key: str, quantile: float) -> float:
-    return float(np.quantile(np.concatenate([run[key] for run in runs]), quantile))
 
 
 def main() -> None:
@@ -117,12 +107,11 @@ def main() -> None:
 
 
 def _serve(way: Way, load: Load, capacity: float, seed: int) -> dict[str, Any]:
-    return simulate(way, make_requests(load, capacity, seed))
+    return simulate(way, make_requests(load, capacity, seed)) | {"goals_s": goals_s(load.kinds, way.line)}
 
 
 def _row(name: str, row: dict[str, float], base: dict[str, float], runs: list[dict[str, Any]]) -> str:
-    is_base = row is base
-    cells = [f"{value:.2f}" if is_base else f"{value / base[key]:.3f}x" for key, value in row.items()]
+    cells = [format_cell(key, value, None if row is base else base[key]) for key, value in row.items()]
     cells += [str(sum(run["preemptions"][mode] for run in runs)) for mode in ("swap", "recompute")]
     cells.append(f"{sum(run['stall_s'] for run in runs) / sum(run['duration_s'] for run in runs):.2%}")
     cells.append(f"{max(run['prompt_share'] for run in runs):.2f}")
