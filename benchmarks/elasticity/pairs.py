@@ -1,18 +1,23 @@
-"""The lender's own TPOT with and without lending: pairs of stretches, one of each arm, in an order that is drawn."""
+"""Latencies with and without lending: pairs of stretches, one of each arm, in an order that is drawn."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.elasticity.arms import SCALE, Arm
+from floodplain.core.lifecycle import time_per_output_token_s
 from floodplain.demo.leases_load import DemoServer, short_texts, texts
 from floodplain.demo.watch import watching
-from floodplain.workload.records import RequestRecord
+from floodplain.observe.run_columns import format_ways, latency_lists
+from floodplain.workload.goals import describe_goals, measure_goals
+from floodplain.workload.goodput import parse_goodput
+from floodplain.workload.http_target import HttpTarget
+from floodplain.workload.records import LoadRequest, RequestRecord
 from floodplain.workload.spec import WorkloadSpec, build
 
 STRETCH_S = 15.0
@@ -24,51 +29,97 @@ T_95 = {4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 1
 """Student's t for 95 % both ways, by degrees of freedom."""
 
 
+ROLES = ("lender", "borrower")
+Goals = Mapping[str, tuple[float, float]]
+"""(TTFT, TPOT) in seconds by role: the lender and the borrower have requests of different lengths."""
+
+
+async def find_goals(arm: Arm, model: str, sample: WorkloadSpec, tokenizer: Any, seed: int) -> Goals:
+    """The goals of both arms' requests, from a few of them that each have a server of ``arm`` to themselves."""
+    goals = {}
+    for role, requests in _loads(sample, tokenizer, seed).items():
+        async with HttpTarget(getattr(arm, role), model) as target:
+            limits = await measure_goals(target, requests)
+        print(f"{role}: {describe_goals(limits, is_measured=True)}", flush=True)
+        limits_ms = parse_goodput(limits)
+        goals[role] = limits_ms["ttft"] / 1e3, limits_ms["tpot"] / 1e3
+    return goals
+
+
 async def measure_pair(
-    arms: Sequence[Arm], model: str, sample: WorkloadSpec, tokenizer: Any, seed: int
+    arms: Sequence[Arm], model: str, sample: WorkloadSpec, tokenizer: Any, seed: int, goals: Goals
 ) -> dict[str, Any]:
-    """One stretch of each arm with the same requests; by arm what the lender's requests and the borrower saw."""
+    """One stretch of each arm with the same requests; by arm what the requests of both roles saw."""
     order = list(arms)
     Random(seed).shuffle(order)
-    loads = build(short_texts(sample, seed), tokenizer), build(texts(sample, seed + 1), tokenizer)
-    found = {arm.name: await _measure(arm, model, *loads) for arm in order}
+    loads = _loads(sample, tokenizer, seed)
+    found = {arm.name: await _measure(arm, model, loads, goals) for arm in order}
     return {"seed": seed, "order": [arm.name for arm in order], **found}
 
 
-async def _measure(arm: Arm, model: str, own: Sequence[Any], crowd: Sequence[Any]) -> dict[str, Any]:
-    lender, borrower = DemoServer(arm.lender, model, own), DemoServer(arm.borrower, model, crowd)
+def _loads(sample: WorkloadSpec, tokenizer: Any, seed: int) -> dict[str, list[LoadRequest]]:
+    """Requests by role."""
+    specs = short_texts(sample, seed), texts(sample, seed + 1)
+    return {role: build(spec, tokenizer) for role, spec in zip(ROLES, specs, strict=True)}
+
+
+async def _measure(arm: Arm, model: str, loads: Mapping[str, Sequence[LoadRequest]], goals: Goals) -> dict[str, Any]:
+    servers = {role: DemoServer(getattr(arm, role), model, requests) for role, requests in loads.items()}
+    lender, borrower = servers.values()
     visits = [
         asyncio.create_task(lender.visit(NUM_LENDER_USERS, 0.0)),
         asyncio.create_task(borrower.visit(SCALE.num_borrower_users, 0.0)),
     ]
     try:
         await asyncio.sleep(RAMP_S)
-        lender.records.clear()
+        for server in servers.values():
+            server.records.clear()
         async with watching(arm.lender, arm.borrower, 1.0) as samples:
             await asyncio.sleep(STRETCH_S)
-        records = list(lender.records)
+        records = {role: list(server.records) for role, server in servers.items()}
     finally:
         for visit in visits:
             visit.cancel()
         await asyncio.gather(*visits, return_exceptions=True)
     first, last = samples[0], samples[-1]
     return {
-        "mean_tpot_ms": 1e3 * fmean(tpots(records)),
-        "completed": sum(record.error is None for record in records),
-        "failed": sum(record.error is not None for record in records),
+        "mean_tpot_ms": 1e3 * fmean(tpots(records["lender"])),
+        "completed": sum(record.error is None for record in records["lender"]),
+        "failed": sum(record.error is not None for record in records["lender"]),
         "least_lent_bytes": min(sample.lent_bytes for sample in samples),
         "borrower_tokens_per_s": (last.num_tokens - first.num_tokens) / (last.time_s - first.time_s),
         "borrower_away_bytes": {
             "peer": fmean(sample.peer_bytes for sample in samples),
             "host": fmean(sample.host_bytes for sample in samples),
         },
+        **{role: run_of(each, last.time_s - first.time_s, goals[role]) for role, each in records.items()},
+    }
+
+
+def run_of(records: Sequence[RequestRecord], duration_s: float, goals_s: tuple[float, float]) -> dict[str, Any]:
+    """The requests that ended in a stretch, as the columns of comparisons need them (``observe.run_columns``)."""
+    answered = [record for record in records if record.error is None]
+    return {
+        "goals_s": goals_s,
+        "duration_s": duration_s,
+        "failed": len(records) - len(answered),
+        **latency_lists((record.sent_s, record.token_times_s) for record in answered),
     }
 
 
 def tpots(records: Sequence[RequestRecord]) -> list[float]:
     """Seconds for each output token after the first, of each request that was answered."""
-    answered = [record.token_times_s for record in records if record.error is None and len(record.token_times_s) > 1]
-    return [(times_s[-1] - times_s[0]) / (len(times_s) - 1) for times_s in answered]
+    each = [time_per_output_token_s(record.token_times_s) for record in records if record.error is None]
+    return [tpot_s for tpot_s in each if tpot_s is not None]
+
+
+def format_table(pairs: Sequence[dict[str, Any]]) -> str:
+    """A table for each role: both arms, requests of all pairs pooled."""
+    lines = []
+    for role in ROLES:
+        ways = {f"{role}, {name}": [pair[name].get(role, {}) for pair in pairs] for name in ("host", "peer")}
+        lines += ["", *format_ways(ways)]
+    return "\n".join(lines)
 
 
 def compare(pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:

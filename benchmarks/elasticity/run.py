@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.elasticity.arms import NUM_RESIDENT, SCALE, Servers, running
 from benchmarks.elasticity.boundary import measure_boundary
-from benchmarks.elasticity.pairs import compare, measure_pair
+from benchmarks.elasticity.pairs import compare, find_goals, format_table, measure_pair
 from benchmarks.elasticity.recalls import measure_recalls
 from floodplain.bench.offline import hardware_report
 from floodplain.demo.leases_load import short_texts, texts
@@ -55,15 +55,17 @@ class Bench:
         return found
 
     def pairs(self, folder: Path) -> dict[str, Any]:
-        """The lender's TPOT in both arms, pair by pair."""
+        """What the requests of lender and borrower saw in both arms, pair by pair."""
         with running(folder, self._base) as servers:
             arms = [servers.start_peer(servers.start_coordinator()), servers.start_host()]
+            common = (self._args.model, self._sample, self._tokenizer)
+            goals = asyncio.run(find_goals(arms[1], *common, self._args.seed))  # of servers that know of no leases
             pairs = []
             for number in range(self._args.pairs + 1):  # the first one warms up
-                seed = self._args.seed + number
-                pair = asyncio.run(measure_pair(arms, self._args.model, self._sample, self._tokenizer, seed))
-                print(f"pair {number}: {json.dumps(pair)}", flush=True)
-                pairs.append(pair)
+                pairs.append(asyncio.run(measure_pair(arms, *common, self._args.seed + number, goals)))
+                tpots_ms = {arm.name: pairs[-1][arm.name]["mean_tpot_ms"] for arm in arms}
+                print(f"pair {number}: the lender's mean TPOT in ms: {tpots_ms}", flush=True)
+        print(f"seeds {', '.join(str(pair['seed']) for pair in pairs[1:])}\n{format_table(pairs[1:])}")
         return {"pairs": pairs[1:], **compare(pairs[1:])}
 
     def recalls(self, folder: Path) -> dict[str, Any]:
@@ -89,7 +91,9 @@ def main() -> None:
     for part in args.parts:
         measure: Callable[[Path], dict[str, Any]] = getattr(bench, part)
         with tempfile.TemporaryDirectory(prefix="floodplain-elasticity-") as folder:
-            result = _facts() | measure(Path(folder))
+            facts = _facts()
+            print(f"{part}: {facts['command']}", flush=True)
+            result = facts | measure(Path(folder))
         (args.out / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

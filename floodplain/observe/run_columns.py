@@ -125,3 +125,15 @@ def format_cell(name: str, value: float | None, base: float | None = None) -> st
     if base is None:
         return absolute
     return f"{value / base if base else float('inf'):.2f}x ({absolute})"
+
+
+def format_ways(ways: Mapping[str, Runs]) -> list[str]:
+    """Return the lines of a Markdown table: a row for each way, the first one absolute, the others as ratios to it."""
+    base = next(iter(ways.values()))
+    lines = ["| way | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for way, runs in ways.items():
+        cells = [
+            format_cell(name, column(runs), None if runs is base else column(base)) for name, column in COLUMNS.items()
+        ]
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
+    return lines
