@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import time
-from itertools import pairwise
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -15,18 +15,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 from vllm import LLM, SamplingParams
 
+from floodplain.observe.run_columns import latency_lists
+from floodplain.workload.goals import sample_requests, unloaded_goals_s
+from floodplain.workload.records import LoadRequest
+
 BLOCK_TOKENS = 32
 MAX_MODEL_LEN = 1024
 SCHEDULER = "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
 
 
-def make_burst(seed: int, num_requests: int, rate: float) -> list[tuple[float, list[int], int]]:
-    """(arrival in seconds, prompt, tokens to generate): Poisson, prompts of 100 to 300, outputs lognormal about 155."""
+def make_burst(seed: int, num_requests: int, rate: float) -> list[LoadRequest]:
+    """Poisson arrivals, prompts of 100 to 300 tokens, outputs lognormal about 155."""
     rng, now, burst = Random(seed), 0.0, []
-    for _ in range(num_requests):
+    for number in range(num_requests):
         now += rng.expovariate(rate)
-        prompt = [rng.randrange(10, 40_000) for _ in range(rng.randrange(100, 301))]
-        burst.append((now, prompt, max(16, min(512, round(rng.lognormvariate(4.9, 0.55))))))
+        prompt = tuple(rng.randrange(10, 40_000) for _ in range(rng.randrange(100, 301)))
+        length = max(16, min(512, round(rng.lognormvariate(4.9, 0.55))))
+        burst.append(
+            LoadRequest(
+                request_id=str(number), arrival_s=now, prompt=None, prompt_token_ids=prompt, max_tokens=length,
+                ignore_eos=True,
+            )
+        )  # fmt: skip
     return burst
 
 
@@ -50,39 +60,39 @@ def make_engine(way: str, model: str, kv_tokens: int) -> LLM:
     return LLM(**flags)
 
 
-def serve(llm: LLM, burst: list[tuple[float, list[int], int]]) -> dict[str, Any]:
-    """Send each request when it is due, whatever the engine does; note when each of its tokens came."""
-    engine, times = llm.llm_engine, [list[float]() for _ in burst]
+def serve(llm: LLM, burst: Sequence[LoadRequest]) -> list[tuple[float, list[float]]]:
+    """Send each request when it is due, whatever the engine does; (arrival, when each token came) of each."""
+    engine, times = llm.llm_engine, {request.request_id: list[float]() for request in burst}
     begin_s, num_sent = time.monotonic(), 0
     while num_sent < len(burst) or engine.has_unfinished_requests():
         now = time.monotonic() - begin_s
-        while num_sent < len(burst) and burst[num_sent][0] <= now:
-            _, prompt, length = burst[num_sent]
-            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-            engine.add_request(str(num_sent), {"prompt_token_ids": prompt}, params)
+        while num_sent < len(burst) and burst[num_sent].arrival_s <= now:
+            request = burst[num_sent]
+            params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
+            engine.add_request(request.request_id, {"prompt_token_ids": list(request.prompt_token_ids)}, params)
             num_sent += 1
         if not engine.has_unfinished_requests():
-            time.sleep(max(0.0, burst[num_sent][0] - now))
+            time.sleep(max(0.0, burst[num_sent].arrival_s - now))
             continue
         outputs = engine.step()
         now = time.monotonic() - begin_s
         for output in outputs:
-            seen = times[int(output.request_id)]
+            seen = times[output.request_id]
             seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
-    return summarize(burst, times)
+    assert all(len(times[request.request_id]) == request.max_tokens for request in burst)
+    return [(request.arrival_s, times[request.request_id]) for request in burst]
 
 
-def summarize(burst: list[tuple[float, list[int], int]], times: list[list[float]]) -> dict[str, Any]:
-    """Times of each request, and the rate of all."""
-    arrivals = [arrival for arrival, _, _ in burst]
-    assert all(len(seen) == length for seen, (_, _, length) in zip(times, burst, strict=True))
-    end_s = max(seen[-1] for seen in times)
-    return {
-        "ttft_s": [seen[0] - arrival for seen, arrival in zip(times, arrivals, strict=True)],
-        "e2e_s": [seen[-1] - arrival for seen, arrival in zip(times, arrivals, strict=True)],
-        "longest_gap_s": [max(b - a for a, b in pairwise(seen)) for seen in times],
-        "tokens_per_s": sum(map(len, times)) / (end_s - arrivals[0]),
-    }
+def summarize(times: Sequence[tuple[float, list[float]]]) -> dict[str, Any]:
+    """A run as the columns of comparisons need it (``observe.run_columns``), without goals."""
+    return {"duration_s": max(seen[-1] for _, seen in times) - times[0][0], **latency_lists(times)}
+
+
+def measure_goals(llm: LLM, burst: Sequence[LoadRequest]) -> dict[str, Any]:
+    """(TTFT, TPOT) in seconds, from a few requests like these, each alone on the machine."""
+    _, *alone = [serve(llm, [sample])[0] for sample in sample_requests(burst)]  # the first one warms up
+    goals_s = unloaded_goals_s(alone)
+    return {"goals_s": [round(goals_s[name], 4) for name in ("ttft", "tpot")]}
 
 
 def main() -> None:
@@ -94,11 +104,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4.58, help="requests per second")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--kv-tokens", type=int, default=4096)
+    parser.add_argument("--unloaded", action="store_true", help="a few of the requests, one at a time, for goals")
     args = parser.parse_args()
     llm = make_engine(args.way, args.model, args.kv_tokens)
     llm.generate([{"prompt_token_ids": [7] * 64}] * 4, SamplingParams(max_tokens=32, ignore_eos=True), use_tqdm=False)
-    result = serve(llm, make_burst(args.seed, args.requests, args.rate))
-    print(json.dumps({"way": args.way, "seed": args.seed} | result), flush=True)
+    burst = make_burst(args.seed, args.requests, args.rate)
+    found = measure_goals(llm, burst) if args.unloaded else summarize(serve(llm, burst))
+    print(json.dumps({"way": args.way, "seed": args.seed} | found), flush=True)
 
 
 if __name__ == "__main__":
