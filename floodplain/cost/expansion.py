@@ -74,7 +74,12 @@ def step_stall_s(places: LayerPlaces, step_s: float, copy_s: float) -> float:
     """
     num_layers = places.num_layers
     layer_s = step_s / num_layers
-    return max((computed - num_layers) * layer_s + copied * copy_s for computed, copied in critical_paths(places))
+    longest_s = 0.0
+    for computed, copied in critical_paths(places):  # thousands of times in a review: no generator, no call
+        path_s = (computed - num_layers) * layer_s + copied * copy_s
+        if path_s > longest_s:
+            longest_s = path_s
+    return longest_s
 
 
 @lru_cache(maxsize=1024)

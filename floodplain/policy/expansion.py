@@ -242,9 +242,8 @@ class ExpansionPolicy:
         most = least
         while most + 1 < len(self._places) and self._is_near(here, most + 1):
             most += 1
-        for index in range(most, least - 1, -1):
-            if self._would_hide(index):
-                return index, None
+        if self._would_hide(least):
+            return next(index for index in range(most, least - 1, -1) if self._would_hide(index)), None
         is_least_larger = least == here + 1 or not self._would_hide(here + 1)
         return here, ExpansionLimit.COPIES_SHOW if is_least_larger else ExpansionLimit.LITTLE_GAIN
 
