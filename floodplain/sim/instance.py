@@ -22,6 +22,8 @@ class VirtualInstance:
     Attributes:
         lifecycles: Of every request, in order of submission.
         busy_s: Time in which a step ran.
+        on_step: Called with each plan and when it begins.
+        on_boundary: Called when a step has ended, before the next one is planned.
     """
 
     def __init__(self, environment: Environment, loop: Loop, executor: VirtualExecutor) -> None:
@@ -29,6 +31,7 @@ class VirtualInstance:
         self.lifecycles: dict[SeqId, Lifecycle] = {}
         self.busy_s = 0.0
         self.on_step: Callable[[StepPlan, float], None] | None = None
+        self.on_boundary: Callable[[], None] | None = None
         self._environment = environment
         self._executor = executor
         self._driver = StepDriver(loop)
@@ -76,6 +79,8 @@ class VirtualInstance:
     def _on_computed(self, result: StepResult) -> None:
         self._is_computing = False
         self._driver.complete(result, self._environment.now)
+        if self.on_boundary is not None:
+            self.on_boundary()
         self._advance()
 
     def _on_copied(self, transfer_id: int) -> None:

@@ -7,22 +7,45 @@ from random import Random
 
 import pytest
 
+from floodplain.core.layer_places import every_place
 from floodplain.core.request import Request
-from tests.support.bursts import Machine
-from tests.support.expanding_loop import run_loop
+from floodplain.policy.expansion import ExpansionPolicy
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.sim.environment import Environment
+from floodplain.sim.executor import VirtualExecutor, VirtualLinks
+from floodplain.sim.expanding import ExpandingCosts, ExpandingPool, ExpandingStep
+from floodplain.sim.instance import VirtualInstance
+from tests.support.bursts import BLOCK_BYTES, Machine
 from tests.support.loops import make_request
 
+EVERY = tuple(every_place(32))
 NUM_REQUESTS = 260
+Steps = list[ExpandingStep]
 
 
-def machine(num_blocks: int) -> Machine:
-    return Machine(
+def run(num_blocks: int, requests: list[Request], fixed: int | None = None, half_link_s: float = float("inf")) -> Steps:
+    """Serve all, with layers that always stream or with ``auto``; from ``half_link_s`` on with half the link."""
+    machine = Machine(
         num_blocks=num_blocks, block_tokens=16, num_slots=0, max_num_seqs=1024, max_batched_tokens=4096,
         max_model_len=1000, caches_prefixes=False,
     )  # fmt: skip
+    loop, environment = machine.make_loop(FcfsPolicy()), Environment()
+    costs = ExpandingCosts(weights_s=0.02, block_s=1e-5, token_s=2e-5, link_ratio=0.12)
+    places = EVERY if fixed is None else tuple(one for one in EVERY if one.num_streamed == fixed)
+    pool = ExpandingPool(loop, places, costs, ExpansionPolicy(EVERY, num_blocks) if fixed is None else None)
+    instance = VirtualInstance(environment, loop, VirtualExecutor(pool.step_time_s, VirtualLinks({}, BLOCK_BYTES)))
+    instance.on_boundary = pool.at_boundary
+    for request in requests:
+        environment.schedule(request.arrival_s, lambda request=request: instance.submit(request))  # type: ignore[misc]
+    if half_link_s < float("inf"):
+        environment.schedule(half_link_s, lambda: setattr(costs, "link_ratio", 0.06))
+    environment.run()
+    assert not loop.has_unfinished
+    loop.check_integrity()
+    return pool.steps
 
 
-def requests(num_requests: int = NUM_REQUESTS, interval_s: float = 0.0) -> list[Request]:
+def make_requests(num_requests: int = NUM_REQUESTS, interval_s: float = 0.0) -> list[Request]:
     dice = Random(1)
     return [
         make_request(
@@ -36,30 +59,36 @@ def requests(num_requests: int = NUM_REQUESTS, interval_s: float = 0.0) -> list[
     ]
 
 
+def elapsed_s(steps: Steps) -> float:
+    return sum(step.step_s + step.stall_s for step in steps)
+
+
+def stall_share(steps: Steps) -> float:
+    return sum(step.stall_s for step in steps) / elapsed_s(steps)
+
+
 @pytest.mark.parametrize("num_blocks", [300, 600])
 def test_auto_finishes_nearly_as_soon_as_the_best_fixed_number(num_blocks: int) -> None:
     """All requests are there from the start, so the way up counts, and the end, when nothing waits."""
-    auto, _, _ = run_loop(machine(num_blocks), requests())
-    elapsed_s = sum(step_s + stall_s for step_s, stall_s, _ in auto.told)
-    most = max(number for _, _, number in auto.told)
-    fixed = {n: run_loop(machine(num_blocks), requests(), n)[2].now for n in (0, most - 2, most, most + 1, most + 2)}
-    assert elapsed_s <= min(fixed.values()) / 0.95
-    assert elapsed_s < 0.85 * fixed[0]
-    assert sum(stall_s for _, stall_s, _ in auto.told) < 0.01 * elapsed_s
+    auto = run(num_blocks, make_requests())
+    most = max(step.num_streamed for step in auto)
+    numbers = (0, most - 2, most, most + 1, most + 2)
+    fixed_s = {number: elapsed_s(run(num_blocks, make_requests(), number)) for number in numbers}
+    assert elapsed_s(auto) <= min(fixed_s.values()) / 0.95
+    assert elapsed_s(auto) < 0.85 * fixed_s[0]
+    assert stall_share(auto) < 0.01
 
 
 def test_half_a_link_is_answered_although_the_pool_is_full() -> None:
     """Blocks are in use, so that the pool shrinks as requests end or are preempted."""
     lost_s = 15.0
-    auto, _, _ = run_loop(machine(300), requests(), links={lost_s: 0.06})
-    ends = list(accumulate(step_s + stall_s for step_s, stall_s, _ in auto.told))
-    lost = next(at for at, end in enumerate(ends) if end > lost_s)
-    settled = auto.told[lost + 100 :]
-    assert auto.told[lost + 100][2] < auto.told[lost][2]
-    assert ends[lost + 100] - ends[lost] < 5.0
-    assert sum(stall_s for _, stall_s, _ in settled) < 0.01 * sum(step_s for step_s, _, _ in settled)
+    steps = run(300, make_requests(), half_link_s=lost_s)
+    ends_s = list(accumulate(step.step_s + step.stall_s for step in steps))
+    lost = next(at for at, end_s in enumerate(ends_s) if end_s > lost_s)
+    assert steps[lost + 100].num_streamed < steps[lost].num_streamed
+    assert ends_s[lost + 100] - ends_s[lost] < 5.0
+    assert stall_share(steps[lost + 100 :]) < 0.01
 
 
 def test_requests_that_fit_let_nothing_stream() -> None:
-    auto, _, _ = run_loop(machine(300), requests(60, interval_s=0.6))
-    assert {number for _, _, number in auto.told} == {0}
+    assert {step.num_streamed for step in run(300, make_requests(60, interval_s=0.6))} == {0}

@@ -1,7 +1,4 @@
-"""A device whose KV layers stream, in virtual time: steps cost T = w + K / H, loads K / (n L) a layer.
-
-``layered_stall_s`` knows nothing of chains: it goes through a step layer by layer.
-"""
+"""A device whose KV layers stream, in virtual time: steps cost T = w + K / H, loads K / (n L) a layer."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
-from floodplain.core.layer_places import LayerPlaces, every_place
+from floodplain.core.layer_places import every_place
 from floodplain.cost.expansion import step_stall_s
 from floodplain.policy.expansion import ExpansionDecision, ExpansionView
 
@@ -19,26 +16,6 @@ NUM_LAYERS = 32
 EVERY = tuple(every_place(NUM_LAYERS))
 EVERY_BY_NUMBER = {places.num_streamed: places for places in EVERY}
 Decide = Callable[[ExpansionView], ExpansionDecision]
-
-
-def layered_stall_s(places: LayerPlaces, step_s: float, copy_s: float) -> float:
-    """What a step waits for: one link, loads in their order, each as soon as its slot is free."""
-    now, link_free_s = 0.0, 0.0
-    loaded: dict[int, float] = {}
-
-    def load(layer: int) -> None:
-        nonlocal link_free_s
-        loaded[layer] = link_free_s = max(link_free_s, now) + copy_s
-
-    for layer in places.first:
-        load(layer)
-    for layer in range(places.num_layers):
-        is_streamed = places.slot_of(layer) is not None
-        now = max(now, loaded[layer] if is_streamed else 0.0) + step_s / places.num_layers
-        follower = places.follower(layer) if is_streamed else None
-        if follower is not None:
-            load(follower)
-    return now - step_s
 
 
 @dataclass(frozen=True, kw_only=True)
