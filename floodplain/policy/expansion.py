@@ -92,7 +92,7 @@ class ExpansionSettings:
     most_stall: float = 0.01
     margin: float = 0.02
     room: float = 0.85
-    most_growth: float = 1.1
+    most_growth: float = 1.2
 
     def __post_init__(self) -> None:
         if not 1 <= self.hold_steps <= self.window_steps <= self.calm_steps <= self.retry_steps:

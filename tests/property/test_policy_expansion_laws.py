@@ -70,7 +70,7 @@ def test_decisions_are_legal_seldom_and_equal(make: Make, places: tuple[LayerPla
 
 
 @given(PLACES, VIEWS, st.floats(0.005, 0.1), st.floats(0.0, 3.0), st.floats(0.1, 1.0), st.booleans())
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(15))
 def test_a_steady_load_is_at_rest_in_the_end(
     places: tuple[LayerPlaces, ...],
     before: list[tuple],  # type: ignore[type-arg]

@@ -35,7 +35,7 @@ def test_short_memory_and_copies_that_hide_make_layers_stream() -> None:
     assert after(policy, SHORT, HOLD - 1) == (0, ExpansionLimit.MEMORY_SUFFICES), "nothing is reviewed yet"
     num_streamed, limited = after(policy, SHORT, 1)
     assert num_streamed >= 4 and limited is None
-    assert EVERY[num_streamed - 3].expansion <= 1.1
+    assert EVERY[num_streamed - 3].expansion <= ExpansionSettings().most_growth
 
 
 def test_a_layer_that_cannot_hide_does_not_stream() -> None:
