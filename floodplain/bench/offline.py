@@ -12,9 +12,9 @@ import torch
 from floodplain.bench.engine_target import EngineTarget, sampled_timeline
 from floodplain.core.tiers import Tier
 from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.outputs import EngineStats
+from floodplain.engine.outputs import EngineStats, ExpansionFacts
 from floodplain.memory.backend_choice import choose_backend
-from floodplain.observe.run_facts import EngineReport, HardwareReport, SwapReport, TierTraffic
+from floodplain.observe.run_facts import EngineReport, ExpansionReport, HardwareReport, SwapReport, TierTraffic
 from floodplain.workload.client import run_load
 from floodplain.workload.records import LoadRequest, RequestRecord
 
@@ -58,6 +58,18 @@ def report_between(before: EngineStats, after: EngineStats) -> EngineReport:
         steps=after.num_steps - before.num_steps,
         scheduler_s=after.scheduler_s - before.scheduler_s,
         swap=_swap_between(before, after),
+        expansion=_expansion_between(before.expansion, after.expansion),
+    )
+
+
+def _expansion_between(before: ExpansionFacts, after: ExpansionFacts) -> ExpansionReport:
+    return ExpansionReport(
+        expansion=after.expansion,
+        streamed_layers=after.num_streamed,
+        in_bytes=after.loaded_bytes - before.loaded_bytes,
+        out_bytes=after.written_bytes - before.written_bytes,
+        stall_s=after.stall_s - before.stall_s,
+        limited=after.limited,
     )
 
 

@@ -102,6 +102,11 @@ class BlockLedger:
         """The cached blocks, least recently used first."""
         return list(self._cached)
 
+    def blocks_with_content(self) -> list[int]:
+        """All blocks but absent and free ones, in ascending order: whose bytes somebody may still read."""
+        idle = (BlockState.ABSENT, BlockState.FREE)
+        return [block for block, state in enumerate(self._states) if state not in idle]
+
     @property
     def num_empty(self) -> int:
         """Free blocks: what can be given without forgetting anything."""

@@ -149,6 +149,7 @@ _TABLE = (
     _opt("opt-13b", 40, 5120, 40, 50272, 2048),
     _opt("opt-30b", 48, 7168, 56, 50272, 2048),
     _llama("tiny-llama", 2, 64, (4, 2, 16), 128, 288, 2048),
+    _llama("tiny-deep", 12, 64, (4, 2, 16), 128, 288, 2048),
     _llama("tiny-qwen", 3, 48, (6, 2, 8), 96, 288, 2048, tied_embeddings=True, qkv_bias=True),
     _opt("tiny-opt", 2, 64, 4, 288, 2048),
 )  # fmt: skip

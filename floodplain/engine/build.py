@@ -12,6 +12,8 @@ import torch
 from floodplain.core.backups import BackupTable
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
+from floodplain.engine.expansion import open_expansion, open_layer_slots
+from floodplain.engine.expansion_plan import plan_expansion
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
@@ -25,7 +27,9 @@ from floodplain.lending.peer_tier import LOOK_S, PeerTier
 from floodplain.lending.pool_lender import LenderTimes, PoolLender
 from floodplain.lending.pool_limits import PoolLimits
 from floodplain.memory.backend_choice import choose_backend
+from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.layer_slots import LayerSlots
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.linear import can_pack
@@ -70,16 +74,21 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
         on_failure.callback(memory.close)
         policy = policy or make_policy(config.policy, config.sharing_settings())
         model = _load(config, source, memory, backend.torch_device, dtype)
-        limits = find_limits(config, source.config, memory.count_pool_blocks(), memory.layout.block_bytes)
-        pool, ledger = memory.open_pool(limits.num_blocks, limits.least_blocks)
+        num_blocks = memory.count_pool_blocks()
+        plan = plan_expansion(config, memory.layout, num_blocks, memory.quantum_blocks, available_bytes())
+        limits = find_limits(config, source.config, plan.sure_blocks, memory.layout.block_bytes)
+        pool, ledger = memory.open_pool(num_blocks, min(num_blocks, limits.least_blocks), plan.most_blocks)
         swap = open_swap(config, pool, backend)
         on_failure.callback(swap.close)
         sampler = Sampler(eos_token_ids, config.seed)
-        runner = _make_runner(config, model, pool, sampler, swap, limits, memory)
+        slots = open_layer_slots(config, plan, pool, ledger, backend)
+        on_failure.callback(lambda: slots.close() if slots is not None else None)
+        runner = _make_runner(config, model, pool, sampler, swap, limits, memory, slots)
         loop_config = _loop_config(config, source, eos_token_ids, limits, memory.layout.block_bytes)
         backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
         loop = Loop(LoopState(loop_config, ledger, policy, backups, swap.links), policy, config.seed)
-        resolved = _resolve(config, name, limits, swap, memory.layout.block_bytes)
+        expansion = None if slots is None else open_expansion(plan, slots, loop)
+        resolved = _resolve(config, name, limits, num_blocks, swap, memory.layout.block_bytes)
         _log_config(config, resolved)
         lent_pool = open_lent_pool(pool, loop, limits, backend) if config.lends else None
         neighbours = None
@@ -98,6 +107,7 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
             swap_stats=swap.space.stats,
             links=swap.facts,
             neighbours=neighbours,
+            expansion=expansion,
         )
         on_failure.pop_all()
     return engine
@@ -136,6 +146,7 @@ def _make_runner(
     swap: OpenedSwap,
     limits: PoolLimits,
     memory: DeviceMemory,
+    slots: LayerSlots | None,
 ) -> ModelRunner:
     return ModelRunner(
         model,
@@ -145,6 +156,7 @@ def _make_runner(
         block_tokens=config.block_tokens,
         max_model_len=limits.max_model_len,
         on_close=memory.close,
+        layer_slots=slots,
     )
 
 
@@ -162,12 +174,14 @@ def _loop_config(
     )
 
 
-def _resolve(config: EngineConfig, name: str, limits: PoolLimits, swap: OpenedSwap, block_bytes: int) -> EngineConfig:
+def _resolve(
+    config: EngineConfig, name: str, limits: PoolLimits, num_blocks: int, swap: OpenedSwap, block_bytes: int
+) -> EngineConfig:
     """The configuration with what the model, the pool and the machine have decided."""
     return replace(
         config,
         slice=config.sharing_settings().slice_steps,
-        kv_memory=limits.num_blocks * block_bytes,
+        kv_memory=num_blocks * block_bytes,
         max_model_len=limits.max_model_len,
         swap_memory=None if swap.host_slots is None else swap.host_slots * block_bytes,
         device_name=config.device_name if config.coordinator is None else name,

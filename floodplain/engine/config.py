@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_type_hints
@@ -31,7 +32,7 @@ HARDWARE_PREFIX = "emulated-"
 HARDWARE = tuple(f"{HARDWARE_PREFIX}{name}" for name in LINKS)
 _COUNTS = (
     "block_tokens", "max_batched_tokens", "max_num_seqs", "max_waiting", "kv_memory", "max_model_len", "swap_memory",
-    "peer_memory",
+    "peer_memory", "expansion_memory",
 )  # fmt: skip
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "policy": POLICIES, "dtype": DTYPES, "swap": SWAPS, "hardware": (None, *HARDWARE),
@@ -127,6 +128,19 @@ class EngineConfig:
     lease_look: float | None = _flag(  # type: ignore[assignment]
         None, "seconds between two looks of the step loop at its leases (default: 0.05 to lend, 0.02 to borrow)"
     )
+    kv_expansion: str = _flag(  # type: ignore[assignment]
+        "off", "let layers of the KV cache stream, so that its memory holds X times as many blocks, or as pays: auto",
+        metavar="off|auto|X",
+    )  # fmt: skip
+    expansion_memory: int | None = field(
+        default=None,
+        metadata={"help": "most host memory for the copies of layers that stream (default: what is needed, with auto a "
+                          "quarter of what is free)",
+                  "size": True},
+    )  # fmt: skip
+    long_prompts: bool = _flag(  # type: ignore[assignment]
+        False, "with --kv-expansion, let one request fill the expanded pool: it then never shrinks below that"
+    )
     seed: int = _flag(0, "seed of everything random")  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -153,6 +167,7 @@ class EngineConfig:
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")
         self._check_swap()
         self._check_neighbours()
+        self._check_expansion()
         try:
             self.sharing_settings()
         except SettingRefused as error:
@@ -226,6 +241,39 @@ class EngineConfig:
             raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
         if self.device_name is not None and not NAME.fullmatch(self.device_name):
             raise UserError(f"--device-name {self.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
+
+    @property
+    def asked_expansion(self) -> float | None:
+        """How many times as many blocks the KV pool is to hold: 1 for ``off``, None for ``auto``.
+
+        Raises:
+            UserError: ``--kv-expansion`` says something else.
+        """
+        if self.kv_expansion in ("off", "auto"):
+            return 1.0 if self.kv_expansion == "off" else None
+        try:
+            expansion = float(self.kv_expansion)
+        except ValueError:
+            expansion = 0.0
+        if not 1.0 < expansion < math.inf:
+            raise UserError(f"--kv-expansion must be off, auto, or a number above 1, not {self.kv_expansion!r}")
+        return expansion
+
+    def _check_expansion(self) -> None:
+        if self.asked_expansion == 1.0:
+            for name, is_set in (("--expansion-memory", self.expansion_memory is not None),
+                                 ("--long-prompts", self.long_prompts)):  # fmt: skip
+                if is_set:
+                    raise UserError(
+                        f"{name} says how to expand, and --kv-expansion off does not: leave one of them out"
+                    )
+        elif self.lends:
+            raise UserError(
+                f"--kv-expansion {self.kv_expansion} takes the pages of layers, and --lend {self.lend} gives the same "
+                "pages away: leave one of them out"
+            )
+        if self.long_prompts and self.asked_expansion is None and self.max_model_len is None:
+            raise UserError("--long-prompts with --kv-expansion auto needs --max-model-len: how long may a request be?")
 
     def _check_swap(self) -> None:
         if self.swap == "none":

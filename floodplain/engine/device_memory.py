@@ -80,24 +80,32 @@ class DeviceMemory:
         self.layer_buffers.append(buffer)
         return buffer
 
+    @property
+    def quantum_blocks(self) -> int:
+        """Blocks by which the KV pool grows and shrinks."""
+        return self.layout.count_quantum_blocks(self.device.page_bytes)
+
     def count_pool_blocks(self) -> int:
         """Blocks that the KV pool is to have. Ask when the parameters are loaded."""
         num_bytes = self._config.kv_memory or self._backend.default_kv_bytes(self.device)
         return -(-num_bytes // self.layout.block_bytes)
 
-    def open_pool(self, num_blocks: int, least_blocks: int) -> tuple[KVPool, BlockLedger]:
+    def open_pool(
+        self, num_blocks: int, least_blocks: int, most_blocks: int | None = None
+    ) -> tuple[KVPool, BlockLedger]:
         """The KV pool with its memory mapped, and its ledger.
 
         Neighbours may still hold memory that was lent before this process began: then it starts with what is free.
 
         Args:
-            num_blocks: Most that it will ever have.
+            num_blocks: Most that all of its layers will ever have.
             least_blocks: With fewer it cannot serve.
+            most_blocks: Most that it will have when layers stream; None: none ever does.
 
         Raises:
             UserError: The device has no room for it.
         """
-        pool = KVPool(self.device, self.layout, num_blocks)
+        pool = KVPool(self.device, self.layout, most_blocks or num_blocks)
         ledger = BlockLedger(
             0,
             self.layout.block_tokens,

@@ -53,6 +53,31 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpansionFacts:
+    """What is seen of an engine's expansion.
+
+    Attributes:
+        expansion: Blocks that the pool's memory holds, over those that it would hold if no layer streamed.
+        num_streamed: Layers that stream.
+        loaded_bytes: KV that was brought onto the device for a step, since the start.
+        written_bytes: KV that was written to layers' copies.
+        stall_s: Time for which compute waited for loads.
+        host_bytes: Memory of the copies.
+        block_bytes: Device memory of a block; 0: as much as in swap space.
+        limited: Why it is not more; None while it is as large as it is asked to be.
+    """
+
+    expansion: float = 1.0
+    num_streamed: int = 0
+    loaded_bytes: int = 0
+    written_bytes: int = 0
+    stall_s: float = 0.0
+    host_bytes: int = 0
+    block_bytes: int = 0
+    limited: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of gauges and counters since start; the source of ``/metrics`` and of timelines.
 
@@ -96,3 +121,4 @@ class EngineStats:
     num_failed_growths: int = 0
     borrowed_leases: dict[str, int] = field(default_factory=dict)
     failed_exchanges: dict[str, int] = field(default_factory=dict)
+    expansion: ExpansionFacts = ExpansionFacts()

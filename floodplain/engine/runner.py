@@ -14,9 +14,10 @@ from floodplain.core.request import SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import CopyTime
 from floodplain.engine.slots import IntArray, SequenceSlots
+from floodplain.memory.layer_slots import LayerSlots, find_read_blocks
 from floodplain.memory.swap_space import SwapSpace
 from floodplain.model.batch import ForwardBatch, PrefillSegment
-from floodplain.model.network.decoder import Decoder, LayerHooks
+from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
 
 
@@ -31,7 +32,7 @@ class ModelRunner:
         block_tokens: Tokens in a block.
         max_model_len: Most tokens of a sequence.
         on_close: Gives back the memory behind ``kv_layers``.
-        hooks: Called around each layer.
+        layer_slots: Layers of ``kv_layers`` stream through these; the runner closes them. None: no layer ever does.
     """
 
     def __init__(
@@ -44,15 +45,15 @@ class ModelRunner:
         block_tokens: int,
         max_model_len: int,
         on_close: Callable[[], None],
-        hooks: LayerHooks | None = None,
+        layer_slots: LayerSlots | None = None,
     ) -> None:
         self._model = model
-        self._kv_layers = kv_layers
+        self._kv_layers = kv_layers if layer_slots is None else layer_slots
         self._sampler = sampler
         self._block_tokens = block_tokens
         self._on_close = on_close
         self._swap = swap
-        self._hooks = hooks
+        self._layer_slots = layer_slots
         self._slots = SequenceSlots(max_blocks=-(-max_model_len // block_tokens))
         self._params: dict[SeqId, SamplingParams] = {}
         self._decodes: tuple[SeqId, ...] = ()
@@ -69,6 +70,8 @@ class ModelRunner:
             self._is_closed = True
             try:
                 self._swap.close()  # its copies end before the pool's memory goes
+                if self._layer_slots is not None:
+                    self._layer_slots.close()
             finally:
                 self._kv_layers = ()
                 del self._model  # views of parameters, whose memory goes next
@@ -107,7 +110,7 @@ class ModelRunner:
         batch = self._make_batch(plan)
         if batch is None:
             return StepResult(plan.step_id, ())
-        logits = self._model.forward(batch, self._kv_layers, self._hooks)
+        logits = self._model.forward(batch, self._kv_layers, self._layer_slots)
         if not plan.sampled and logits.is_cuda:
             # No token is waited for: without this the step would seem to take no longer than its launch.
             torch.cuda.current_stream(logits.device).synchronize()
@@ -115,6 +118,8 @@ class ModelRunner:
 
     def _start_transfers(self, transfers: Sequence[Transfer]) -> None:
         """What leaves was written by steps that have ended, or is in the device's queue before its copy."""
+        if transfers and self._layer_slots is not None:
+            self._layer_slots.settle()
         for transfer in transfers:
             self._swap.start(transfer)
 
@@ -150,6 +155,8 @@ class ModelRunner:
             all_positions.append(np.arange(chunk.start, chunk.start + count))
         row, position = np.concatenate(all_rows), np.concatenate(all_positions)
         slot_mapping = slots.tables[row, position // block_tokens] * block_tokens + position % block_tokens
+        if self._layer_slots is not None:
+            self._begin_loads(rows, runs, slot_mapping)
         return ForwardBatch(
             token_ids=self._tensor(np.concatenate(token_ids)),
             positions=self._tensor(position),
@@ -160,6 +167,16 @@ class ModelRunner:
             prefills=self._segments(runs, len(rows)),
             logits_rows=self._tensor(_logits_rows(plan)),
         )
+
+    def _begin_loads(self, rows: IntArray, runs: Sequence[PrefillChunk], slot_mapping: IntArray) -> None:
+        """What the step reads of streamed layers: what lies before the tokens that it feeds."""
+        assert self._layer_slots is not None
+        slots = self._slots
+        all_rows = np.concatenate((rows, np.array([slots.row(chunk.seq_id) for chunk in runs], dtype=np.int64)))
+        lengths = np.concatenate((slots.positions[rows], np.array([chunk.start for chunk in runs], dtype=np.int64)))
+        num_columns = -(-int(lengths.max(initial=0)) // self._block_tokens)
+        tables = slots.tables[all_rows, :num_columns]
+        self._layer_slots.begin_step(find_read_blocks(tables, lengths, self._block_tokens), slot_mapping)
 
     def _rows_of_one_token(self, plan: StepPlan) -> IntArray:
         """Rows that feed one token: the decodes, then the chunks of one token, which are decodes in all but name.

@@ -14,7 +14,8 @@ from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.engine.expansion import Expansion
+from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta
 from floodplain.engine.processor import OutputProcessor
 from floodplain.engine.snapshot import take_snapshot
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
@@ -44,6 +45,7 @@ class Engine:
         swap_stats: What swap space has moved so far.
         links: The facts of each link to swap space (see ``observe.run_facts.HardwareReport``).
         neighbours: Started; ``close`` closes them. None if it has none.
+        expansion: How many layers of its KV stream. None: none ever does.
         clock: Monotonic seconds.
 
     Attributes:
@@ -67,6 +69,7 @@ class Engine:
         swap_stats: Callable[[], SwapStats] = SwapStats,
         links: Seq[Mapping[str, Any]] = (),
         neighbours: Neighbours | None = None,
+        expansion: Expansion | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
@@ -75,6 +78,7 @@ class Engine:
         self.config = config
         self.links = tuple(links)
         self.neighbours = neighbours
+        self.expansion = expansion
         self.has_news: Callable[[], bool] = lambda: False
         self.scheduler_s = 0.0
         self.is_stepping = False
@@ -176,10 +180,19 @@ class Engine:
         else:
             deltas, ended = [], self._wait()
         self._driver.settle(ended, self._executor.take_copy_times, self.clock())
-        if self.neighbours is not None and not self._driver.num_outstanding:  # memory moves where no step uses it
-            self.neighbours.at_boundary(self.clock())
+        if not self._driver.num_outstanding:  # memory moves where no step uses it
+            self._move_memory()
         self.is_stepping = False
         return deltas
+
+    def _move_memory(self) -> None:
+        if self.neighbours is not None:
+            self.neighbours.at_boundary(self.clock())
+        if self.expansion is not None and self.expansion.look():
+            while self._driver.num_copying:  # rare: at most once in many steps
+                ended = self._executor.wait_transfers(MAX_WAIT_S)
+                self._driver.settle(ended, self._executor.take_copy_times, self.clock())
+            self.expansion.change()
 
     def _submit_plans(self) -> None:
         while self._driver.has_room:
@@ -235,4 +248,5 @@ class Engine:
             scheduler_s=self.scheduler_s,
             swap_stall_s=self.swap_stall_s,
             leases=LeaseFacts() if self.neighbours is None else self.neighbours.facts(),
+            expansion=ExpansionFacts() if self.expansion is None else self.expansion.facts(),
         )

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from floodplain.core.blocks import BlockState
 from floodplain.core.tiers import Tier
-from floodplain.engine.outputs import EngineStats
+from floodplain.engine.outputs import EngineStats, ExpansionFacts
 from floodplain.lending.neighbours import LeaseFacts
 from floodplain.memory.swap_space import SwapStats
 from floodplain.runtime.state import LoopState
@@ -20,6 +20,7 @@ def take_snapshot(
     scheduler_s: float,
     swap_stall_s: float,
     leases: LeaseFacts,
+    expansion: ExpansionFacts,
 ) -> EngineStats:
     """Gauges and counters now; may be taken from another thread, between whose reads a step may run.
 
@@ -30,6 +31,7 @@ def take_snapshot(
         scheduler_s: The loop's own time, all steps.
         swap_stall_s: Time in which nothing could run before a copy ended.
         leases: What is lent and borrowed.
+        expansion: Layers that stream.
     """
     counters = asdict(state.counters)
     blocks = {block_state.value: count for block_state, count in state.ledger.count_states().items()}
@@ -41,7 +43,7 @@ def take_snapshot(
         num_swapped=len(state.swapped),
         kv_blocks={name: count for name, count in blocks.items() if name != BlockState.ABSENT.value},
         kv_bytes={
-            Tier.LOCAL.value: state.ledger.num_blocks * block_bytes,
+            Tier.LOCAL.value: state.ledger.num_blocks * (expansion.block_bytes or block_bytes),
             **{name: num_kept * block_bytes for name, num_kept in kept.items()},
         },
         cached_bytes={tier.value: backups.num_idle(tier) * block_bytes for tier in backups.slots},
@@ -67,4 +69,5 @@ def take_snapshot(
         num_failed_growths=leases.num_failed_growths,
         borrowed_leases=dict(leases.num_borrowed),
         failed_exchanges=dict(leases.failed_exchanges),
+        expansion=expansion,
     )

@@ -199,6 +199,12 @@ def _describe_emulated(emulated: EmulatedLink) -> tuple[Link, dict[str, Any]]:
     return link, facts
 
 
+def emulated_bandwidth(hardware: str, layout: KVLayout) -> float:
+    """Bytes per second of a large copy over an emulated link, slowed down as all emulated links are."""
+    profile = LINKS[hardware.removeprefix(HARDWARE_PREFIX)]
+    return large_copy_bandwidth(profile) * _emulation_scale(layout)
+
+
 def large_copy_bandwidth(profile: LinkProfile) -> float:
     """Bytes per second of the largest copy that the profile knows, in its slower direction."""
     return min(curve.points[-1][1] for curve in (profile.outbound, profile.inbound))

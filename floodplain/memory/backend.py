@@ -14,6 +14,7 @@ import torch
 from floodplain.memory.arena import Device
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.memory import PeerMemory
 from floodplain.memory.peer.slot_mover import LinkPair, SlotMover
 from floodplain.memory.peer.slots import PeerSlots
@@ -90,6 +91,20 @@ class Backend(Protocol):
             pool: Blocks are copied from and to it.
             num_slots: Blocks that the swap space holds.
             link: On a CPU, paces the copies.
+
+        Raises:
+            UserError: The system does not give that much memory.
+        """
+
+    def open_layer_line(self, num_layers: int) -> LayerLine:
+        """A started line for layers that stream.
+
+        Raises:
+            UserError: None can stream on this kind of device.
+        """
+
+    def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Memory for the copy of a layer that streams, int32 of this shape, as ``open_layer_line``'s copies need it.
 
         Raises:
             UserError: The system does not give that much memory.

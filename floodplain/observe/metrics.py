@@ -25,6 +25,21 @@ RECALL_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0
 REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
 
 
+class ExpansionStats(Protocol):
+    """What layers that stream come to, as an engine counts it."""
+
+    @property
+    def expansion(self) -> float: ...  # noqa: D102
+    @property
+    def num_streamed(self) -> int: ...  # noqa: D102
+    @property
+    def loaded_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def written_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def stall_s(self) -> float: ...  # noqa: D102
+
+
 class StatsView(Protocol):
     """What is read of the engine's statistics; ``floodplain.engine.outputs.EngineStats`` has it."""
 
@@ -62,6 +77,8 @@ class StatsView(Protocol):
     def borrowed_leases(self) -> Mapping[str, int]: ...  # noqa: D102
     @property
     def failed_exchanges(self) -> Mapping[str, int]: ...  # noqa: D102
+    @property
+    def expansion(self) -> ExpansionStats: ...  # noqa: D102
     @property
     def num_prompt_tokens(self) -> int: ...  # noqa: D102
     @property
@@ -140,6 +157,7 @@ class ServingMetrics(Collector):
         yield self._counter("preemptions", "Requests taken off the device.", _by_one(preemptions), "mode")
         yield from self._swap(stats)
         yield from self._leases(stats)
+        yield from self._expansion(stats)
         yield self._counter("prompt_tokens", "Prompt tokens of requests.", {(): stats.num_prompt_tokens})
         yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
         for histogram in (self._ttft, self._tpot, self._itl, self._e2e):
@@ -173,7 +191,17 @@ class ServingMetrics(Collector):
         self._num_recalls = stats.num_recalls
         yield self._recalls.family(self._model_name)
 
-    def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
+    def _expansion(self, stats: StatsView) -> Iterator[Metric]:
+        text = "KV blocks, over those that the pool would have if no layer streamed."
+        expansion = stats.expansion
+        yield self._gauge("kv_expansion", text, {(): expansion.expansion})
+        yield self._gauge("kv_streamed_layers", "Layers whose KV streams.", {(): expansion.num_streamed})
+        moved = _by_one({"in": expansion.loaded_bytes, "out": expansion.written_bytes})
+        yield self._counter("kv_stream_bytes", "Bytes of KV of layers that stream.", moved, "direction")
+        text = "Time in which compute waited for layers that stream."
+        yield self._counter("kv_stream_stall_seconds", text, {(): expansion.stall_s})
+
+    def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
         family = GaugeMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])
         for key, value in values.items():
             family.add_metric([self._model_name, *key], value)

@@ -37,6 +37,27 @@ class SwapReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpansionReport:
+    """What layers that stream cost.
+
+    Attributes:
+        expansion: How many times as many blocks the pool had at the end as if no layer streamed.
+        streamed_layers: Layers that streamed at the end.
+        in_bytes: KV that was loaded for steps.
+        out_bytes: KV that was written to copies.
+        stall_s: How long compute waited for loads.
+        limited: Why the expansion was not more at the end; None if it was as large as asked.
+    """
+
+    expansion: float = 1.0
+    streamed_layers: int = 0
+    in_bytes: int = 0
+    out_bytes: int = 0
+    stall_s: float = 0.0
+    limited: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareReport:
     """Where it ran.
 
@@ -64,6 +85,7 @@ class EngineReport:
         swap: What swapping moved.
         steps: Steps executed.
         scheduler_s: The loop's own time, planning and taking in results, over all steps.
+        expansion: What layers that stream cost.
     """
 
     preemptions: int
@@ -72,6 +94,7 @@ class EngineReport:
     steps: int
     scheduler_s: float
     swap: SwapReport = field(default_factory=SwapReport)
+    expansion: ExpansionReport = field(default_factory=ExpansionReport)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

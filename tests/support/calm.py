@@ -14,10 +14,14 @@ MODEL = "dummy:tiny-llama"
 
 
 def run_calmly(requests: Sequence[Request], **flags: Any) -> list[Reference]:
-    """Tokens, their logprobs, and how near the second-best was; of the storm's own flags, nobody ever leaves."""
+    """Tokens, their logprobs, and how near the second-best was; of the storm's own flags, nobody ever leaves.
+
+    ``model`` and ``kv_memory`` may be among the flags.
+    """
     prompts = [{"prompt_token_ids": list(request.prompt_token_ids)} for request in requests]
     params = [replace(request.params, logprobs=2) for request in requests]
-    with LLM(MODEL, **flags, kv_memory=2**24, policy="fcfs", swap="none") as llm:
+    flags = {"model": MODEL, "kv_memory": 2**24} | flags | {"policy": "fcfs", "swap": "none"}
+    with LLM(**flags) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
     references = []

@@ -28,6 +28,10 @@ PROMISED = {
     "lease_failed_growths_total": "counter",
     "borrowed_leases_total": "counter",
     "coordinator_failures_total": "counter",
+    "kv_expansion": "gauge",
+    "kv_streamed_layers": "gauge",
+    "kv_stream_bytes_total": "counter",
+    "kv_stream_stall_seconds_total": "counter",
     "lease_recall_seconds": "histogram",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
@@ -49,6 +53,7 @@ LABELS = {
     "lease_bytes": {"role", "peer"},
     "borrowed_leases_total": {"outcome"},
     "coordinator_failures_total": {"problem"},
+    "kv_stream_bytes_total": {"direction"},
 }
 
 

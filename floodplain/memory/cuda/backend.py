@@ -17,6 +17,7 @@ from floodplain.memory.cuda.home import claim_cuda_home
 from floodplain.memory.cuda.peer import CudaPeerMemory
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.slot_mover import LinkPair
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
@@ -84,6 +85,14 @@ class CudaBackend:
         slots = SwapSlots(pool.layout, num_slots, is_pinned=True)
         staging_blocks = max(1, min(num_slots, LINK_STAGING_BYTES // pool.layout.block_bytes))
         return slots, SwapTier(slots, open_pool_copies(pool, self.torch_device, slots, staging_blocks).start())
+
+    def open_layer_line(self, num_layers: int) -> LayerLine:
+        """See ``Backend``."""
+        raise UserError("--kv-expansion streams layers on a CPU alone as yet: leave it out with --device cuda")
+
+    def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``Backend``."""
+        raise UserError("--kv-expansion streams layers on a CPU alone as yet: leave it out with --device cuda")
 
     def open_peer_memory(self) -> CudaPeerMemory:
         """See ``Backend``: GPUs of this machine."""

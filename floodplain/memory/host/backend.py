@@ -15,9 +15,11 @@ from floodplain.memory.host.allocator import keep_activation_pages
 from floodplain.memory.host.device import open_home_device, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.host.emulated_link import EmulatedLink
+from floodplain.memory.host.layer_line import open_layer_line
 from floodplain.memory.host.transfer import HostTransferEngine
 from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.peer.memory import HostPeerMemory
 from floodplain.memory.peer.slot_mover import HostSlotMover, LinkPair
 from floodplain.memory.peer.slots import PeerSlots
@@ -69,6 +71,14 @@ class HostBackend:
         slots = SwapSlots(pool.layout, num_slots)
         slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
         return slots, SwapTier(slots, HostTransferEngine(pool, slots, link).start())
+
+    def open_layer_line(self, num_layers: int) -> LayerLine:
+        """See ``Backend``."""
+        return open_layer_line(num_layers)
+
+    def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``Backend``: taken page by page, as blocks come to be used."""
+        return torch.empty(shape, dtype=torch.int32)
 
     def open_peer_memory(self) -> HostPeerMemory:
         """See ``Backend``: host devices of this machine."""

@@ -1,0 +1,166 @@
+"""Layers of an engine's KV that stream: how many, decided between steps by what steps and copies cost.
+
+The bytes are ``memory.layer_slots``'s business, the decision is ``policy.expansion``'s; here both meet at a boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import UserError
+from floodplain.core.sequence import Sequence
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.expansion_plan import ExpansionPlan
+from floodplain.engine.outputs import ExpansionFacts
+from floodplain.engine.swap import emulated_bandwidth
+from floodplain.memory.backend import Backend
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.layer_slots import LayerSlots
+from floodplain.policy.expansion import ExpansionPolicy, ExpansionView
+from floodplain.runtime.loop import Loop
+
+logger = logging.getLogger(__name__)
+
+_SMOOTHING = 0.1
+"""Weight of the newest step in the bandwidth of loads."""
+
+
+class Expansion:
+    """See the module. At a boundary, on the engine's thread: ``look``, and ``change`` if that wants to.
+
+    Args:
+        slots: The layers.
+        loop: Whose ledger is the pool's; its block tables follow blocks that move.
+        policy: Decides how many layers stream; None keeps the number.
+        plan: What there may be.
+        link_bytes_s: What loads are expected to bring per second, until they tell.
+    """
+
+    def __init__(
+        self,
+        slots: LayerSlots,
+        loop: Loop,
+        policy: ExpansionPolicy | None,
+        plan: ExpansionPlan,
+        link_bytes_s: float,
+    ) -> None:
+        self.slots = slots
+        self._loop = loop
+        self._policy = policy
+        self._places = {places.num_streamed: places for places in plan.places}
+        self._base_blocks = plan.base_blocks
+        self._link_bytes_s = link_bytes_s
+        self._seen = slots.line.stats()
+        self._stall_s = slots.stall_s
+        self._num_preempted = 0
+        self._wanted = slots.places.num_streamed
+        self._limited: str | None = None
+
+    def look(self) -> bool:
+        """Take in the step that has ended; whether ``change`` has something to do."""
+        if self._policy is None:
+            return False
+        self._learn_bandwidth()
+        stall_s, self._stall_s = self.slots.stall_s - self._stall_s, self.slots.stall_s
+        ledger = self._loop.state.ledger
+        view = ExpansionView(
+            step_s=self.slots.take_step_s(),
+            stall_s=stall_s,
+            copy_s=self.slots.step_bytes / self._link_bytes_s,
+            num_streamed=self.slots.places.num_streamed,
+            num_held_blocks=ledger.num_blocks - ledger.num_available,
+            num_blocks=ledger.num_blocks,
+            is_binding=self._is_binding(),
+            fixed_s=self._loop.state.prices.now.lone_step_s or None,
+        )
+        decision = self._policy.decide(view)
+        self._wanted = decision.num_streamed
+        limited = None if decision.limited is None else decision.limited.value
+        if limited != self._limited:
+            self._limited = limited
+            logger.info("KV expansion is %.2f%s", self.slots.places.expansion, f": {limited}" if limited else "")
+        return self._wanted != self.slots.places.num_streamed
+
+    def change(self) -> None:
+        """Let as many layers stream as the policy wants. No step is outstanding, and no copy of blocks under way."""
+        before = self.slots.places
+        try:
+            moved = self.slots.change_to(self._places[self._wanted], self._loop.state.ledger)
+        except UserError as error:
+            logger.warning("the KV pool keeps its expansion: %s", error)
+            return
+        if moved:
+            self._loop.remap_blocks(moved)
+        if self.slots.places != before:
+            logger.info(
+                "KV expansion %.2f -> %.2f: %d layers stream",
+                before.expansion, self.slots.places.expansion, self.slots.places.num_streamed,
+            )  # fmt: skip
+
+    def expect_bandwidth(self, bytes_s: float) -> None:
+        """Say what loads bring per second, where it is known and they have not told yet."""
+        self._link_bytes_s = bytes_s
+
+    def facts(self) -> ExpansionFacts:
+        """What is seen now; any thread may ask."""
+        stats, places = self.slots.line.stats(), self.slots.places
+        num_blocks = self._loop.state.ledger.num_blocks
+        return ExpansionFacts(
+            expansion=num_blocks / self._base_blocks if places.num_streamed else 1.0,
+            num_streamed=places.num_streamed,
+            loaded_bytes=stats.loaded_bytes,
+            written_bytes=stats.written_bytes,
+            stall_s=self.slots.stall_s,
+            host_bytes=self.slots.home_bytes,
+            block_bytes=self.slots.block_bytes,
+            limited=self._limited,
+        )
+
+    def _learn_bandwidth(self) -> None:
+        stats, seen = self.slots.line.stats(), self._seen
+        self._seen = stats
+        if stats.load_s > seen.load_s:
+            measured = (stats.loaded_bytes - seen.loaded_bytes) / (stats.load_s - seen.load_s)
+            self._link_bytes_s += _SMOOTHING * (measured - self._link_bytes_s)
+
+    def _is_binding(self) -> bool:
+        """Whether a sequence was preempted since the last look, or the first one in line lacks blocks."""
+        state = self._loop.state
+        num_preempted = sum(state.counters.preemptions.values())
+        was_preempted, self._num_preempted = num_preempted > self._num_preempted, num_preempted
+        absent: list[Sequence] = [*state.swapped[:1], *state.waiting.head()[:1]]
+        if not absent or len(state.running) >= state.config.max_num_seqs:
+            return was_preempted
+        least = min(len(seq.tokens) for seq in absent) // state.ledger.block_tokens + 1
+        return was_preempted or state.ledger.num_available < least + len(state.running)
+
+
+def open_layer_slots(
+    config: EngineConfig, plan: ExpansionPlan, pool: KVPool, ledger: BlockLedger, backend: Backend
+) -> LayerSlots | None:
+    """The layers of a pool, as many of them streaming as the plan begins with; None if none ever does.
+
+    Close them before the pool.
+
+    Raises:
+        UserError: This kind of device streams no layers, or there is no memory for their copies.
+    """
+    if plan.is_off:
+        return None
+    line = backend.open_layer_line(pool.layout.num_layers)
+    slots = LayerSlots(pool, line, plan.places[-1].num_slots, backend.open_layer_copy)
+    try:
+        if config.hardware is not None:
+            line.pace(emulated_bandwidth(config.hardware, pool.layout))
+        slots.change_to(plan.places[0], ledger)
+    except BaseException:
+        slots.close()
+        raise
+    return slots
+
+
+def open_expansion(plan: ExpansionPlan, slots: LayerSlots, loop: Loop) -> Expansion:
+    """What decides between steps."""
+    policy = None if plan.is_fixed else ExpansionPolicy(plan.places, plan.base_blocks)
+    return Expansion(slots, loop, policy, plan, slots.measure_bandwidth())

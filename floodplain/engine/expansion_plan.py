@@ -1,0 +1,143 @@
+"""What ``--kv-expansion`` allows for one model and pool: which layers may stream, and from how many on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from floodplain.core.errors import SettingRefused, UserError
+from floodplain.core.layer_places import MOST_SLOTS, LayerPlaces, every_place
+from floodplain.core.sizes import format_size
+from floodplain.engine.config import EngineConfig
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.policy.expansion import place_for
+
+_AUTO_SHARE = 4
+"""With ``auto``, copies of layers take at most one part in so many of the memory that is free."""
+_FEWEST_LAYERS = 3
+"""Two slots, and more layers that stream than slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpansionPlan:
+    """What there may be.
+
+    Attributes:
+        base_blocks: Blocks of the pool while no layer streams.
+        quantum_blocks: The pool has whole quanta while any does.
+        places: By ascending expansion; the first is where the engine begins. With one alone nothing changes, and if no
+            layer streams in it, none ever does.
+    """
+
+    base_blocks: int
+    quantum_blocks: int
+    places: tuple[LayerPlaces, ...]
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether nothing changes while the engine runs."""
+        return len(self.places) == 1
+
+    @property
+    def is_off(self) -> bool:
+        """Whether no layer ever streams."""
+        return self.places[-1].num_streamed == 0
+
+    @property
+    def sure_blocks(self) -> int:
+        """Blocks that the pool always comes back to: what one request may take."""
+        first = self.places[0]
+        return self.base_blocks if self.is_off else count_blocks(first, self.base_blocks, self.quantum_blocks)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that addresses are needed for."""
+        rounded = -(-self.base_blocks // self.quantum_blocks) * self.quantum_blocks
+        return max(self.base_blocks, rounded * self.places[-1].num_layers // self.places[-1].num_arenas)
+
+
+def count_blocks(places: LayerPlaces, base_blocks: int, quantum_blocks: int) -> int:
+    """Blocks in whole quanta that the memory of ``base_blocks`` blocks of all layers holds under such places."""
+    return base_blocks * places.num_layers // places.num_arenas // quantum_blocks * quantum_blocks
+
+
+def plan_expansion(
+    config: EngineConfig, layout: KVLayout, base_blocks: int, quantum_blocks: int, available_bytes: int
+) -> ExpansionPlan:
+    """What the flags ask for.
+
+    Args:
+        config: The flags.
+        layout: Of the KV cache.
+        base_blocks: Blocks of the pool while no layer streams.
+        quantum_blocks: Of the pool.
+        available_bytes: Host memory that is free.
+
+    Raises:
+        UserError: The model, the pool or the host's memory does not allow it.
+    """
+    asked = config.asked_expansion
+    if asked == 1.0:
+        return ExpansionPlan(base_blocks, quantum_blocks, (LayerPlaces(layout.num_layers),))
+    if layout.num_layers < _FEWEST_LAYERS:
+        raise UserError(
+            f"--kv-expansion {config.kv_expansion} needs a model of at least {_FEWEST_LAYERS} layers, and this one has "
+            f"{layout.num_layers}: leave it out"
+        )
+    if asked is not None:
+        try:
+            places = place_for(asked, layout.num_layers)
+        except SettingRefused as error:
+            raise error.as_flags() from None
+        _expect_memory(config, layout, places, base_blocks, available_bytes)
+        return ExpansionPlan(base_blocks, quantum_blocks, (places,))
+    return _plan_auto(config, layout, base_blocks, quantum_blocks, available_bytes)
+
+
+def _plan_auto(
+    config: EngineConfig, layout: KVLayout, base_blocks: int, quantum_blocks: int, available_bytes: int
+) -> ExpansionPlan:
+    num_slots = min(MOST_SLOTS, layout.num_layers - 1)
+    most_bytes = config.expansion_memory or available_bytes // _AUTO_SHARE
+    possible = [
+        places
+        for places in every_place(layout.num_layers, num_slots)
+        if _home_bytes(layout, places, base_blocks) <= most_bytes
+    ]
+    if len(possible) == 1:
+        least = next(places for places in every_place(layout.num_layers, num_slots) if places.num_streamed)
+        needed = format_size(_home_bytes(layout, least, base_blocks))
+        raise UserError(
+            f"--kv-expansion auto needs {needed} of host memory for {least.num_streamed} layers, and may take "
+            f"{format_size(most_bytes)}: raise --expansion-memory, or lower --kv-memory"
+        )
+    if not config.long_prompts:
+        return ExpansionPlan(base_blocks, quantum_blocks, tuple(possible))
+    assert config.max_model_len is not None
+    wanted = -(-config.max_model_len // config.block_tokens)
+    enough = [places for places in possible if count_blocks(places, base_blocks, quantum_blocks) >= wanted]
+    if not enough:
+        most = count_blocks(possible[-1], base_blocks, quantum_blocks) * config.block_tokens
+        raise UserError(
+            f"--max-model-len {config.max_model_len} does not fit: expanded, the KV pool holds {most} tokens; raise "
+            "--kv-memory or --expansion-memory, or lower --max-model-len"
+        )
+    return ExpansionPlan(base_blocks, quantum_blocks, tuple(enough))
+
+
+def _expect_memory(
+    config: EngineConfig, layout: KVLayout, places: LayerPlaces, base_blocks: int, available_bytes: int
+) -> None:
+    needed = _home_bytes(layout, places, base_blocks)
+    limit = available_bytes if config.expansion_memory is None else min(config.expansion_memory, available_bytes)
+    if needed > limit:
+        raise UserError(
+            f"--kv-expansion {config.kv_expansion} needs {format_size(needed)} of host memory for the copies of "
+            f"{places.num_streamed} layers, and {format_size(limit)} may be taken: lower it, lower --kv-memory, or "
+            "raise --expansion-memory"
+        )
+
+
+def _home_bytes(layout: KVLayout, places: LayerPlaces, base_blocks: int) -> int:
+    """Host memory of the copies of layers that stream."""
+    num_blocks = base_blocks * places.num_layers // places.num_arenas
+    return places.num_streamed * num_blocks * layout.layer_block_bytes

@@ -1,0 +1,226 @@
+"""Layers that travel within a host's memory: a native thread, or where nothing can be compiled one of Python's."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import torch
+
+from floodplain.memory.layer_line import LayerLine, LineStats, Ticket
+from floodplain.memory.native.build import load_library
+from floodplain.memory.runs import find_runs
+
+SOURCE = Path(__file__).parents[1] / "native" / "layer_line.cpp"
+_LOAD, _WRITE, _FILL = range(3)
+
+
+class NativeLayerLine:
+    """See ``LayerLine``: a thread of C++, which takes part in no lock of Python's and in no pool of torch's.
+
+    Args:
+        library: ``native/layer_line.cpp``, loaded.
+        num_layers: Of the model.
+    """
+
+    def __init__(self, library: ctypes.CDLL, num_layers: int) -> None:
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        library.layer_line_open.argtypes, library.layer_line_open.restype = [count], pointer
+        library.layer_line_submit.argtypes = [pointer, ctypes.c_int, count, pointer, pointer, count, count]
+        library.layer_line_submit.restype = count
+        library.layer_line_wait.argtypes = [pointer, count]
+        library.layer_line_place.argtypes = [pointer, count, pointer, pointer]
+        library.layer_line_pace.argtypes = [pointer, ctypes.c_double, ctypes.c_double]
+        library.layer_line_stats.argtypes = [pointer, pointer]
+        library.layer_line_close.argtypes = [pointer]
+        self._library = library
+        self._line: int | None = library.layer_line_open(num_layers)
+        self._last = Ticket(0)
+
+    def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
+        """See ``LayerLine.place``."""
+        self._library.layer_line_place(self._line, layer, _address(home), _address(near))
+
+    def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        """See ``LayerLine.load``."""
+        return self._submit(_LOAD, layer, place, offsets, piece_bytes)
+
+    def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        """See ``LayerLine.write``."""
+        return self._submit(_WRITE, layer, place, offsets, piece_bytes)
+
+    def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        """See ``LayerLine.fill``."""
+        return self._submit(_FILL, layer, None, offsets, piece_bytes)
+
+    def wait(self, ticket: Ticket) -> float:
+        """See ``LayerLine.wait``: the caller stands still."""
+        begin_s = time.perf_counter()
+        self._library.layer_line_wait(self._line, ticket)
+        return time.perf_counter() - begin_s
+
+    def drain(self) -> None:
+        """See ``LayerLine.drain``."""
+        self.wait(self._last)
+
+    def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
+        """See ``LayerLine.pace``."""
+        self._library.layer_line_pace(self._line, home_bytes_s, near_bytes_s)
+
+    def stats(self) -> LineStats:
+        """See ``LayerLine.stats``."""
+        counts = np.zeros(3, dtype=np.int64)
+        self._library.layer_line_stats(self._line, counts.ctypes.data)
+        loaded, load_ns, written = counts.tolist()
+        return LineStats(loaded, load_ns / 1e9, written)
+
+    def close(self) -> None:
+        """See ``LayerLine.close``."""
+        line, self._line = self._line, None
+        if line is not None:
+            self._library.layer_line_close(line)
+
+    def _submit(
+        self, kind: int, layer: int, place: torch.Tensor | None, offsets: np.ndarray, piece_bytes: int
+    ) -> Ticket:
+        offsets = np.ascontiguousarray(offsets, dtype=np.int64)
+        self._last = Ticket(
+            self._library.layer_line_submit(
+                self._line, kind, layer, _address(place), offsets.ctypes.data, len(offsets), piece_bytes
+            )
+        )
+        return self._last
+
+
+class PythonLayerLine:
+    """The same where nothing can be compiled; slower, since its thread waits for Python's lock. See ``LayerLine``.
+
+    Args:
+        num_layers: Of the model.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self._copies: list[tuple[np.ndarray | None, np.ndarray | None]] = [(None, None)] * num_layers
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._copies_lock, self._changed = threading.Lock(), threading.Condition()
+        self._num_submitted = self._num_done = 0
+        self._pace = (0.0, 0.0)
+        self._free_s = 0.0
+        self._ready_s: dict[int, float] = {}
+        self._stats = LineStats()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="layer-line", daemon=True)
+        self._thread.start()
+
+    def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
+        """See ``LayerLine.place``."""
+        with self._copies_lock:
+            self._copies[layer] = (_as_bytes(home), _as_bytes(near))
+
+    def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        """See ``LayerLine.load``."""
+        submitted_s, number = time.monotonic(), self._num_submitted + 1
+        return self._submit(lambda: self._load(number, submitted_s, layer, place, offsets, piece_bytes))
+
+    def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        """See ``LayerLine.write``."""
+        return self._submit(lambda: self._write(layer, _as_bytes(place), offsets, piece_bytes))
+
+    def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        """See ``LayerLine.fill``."""
+        return self._submit(lambda: self._write(layer, None, offsets, piece_bytes))
+
+    def wait(self, ticket: Ticket) -> float:
+        """See ``LayerLine.wait``: the caller stands still."""
+        begin_s = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_done >= ticket)
+            ready_s = self._ready_s.pop(ticket, 0.0)
+        time.sleep(max(0.0, ready_s - time.monotonic()))
+        return time.monotonic() - begin_s
+
+    def drain(self) -> None:
+        """See ``LayerLine.drain``."""
+        self.wait(Ticket(self._num_submitted))
+        self._ready_s.clear()
+
+    def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
+        """See ``LayerLine.pace``."""
+        with self._copies_lock:
+            self._pace = (home_bytes_s, near_bytes_s)
+
+    def stats(self) -> LineStats:
+        """See ``LayerLine.stats``."""
+        return self._stats
+
+    def close(self) -> None:
+        """See ``LayerLine.close``."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def _submit(self, job: Callable[[], None]) -> Ticket:
+        self._num_submitted += 1
+        self._jobs.put(job)
+        return Ticket(self._num_submitted)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            with self._copies_lock:
+                job()
+            with self._changed:
+                self._num_done += 1
+                self._changed.notify_all()
+
+    def _load(
+        self, number: int, submitted_s: float, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int
+    ) -> None:
+        begin_s, (home, near) = time.monotonic(), self._copies[layer]
+        source = home if near is None else near
+        _copy_pieces(_as_bytes(place), source, offsets, piece_bytes)
+        duration_s, bytes_s = time.monotonic() - begin_s, self._pace[near is not None]
+        if bytes_s:
+            link_s = len(offsets) * piece_bytes / bytes_s
+            self._free_s = self._ready_s[number] = max(self._free_s, submitted_s) + link_s
+            duration_s = max(duration_s, link_s)
+        old = self._stats
+        self._stats = LineStats(
+            old.loaded_bytes + len(offsets) * piece_bytes, old.load_s + duration_s, old.written_bytes
+        )
+
+    def _write(self, layer: int, place: np.ndarray | None, offsets: np.ndarray, piece_bytes: int) -> None:
+        home, near = self._copies[layer]
+        if place is not None:
+            _copy_pieces(home, place, offsets, piece_bytes)
+        if near is not None:
+            _copy_pieces(near, home if place is None else place, offsets, piece_bytes)
+        old = self._stats
+        written_bytes = old.written_bytes + len(offsets) * piece_bytes
+        self._stats = LineStats(old.loaded_bytes, old.load_s, written_bytes)
+
+
+def open_layer_line(num_layers: int) -> LayerLine:
+    """The faster one of those that this machine can run, started."""
+    library = load_library(SOURCE, "a thread of Python's")
+    return PythonLayerLine(num_layers) if library is None else NativeLayerLine(library, num_layers)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _as_bytes(tensor: torch.Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _copy_pieces(to: np.ndarray | None, source: np.ndarray | None, offsets: np.ndarray, piece_bytes: int) -> None:
+    assert to is not None and source is not None
+    order = np.sort(offsets)
+    for first, count in find_runs((order // piece_bytes).tolist()):
+        piece = slice(first * piece_bytes, (first + count) * piece_bytes)
+        to[piece] = source[piece]

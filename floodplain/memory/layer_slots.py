@@ -1,0 +1,281 @@
+"""KV of layers that stream: which memory a layer is computed in, what is copied around it, and how layers begin and end
+to stream.
+
+Blocks have the same ids in all layers, wherever these are, so block tables, prefix keys and policies do not know of it:
+attention gets another base pointer. A slot holds nothing that is still valid when it changes its layer; a layer's copy
+lacks only what the line has not written yet. Both are mended by order alone (``memory.layer_line``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import overload
+
+import numpy as np
+import torch
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.layer_places import LayerPlaces
+from floodplain.memory.arena import Page
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.layer_line import LayerLine, Ticket
+
+OpenHome = Callable[[tuple[int, ...]], torch.Tensor]
+"""Makes a layer's copy off the device: int32 of this shape; page-locked beside a GPU."""
+
+
+_MEASURED_BLOCKS, _MEASURED_TIMES = 256, 3
+"""How much of a layer is loaded to measure, and how often."""
+
+
+class LayerSlots(Sequence[torch.Tensor]):
+    """The KV of each layer for compute, [max_blocks, 2, block_tokens, kv_heads, head_dim], and hooks around the layers.
+
+    Args:
+        pool: All of its layers are mapped and none is placed elsewhere; this owner alone changes that.
+        line: Carries the copies; closed by ``close``.
+        num_slots: S, through which layers stream.
+        open_home: Where copies of layers are kept.
+
+    Attributes:
+        places: Which layers stream now.
+        stall_s: Seconds for which compute waited for loads.
+        step_bytes: Bytes of one layer that the step under way reads: what each load of it brings.
+    """
+
+    def __init__(self, pool: KVPool, line: LayerLine, num_slots: int, open_home: OpenHome) -> None:
+        self.places = LayerPlaces(pool.layout.num_layers, 0, num_slots)
+        self.stall_s = 0.0
+        self.step_bytes = 0
+        self.line = line
+        self._pool = pool
+        self._open_home = open_home
+        self._base_blocks = pool.num_blocks
+        self._homes: dict[int, torch.Tensor] = {}
+        self._spare: list[Page] = []
+        self._tickets: dict[int, Ticket] = {}  # slot -> the last copy from or to it
+        self._begin_s = self._end_s = self._begin_stall_s = 0.0
+        self._reads = self._rows = np.zeros(0, dtype=np.int64)
+        self._block_bytes = pool.layout.layer_block_bytes
+        self._row_bytes = self._block_bytes // (2 * pool.layout.block_tokens)
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(index, slice):
+            return [self[layer] for layer in range(len(self))[index]]
+        return self._pool.layers[self.places.arena_of(range(len(self))[index])]
+
+    def __len__(self) -> int:
+        return self.places.num_layers
+
+    def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
+        """A step begins: load what its first streamed layers read.
+
+        Args:
+            read_blocks: Blocks with a token that the step reads and does not write itself, int64 [any].
+            written_tokens: Where the step's keys and values go: ``block * block_tokens + offset``, int64 [T].
+        """
+        self._begin_s, self._begin_stall_s = time.perf_counter(), self.stall_s
+        blocks = np.unique(read_blocks)
+        self.step_bytes = len(blocks) * self._block_bytes
+        if not self.places.num_streamed:
+            return
+        self._reads = blocks * self._block_bytes
+        self._rows = self._find_rows(written_tokens)
+        for layer in self.places.first:
+            self._load(layer)
+
+    def before_layer(self, index: int) -> None:
+        """See ``LayerHooks``: a streamed layer is whole in its slot when this returns.
+
+        Also if it reads nothing: the rows of the layer before must have left the slot.
+        """
+        slot = self.places.slot_of(index)
+        ticket = None if slot is None else self._tickets.pop(slot, None)
+        if ticket is not None:
+            self.stall_s += self.line.wait(ticket)
+
+    def after_layer(self, index: int) -> None:
+        """See ``LayerHooks``: a streamed layer's rows go to its copy, and its slot to the next one, in this order."""
+        if index == len(self) - 1:
+            self._end_s = time.perf_counter()
+        slot = self.places.slot_of(index)
+        if slot is None:
+            return
+        self._tickets[slot] = self.line.write(index, self[index], self._rows, self._row_bytes)
+        follower = self.places.follower(index)
+        if follower is not None:
+            self._load(follower)
+
+    def take_step_s(self) -> float:
+        """Seconds that the layers of the last step computed, waits for loads taken out; 0 if it was asked before."""
+        step_s = self._end_s - self._begin_s - (self.stall_s - self._begin_stall_s)
+        self._begin_s = self._end_s
+        self._begin_stall_s = self.stall_s
+        return max(0.0, step_s)
+
+    @property
+    def num_spare_pages(self) -> int:
+        """Pages of the pool's memory that make no whole quantum in all of its arenas."""
+        return len(self._spare)
+
+    @property
+    def block_bytes(self) -> int:
+        """Device memory of a block."""
+        return self._pool.block_bytes
+
+    @property
+    def home_bytes(self) -> int:
+        """Memory that the copies of layers take, as far as the pool has blocks."""
+        return len(self._homes) * self._pool.num_blocks * self._block_bytes
+
+    def settle(self) -> None:
+        """Return when every copy of a layer is complete: blocks may be copied to swap space and back, and moved."""
+        self.line.drain()
+
+    def _load(self, layer: int) -> None:
+        slot = self.places.slot_of(layer)
+        if slot is not None and len(self._reads):
+            self._tickets[slot] = self.line.load(layer, self[layer], self._reads, self._block_bytes)
+
+    def _find_rows(self, tokens: np.ndarray) -> np.ndarray:
+        """Offsets of the keys, and of the values, of these tokens: neighbours are copied together."""
+        block_tokens = self._pool.layout.block_tokens
+        keys = tokens // block_tokens * self._block_bytes + tokens % block_tokens * self._row_bytes
+        return np.sort(np.concatenate((keys, keys + self._block_bytes // 2)))
+
+    # -- other places, at a boundary -------------------------------------------------------------------------------
+
+    def count_blocks(self, places: LayerPlaces) -> int:
+        """Blocks that the pool's memory holds under such places: whole quanta."""
+        num_pages = self._pool.num_mapped_pages + len(self._spare)
+        quantum_pages = self._pool.count_pages(self._pool.quantum_blocks) // len(self._pool.mapped_layers)
+        return num_pages // (places.num_arenas * quantum_pages) * self._pool.quantum_blocks
+
+    def change_to(self, places: LayerPlaces, ledger: BlockLedger) -> dict[BlockId, BlockId]:
+        """Let more layers stream and the pool have more blocks, or fewer of both, as far as used blocks allow.
+
+        No step is outstanding and no copy to or from swap space under way. Fewer may stay undone: then the pool has
+        given up what it could, sequences find no block, and another call goes on when some have left.
+
+        Returns:
+            Old block to new block; every block table must be rewritten before the next step.
+
+        Raises:
+            UserError: The system's limit on mappings is reached, or there is no memory for a copy; nothing changed.
+        """
+        if self.places == places:
+            return {}
+        self.settle()
+        if places.num_streamed > self.places.num_streamed:
+            self._stream_more(places, ledger)
+            return {}
+        return self._stream_fewer(places, ledger)
+
+    def _stream_more(self, places: LayerPlaces, ledger: BlockLedger) -> None:
+        leaving = [layer for layer in places.streamed if self.places.slot_of(layer) is None]
+        content = self._offsets_of_content(ledger)
+        for layer in leaving:
+            if layer not in self._homes:
+                self._homes[layer] = self._open_home(tuple(self._pool.words[layer].shape))
+        for layer in leaving:
+            self.line.place(layer, self._homes[layer])
+            self.line.write(layer, self._pool.layers[layer], content, self._block_bytes)
+        self.line.drain()
+        for layer in leaving:
+            self._pool.place_layer(layer, self._homes[layer])
+        self._spare += self._pool.unmap_layers(sorted({*self.places.arenas} - {*places.arenas}))
+        self.places = places
+        self._grow(ledger)
+
+    def _grow(self, ledger: BlockLedger) -> None:
+        """Put spare pages behind new blocks; what makes no whole quantum in all arenas stays spare."""
+        target = self.count_blocks(self.places) if self.places.num_streamed else self._base_blocks
+        missing = target - self._pool.num_blocks
+        num_pages = self._pool.count_growth_pages(missing) if missing > 0 else None
+        if num_pages is not None and num_pages <= len(self._spare):
+            self._pool.grow(ledger, missing, self._spare[:num_pages])
+            del self._spare[:num_pages]
+
+    def _stream_fewer(self, places: LayerPlaces, ledger: BlockLedger) -> dict[BlockId, BlockId]:
+        shrunk = self._pool.shrink(ledger, self.count_blocks(places))
+        self._spare += shrunk.pages
+        returning = sorted({*places.arenas} - {*self.places.arenas})
+        num_pages = len(returning) * self._pool.num_layer_pages
+        if num_pages <= len(self._spare):
+            self._pool.map_layers(returning, self._spare[:num_pages])
+            del self._spare[:num_pages]
+            self._bring_home(places, ledger)
+        return shrunk.moved
+
+    def _bring_home(self, places: LayerPlaces, ledger: BlockLedger) -> None:
+        content = self._offsets_of_content(ledger)
+        staying = [layer for layer in self.places.streamed if places.slot_of(layer) is None]
+        for layer in staying:
+            self.line.load(layer, self._pool.layers[layer], content, self._block_bytes)
+        self.line.drain()
+        for layer in staying:
+            self._pool.place_layer(layer, None)
+            self.line.place(layer, None)
+            del self._homes[layer]
+        self.places = places
+        self._grow(ledger)
+
+    def measure_bandwidth(self) -> float:
+        """Bytes per second of loads here, the best of a few. Nothing is in the pool yet."""
+        layer = self.places.streamed[0] if self.places.num_streamed else 0
+        place, num_blocks = self[layer], min(_MEASURED_BLOCKS, self._pool.num_blocks)
+        offsets = np.arange(num_blocks, dtype=np.int64) * self._block_bytes
+        if not self.places.num_streamed:
+            home = self._open_home((num_blocks, self._block_bytes // 4))
+            self.line.place(layer, home)
+            self.line.write(layer, place, offsets, self._block_bytes)
+        best = max(self._measure_load(layer, place, offsets) for _ in range(_MEASURED_TIMES))
+        if not self.places.num_streamed:
+            self.line.place(layer, None)
+        return best
+
+    def _measure_load(self, layer: int, place: torch.Tensor, offsets: np.ndarray) -> float:
+        before = self.line.stats()
+        self.line.wait(self.line.load(layer, place, offsets, self._block_bytes))
+        after = self.line.stats()
+        return (after.loaded_bytes - before.loaded_bytes) / max(after.load_s - before.load_s, 1e-9)
+
+    def _offsets_of_content(self, ledger: BlockLedger) -> np.ndarray:
+        blocks = ledger.blocks_with_content()
+        if not all(map(self._pool.is_backed, blocks)):
+            raise InvariantError("the ledger has blocks that the pool does not back")
+        return np.array(blocks, dtype=np.int64) * self._block_bytes
+
+    def close(self) -> None:
+        """Let the line end; spare pages go to the device. The tensors must not be used any more."""
+        self.line.close()
+        self._pool.device.release(self._spare)
+        self._spare = []
+        self._homes.clear()
+
+
+def find_read_blocks(tables: np.ndarray, lengths: np.ndarray, block_tokens: int) -> np.ndarray:
+    """Blocks that hold the first tokens of some sequences.
+
+    Args:
+        tables: [B, max_blocks] block ids.
+        lengths: int64 [B], how many tokens of each are read.
+        block_tokens: Tokens in a block.
+
+    Returns:
+        Block ids, int64 [any], each at least once.
+    """
+    num_blocks = -(-lengths // block_tokens)
+    blocks: np.ndarray = tables[np.arange(tables.shape[1]) < num_blocks[:, None]]
+    return blocks

@@ -1,0 +1,227 @@
+"""A real (tiny, random, fp32) model whose layers stream, as many as a die says at each boundary: tokens stay the same.
+
+Under every policy, with swap space, prefix hits, chunked prompts, preemption by recompute, aborts and slow links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from floodplain import SamplingParams
+from floodplain.core.layer_places import LayerPlaces
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.expansion import Expansion
+from floodplain.engine.outputs import EngineStats
+from floodplain.engine.shell import Engine
+from floodplain.memory.layer_slots import LayerSlots
+from floodplain.policy.expansion import ExpansionDecision, ExpansionPolicy, ExpansionView
+from tests.support.calm import run_calmly
+from tests.support.layer_lines import OrderedLine
+from tests.support.parity import Reference, Verdict, judge_with_aborted
+
+pytestmark = pytest.mark.slow
+
+MODEL, NUM_LAYERS = "dummy:tiny-deep", 12
+BLOCK_BYTES = NUM_LAYERS * 4096
+"""In fp32: K and V, 16 tokens, 2 heads, 16 elements in each of 12 layers; 16 blocks are a quantum."""
+NUM_PROMPTS, NUM_TOKENS = 40, 40
+BASE: dict[str, Any] = {"model": MODEL, "dtype": "float32", "max_model_len": 224}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SMALL: dict[str, Any] = {"kv_memory": 40 * BLOCK_BYTES, "kv_expansion": "auto", "expansion_memory": 2**26}
+Disturb = Callable[["Run", int], None]
+
+
+class Die(ExpansionPolicy):
+    """Any number of layers may stream after any step."""
+
+    def __init__(self, places: Sequence[LayerPlaces], seed: int, chance: float = 0.3) -> None:
+        self._places, self._rng, self._chance = list(places), Random(seed), chance
+        self.num_changes = 0
+
+    def decide(self, view: ExpansionView) -> ExpansionDecision:
+        if self._rng.random() >= self._chance:
+            return ExpansionDecision(view.num_streamed)
+        self.num_changes += 1
+        return ExpansionDecision(self._rng.choice(self._places).num_streamed)
+
+
+@dataclass
+class Run:
+    """An engine whose layers stream, and what came out of it."""
+
+    engine: Engine
+    outputs: dict[SeqId, list[int]] = field(default_factory=dict)
+    aborted: set[SeqId] = field(default_factory=set)
+    expansions: set[float] = field(default_factory=set)
+
+    @property
+    def expansion(self) -> Expansion:
+        assert self.engine.expansion is not None
+        return self.engine.expansion
+
+    def drive(self, requests: Sequence[Request], disturb: Disturb | None = None) -> EngineStats:
+        """Run everything to its end; the ledgers balance after every step."""
+        for request in requests:
+            self.outputs[self.engine.add(request)] = []
+        num_steps = 0
+        while self.engine.has_unfinished:
+            for seq_id, delta in self.engine.step():
+                self.outputs[seq_id] += delta.token_ids
+            self.engine.loop.check_integrity()
+            self.expansions.add(self.expansion.slots.places.expansion)
+            if disturb is not None:
+                disturb(self, num_steps)
+            num_steps += 1
+            assert num_steps < 50_000, "the engine does not come to rest"
+        return self.engine.stats()
+
+    def verdict(self, expected: Sequence[Reference]) -> Verdict:
+        return judge_with_aborted(expected, self.outputs, None, self.aborted)
+
+
+@contextmanager
+def expanding(seed: int = 0, *, line: OrderedLine | None = None, **flags: Any) -> Iterator[Run]:
+    engine = build_engine(EngineConfig(**(BASE | SMALL | flags)))
+    try:
+        run = Run(engine)
+        expansion: Any = run.expansion
+        if expansion._policy is not None:
+            expansion._policy = Die(list(expansion._places.values()), seed)
+        if line is not None:
+            for layer in expansion.slots.places.streamed:
+                line.place(layer, expansion.slots._homes[layer])
+            expansion.slots.line.close()
+            expansion.slots.line = line
+            line.pool = expansion.slots._pool
+            expansion._seen = line.stats()
+        yield run
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """1 to 180 random tokens; every third prompt begins with 64 tokens of the one before it."""
+    rng = Random(11)
+    some = [[rng.randrange(256) for _ in range(rng.randrange(1, 117))] for _ in range(NUM_PROMPTS)]
+    for index in range(2, NUM_PROMPTS, 3):
+        some[index][:0] = (some[index - 1] * 64)[:64]
+    return [
+        Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=GREEDY, arrival_s=float(index))
+        for index, prompt in enumerate(some)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(requests: list[Request]) -> list[Reference]:
+    """What an engine says that has room for all of them."""
+    return run_calmly(requests, **BASE, kv_memory=2**26)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"policy": "fcfs", "swap": "none"},
+        {
+            "policy": "fcfs",
+            "swap": "none",
+            "enable_prefix_caching": False,
+            "max_batched_tokens": 70,
+            "max_num_seqs": 70,
+        },
+        {"policy": "cfs", "slice": 4, "kv_memory": 20 * BLOCK_BYTES},
+        {"policy": "fair", "slice": 4},
+        {"policy": "paced", "block_tokens": 8},
+        {"policy": "cfs", "slice": 2, "hardware": "emulated-pcie4"},
+    ],
+    ids=str,
+)
+def test_layers_begin_and_end_to_stream_at_random_boundaries(
+    flags: dict[str, Any], requests: list[Request], expected: list[Reference]
+) -> None:
+    with expanding(**flags) as run:
+        stats = run.drive(requests)
+    verdict = run.verdict(expected)
+    assert verdict.is_equal, verdict
+    assert len(run.expansions) > 2
+    assert sum(stats.preemptions.values()) > 1, "there was room for all"
+    assert stats.expansion.loaded_bytes > stats.expansion.written_bytes > 0
+
+
+@pytest.mark.parametrize("expansion", ["1.5", "6"])
+def test_a_fixed_expansion_over_a_slow_link(expansion: str, requests: list[Request], expected: list[Reference]) -> None:
+    with expanding(kv_expansion=expansion, policy="cfs") as run:
+        run.expansion.slots.line.pace(2e8)
+        stats = run.drive(requests)
+    verdict = run.verdict(expected)
+    assert verdict.is_equal, verdict
+    assert stats.expansion.expansion > 0.8 * float(expansion)
+    assert stats.expansion.stall_s > 0
+
+
+def test_clients_that_hang_up_while_layers_stream(requests: list[Request], expected: list[Reference]) -> None:
+    rng = Random(3)
+
+    def hang_up(run: Run, step: int) -> None:
+        alive = [seq_id for seq_id in run.engine.loop.state.sequences if seq_id not in run.aborted]
+        if alive and rng.random() < 0.2 and len(run.aborted) < NUM_PROMPTS // 2:
+            victim = rng.choice(alive)
+            run.aborted.add(victim)
+            run.engine.finish(victim, FinishReason.ABORT)
+
+    with expanding(policy="paced", line=OrderedLine(NUM_LAYERS)) as run:
+        run.drive(requests, hang_up)
+    verdict = run.verdict(expected)
+    assert verdict.is_equal, verdict
+    assert len(run.aborted) > 3
+
+
+@pytest.mark.parametrize("expansion", ["6", "auto"])
+def test_a_prompt_longer_than_the_pool(expansion: str) -> None:
+    """Four times what the pool's memory holds of all layers, through two or three slots."""
+    rng = Random(5)
+    num_tokens = 2_000
+    prompt = tuple(rng.randrange(256) for _ in range(num_tokens))
+    request = Request(request_id="long", prompt_token_ids=prompt, params=GREEDY, arrival_s=0.0)
+    long = {"max_model_len": 2_048, "max_batched_tokens": 512, "policy": "fcfs", "swap": "none"}
+    calm = run_calmly([request], **(BASE | long))
+    flags: dict[str, Any] = long | {"long_prompts": True, "kv_expansion": expansion, "max_model_len": 2_048}
+    with expanding(**(flags | {"kv_memory": 32 * BLOCK_BYTES})) as run:
+        stats = run.drive([request])
+    assert run.verdict(calm).is_equal
+    assert stats.num_blocks * 16 >= num_tokens >= 3.9 * 32 * 16
+
+
+class _Faulty(LayerSlots):
+    """See the controls."""
+
+    fault = ""
+
+    def before_layer(self, index: int) -> None:
+        if self.fault != "wait":
+            super().before_layer(index)
+
+    def settle(self) -> None:
+        if self.fault != "settle":
+            super().settle()
+
+    def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
+        super().begin_step(read_blocks, written_tokens if self.fault != "write" else written_tokens[:0])
+
+
+@pytest.mark.parametrize("fault", ["wait", "settle", "write"])
+def test_control_each_order_is_needed(fault: str, requests: list[Request], expected: list[Reference]) -> None:
+    with expanding(policy="cfs", slice=2, kv_expansion="2.9", line=OrderedLine(NUM_LAYERS)) as run:
+        slots: Any = run.expansion.slots
+        slots.__class__, slots.fault = _Faulty, fault
+        run.drive(requests)
+    assert not run.verdict(expected).is_equal

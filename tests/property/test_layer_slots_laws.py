@@ -1,0 +1,240 @@
+"""Layers that stream, with real arenas: every block that a step reads has the bytes of a pool that never streamed.
+
+The oracle is a plain dictionary of blocks and layers. The line copies as late or as early as it may, and spoils what it
+loads into: a missing wait, write or order shows in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.layer_places import LayerPlaces, every_place
+from floodplain.memory.host.device import HostDevice, open_private_device
+from floodplain.memory.host.layer_line import PythonLayerLine, open_layer_line
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.layer_line import LayerLine
+from floodplain.memory.layer_slots import LayerSlots, find_read_blocks
+from tests.support.examples import examples
+from tests.support.layer_lines import OrderedLine
+
+LAYOUT = KVLayout(num_layers=7, block_tokens=4, num_kv_heads=1, head_dim=1024, dtype=torch.bfloat16)  # 4 to a page
+BASE_BLOCKS = 9
+"""Two whole quanta and a part of one."""
+PLACES = list(every_place(LAYOUT.num_layers))
+
+
+class World:
+    """A pool whose layers stream, a ledger, sequences that grow, and what each token of each layer must be."""
+
+    def __init__(self, device: HostDevice, line: LayerLine, seed: int, kind: type[LayerSlots]) -> None:
+        self.device, self.line, self.rng = device, line, Random(seed)
+        most = BASE_BLOCKS * LAYOUT.num_layers // PLACES[-1].num_arenas + 8
+        self.pool = KVPool(device, LAYOUT, most)
+        self.ledger = BlockLedger(0, LAYOUT.block_tokens, quantum_blocks=self.pool.quantum_blocks)
+        assert self.pool.grow(self.ledger, BASE_BLOCKS) is not None
+        self.num_pages = device.num_owned_pages
+        self.slots = kind(self.pool, line, 3, lambda shape: torch.empty(shape, dtype=torch.int32))
+        if isinstance(line, OrderedLine):
+            line.pool = self.pool
+        self.tables: list[list[int]] = []
+        self.lengths: list[int] = []
+        self.tags: dict[tuple[int, int, int], int] = {}  # (sequence, position, layer) -> its key; the value is one more
+        self.next_tag = 1
+        self.kv = torch.empty(0)  # of the layer that is looked at: as an argument, a failing test would print all of it
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def begin_sequence(self) -> None:
+        self.tables.append([])
+        self.lengths.append(0)
+
+    def end_sequence(self, index: int) -> None:
+        table = self.tables.pop(index)
+        self.lengths.pop(index)
+        self.ledger.free(table)  # type: ignore[arg-type]
+        self.tags = {
+            (seq - (seq > index), position, layer): tag
+            for (seq, position, layer), tag in self.tags.items()
+            if seq != index
+        }
+
+    def step(self, counts: dict[int, int]) -> None:
+        """Sequences feed so many tokens each: every layer reads what was before, and writes the new ones."""
+        starts = {index: self.lengths[index] for index in counts}
+        tokens: list[int] = []
+        for index, count in counts.items():
+            end = starts[index] + count
+            missing = max(0, -(-end // LAYOUT.block_tokens) - len(self.tables[index]))
+            new = self.ledger.allocate(missing) if missing else []
+            if new is None:
+                return
+            self.tables[index] += new
+        for index, count in counts.items():
+            for position in range(starts[index], starts[index] + count):
+                block, offset = divmod(position, LAYOUT.block_tokens)
+                tokens.append(self.tables[index][block] * LAYOUT.block_tokens + offset)
+            self.lengths[index] += count
+        self._compute(starts, counts, np.array(tokens, dtype=np.int64))
+
+    def _compute(self, starts: dict[int, int], counts: dict[int, int], tokens: np.ndarray) -> None:
+        width = max(len(self.tables[index]) for index in counts)
+        tables = np.array([self.tables[i] + [0] * (width - len(self.tables[i])) for i in counts], dtype=np.int64)
+        reads = find_read_blocks(tables, np.array(list(starts.values())), LAYOUT.block_tokens)
+        self.slots.begin_step(reads, tokens)
+        for layer in range(LAYOUT.num_layers):
+            self.slots.before_layer(layer)
+            self.kv = self.slots[layer].view(torch.int16)
+            for index, count in counts.items():
+                for position in range(starts[index]):
+                    self.expect(index, position, layer)
+                for position in range(starts[index], starts[index] + count):
+                    self.write(index, position, layer)
+            self.slots.after_layer(layer)
+
+    def write(self, index: int, position: int, layer: int) -> None:
+        block, offset = divmod(position, LAYOUT.block_tokens)
+        tag = self.next_tag = self.next_tag % 30_000 + 1
+        self.tags[index, position, layer] = tag
+        self.kv[self.tables[index][block], 0, offset] = tag
+        self.kv[self.tables[index][block], 1, offset] = tag + 1
+
+    def expect(self, index: int, position: int, layer: int) -> None:
+        block, offset = divmod(position, LAYOUT.block_tokens)
+        tag, where = self.tags[index, position, layer], self.tables[index][block]
+        key, value = self.kv[where, 0, offset], self.kv[where, 1, offset]
+        ends = [int(key[0, 0]), int(key[0, -1]), int(value[0, 0]), int(value[0, -1])]
+        assert ends == [tag, tag, tag + 1, tag + 1], f"sequence {index}, token {position}, layer {layer}"
+
+    def change(self, places: LayerPlaces) -> None:
+        moved = self.slots.change_to(places, self.ledger)
+        for table in self.tables:
+            table[:] = [moved.get(block, block) for block in table]  # type: ignore[call-overload]
+        self.check()
+
+    def check(self) -> None:
+        """What is conserved: pages, and blocks; whoever looks into a copy finds every token."""
+        self.ledger.check_integrity(self.tables)  # type: ignore[arg-type]
+        assert self.pool.num_mapped_pages + self.slots.num_spare_pages == self.num_pages == self.device.num_owned_pages
+        assert self.pool.num_blocks == self.ledger.num_blocks >= len({b for table in self.tables for b in table})
+        self.slots.settle()
+        for layer, words in enumerate(self.pool.words):
+            self.kv = words.view(torch.int16).view(self.pool.max_blocks, *LAYOUT.block_shape)
+            for index, length in enumerate(self.lengths):
+                for position in range(length):
+                    self.expect(index, position, layer)
+
+
+@contextmanager
+def world(line: LayerLine, seed: int, kind: type[LayerSlots] = LayerSlots) -> Iterator[World]:
+    with open_private_device(2**24) as device:
+        one = World(device, line, seed, kind)
+        try:
+            yield one
+        finally:
+            one.slots.close()
+            one.pool.close()
+        assert device.num_owned_pages == 0
+
+
+def live(one: World, num_actions: int) -> None:
+    """Sequences come, grow by chunks and by tokens, and go; layers begin and end to stream at any boundary."""
+    rng = one.rng
+    for _ in range(num_actions):
+        action = rng.choice(["begin", "end", "step", "step", "step", "step", "change"])
+        if action == "begin" and len(one.tables) < 4:
+            one.begin_sequence()
+        elif action == "end" and one.tables:
+            one.end_sequence(rng.randrange(len(one.tables)))
+        elif action == "step" and one.tables:
+            chosen = rng.sample(range(len(one.tables)), rng.randint(1, len(one.tables)))
+            one.step({index: rng.choice([1, 1, 1, 3, 9]) for index in chosen})
+        elif action == "change":
+            one.change(rng.choice(PLACES))
+    one.check()
+
+
+@given(st.integers(0, 10**6), st.booleans())
+@settings(max_examples=examples(10))
+def test_what_a_step_reads_is_what_was_written(seed: int, is_late: bool) -> None:
+    with world(OrderedLine(LAYOUT.num_layers, is_late=is_late), seed) as one:
+        live(one, 40)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_the_same_over_the_lines_of_the_host(is_native: bool) -> None:
+    line = open_layer_line(LAYOUT.num_layers) if is_native else PythonLayerLine(LAYOUT.num_layers)
+    for seed in range(6):
+        with world(line if seed == 5 else open_layer_line(LAYOUT.num_layers), seed) as one:
+            line.pace(2e8 * (seed % 2))
+            live(one, 60)
+
+
+def test_all_memory_serves_whatever_streams_and_all_comes_back() -> None:
+    with world(OrderedLine(LAYOUT.num_layers), 0) as one:
+        for places in [*PLACES, *reversed(PLACES)]:
+            one.change(places)
+            assert one.slots.places == places
+            whole = BASE_BLOCKS * LAYOUT.num_layers // places.num_arenas // one.pool.quantum_blocks
+            least = BASE_BLOCKS if places.num_streamed == 0 else whole * one.pool.quantum_blocks
+            assert one.pool.num_blocks >= least, places
+
+
+def test_a_pool_that_is_full_gives_up_what_it_can_and_goes_on_when_sequences_have_left() -> None:
+    with world(OrderedLine(LAYOUT.num_layers), 0) as one:
+        one.change(PLACES[-1])
+        for index in range(4):
+            one.begin_sequence()
+            one.step({index: 16})
+        one.change(PLACES[0])
+        assert one.slots.places == PLACES[-1] and one.ledger.num_available < one.pool.quantum_blocks
+        one.step(dict.fromkeys(range(4), 1))  # what is there is read as before
+        while len(one.tables) > 1:
+            one.end_sequence(0)
+        one.change(PLACES[0])
+        assert one.slots.places == PLACES[0] and one.pool.num_blocks >= BASE_BLOCKS
+        one.step({0: 1})
+
+
+class _Forgetful(LayerSlots):
+    """See the controls."""
+
+    fault = ""
+
+    def before_layer(self, index: int) -> None:
+        if self.fault != "wait":
+            super().before_layer(index)
+
+    def settle(self) -> None:
+        if self.fault != "settle":
+            super().settle()
+
+    def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
+        if self.fault == "partly filled":
+            full = written_tokens // LAYOUT.block_tokens
+            read_blocks = read_blocks[~np.isin(read_blocks, full)]
+        super().begin_step(read_blocks, written_tokens if self.fault != "write" else written_tokens[:0])
+
+    def after_layer(self, index: int) -> None:
+        follower = None if self.places.slot_of(index) is None else self.places.follower(index)
+        if self.fault == "order" and follower is not None:
+            self._load(follower)
+        super().after_layer(index)
+
+
+@pytest.mark.parametrize("fault", ["wait", "settle", "partly filled", "write", "order"])
+def test_control_each_step_of_the_protocol_is_needed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Forgetful, "fault", fault)
+    with pytest.raises(AssertionError, match=r"sequence \d, token"):
+        for seed in range(10):
+            with world(OrderedLine(LAYOUT.num_layers, is_late=fault != "order"), seed, _Forgetful) as one:
+                live(one, 60)

@@ -1,0 +1,105 @@
+"""Lines that copy as late, or as early, as their promise allows: what is missing an order shows in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.layer_line import LineStats, Ticket
+
+Job = Callable[[], None]
+
+
+class OrderedLine:
+    """See ``LayerLine``: copies run in their order, in the thread that waits for them.
+
+    Args:
+        num_layers: Of the model.
+        is_late: Whether each waits until its ticket is asked for; else it runs at once.
+
+    Attributes:
+        pool: Whose blocks a load spoils first in all of a place: what is read and was not loaded shows. None: nothing.
+    """
+
+    def __init__(self, num_layers: int, *, is_late: bool = True) -> None:
+        self.homes: list[torch.Tensor | None] = [None] * num_layers
+        self.nears: list[torch.Tensor | None] = [None] * num_layers
+        self.num_waits = 0
+        self.is_late = is_late
+        self.pool: KVPool | None = None
+        self._jobs: list[tuple[Ticket, Job]] = []
+        self._num_submitted = 0
+        self._loaded_bytes = self._written_bytes = 0
+
+    def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
+        self.homes[layer], self.nears[layer] = home, near
+
+    def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        def job() -> None:
+            near = self.nears[layer]
+            if self.pool is not None:
+                blocks = [block for block in range(self.pool.max_blocks) if self.pool.is_backed(block)]
+                place.view(torch.int16)[blocks] = -1
+            _copy(place, self.homes[layer] if near is None else near, offsets, piece_bytes)
+            self._loaded_bytes += len(offsets) * piece_bytes
+
+        return self._submit(job)
+
+    def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        def job() -> None:
+            for copy in (self.homes[layer], self.nears[layer]):
+                if copy is not None:
+                    _copy(copy, place, offsets, piece_bytes)
+            self._written_bytes += len(offsets) * piece_bytes
+
+        return self._submit(job)
+
+    def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        def job() -> None:
+            near = self.nears[layer]
+            if near is not None:
+                _copy(near, self.homes[layer], offsets, piece_bytes)
+
+        return self._submit(job)
+
+    def wait(self, ticket: Ticket) -> float:
+        self.num_waits += 1
+        while self._jobs and self._jobs[0][0] <= ticket:
+            self._jobs.pop(0)[1]()
+        return 0.0
+
+    def drain(self) -> None:
+        self.wait(Ticket(self._num_submitted))
+
+    def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
+        """Nothing here takes time."""
+
+    def stats(self) -> LineStats:
+        return LineStats(self._loaded_bytes, self._loaded_bytes * 1e-9, self._written_bytes)
+
+    def close(self) -> None:
+        self._jobs.clear()
+
+    def _submit(self, job: Job) -> Ticket:
+        self._num_submitted += 1
+        ticket = Ticket(self._num_submitted)
+        if self.is_late:
+            self._jobs.append((ticket, job))
+        else:
+            job()
+        return ticket
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = tensor.view(-1).view(torch.uint8).numpy()
+    return array
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor | None, offsets: np.ndarray, piece_bytes: int) -> None:
+    assert source is not None
+    target, origin = _bytes(to), _bytes(source)
+    for offset in offsets.tolist():
+        target[offset : offset + piece_bytes] = origin[offset : offset + piece_bytes]
