@@ -124,4 +124,5 @@ def test_pie_finds_the_neighbourhood_by_trying() -> None:
     assert pie.rate() < ours.rate()
     assert len(pie.changes(SETTLED)) > len(ours.changes(SETTLED))
     light = serve(device, PieExpansion(EVERY).decide, Load(1, most_running=5), NUM_STEPS)
-    assert max(step.num_streamed for step in light.steps[SETTLED:]) <= NUM_LAYERS / 4, "probes alone"
+    numbers = [step.num_streamed for step in light.steps[SETTLED:]]
+    assert 0 < sum(numbers) / len(numbers) < NUM_LAYERS / 4, "it probes again and again"
