@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Tier
 from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.page_lock import lock_pages, unlock_pages
 
 EMPTY_DIGEST = 0
 """Of a slot that holds nothing whole. Should a block have this digest by chance, its restore is refused: a miss."""
@@ -125,7 +126,8 @@ class SwapSlots(DigestedSlots):
         """The bytes as 32-bit words: [num_slots, num_layers, layer_block_words]."""
         self._is_locked = False
         if is_pinned:
-            self._lock()
+            lock_pages(self.words, "lower --swap-memory")
+            self._is_locked = True
 
     def part(self, first: int, count: int) -> torch.Tensor:
         """See ``SlotMemory.part``."""
@@ -147,14 +149,7 @@ class SwapSlots(DigestedSlots):
         """Unlock the pages, once no copy uses them any more. Safe to call twice."""
         if self._is_locked:
             self._is_locked = False
-            torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(self.words.data_ptr())))
-
-    def _lock(self) -> None:
-        """Exactly these pages: torch's own page-locked memory comes in powers of two, and it keeps it."""
-        num_bytes = self.words.nbytes
-        if int(_cuda_runtime().cudaHostRegister(self.words.data_ptr(), num_bytes, 0)):
-            raise UserError(f"the system locks no {num_bytes} bytes of memory: lower --swap-memory")
-        self._is_locked = True
+            unlock_pages(self.words)
 
 
 def check_slots(slots: Iterable[int], num_slots: int) -> None:
@@ -166,7 +161,3 @@ def check_slots(slots: Iterable[int], num_slots: int) -> None:
     absent = [slot for slot in slots if not 0 <= slot < num_slots]
     if absent:
         raise InvariantError(f"slots {absent[:8]} of {num_slots}")
-
-
-def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,36 @@
+"""Memory of the host that a CUDA device copies from and to: page-locked, exactly those bytes.
+
+torch's own page-locked memory comes in powers of two, and torch keeps it. On a system with unified addresses what is
+locked so is mapped for every device, too (cudaHostRegisterDefault): kernels read and write it at the host's address.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from floodplain.core.errors import UserError
+
+
+def lock_pages(words: torch.Tensor, advice: str) -> None:
+    """Lock the memory behind a tensor. Whoever locks it unlocks it, before the memory goes.
+
+    Args:
+        words: Contiguous, on the host.
+        advice: What a user can do if that is refused.
+
+    Raises:
+        UserError: The system does not lock that much memory.
+    """
+    if int(_cuda_runtime().cudaHostRegister(words.data_ptr(), words.nbytes, 0)):
+        raise UserError(f"the system locks no {words.nbytes} bytes of memory: {advice}")
+
+
+def unlock_pages(words: torch.Tensor) -> None:
+    """Undo ``lock_pages``, once no copy uses the memory any more."""
+    torch.cuda.check_error(int(_cuda_runtime().cudaHostUnregister(words.data_ptr())))
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
