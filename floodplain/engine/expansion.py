@@ -62,10 +62,11 @@ class Expansion:
         if self._policy is None:
             return False
         self._learn_bandwidth()
+        step_s = self.slots.take_step_s()
         stall_s, self._stall_s = self.slots.stall_s - self._stall_s, self.slots.stall_s
         ledger = self._loop.state.ledger
         view = ExpansionView(
-            step_s=self.slots.take_step_s(),
+            step_s=step_s,
             stall_s=stall_s,
             copy_s=self.slots.step_bytes / self._link_bytes_s,
             num_streamed=self.slots.places.num_streamed,
@@ -149,7 +150,7 @@ def open_layer_slots(
     if plan.is_off:
         return None
     line = backend.open_layer_line(pool.layout.num_layers)
-    slots = LayerSlots(pool, line, plan.places[-1].num_slots, backend.open_layer_copy)
+    slots = LayerSlots(pool, line, plan.places[-1].num_slots, backend.open_layer_copy, backend.close_layer_copy)
     try:
         if config.hardware is not None:
             line.pace(emulated_bandwidth(config.hardware, pool.layout))

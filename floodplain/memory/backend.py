@@ -100,7 +100,7 @@ class Backend(Protocol):
         """A started line for layers that stream.
 
         Raises:
-            UserError: None can stream on this kind of device.
+            UserError: None can stream on this device.
         """
 
     def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -109,6 +109,9 @@ class Backend(Protocol):
         Raises:
             UserError: The system does not give that much memory.
         """
+
+    def close_layer_copy(self, words: torch.Tensor) -> None:
+        """Give back what ``open_layer_copy`` made; no copy uses it any more."""
 
     def open_peer_memory(self) -> PeerMemory:
         """Memory of neighbours of the same kind.

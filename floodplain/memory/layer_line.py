@@ -3,21 +3,23 @@
 A layer's copy and every arena have the same layout, ``[max_blocks, 2, block_tokens, kv_heads, head_dim]``, and a block
 the same place in each. So a copy is a list of offsets and a size.
 
-One queue for all copies is what makes them safe: a slot is loaded after the rows of the layer that was computed in it
-have been written to that layer's copy, and a layer is loaded after its own rows have, because both were said in that
-order.
+What makes them safe is their order: a slot is loaded after the rows of the layer that was computed in it have been
+written to that layer's copy, and a layer is loaded after its own rows have, because both were said in that order. On a
+host one queue keeps it for all copies; on a GPU two streams do, which wait for each other's events.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
 
 import numpy as np
 import torch
 
 Ticket = NewType("Ticket", int)
 """One copy of a line, to wait for."""
+Mark = Any
+"""A moment of compute, for the line that made it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class LayerLine(Protocol):
     """See the module. One thread submits and waits; ``place`` may be called by any.
 
     A *place* is where a layer is computed: its slot, or its own arena. Offsets are int64 [n], in bytes from the
-    beginning of the place and of the copy alike; each piece has ``piece_bytes``.
+    beginning of the place and of the copy alike, all of them multiples of ``piece_bytes``, which each piece has. An
+    array of offsets is not written to any more once it was given.
     """
 
     def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
@@ -60,21 +63,27 @@ class LayerLine(Protocol):
     def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
         """Bring pieces of a layer from home to the nearer copy, if there is one."""
 
-    def wait(self, ticket: Ticket) -> float:
-        """Let compute go on when a copy has ended, and all before it.
+    def wait(self, ticket: Ticket) -> None:
+        """Let compute go on when a copy has ended, and what was said before it of the same place or layer."""
 
-        Returns:
-            Seconds that compute stood still for that, as far as they are known now.
-        """
+    def mark(self) -> Mark:
+        """Where compute is now: behind all that it has been told to do, and to wait for."""
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float | None:
+        """Seconds that compute took from one mark to a later one; None if it has not come to that yet."""
 
     def drain(self) -> None:
         """Return when no copy is under way: copies may be read, and pages may go."""
 
     def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """Let loads take at least what links of these bandwidths would; 0: as fast as this machine copies."""
+        """Let loads take at least what links of these bandwidths would; 0: as fast as this machine copies.
+
+        Raises:
+            InvariantError: The links are real ones.
+        """
 
     def stats(self) -> LineStats:
-        """What it has carried."""
+        """What it has carried, of copies that have ended; any thread may ask."""
 
     def close(self) -> None:
         """Let the copies that are under way end. A second call does nothing."""

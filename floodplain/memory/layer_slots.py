@@ -8,7 +8,6 @@ lacks only what the line has not written yet. Both are mended by order alone (``
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import overload
 
@@ -22,10 +21,12 @@ from floodplain.core.layer_places import LayerPlaces
 from floodplain.memory.arena import Page
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_line import LayerLine, Ticket
+from floodplain.memory.step_clock import StepClock
 
 OpenHome = Callable[[tuple[int, ...]], torch.Tensor]
 """Makes a layer's copy off the device: int32 of this shape; page-locked beside a GPU."""
-
+CloseHome = Callable[[torch.Tensor], None]
+"""Gives back what ``OpenHome`` made."""
 
 _MEASURED_BLOCKS, _MEASURED_TIMES = 256, 3
 """How much of a layer is loaded to measure, and how often."""
@@ -39,25 +40,26 @@ class LayerSlots(Sequence[torch.Tensor]):
         line: Carries the copies; closed by ``close``.
         num_slots: S, through which layers stream.
         open_home: Where copies of layers are kept.
+        close_home: Called with each of these when nothing uses it any more.
 
     Attributes:
         places: Which layers stream now.
-        stall_s: Seconds for which compute waited for loads.
         step_bytes: Bytes of one layer that the step under way reads: what each load of it brings.
     """
 
-    def __init__(self, pool: KVPool, line: LayerLine, num_slots: int, open_home: OpenHome) -> None:
+    def __init__(
+        self, pool: KVPool, line: LayerLine, num_slots: int, open_home: OpenHome, close_home: CloseHome
+    ) -> None:
         self.places = LayerPlaces(pool.layout.num_layers, 0, num_slots)
-        self.stall_s = 0.0
         self.step_bytes = 0
         self.line = line
+        self._clock = StepClock(line)
         self._pool = pool
-        self._open_home = open_home
+        self._open_home, self._close_home = open_home, close_home
         self._base_blocks = pool.num_blocks
         self._homes: dict[int, torch.Tensor] = {}
         self._spare: list[Page] = []
         self._tickets: dict[int, Ticket] = {}  # slot -> the last copy from or to it
-        self._begin_s = self._end_s = self._begin_stall_s = 0.0
         self._reads = self._rows = np.zeros(0, dtype=np.int64)
         self._block_bytes = pool.layout.layer_block_bytes
         self._row_bytes = self._block_bytes // (2 * pool.layout.block_tokens)
@@ -85,7 +87,7 @@ class LayerSlots(Sequence[torch.Tensor]):
             read_blocks: Blocks with a token that the step reads and does not write itself, int64 [any].
             written_tokens: Where the step's keys and values go: ``block * block_tokens + offset``, int64 [T].
         """
-        self._begin_s, self._begin_stall_s = time.perf_counter(), self.stall_s
+        self._clock.begin_step()
         blocks = np.unique(read_blocks)
         self.step_bytes = len(blocks) * self._block_bytes
         if not self.places.num_streamed:
@@ -103,12 +105,12 @@ class LayerSlots(Sequence[torch.Tensor]):
         slot = self.places.slot_of(index)
         ticket = None if slot is None else self._tickets.pop(slot, None)
         if ticket is not None:
-            self.stall_s += self.line.wait(ticket)
+            self._clock.wait(ticket)
 
     def after_layer(self, index: int) -> None:
         """See ``LayerHooks``: a streamed layer's rows go to its copy, and its slot to the next one, in this order."""
         if index == len(self) - 1:
-            self._end_s = time.perf_counter()
+            self._clock.end_step()
         slot = self.places.slot_of(index)
         if slot is None:
             return
@@ -118,11 +120,13 @@ class LayerSlots(Sequence[torch.Tensor]):
             self._load(follower)
 
     def take_step_s(self) -> float:
-        """Seconds that the layers of the last step computed, waits for loads taken out; 0 if it was asked before."""
-        step_s = self._end_s - self._begin_s - (self.stall_s - self._begin_stall_s)
-        self._begin_s = self._end_s
-        self._begin_stall_s = self.stall_s
-        return max(0.0, step_s)
+        """Seconds that the layers of the last step computed; see ``StepClock.take_step_s``."""
+        return self._clock.take_step_s()
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which compute waited for loads; those of a step are known when the next one begins."""
+        return self._clock.stall_s
 
     @property
     def num_spare_pages(self) -> int:
@@ -227,7 +231,7 @@ class LayerSlots(Sequence[torch.Tensor]):
         for layer in staying:
             self._pool.place_layer(layer, None)
             self.line.place(layer, None)
-            del self._homes[layer]
+            self._close_home(self._homes.pop(layer))
         self.places = places
         self._grow(ledger)
 
@@ -236,18 +240,20 @@ class LayerSlots(Sequence[torch.Tensor]):
         layer = self.places.streamed[0] if self.places.num_streamed else 0
         place, num_blocks = self[layer], min(_MEASURED_BLOCKS, self._pool.num_blocks)
         offsets = np.arange(num_blocks, dtype=np.int64) * self._block_bytes
-        if not self.places.num_streamed:
-            home = self._open_home((num_blocks, self._block_bytes // 4))
+        home = None if self.places.num_streamed else self._open_home((num_blocks, self._block_bytes // 4))
+        if home is not None:
             self.line.place(layer, home)
             self.line.write(layer, place, offsets, self._block_bytes)
         best = max(self._measure_load(layer, place, offsets) for _ in range(_MEASURED_TIMES))
-        if not self.places.num_streamed:
+        if home is not None:
             self.line.place(layer, None)
+            self._close_home(home)
         return best
 
     def _measure_load(self, layer: int, place: torch.Tensor, offsets: np.ndarray) -> float:
         before = self.line.stats()
-        self.line.wait(self.line.load(layer, place, offsets, self._block_bytes))
+        self.line.load(layer, place, offsets, self._block_bytes)
+        self.line.drain()
         after = self.line.stats()
         return (after.loaded_bytes - before.loaded_bytes) / max(after.load_s - before.load_s, 1e-9)
 
@@ -262,7 +268,8 @@ class LayerSlots(Sequence[torch.Tensor]):
         self.line.close()
         self._pool.device.release(self._spare)
         self._spare = []
-        self._homes.clear()
+        while self._homes:
+            self._close_home(self._homes.popitem()[1])
 
 
 def find_read_blocks(tables: np.ndarray, lengths: np.ndarray, block_tokens: int) -> np.ndarray:

@@ -23,6 +23,7 @@ from floodplain.engine.expansion import Expansion
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.shell import Engine
 from floodplain.memory.layer_slots import LayerSlots
+from floodplain.memory.step_clock import StepClock
 from floodplain.policy.expansion import ExpansionDecision, ExpansionPolicy, ExpansionView
 from tests.support.calm import run_calmly
 from tests.support.layer_lines import OrderedLine
@@ -100,7 +101,7 @@ def expanding(seed: int = 0, *, line: OrderedLine | None = None, **flags: Any) -
             for layer in expansion.slots.places.streamed:
                 line.place(layer, expansion.slots._homes[layer])
             expansion.slots.line.close()
-            expansion.slots.line = line
+            expansion.slots.line, expansion.slots._clock = line, StepClock(line)
             line.pool = expansion.slots._pool
             expansion._seen = line.stats()
         yield run

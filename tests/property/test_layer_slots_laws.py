@@ -6,8 +6,9 @@ loads into: a missing wait, write or order shows in every run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -43,7 +44,8 @@ class World:
         self.ledger = BlockLedger(0, LAYOUT.block_tokens, quantum_blocks=self.pool.quantum_blocks)
         assert self.pool.grow(self.ledger, BASE_BLOCKS) is not None
         self.num_pages = device.num_owned_pages
-        self.slots = kind(self.pool, line, 3, lambda shape: torch.empty(shape, dtype=torch.int32))
+        self.homes: list[torch.Tensor] = []
+        self.slots = kind(self.pool, line, 3, self.open_home, self.close_home)
         if isinstance(line, OrderedLine):
             line.pool = self.pool
         self.tables: list[list[int]] = []
@@ -51,6 +53,18 @@ class World:
         self.tags: dict[tuple[int, int, int], int] = {}  # (sequence, position, layer) -> its key; the value is one more
         self.next_tag = 1
         self.kv = torch.empty(0)  # of the layer that is looked at: as an argument, a failing test would print all of it
+
+    def open_home(self, shape: tuple[int, ...]) -> torch.Tensor:
+        self.homes.append(torch.empty(shape, dtype=torch.int32))
+        return self.homes[-1]
+
+    def close_home(self, words: torch.Tensor) -> None:
+        (index,) = [index for index, home in enumerate(self.homes) if home is words]
+        del self.homes[index]
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Let compute do this."""
+        work()
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
@@ -93,13 +107,17 @@ class World:
         self.slots.begin_step(reads, tokens)
         for layer in range(LAYOUT.num_layers):
             self.slots.before_layer(layer)
-            self.kv = self.slots[layer].view(torch.int16)
-            for index, count in counts.items():
-                for position in range(starts[index]):
-                    self.expect(index, position, layer)
-                for position in range(starts[index], starts[index] + count):
-                    self.write(index, position, layer)
+            kv = self.slots[layer].view(torch.int16)
+            self.launch(partial(self.compute_layer, layer, kv, starts, counts))
             self.slots.after_layer(layer)
+
+    def compute_layer(self, layer: int, kv: torch.Tensor, starts: dict[int, int], counts: dict[int, int]) -> None:
+        self.kv = kv
+        for index, count in counts.items():
+            for position in range(starts[index]):
+                self.expect(index, position, layer)
+            for position in range(starts[index], starts[index] + count):
+                self.write(index, position, layer)
 
     def write(self, index: int, position: int, layer: int) -> None:
         block, offset = divmod(position, LAYOUT.block_tokens)
@@ -143,6 +161,7 @@ def world(line: LayerLine, seed: int, kind: type[LayerSlots] = LayerSlots) -> It
         finally:
             one.slots.close()
             one.pool.close()
+            assert not one.homes
         assert device.num_owned_pages == 0
 
 

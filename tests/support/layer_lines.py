@@ -7,13 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from floodplain.memory.host.layer_line import HostClock
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_line import LineStats, Ticket
 
 Job = Callable[[], None]
 
 
-class OrderedLine:
+class OrderedLine(HostClock):
     """See ``LayerLine``: copies run in their order, in the thread that waits for them.
 
     Args:
@@ -65,11 +66,10 @@ class OrderedLine:
 
         return self._submit(job)
 
-    def wait(self, ticket: Ticket) -> float:
+    def wait(self, ticket: Ticket) -> None:
         self.num_waits += 1
         while self._jobs and self._jobs[0][0] <= ticket:
             self._jobs.pop(0)[1]()
-        return 0.0
 
     def drain(self) -> None:
         self.wait(Ticket(self._num_submitted))

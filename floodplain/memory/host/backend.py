@@ -80,6 +80,9 @@ class HostBackend:
         """See ``Backend``: taken page by page, as blocks come to be used."""
         return torch.empty(shape, dtype=torch.int32)
 
+    def close_layer_copy(self, words: torch.Tensor) -> None:
+        """See ``Backend``: it goes with its last tensor."""
+
     def open_peer_memory(self) -> HostPeerMemory:
         """See ``Backend``: host devices of this machine."""
         return HostPeerMemory()

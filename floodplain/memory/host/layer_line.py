@@ -12,7 +12,7 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from floodplain.memory.layer_line import LayerLine, LineStats, Ticket
+from floodplain.memory.layer_line import LayerLine, LineStats, Mark, Ticket
 from floodplain.memory.native.build import load_library
 from floodplain.memory.runs import find_runs
 
@@ -20,7 +20,19 @@ SOURCE = Path(__file__).parents[1] / "native" / "layer_line.cpp"
 _LOAD, _WRITE, _FILL = range(3)
 
 
-class NativeLayerLine:
+class HostClock:
+    """``LayerLine.mark`` where compute is the calling thread."""
+
+    def mark(self) -> Mark:
+        """See ``LayerLine.mark``."""
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float | None:
+        """See ``LayerLine.elapsed_s``: known at once."""
+        return float(end - begin)
+
+
+class NativeLayerLine(HostClock):
     """See ``LayerLine``: a thread of C++, which takes part in no lock of Python's and in no pool of torch's.
 
     Args:
@@ -58,11 +70,9 @@ class NativeLayerLine:
         """See ``LayerLine.fill``."""
         return self._submit(_FILL, layer, None, offsets, piece_bytes)
 
-    def wait(self, ticket: Ticket) -> float:
-        """See ``LayerLine.wait``: the caller stands still."""
-        begin_s = time.perf_counter()
+    def wait(self, ticket: Ticket) -> None:
+        """See ``LayerLine.wait``: the caller stands still, until all copies before have ended, too."""
         self._library.layer_line_wait(self._line, ticket)
-        return time.perf_counter() - begin_s
 
     def drain(self) -> None:
         """See ``LayerLine.drain``."""
@@ -97,7 +107,7 @@ class NativeLayerLine:
         return self._last
 
 
-class PythonLayerLine:
+class PythonLayerLine(HostClock):
     """The same where nothing can be compiled; slower, since its thread waits for Python's lock. See ``LayerLine``.
 
     Args:
@@ -134,14 +144,12 @@ class PythonLayerLine:
         """See ``LayerLine.fill``."""
         return self._submit(lambda: self._write(layer, None, offsets, piece_bytes))
 
-    def wait(self, ticket: Ticket) -> float:
-        """See ``LayerLine.wait``: the caller stands still."""
-        begin_s = time.monotonic()
+    def wait(self, ticket: Ticket) -> None:
+        """See ``LayerLine.wait``: the caller stands still, until all copies before have ended, too."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_done >= ticket)
             ready_s = self._ready_s.pop(ticket, 0.0)
         time.sleep(max(0.0, ready_s - time.monotonic()))
-        return time.monotonic() - begin_s
 
     def drain(self) -> None:
         """See ``LayerLine.drain``."""
