@@ -50,6 +50,7 @@ class Gpu:
     name: str = "Fake GPU"
     compute_mode: int = 0
     has_virtual_memory: bool = True
+    reads_host_memory: bool = True
     num_used_pages: int = 0
 
 
@@ -93,6 +94,7 @@ class FakeDriver:
     CUresult = CUresult
     CUdevice_attribute = SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_COMPUTE_MODE="compute_mode",
+        CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM="reads_host_memory",
         CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED="has_virtual_memory",
     )
     CUcomputemode = SimpleNamespace(CU_COMPUTEMODE_DEFAULT=0)
@@ -201,6 +203,8 @@ class FakeDriver:
                     assert self.home in mapping.readers, "the home device may not touch that"
         ctypes.memmove(target, source, num_bytes)
         return (OK,)
+
+    cuMemcpyAsync = cuMemcpyDtoDAsync  # noqa: N815
 
     def _free_if_unused(self, physical: _Physical) -> None:
         if physical.is_released and not physical.num_mappings:

@@ -34,7 +34,7 @@ class Event:
 class Stream:
     cuda_stream = STREAM
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, priority: int = 0) -> None:
         pass
 
     def wait_stream(self, other: Stream) -> None:

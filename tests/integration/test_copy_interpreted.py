@@ -13,7 +13,7 @@ import pytest
 PROGRAM = """
 import torch
 from floodplain.memory.digest import SEED, compute_digests, compute_weights
-from floodplain.memory.cuda.triton_copy import add_digests, gather, scatter
+from floodplain.memory.cuda.triton_copy import add_digests, copy_pieces, gather, scatter
 
 for num_layers, layer_words, blocks in ((3, 24, [5, 0, 6]), (2, 1500, [1]), (1, 4096, [2, 3])):
     layers = [torch.randint(-2**31, 2**31, (7, layer_words)).int() for _ in range(num_layers)]
@@ -35,6 +35,15 @@ for num_layers, layer_words, blocks in ((3, 24, [5, 0, 6]), (2, 1500, [1]), (1, 
     staging[0, -1, -1] ^= 1
     add_digests(staging[: len(blocks)], changed := torch.full((len(blocks),), SEED))
     assert (changed != out).tolist() == [True] + [False] * (len(blocks) - 1)
+
+for piece_words, num_pieces, ids in (
+    (8, 11, [0, 3, 4, 9]), (1500, 5, [4, 1]), (2048, 6, [0, 1, 5]), (4, 200, [*range(0, 200, 2)])
+):
+    source = torch.randint(-2**31, 2**31, (num_pieces, piece_words)).int()
+    target, expected = torch.zeros_like(source), torch.zeros_like(source)
+    copy_pieces(target.data_ptr(), source.data_ptr(), torch.tensor(ids), piece_words)
+    expected[ids] = source[ids]
+    assert torch.equal(target, expected)
 print("all of them")
 """
 

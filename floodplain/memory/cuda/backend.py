@@ -14,10 +14,13 @@ from floodplain.memory.cuda.copies import CudaSlotMover, open_pool_copies
 from floodplain.memory.cuda.device import open_cuda_device
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
+from floodplain.memory.cuda.layer_line import CudaLayerLine
 from floodplain.memory.cuda.peer import CudaPeerMemory
+from floodplain.memory.cuda.pieces import PieceCopier
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
+from floodplain.memory.page_lock import lock_pages, unlock_pages
 from floodplain.memory.peer.slot_mover import LinkPair
 from floodplain.memory.peer.slots import PeerSlots
 from floodplain.memory.swap_slots import SwapSlots
@@ -87,12 +90,24 @@ class CudaBackend:
         return slots, SwapTier(slots, open_pool_copies(pool, self.torch_device, slots, staging_blocks).start())
 
     def open_layer_line(self, num_layers: int) -> LayerLine:
-        """See ``Backend``."""
-        raise UserError("--kv-expansion streams layers on a CPU alone as yet: leave it out with --device cuda")
+        """See ``Backend``. Not yet run on a GPU."""
+        driver = CudaDriver(self._index)
+        if not driver.reads_host_memory:
+            raise UserError(
+                f"--kv-expansion copies layers by kernels that read the host's memory at its own addresses, and CUDA "
+                f"device {self._index} cannot: leave it out"
+            )
+        return CudaLayerLine(self.torch_device, num_layers, lambda: PieceCopier(driver, self.torch_device))
 
     def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """See ``Backend``: page-locked, which takes all of its memory at once."""
+        words = torch.empty(shape, dtype=torch.int32)
+        lock_pages(words, "lower --kv-expansion or --kv-memory")
+        return words
+
+    def close_layer_copy(self, words: torch.Tensor) -> None:
         """See ``Backend``."""
-        raise UserError("--kv-expansion streams layers on a CPU alone as yet: leave it out with --device cuda")
+        unlock_pages(words)
 
     def open_peer_memory(self) -> CudaPeerMemory:
         """See ``Backend``: GPUs of this machine."""

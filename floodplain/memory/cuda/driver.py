@@ -94,6 +94,11 @@ class CudaDriver:
         """Whether its memory can be mapped by the page."""
         return bool(self.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"))
 
+    @property
+    def reads_host_memory(self) -> bool:
+        """Whether kernels reach page-locked memory at the host's own addresses, also what was locked after the fact."""
+        return bool(self.attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"))
+
     def can_access(self, other: CudaDriver) -> bool:
         """Whether copies and kernels of this device reach the memory of another one."""
         return bool(self.call(self.api.cuDeviceCanAccessPeer, self.handle, other.handle))

@@ -1,4 +1,5 @@
-"""Gather and scatter of KV blocks with their digests, on the GPU that holds them. Imports triton: load it lazily.
+"""Gather and scatter of KV blocks with their digests, on the GPU that holds them, and copies of pieces of a layer
+between it and memory that it reaches. Imports triton: load it lazily.
 
 One program moves a stretch of one layer's part of one block. Sums are integers, so that the order in which programs add
 to a digest does not matter. The digest is the one of ``memory.digest``.
@@ -13,6 +14,9 @@ import triton.language as tl
 from floodplain.memory.digest import WEIGHT_FACTOR, WEIGHT_MASK
 
 _STRETCH_WORDS = 1024
+_MOST_PROGRAMS = 64
+"""Of one copy of pieces: 256 KiB in flight, as a link of 55 GB/s has that answers after 4 µs. More would only take
+multiprocessors from compute."""
 _FACTOR = tl.constexpr(WEIGHT_FACTOR)
 _MASK = tl.constexpr(WEIGHT_MASK)
 
@@ -53,6 +57,18 @@ def _digest_kernel(staging, digests, num_words, stretch: tl.constexpr):  # type:
     _add_digest(digests + row, words, places)
 
 
+@triton.jit(do_not_specialize=["num_pieces"])  # type: ignore[untyped-decorator]
+def _pieces_kernel(target, source, ids, num_pieces, piece_words, stretch: tl.constexpr):  # type: ignore[no-untyped-def]
+    to = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)  # so that lanes move 16 bytes
+    origin = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+    num_parts = tl.cdiv(piece_words, stretch)
+    for index in range(tl.program_id(0), num_pieces * num_parts, tl.num_programs(0)):
+        places = index % num_parts * stretch + tl.arange(0, stretch)
+        is_inside = places < piece_words
+        first = tl.load(ids + index // num_parts) * piece_words
+        tl.store(to + first + places, tl.load(origin + first + places, mask=is_inside), mask=is_inside)
+
+
 def gather(bases: torch.Tensor, blocks: torch.Tensor, staging: torch.Tensor, digests: torch.Tensor) -> None:
     """Copy scattered blocks into staging, on the current stream, adding to their digests.
 
@@ -80,6 +96,19 @@ def add_digests(staging: torch.Tensor, digests: torch.Tensor) -> None:
     num_words = staging[0].numel()
     grid = (len(staging), triton.cdiv(num_words, _STRETCH_WORDS))
     _digest_kernel[grid](staging, digests, num_words, stretch=_STRETCH_WORDS)
+
+
+def copy_pieces(target: int, source: int, ids: torch.Tensor, piece_words: int) -> None:
+    """Copy pieces from one address to another, each to its own place; on the current stream.
+
+    Args:
+        target: In memory that the GPU reaches: its own, page-locked, or a neighbour's. A multiple of 16.
+        source: The same.
+        ids: Which pieces, counted from these addresses: int64 [n], on the GPU.
+        piece_words: 32-bit words of each.
+    """
+    num_programs = min(_MOST_PROGRAMS, len(ids) * triton.cdiv(piece_words, _STRETCH_WORDS))
+    _pieces_kernel[(num_programs,)](target, source, ids, len(ids), piece_words, stretch=_STRETCH_WORDS)
 
 
 def _grid(blocks: torch.Tensor, staging: torch.Tensor) -> tuple[int, int, int]:

@@ -1,0 +1,191 @@
+"""Layers that travel between a GPU and their copies: a stream for each direction, and events. The host never blocks.
+
+What a queue keeps in order on a host, events do here: a copy waits for the last write from its place and for the last
+one to its layer, a write for what compute was told before it, compute for the copies of a layer's place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from floodplain.core.errors import InvariantError
+from floodplain.memory.layer_line import LineStats, Mark, Ticket
+
+
+class Copier(Protocol):
+    """Copies pieces of layers: a ``PieceCopier``."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> None:
+        """Put copies on the current stream; offsets as in ``LayerLine``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One direction: its stream, and what copies there."""
+
+    stream: torch.cuda.Stream
+    copier: Copier
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy under way: its bytes, and the events around it, of which only those of a load tell its time."""
+
+    is_load: bool
+    num_bytes: int
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class CudaLayerLine:
+    """See ``LayerLine``.
+
+    Args:
+        device: The GPU that computes.
+        num_layers: Of the model.
+        open_copier: Makes what copies on one stream.
+    """
+
+    def __init__(self, device: torch.device, num_layers: int, open_copier: Callable[[], Copier]) -> None:
+        self._device = device
+        self._inbound, self._outbound = (_Lane(_open_stream(device), open_copier()) for _ in range(2))
+        self._copies: list[tuple[torch.Tensor | None, torch.Tensor | None]] = [(None, None)] * num_layers
+        self._written: dict[int, torch.cuda.Event] = {}  # layer -> end of the last write to its copies
+        self._left: dict[int, torch.cuda.Event] = {}  # address of a place -> end of the last write from it
+        self._under_way: dict[Ticket, _Copy] = {}
+        self._num_submitted = 0
+        self._stats = LineStats()
+        self._lock = threading.Lock()
+
+    def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
+        """See ``LayerLine.place``: what was put on the streams before has ended when this returns."""
+        with self._lock:
+            self._copies[layer] = (home, near)
+        self.drain()
+
+    def load(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        """See ``LayerLine.load``."""
+        with self._lock:
+            home, near = self._copies_of(layer)
+            waits = [event for event in (self._left.get(place.data_ptr()), self._written.get(layer)) if event]
+            pairs = [(place, home if near is None else near)]
+            ticket, _ = self._begin(self._inbound, waits, pairs, offsets, piece_bytes)
+            return ticket
+
+    def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        """See ``LayerLine.write``: the rows that compute was told to write before."""
+        computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        computed.record(torch.cuda.current_stream(self._device))
+        with self._lock:
+            pairs = [(copy, place) for copy in self._copies_of(layer) if copy is not None]
+            ticket, end = self._begin(self._outbound, [computed], pairs, offsets, piece_bytes)
+            self._written[layer] = self._left[place.data_ptr()] = end
+            return ticket
+
+    def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
+        """See ``LayerLine.fill``: among the writes, which it must not overtake."""
+        with self._lock:
+            home, near = self._copies_of(layer)
+            pairs = [] if near is None else [(near, home)]
+            ticket, self._written[layer] = self._begin(self._outbound, [], pairs, offsets, piece_bytes)
+            return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """See ``LayerLine.wait``: the current stream waits."""
+        with self._lock:
+            copy = self._under_way.get(ticket)
+        if copy is not None:  # else it has ended
+            torch.cuda.current_stream(self._device).wait_event(copy.end)
+
+    def mark(self) -> Mark:
+        """See ``LayerLine.mark``."""
+        event = _open_timer()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def elapsed_s(self, begin: Mark, end: Mark) -> float | None:
+        """See ``LayerLine.elapsed_s``."""
+        return begin.elapsed_time(end) / 1e3 if end.query() else None
+
+    def drain(self) -> None:
+        """See ``LayerLine.drain``."""
+        for lane in (self._inbound, self._outbound):
+            lane.stream.synchronize()
+
+    def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
+        """See ``LayerLine.pace``."""
+        raise InvariantError("a GPU's links are real: no other ones can be emulated")
+
+    def stats(self) -> LineStats:
+        """See ``LayerLine.stats``."""
+        with self._lock:
+            self._forget_ended()
+            return self._stats
+
+    def close(self) -> None:
+        """See ``LayerLine.close``."""
+        self.drain()
+        with self._lock:
+            self._forget_ended()
+            self._copies = [(None, None)] * len(self._copies)
+
+    def _copies_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        home, near = self._copies[layer]
+        if home is None:
+            raise InvariantError(f"layer {layer} has no copy to stream from")
+        return home, near
+
+    def _begin(
+        self,
+        lane: _Lane,
+        waits: Sequence[torch.cuda.Event],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        offsets: np.ndarray,
+        piece_bytes: int,
+    ) -> tuple[Ticket, torch.cuda.Event]:
+        """Put copies on a lane, each of a target and a source, behind some events; their ticket, and their end.
+
+        Without pieces, too: what waits for the copy waits for those events.
+        """
+        self._forget_ended()
+        for event in waits:
+            lane.stream.wait_event(event)
+        begin, end = _open_timer(), _open_timer()
+        with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+            begin.record(lane.stream)
+            for target, source in pairs:
+                lane.copier.copy(target, source, offsets, piece_bytes)
+            end.record(lane.stream)
+        self._num_submitted += 1
+        ticket = Ticket(self._num_submitted)
+        self._under_way[ticket] = _Copy(lane is self._inbound, len(offsets) * piece_bytes, begin, end)
+        return ticket, end
+
+    def _forget_ended(self) -> None:
+        """Count the copies that have ended, up to the first that has not."""
+        while self._under_way:
+            ticket, copy = next(iter(self._under_way.items()))
+            if not copy.end.query():  # type: ignore[no-untyped-call]
+                return
+            del self._under_way[ticket]
+            old, num_bytes = self._stats, copy.num_bytes
+            if copy.is_load:
+                load_s = old.load_s + copy.begin.elapsed_time(copy.end) / 1e3
+                self._stats = LineStats(old.loaded_bytes + num_bytes, load_s, old.written_bytes)
+            else:
+                self._stats = LineStats(old.loaded_bytes, old.load_s, old.written_bytes + num_bytes)
+
+
+def _open_stream(device: torch.device) -> torch.cuda.Stream:
+    """One whose kernels are few and small, and begin before the next blocks of a compute kernel that fills the GPU."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+def _open_timer() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -1,0 +1,254 @@
+"""The line of a GPU without one: streams go on in any order that its events allow, and every layer is whole in time.
+
+The streams are fakes that a die drives (``tests.fakes.cuda_order``). First the line alone against its promise, then
+under ``LayerSlots``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.errors import InvariantError
+from floodplain.memory.cuda.layer_line import CudaLayerLine
+from floodplain.memory.host.device import open_private_device
+from floodplain.memory.layer_line import Ticket
+from floodplain.memory.layer_slots import LayerSlots
+from tests.fakes.cuda_order import Machine, PieceByPiece
+from tests.property.test_layer_slots_laws import LAYOUT, PLACES, World, live
+from tests.support.examples import examples
+
+NUM_LAYERS, NUM_PLACES, NUM_PIECES, PIECE_BYTES = 4, 3, 6, 8
+DEVICE = torch.device("cuda", 0)
+ALL = np.arange(NUM_PIECES) * PIECE_BYTES
+Open = Callable[[Machine], CudaLayerLine]
+
+
+def open_line(machine: Machine, num_layers: int = NUM_LAYERS) -> CudaLayerLine:
+    return CudaLayerLine(DEVICE, num_layers, lambda: PieceByPiece(machine))
+
+
+def memory() -> torch.Tensor:
+    return torch.zeros((NUM_PIECES, PIECE_BYTES // 4), dtype=torch.int32)
+
+
+class Story:
+    """Layers that pass through places in any order, and what each piece of each must be.
+
+    Attributes:
+        visits: place -> the layer in it, and which of its pieces were loaded.
+        last: place -> the last copy from or to it.
+        gone: Nearer copies that were taken away, and belong to others now.
+    """
+
+    def __init__(self, machine: Machine, line: CudaLayerLine) -> None:
+        self.machine, self.line, self.rng = machine, line, machine.rng
+        self.places = [memory() for _ in range(NUM_PLACES)]
+        self.homes = [memory() for _ in range(NUM_LAYERS)]
+        self.nears: list[torch.Tensor | None] = [None] * NUM_LAYERS
+        self.gone: list[torch.Tensor] = []
+        self.truth = torch.zeros((NUM_LAYERS, NUM_PIECES), dtype=torch.int32)
+        self.visits: dict[int, tuple[int, list[int]]] = {}
+        self.last: dict[int, Ticket] = {}
+        self.next_tag = 1
+        for layer, home in enumerate(self.homes):
+            line.place(layer, home)
+
+    def run(self, num_actions: int) -> None:
+        for _ in range(num_actions):
+            self.machine.go_on(self.rng.randrange(8))
+            if self.rng.random() < 0.06:
+                self.switch(self.rng.randrange(NUM_LAYERS))
+            with self.machine.host_does_not_wait():
+                self.enter() if self.rng.random() < 0.5 else self.leave()
+        self.line.drain()
+        self.machine.compute.synchronize()
+        for layer, copies in enumerate(zip(self.homes, self.nears, strict=True)):
+            for copy in copies:
+                expected = self.truth[layer][:, None].expand(NUM_PIECES, 2)
+                assert copy is None or torch.equal(copy, expected), "not what was written"
+        assert all((copy == -1).all() for copy in self.gone), "not what was left there"
+
+    def enter(self) -> None:
+        """An idle layer begins to use a free place."""
+        here = {layer for layer, _ in self.visits.values()}
+        free, idle = set(range(NUM_PLACES)) - {*self.visits}, set(range(NUM_LAYERS)) - here
+        if free and idle:
+            place, layer = self.rng.choice(sorted(free)), self.rng.choice(sorted(idle))
+            pieces = self.rng.sample(range(NUM_PIECES), self.rng.choice([0, 2, 4, NUM_PIECES]))
+            if pieces:
+                self.last[place] = self.line.load(layer, self.places[place], self.offsets(pieces), PIECE_BYTES)
+            self.visits[place] = (layer, pieces)
+
+    def leave(self) -> None:
+        """A layer is computed in its place, and what it wrote there goes to its copies."""
+        if not self.visits:
+            return
+        place = self.rng.choice(sorted(self.visits))
+        layer, pieces = self.visits.pop(place)
+        if place in self.last:
+            self.line.wait(self.last[place])
+        before, written = self.truth[layer].clone(), self.rng.sample(range(NUM_PIECES), self.rng.choice([0, 1, 3]))
+        for piece in written:
+            self.truth[layer, piece], self.next_tag = self.next_tag, self.next_tag + 1
+        after = self.truth[layer].clone()
+        self.machine.put(lambda: self.compute(self.places[place], pieces, before, written, after))
+        self.last[place] = self.line.write(layer, self.places[place], self.offsets(written), PIECE_BYTES)
+
+    @staticmethod
+    def compute(
+        place: torch.Tensor, pieces: list[int], before: torch.Tensor, written: list[int], after: torch.Tensor
+    ) -> None:
+        assert place[pieces, 0].tolist() == place[pieces, 1].tolist() == before[pieces].tolist(), "not what was written"
+        place[written] = after[written][:, None]
+
+    def switch(self, layer: int) -> None:
+        """A layer gets a nearer copy, or loses it: nothing may touch what it had any more."""
+        gone, self.nears[layer] = self.nears[layer], memory() if self.nears[layer] is None else None
+        self.line.place(layer, self.homes[layer], self.nears[layer])
+        with self.machine.host_does_not_wait():
+            self.line.fill(layer, ALL, PIECE_BYTES)
+        if gone is not None:
+            self.gone.append(gone.fill_(-1))
+
+    def offsets(self, pieces: list[int]) -> np.ndarray:
+        return np.array(pieces, dtype=np.int64) * PIECE_BYTES
+
+
+@contextmanager
+def story(seed: int, open_one: Open = open_line) -> Iterator[Story]:
+    with pytest.MonkeyPatch.context() as patch:
+        machine = Machine(seed).install(patch)
+        line = open_one(machine)
+        yield Story(machine, line)
+        line.close()
+        line.close()
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=examples(60))
+def test_a_layer_is_whole_in_its_place_and_so_are_its_copies(seed: int) -> None:
+    with story(seed) as one:
+        one.run(60)
+
+
+class _Never(dict[Any, Any]):
+    """Remembers nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+def _line_without(fault: str) -> Open:
+    def open_one(machine: Machine) -> CudaLayerLine:
+        line: Any = open_line(machine)
+        if fault in ("_left", "_written"):
+            setattr(line, fault, _Never())
+        elif fault == "fill":
+            line.fill = partial(_fill_unnoticed, line, line.fill)
+        elif fault == "compute":
+            machine.deaf.add(machine.compute)
+        elif fault == "place":
+            line.place = lambda layer, home, near=None: line._copies.__setitem__(layer, (home, near))
+        else:
+            machine.deaf.add(line._outbound.stream)
+        return line  # type: ignore[no-any-return]
+
+    return open_one
+
+
+def _fill_unnoticed(line: Any, fill: Callable[..., Ticket], layer: int, *args: Any) -> None:
+    before = dict(line._written)
+    fill(layer, *args)
+    line._written = before
+
+
+@pytest.mark.parametrize("fault", ["_left", "_written", "fill", "compute", "outbound", "place"])
+def test_control_each_wait_is_needed(fault: str) -> None:
+    with pytest.raises(AssertionError, match="not what was"):
+        for seed in range(40):
+            with story(seed, _line_without(fault)) as one:
+                one.run(60)
+
+
+class LateWorld(World):
+    """One whose steps run behind the host, as on a GPU; each has ended when its tokens are wanted."""
+
+    machine: Machine
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self.machine.put(work)
+
+    def _compute(self, starts: dict[int, int], counts: dict[int, int], tokens: np.ndarray) -> None:
+        with self.machine.host_does_not_wait():
+            super()._compute(starts, counts, tokens)
+        self.machine.compute.synchronize()
+        stall_s = self.slots.stall_s
+        step_s = self.slots.take_step_s()
+        assert 0 < step_s <= self.machine.now_s and self.slots.stall_s >= stall_s
+        assert not self.slots._clock._waits, "a wait is not known though the step has ended"
+
+
+def _live_on_streams(seed: int, kind: type[LayerSlots] = LayerSlots) -> Machine:
+    with pytest.MonkeyPatch.context() as patch, open_private_device(2**24) as device:
+        machine = Machine(seed).install(patch)
+        one = LateWorld(device, open_line(machine, LAYOUT.num_layers), seed, kind)
+        one.machine = machine
+        one.change(PLACES[-1])
+        live(one, 40)
+        loaded = one.line.stats()
+        assert loaded.loaded_bytes > 0 < loaded.written_bytes and 0 < loaded.load_s < machine.now_s
+        one.slots.close()
+        one.pool.close()
+        assert not one.homes
+    return machine
+
+
+def test_layers_stream_beside_a_gpu_and_the_host_never_waits_in_a_step() -> None:
+    for seed in range(6):
+        _live_on_streams(seed)
+
+
+class _Hasty(LayerSlots):
+    """See the control."""
+
+    def before_layer(self, index: int) -> None:
+        pass
+
+
+def test_control_compute_waits_for_its_loads() -> None:
+    with pytest.raises(AssertionError, match=r"sequence \d, token"):
+        for seed in range(5):
+            _live_on_streams(seed, _Hasty)
+
+
+def test_stalls_are_known_when_compute_has_come_to_them_and_loads_when_they_have_ended() -> None:
+    with story(0) as one:
+        ticket = one.line.load(0, one.places[0], ALL, PIECE_BYTES)
+        begin = one.line.mark()
+        one.line.wait(ticket)
+        end = one.line.mark()
+        assert one.line.elapsed_s(begin, end) is None
+        assert one.line.stats().loaded_bytes == 0
+        one.machine.compute.synchronize()
+        stall_s = one.line.elapsed_s(begin, end)
+        assert stall_s is not None and 0 < stall_s < one.machine.now_s
+        assert one.line.stats().loaded_bytes == len(ALL) * PIECE_BYTES
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with story(0) as one:
+        with pytest.raises(InvariantError, match="a GPU's links are real"):
+            one.line.pace(1e9)
+        one.line.place(0, None)
+        with pytest.raises(InvariantError, match="layer 0 has no copy"):
+            one.line.load(0, one.places[0], ALL, PIECE_BYTES)
+        assert not one.line._inbound.stream.ops
