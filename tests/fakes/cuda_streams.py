@@ -24,6 +24,9 @@ class Event:
     def record(self, stream: Stream) -> None:
         self._s = time.perf_counter()
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         assert self._s, "nobody recorded it"
 
@@ -40,6 +43,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         pass
 
+    def wait_event(self, event: Event) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 
@@ -53,6 +59,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "device": lambda device: nullcontext(),
         "stream": lambda stream: nullcontext(),
         "synchronize": lambda device=None: None,
+        "_sleep": lambda cycles: None,
         "check_error": lambda status: None,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0),
     }.items():

@@ -1,7 +1,8 @@
-"""Copies to a neighbour GPU and back without one: the real lanes, ends, wires and kernels, in a process of their own.
+"""Copies to a neighbour GPU and back, and of layers, without one: the real lanes, ends, wires and kernels, in a process
+of their own.
 
 The driver, torch's streams and the GPUs are fakes; Triton's interpreter runs the kernels. What is checked is what
-``tests/gpu/test_peer_cuda.py`` checks on a GPU.
+``tests/gpu/test_peer_cuda.py`` and ``test_layer_slots_cuda.py`` check on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import sys
 from pathlib import Path
 import pytest
 from floodplain.core.blocks import BlockLedger
+import torch
 from floodplain.memory.cuda import copies as cuda_copies
+from floodplain.memory.cuda import pieces
 from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
 from floodplain.memory.host.device import open_private_device
@@ -27,11 +30,13 @@ from floodplain.memory.kv_pool import KVPool
 from tests.fakes import cuda_streams
 from tests.fakes.cuda_driver import FakeDriver, Gpu
 from tests.gpu import test_peer_cuda as on_gpu
+from tests.gpu.test_layer_slots_cuda import There
 
 patch, folder = pytest.MonkeyPatch(), Path(sys.argv[1])
 driver = FakeDriver(Gpu(b"h" * 16, peers={b"n" * 16}), Gpu(b"n" * 16)).install(patch)
 cuda_streams.install(patch)
 patch.setattr(cuda_copies, "CudaDriver", lambda index: CudaDriver(0))  # the pool's device has no index here
+patch.setattr(pieces.PieceCopier, "_device", property(lambda _: torch.device("cpu"), lambda *_: None), raising=False)
 with claim_cuda_home("near", b"n" * 16, folder), open_private_device(2**24) as device:
     for law in (
         on_gpu.test_blocks_go_by_way_of_both_tiers_and_come_back_as_they_left,
@@ -47,6 +52,10 @@ with claim_cuda_home("near", b"n" * 16, folder), open_private_device(2**24) as d
         there.close()
         pool.close()
         assert driver.is_idle
+layers = There(0)
+layers.run(24)
+assert layers.line.stats().loaded_bytes > layers.line.stats().written_bytes > 0
+layers.close()
 assert {stream for *_, stream in driver.copies} == {cuda_streams.STREAM}
 print("all of them")
 """
