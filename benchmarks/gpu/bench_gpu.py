@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.layer_rows import measure_layers
 from benchmarks.gpu.memory_rows import COPY_BYTES, measure_pages, measure_resizing, measure_transfers
 from benchmarks.gpu.model_rows import ModelBench, measure_ceilings
 from benchmarks.gpu.plain_device import PlainDevice
@@ -125,6 +126,7 @@ def measure_all(report: Report, model: str, seed: int) -> None:
         report.run("tiers", measure_tiers(bench.pool, places, seed))
         report.run("copy sizes", measure_copy_sizes(memory, places, seed))
     if isinstance(memory, CudaDevice):
+        report.run("layers", measure_layers(seed))
         report.run("guests", measure_guests())
         with open_cuda_device(0) as device:
             report.run("pages", measure_pages(device))
