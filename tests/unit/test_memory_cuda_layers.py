@@ -91,6 +91,13 @@ def test_layers_with_the_same_pieces_send_them_once(there: tuple[FakeDriver, Ker
 
 
 @pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    one = Kernels()
+    monkeypatch.setitem(sys.modules, "floodplain.memory.cuda.triton_copy", one)  # type: ignore[arg-type]
+    return one
+
+
+@pytest.fixture
 def locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     FakeDriver(Gpu(b"u" * 16), Gpu(b"v" * 16, reads_host_memory=False)).install(monkeypatch)
     cuda_streams.install(monkeypatch)
@@ -117,9 +124,10 @@ def test_a_copy_of_a_layer_is_locked_until_it_is_closed(locked: dict[int, int]) 
         backend.open_layer_copy((13, 2))
 
 
-def test_a_gpu_whose_kernels_do_not_reach_the_hosts_memory_is_refused(locked: dict[int, int]) -> None:
+def test_a_gpu_whose_kernels_do_not_reach_the_hosts_memory_is_refused(locked: dict[int, int], kernels: Kernels) -> None:
     line = CudaBackend(0).open_layer_line(3)
     assert isinstance(line, CudaLayerLine)
+    assert len(kernels.seen_ids) == 1, "the kernel would be compiled in the first step"
     line.close()
     with pytest.raises(
         UserError, match=r"^--kv-expansion copies layers by kernels .* CUDA device 1 cannot: leave it out$"

@@ -16,7 +16,7 @@ from floodplain.memory.cuda.driver import CudaDriver
 from floodplain.memory.cuda.home import claim_cuda_home
 from floodplain.memory.cuda.layer_line import CudaLayerLine
 from floodplain.memory.cuda.peer import CudaPeerMemory
-from floodplain.memory.cuda.pieces import PieceCopier
+from floodplain.memory.cuda.pieces import PieceCopier, compile_kernel
 from floodplain.memory.host.emulated_link import EmulatedLink
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.layer_line import LayerLine
@@ -97,6 +97,7 @@ class CudaBackend:
                 f"--kv-expansion copies layers by kernels that read the host's memory at its own addresses, and CUDA "
                 f"device {self._index} cannot: leave it out"
             )
+        compile_kernel(self.torch_device)
         return CudaLayerLine(self.torch_device, num_layers, lambda: PieceCopier(driver, self.torch_device))
 
     def open_layer_copy(self, shape: tuple[int, ...]) -> torch.Tensor:
