@@ -4,7 +4,8 @@ First part: the pool of KV memory holds about 24 requests (``--quick``: 12 short
 machine turns out to do: a stable rate below its capacity, several times that for the burst. Capacity is measured once,
 and every way gets the same requests. Everything runs in this process, from the load client to the model.
 
-Second part: see ``demo.leases``.
+Second part: see ``demo.leases``. With ``--expansion`` there is one part: the burst in a part of the memory, without
+layers that stream and with them, and in all of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from floodplain.demo.leases_load import FULL_SCENE, QUICK_SCENE
 from floodplain.demo.load import FULL, QUICK, Scale, burst, engine_config, sample_spec
 from floodplain.demo.page import print_summary, write_files
 from floodplain.demo.run import Run, measure_machine, serve_way
-from floodplain.demo.ways import WAYS
+from floodplain.demo.ways import WAYS, expansion_ways
 from floodplain.files.results import check_writable
 from floodplain.workload.goals import describe_goals
 
@@ -36,6 +37,9 @@ class DemoConfig:
 
     out: Path = field(default=Path("demo"), metadata={"help": "folder for demo.json, pictures and index.html"})
     quick: bool = field(default=False, metadata={"help": "a shorter burst: about a minute in all"})
+    expansion: bool = field(
+        default=False, metadata={"help": "instead: the same burst in a part of the memory, with layers that stream"}
+    )
     model: str = field(default="smollm2", metadata={"help": "the model that is served"})
     seed: int = field(default=0, metadata={"help": "seed of arrivals, lengths and texts"})
 
@@ -54,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
     runs = asyncio.run(_serve_ways(demo, progress=not args.quiet))
     leases = None
     try:
-        leases = _serve_leases(demo, progress=not args.quiet)
+        leases = None if demo.expansion else _serve_leases(demo, progress=not args.quiet)
     finally:  # what the first part took minutes for is kept
-        summary = write_files(demo.out, _scale(demo), runs, leases)
+        summary = write_files(demo.out, _scale(demo), runs, leases, expands=demo.expansion)
     print_summary(demo.out, summary, as_json=args.format == "json")
-    return 1 if any(result["failed"] for _, result in runs) or leases["failed"] else 0
+    return 1 if any(result["failed"] for _, result in runs) or (leases or {}).get("failed") else 0
 
 
 async def _serve_ways(demo: DemoConfig, *, progress: bool) -> list[Run]:
@@ -69,7 +73,8 @@ async def _serve_ways(demo: DemoConfig, *, progress: bool) -> list[Run]:
     if progress:
         print(describe_goals(goals, is_measured=True), file=sys.stderr)
     spec = replace(burst(sample, STABLE_SHARE * capacity, scale), goodput=goals)
-    return [await serve_way(way, base, spec, capacity, progress=progress) for way in WAYS]
+    ways = expansion_ways(scale.pool_part) if demo.expansion else WAYS
+    return [await serve_way(way, base, spec, capacity, progress=progress) for way in ways]
 
 
 def _serve_leases(demo: DemoConfig, *, progress: bool) -> dict[str, Any]:

@@ -10,7 +10,19 @@ from floodplain.workload.spec import WorkloadSpec, build
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large the demo is: phases of the load, requests that the pool holds at half of their output, lengths."""
+    """How large the demo is.
+
+    Attributes:
+        quiet_s: Phases of the load: before the burst,
+        burst_s: in it, and
+        tail_s: after it.
+        burst_factor: How many times as many arrive in it.
+        num_resident: Requests that the pool holds at half of their output.
+        length_scale: Of chat-like lengths; they are cut at
+        max_input: and at
+        max_output: tokens.
+        pool_part: With ``--expansion``, the pool is one part in so many.
+    """
 
     quiet_s: float
     burst_s: float
@@ -20,15 +32,16 @@ class Scale:
     length_scale: float
     max_input: int
     max_output: int
+    pool_part: int
 
 
 FULL = Scale(
     quiet_s=8.0, burst_s=14.0, tail_s=5.0, burst_factor=3.0,
-    num_resident=24, length_scale=0.6, max_input=320, max_output=256,
+    num_resident=24, length_scale=0.6, max_input=320, max_output=256, pool_part=4,
 )  # fmt: skip
 QUICK = Scale(
     quiet_s=0.8, burst_s=2.0, tail_s=0.4, burst_factor=4.0,
-    num_resident=12, length_scale=0.3, max_input=160, max_output=96,
+    num_resident=12, length_scale=0.3, max_input=160, max_output=96, pool_part=2,
 )  # fmt: skip
 
 

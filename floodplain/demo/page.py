@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 from floodplain.demo.leases import describe
 from floodplain.demo.load import Scale
 from floodplain.demo.run import Run
-from floodplain.demo.ways import TITLE, WAYS, paragraphs
+from floodplain.demo.ways import (
+    EXPANSION_TITLE,
+    TITLE,
+    WAYS,
+    expansion_paragraphs,
+    expansion_ways,
+    paragraphs,
+)
 from floodplain.files.results import writing
 from floodplain.observe.terminal import say
 
@@ -24,7 +31,9 @@ LEASES_CAPTION = (
 )
 
 
-def write_files(folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str, Any] | None) -> dict[str, Any]:
+def write_files(
+    folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str, Any] | None, *, expands: bool = False
+) -> dict[str, Any]:
     """Write everything into ``folder``; returns what ``demo.json`` holds.
 
     Args:
@@ -32,6 +41,7 @@ def write_files(folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str
         scale: Of the first part.
         runs: Of the first part.
         leases: What the second part saw; None if it did not come about.
+        expands: Whether the runs are those of ``--expansion``.
     """
     from floodplain.observe.plots import draw_all, save_figures
     from floodplain.observe.report import render_report
@@ -42,12 +52,18 @@ def write_files(folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str
     with writing(folder):
         save_result(folder / "demo.json", summary)
         save_figures(draw_all(runs), folder)
+    lengths = (scale.burst_s, scale.burst_factor)
+    if expands:
+        title, ways = EXPANSION_TITLE, expansion_ways(scale.pool_part)
+        words = expansion_paragraphs(scale.num_resident, scale.pool_part, *lengths)
+    else:
+        title, ways, words = TITLE, WAYS, paragraphs(scale.num_resident, *lengths)
     page = render_report(
-        TITLE,
+        title,
         runs,
         machine,
-        paragraphs(scale.num_resident, scale.burst_s, scale.burst_factor),
-        {way.name: way.words for way in WAYS},
+        words,
+        {way.name: way.words for way in ways},
         [_leases_section(folder, leases, f"{runs[0][1]['model_id']} on {machine['processor']}")] if leases else [],
     )
     with writing(folder / "index.html"):
@@ -64,12 +80,20 @@ def print_summary(folder: Path, summary: Mapping[str, Any], *, as_json: bool) ->
         say(to_json(summary))
         return
     say(format_table(*transposed(*summary_rows([(run["name"], run) for run in summary["runs"]]))))
+    for run in summary["runs"]:
+        moved = run["floodplain"]["expansion"]
+        if moved["in_bytes"]:
+            say(
+                f"\n{run['name']}: {moved['streamed_layers']} layers stream at the end, {moved['expansion']:.2f} times "
+                f"the blocks; compute waited for them for {moved['stall_s']:.2f} s"
+            )
     leases = summary["leases"]
-    recalls = leases["recalls"]
-    say(
-        f"\nlent: at most {format_number(leases['most_lent_bytes'] / 2**20)} MiB; taken back: {recalls['num']} leases, "
-        f"{format_number(recalls['mean_s'])} s each, {recalls['num_forced']} by force"
-    )
+    if leases is not None:
+        recalls = leases["recalls"]
+        say(
+            f"\nlent: at most {format_number(leases['most_lent_bytes'] / 2**20)} MiB; taken back: {recalls['num']} "
+            f"leases, {format_number(recalls['mean_s'])} s each, {recalls['num_forced']} by force"
+        )
     say(f"pictures and numbers: {folder / 'index.html'}")
 
 

@@ -14,6 +14,7 @@ HOST_LINK, NEIGHBOUR_LINK = "emulated-pcie5", "emulated-nvlink4"
 SWAP_POOLS = 8
 """Swap space of the ways that have it, in KV pools: enough that it is hardly ever what newcomers wait for."""
 TITLE = "Floodplain demo: one burst, served in three ways"
+EXPANSION_TITLE = "Floodplain demo: one burst, and a part of the memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Way:
         policy: By the names of ``--policy``.
         hardware: The link to swap space; None: there is no swap space.
         settings: Of the policy, if it takes turns.
+        pool_part: The pool is one part in so many.
+        expansion: ``--kv-expansion``.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Way:
     policy: str
     hardware: str | None = None
     settings: SharingSettings = field(default=SharingSettings())
+    pool_part: int = 1
+    expansion: str = "off"
 
     def config(self, base: EngineConfig) -> EngineConfig:
         """``base``, gone this way."""
@@ -44,6 +49,8 @@ class Way:
             swap="host" if self.hardware else "none",
             swap_memory=num_bytes,
             hardware=self.hardware,
+            kv_memory=None if base.kv_memory is None else base.kv_memory // self.pool_part,
+            kv_expansion=self.expansion,
         )
 
     def make_policy(self) -> Policy:
@@ -79,6 +86,42 @@ WAYS = (
         hardware=HOST_LINK,
     ),
 )
+
+
+def expansion_ways(pool_part: int) -> tuple[Way, ...]:
+    """The ways of ``--expansion``; the pool of the first two is one part in so many of the last one's."""
+    return (
+        Way(
+            name=f"1/{pool_part} of it",
+            words="A part of the memory. Whoever is on the device stays until the answer is complete; when memory runs "
+            "short, the last to come leaves and is computed again later. Everybody else waits in line.",
+            policy="fcfs",
+            pool_part=pool_part,
+        ),
+        Way(
+            name="expanded",
+            words="The same part, but some layers of the KV cache stream: they have a copy in the host's memory and "
+            "are on the device only while they compute, so that the same memory holds more requests. How many layers "
+            "do is decided from step to step, as far as copies hide behind compute (--kv-expansion auto). One core "
+            "copies here, as fast as this machine does: a link far better, beside compute, than PCIe.",
+            policy="fcfs",
+            pool_part=pool_part,
+            expansion="auto",
+        ),
+        Way(name="all of it", words=f"{pool_part} times the memory, on the device.", policy="fcfs"),
+    )
+
+
+def expansion_paragraphs(num_resident: int, pool_part: int, burst_s: float, burst_factor: float) -> tuple[str, ...]:
+    """See ``paragraphs``; and ``expansion_ways``."""
+    return (
+        f"A small language model answers a stable stream of requests. Then, for {burst_s:g} seconds, {burst_factor:g} "
+        f"times as many arrive. The memory for their keys and values (KV) holds about {num_resident // pool_part} "
+        f"requests, or {num_resident} in the last of the three ways.",
+        "The same requests are served once in each way, one way after the other, by the same model, in order of "
+        "arrival. All times are what the client saw, on this machine. One run of each way shows how they behave; small "
+        "differences between them may be chance.",
+    )
 
 
 def paragraphs(num_resident: int, burst_s: float, burst_factor: float) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class Expansion:
         self._num_preempted = 0
         self._wanted = slots.places.num_streamed
         self._limited: str | None = None
+        self._said: set[str | None] = {None}
 
     def look(self) -> bool:
         """Take in the step that has ended; whether ``change`` has something to do."""
@@ -77,10 +78,10 @@ class Expansion:
         )
         decision = self._policy.decide(view)
         self._wanted = decision.num_streamed
-        limited = None if decision.limited is None else decision.limited.value
-        if limited != self._limited:
-            self._limited = limited
-            logger.info("KV expansion is %.2f%s", self.slots.places.expansion, f": {limited}" if limited else "")
+        self._limited = None if decision.limited is None else decision.limited.value
+        if self._limited not in self._said:
+            self._said.add(self._limited)
+            logger.info("KV expansion is %.2f: %s", self.slots.places.expansion, self._limited)
         return self._wanted != self.slots.places.num_streamed
 
     def change(self) -> None:
