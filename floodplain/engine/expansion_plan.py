@@ -51,8 +51,8 @@ class ExpansionPlan:
     @property
     def most_blocks(self) -> int:
         """Blocks that addresses are needed for."""
-        rounded = -(-self.base_blocks // self.quantum_blocks) * self.quantum_blocks
-        return max(self.base_blocks, rounded * self.places[-1].num_layers // self.places[-1].num_arenas)
+        last, rounded = self.places[-1], -(-self.base_blocks // self.quantum_blocks) * self.quantum_blocks
+        return self.base_blocks if self.is_off else rounded * last.num_layers // last.num_arenas
 
 
 def count_blocks(places: LayerPlaces, base_blocks: int, quantum_blocks: int) -> int:

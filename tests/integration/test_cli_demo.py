@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from floodplain.demo.leases_load import QUICK_SCENE
 from floodplain.demo.load import QUICK
 from floodplain.demo.page import print_summary, write_files
 from floodplain.demo.run import measure_machine, serve_way
-from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK, WAYS
+from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK, WAYS, expansion_ways
 from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.goodput import parse_goodput
@@ -93,6 +93,26 @@ def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: py
     assert capacity == pytest.approx(NUM_REQUESTS / (2.0 + 0.1 * mean_output))
     assert list(parse_goodput(goals)) == ["ttft", "tpot"]
     assert len({number for number, _ in asked}) == 1
+
+
+def test_a_part_of_the_memory_with_layers_that_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same requests; the pool of the first two ways is a half, and one of them has more blocks in it."""
+    base = replace(BASE, model="dummy:tiny-deep", kv_memory=2**21)
+
+    async def serve_all() -> list[tuple[str, dict[str, Any]]]:
+        return [await serve_way(way, base, SPEC, 1.0, progress=False) for way in expansion_ways(2)]
+
+    runs = asyncio.run(serve_all())
+    assert [result["failed"] for _, result in runs] == [0, 0, 0]
+    small, same, large = (result["floodplain"]["config"]["kv_memory"] for _, result in runs)
+    assert 2**20 <= small == same < 0.6 * large
+    expansions = [result["floodplain"]["expansion"] for _, result in runs]
+    assert [one["in_bytes"] > 0 for one in expansions] == [False, True, False]
+    summary = write_files(tmp_path, QUICK, runs, None, expands=True)
+    print_summary(tmp_path, summary, as_json=False)
+    assert "expanded: " in capsys.readouterr().out
+    page = (tmp_path / "index.html").read_text()
+    assert "a part of the memory" in page and "layers of the KV cache stream" in page
 
 
 LEASES: dict[str, Any] = {
