@@ -60,6 +60,7 @@ def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
             or "none",
         },
         "memory": _measure_memory(config.model),
+        "layers that stream here": _measure_expansion(config.model),
         "emulated here": {
             "GPU": "no: torch.cuda" if has_cuda else "yes: the model runs on the CPU, KV pages are shared memory",
             "links": "no: --swap host copies over the real one"
@@ -108,6 +109,39 @@ def _measure_memory(model: str) -> dict[str, Any]:
         "difference is what gathering and digests cost here",
         "emulated links would be": f"{1 / scale:.0f} times slower than real, all by the same factor",
     }
+
+
+def _measure_expansion(model: str) -> dict[str, Any]:
+    """What ``--kv-expansion`` would come to by the closed form, if memory is short and compute does not copy."""
+    from floodplain.core.layer_places import MOST_SLOTS
+    from floodplain.cost.expansion import best_places, expansion_gain
+    from floodplain.model.weights.open_model import open_model
+
+    shape = open_model(model).config.shape
+    link, memory = _plain_bandwidth(2**26), _read_bandwidth(2**28)
+    facts: dict[str, Any] = {
+        "copies, memory": f"{link / 1e9:.1f} and {memory / 1e9:.1f} GB/s: a ratio of {link / memory:.2f}"
+    }
+    weight_bytes = shape.param_bytes()
+    for part in (1, 4, 10):
+        if shape.num_layers <= MOST_SLOTS:
+            facts[f"pool of W/{part}"] = f"none: the model has {shape.num_layers} layers"
+            continue
+        places = best_places(shape.num_layers, weight_bytes, weight_bytes / part, link / memory)
+        gain = expansion_gain(places.expansion, weight_bytes, weight_bytes / part)
+        facts[f"pool of W/{part}"] = (
+            f"{places.expansion:.2f} times the blocks, {gain:.2f} times the tokens/s at most"
+            f"{'; auto stays at 1' if gain < 1.02 else ''}"
+        )
+    return facts
+
+
+def _read_bandwidth(num_bytes: int) -> float:
+    """Bytes per second that compute's threads read: the best of several tries."""
+    import torch
+
+    words = torch.ones(num_bytes // 4)
+    return num_bytes / min(timeit.repeat(lambda: words.sum(), number=1, repeat=5))
 
 
 def _plain_bandwidth(num_bytes: int) -> float:

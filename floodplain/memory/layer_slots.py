@@ -88,7 +88,9 @@ class LayerSlots(Sequence[torch.Tensor]):
             written_tokens: Where the step's keys and values go: ``block * block_tokens + offset``, int64 [T].
         """
         self._clock.begin_step()
-        blocks = np.unique(read_blocks)
+        is_read = np.zeros(self._pool.max_blocks, dtype=np.bool_)
+        is_read[read_blocks] = True  # many sequences share blocks; sorting them would take milliseconds
+        blocks = np.flatnonzero(is_read)
         self.step_bytes = len(blocks) * self._block_bytes
         if not self.places.num_streamed:
             return
