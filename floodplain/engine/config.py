@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_type_hints
@@ -10,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 from floodplain.core.errors import SettingRefused, UserError
 from floodplain.core.sizes import parse_size
 from floodplain.cost.link import LINKS
+from floodplain.engine.expansion_flags import check_expansion, read_expansion
 from floodplain.memory.host.named_file import NAME
 from floodplain.policy.lending import LendingSettings
 from floodplain.policy.registry import POLICIES
@@ -167,7 +167,7 @@ class EngineConfig:
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")
         self._check_swap()
         self._check_neighbours()
-        self._check_expansion()
+        check_expansion(self)
         try:
             self.sharing_settings()
         except SettingRefused as error:
@@ -249,31 +249,7 @@ class EngineConfig:
         Raises:
             UserError: ``--kv-expansion`` says something else.
         """
-        if self.kv_expansion in ("off", "auto"):
-            return 1.0 if self.kv_expansion == "off" else None
-        try:
-            expansion = float(self.kv_expansion)
-        except ValueError:
-            expansion = 0.0
-        if not 1.0 < expansion < math.inf:
-            raise UserError(f"--kv-expansion must be off, auto, or a number above 1, not {self.kv_expansion!r}")
-        return expansion
-
-    def _check_expansion(self) -> None:
-        if self.asked_expansion == 1.0:
-            for name, is_set in (("--expansion-memory", self.expansion_memory is not None),
-                                 ("--long-prompts", self.long_prompts)):  # fmt: skip
-                if is_set:
-                    raise UserError(
-                        f"{name} says how to expand, and --kv-expansion off does not: leave one of them out"
-                    )
-        elif self.lends:
-            raise UserError(
-                f"--kv-expansion {self.kv_expansion} takes the pages of layers, and --lend {self.lend} gives the same "
-                "pages away: leave one of them out"
-            )
-        if self.long_prompts and self.asked_expansion is None and self.max_model_len is None:
-            raise UserError("--long-prompts with --kv-expansion auto needs --max-model-len: how long may a request be?")
+        return read_expansion(self.kv_expansion)
 
     def _check_swap(self) -> None:
         if self.swap == "none":

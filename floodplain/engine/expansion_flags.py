@@ -1,0 +1,61 @@
+"""What the flags of ``--kv-expansion`` say, and which contradict each other."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from floodplain.core.errors import UserError
+
+
+class ExpansionFlags(Protocol):
+    """The flags of an ``EngineConfig`` that matter here; they are explained there."""
+
+    @property
+    def kv_expansion(self) -> str: ...  # noqa: D102
+    @property
+    def expansion_memory(self) -> int | None: ...  # noqa: D102
+    @property
+    def long_prompts(self) -> bool: ...  # noqa: D102
+    @property
+    def max_model_len(self) -> int | None: ...  # noqa: D102
+    @property
+    def lend(self) -> str: ...  # noqa: D102
+
+
+def read_expansion(word: str) -> float | None:
+    """How many times as many blocks the KV pool is to hold: 1 for ``off``, None for ``auto``.
+
+    Raises:
+        UserError: ``--kv-expansion`` says something else.
+    """
+    if word in ("off", "auto"):
+        return 1.0 if word == "off" else None
+    try:
+        expansion = float(word)
+    except ValueError:
+        expansion = 0.0
+    if not 1.0 < expansion < math.inf:
+        raise UserError(f"--kv-expansion must be off, auto, or a number above 1, not {word!r}")
+    return expansion
+
+
+def check_expansion(flags: ExpansionFlags) -> None:
+    """Refuse what is contradictory.
+
+    Raises:
+        UserError: With the names of the flags.
+    """
+    expansion = read_expansion(flags.kv_expansion)
+    if expansion == 1.0:
+        for name, is_set in (("--expansion-memory", flags.expansion_memory is not None),
+                             ("--long-prompts", flags.long_prompts)):  # fmt: skip
+            if is_set:
+                raise UserError(f"{name} says how to expand, and --kv-expansion off does not: leave one of them out")
+    elif flags.lend != "off":
+        raise UserError(
+            f"--kv-expansion {flags.kv_expansion} takes the pages of layers, and --lend {flags.lend} gives the same "
+            "pages away: leave one of them out"
+        )
+    if flags.long_prompts and expansion is None and flags.max_model_len is None:
+        raise UserError("--long-prompts with --kv-expansion auto needs --max-model-len: how long may a request be?")
