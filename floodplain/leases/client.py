@@ -34,11 +34,14 @@ class LeaseClient(Protocol):
         One that was granted leaves when its leases are recalled, or expire, before they were allocated: ask again.
         """
 
-    def to_allocate(self) -> Sequence[Lease]:
+    def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
         """Granted, and may be allocated right now.
 
         Each of them must be answered at once by ``allocated`` or ``refused``. Until then the client says nothing of
         leases to the coordinator: one that is recalled meanwhile would be taken for untouched and be given back.
+
+        Args:
+            others: Requests of which nothing is returned, and nothing need be answered (see ``LeaseShare``).
         """
 
     def allocated(self, lease_id: LeaseId) -> None:
@@ -56,6 +59,60 @@ class LeaseClient(Protocol):
 
     def freed(self, lease_id: LeaseId) -> None:
         """Its bytes are free, and will not be allocated again."""
+
+
+class LeaseShare:
+    """One borrower's part of a client that several use: each sees the grants of its own requests.
+
+    A lease that none of them asked for comes to whichever looks first, and is refused there.
+
+    Args:
+        client: Of the process.
+        shares: All of that client, this one included when it is made.
+    """
+
+    def __init__(self, client: LeaseClient, shares: list[LeaseShare]) -> None:
+        self._client = client
+        self._shares = shares
+        self._numbers: set[int] = set()
+        shares.append(self)
+
+    def ask(self, shards: Sequence[Shard]) -> int:
+        """See ``LeaseClient.ask``."""
+        number = self._client.ask(shards)
+        self._numbers.add(number)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """See ``LeaseClient.cancel``."""
+        self._client.cancel(number)
+        self._numbers.discard(number)
+
+    def pending(self) -> Collection[int]:
+        """See ``LeaseClient.pending``."""
+        self._numbers &= set(self._client.pending())
+        return frozenset(self._numbers)
+
+    def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
+        """See ``LeaseClient.to_allocate``."""
+        siblings = (share._numbers for share in self._shares if share is not self)
+        return self._client.to_allocate({*others}.union(*siblings))
+
+    def allocated(self, lease_id: LeaseId) -> None:
+        """See ``LeaseClient.allocated``."""
+        self._client.allocated(lease_id)
+
+    def refused(self, lease_id: LeaseId, reason: str) -> None:
+        """See ``LeaseClient.refused``."""
+        self._client.refused(lease_id, reason)
+
+    def to_free(self) -> Mapping[LeaseId, float]:
+        """See ``LeaseClient.to_free``; those of all shares: a borrower knows which it holds."""
+        return self._client.to_free()
+
+    def freed(self, lease_id: LeaseId) -> None:
+        """See ``LeaseClient.freed``."""
+        self._client.freed(lease_id)
 
 
 class NobodyLends:
@@ -79,7 +136,7 @@ class NobodyLends:
         """See ``LeaseClient.pending``."""
         return frozenset(self._pending)
 
-    def to_allocate(self) -> Sequence[Lease]:
+    def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
         """Nothing."""
         return ()
 

@@ -101,11 +101,11 @@ class Membership:
         with self._lock:
             return {*self._side.open_requests, *(lease.request for lease in self._grants())} - self._cancelled
 
-    def to_allocate(self) -> Sequence[Lease]:
+    def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
         """See ``LeaseClient.to_allocate``."""
         with self._lock:
             leases = self._borrower.to_allocate(self._clock())
-            leases = [lease for lease in leases if lease.request not in self._cancelled]
+            leases = [lease for lease in leases if lease.request not in {*self._cancelled, *others}]
             self._unanswered |= {lease.lease_id for lease in leases}
             return leases
 

@@ -82,9 +82,9 @@ class InProcessClient:
     def pending(self) -> Collection[int]:
         return {*self.side.open_requests, *(lease.request for lease in self._grants())} - self._cancelled
 
-    def to_allocate(self) -> Sequence[Lease]:
+    def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
         leases = self.borrower.to_allocate(self.coordinator.clock.now)
-        leases = [lease for lease in leases if lease.request not in self._cancelled]
+        leases = [lease for lease in leases if lease.request not in {*self._cancelled, *others}]
         self._unanswered |= {lease.lease_id for lease in leases}
         return leases
 
