@@ -29,12 +29,26 @@ class LineStats:
     Attributes:
         loaded_bytes: Onto the device.
         load_s: Seconds for which the link was busy with these.
-        written_bytes: Off the device.
+        written_bytes: Off the device, to home.
+        near_loaded_bytes: Of ``loaded_bytes``, those from nearer copies.
+        near_written_bytes: To nearer copies, from the device or from home.
     """
 
     loaded_bytes: int = 0
     load_s: float = 0.0
     written_bytes: int = 0
+    near_loaded_bytes: int = 0
+    near_written_bytes: int = 0
+
+    def __add__(self, more: LineStats) -> LineStats:
+        """What both have carried."""
+        return LineStats(
+            self.loaded_bytes + more.loaded_bytes,
+            self.load_s + more.load_s,
+            self.written_bytes + more.written_bytes,
+            self.near_loaded_bytes + more.near_loaded_bytes,
+            self.near_written_bytes + more.near_written_bytes,
+        )
 
 
 class LayerLine(Protocol):
@@ -76,7 +90,8 @@ class LayerLine(Protocol):
         """Return when no copy is under way: copies may be read, and pages may go."""
 
     def pace(self, home_bytes_s: float, near_bytes_s: float = 0.0) -> None:
-        """Let loads take at least what links of these bandwidths would; 0: as fast as this machine copies.
+        """Let loads take at least what links of these bandwidths would, and loads behind a fill what its way from home
+        takes, too; 0: as fast as this machine copies.
 
         Raises:
             InvariantError: The links are real ones.

@@ -33,7 +33,7 @@ class OrderedLine(HostClock):
         self.pool: KVPool | None = None
         self._jobs: list[tuple[Ticket, Job]] = []
         self._num_submitted = 0
-        self._loaded_bytes = self._written_bytes = 0
+        self._loaded_bytes = self._written_bytes = self._near_bytes = 0
 
     def place(self, layer: int, home: torch.Tensor | None, near: torch.Tensor | None = None) -> None:
         self.homes[layer], self.nears[layer] = home, near
@@ -46,6 +46,7 @@ class OrderedLine(HostClock):
                 place.view(torch.int16)[blocks] = -1
             _copy(place, self.homes[layer] if near is None else near, offsets, piece_bytes)
             self._loaded_bytes += len(offsets) * piece_bytes
+            self._near_bytes += 0 if near is None else len(offsets) * piece_bytes
 
         return self._submit(job)
 
@@ -78,7 +79,7 @@ class OrderedLine(HostClock):
         """Nothing here takes time."""
 
     def stats(self) -> LineStats:
-        return LineStats(self._loaded_bytes, self._loaded_bytes * 1e-9, self._written_bytes)
+        return LineStats(self._loaded_bytes, self._loaded_bytes * 1e-9, self._written_bytes, self._near_bytes)
 
     def close(self) -> None:
         self._jobs.clear()

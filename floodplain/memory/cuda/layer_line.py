@@ -35,10 +35,10 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy under way: its bytes, and the events around it, of which only those of a load tell its time."""
+    """A copy under way: what it carries, and the events around it, of which only those of a load tell its time."""
 
     is_load: bool
-    num_bytes: int
+    carried: LineStats
     begin: torch.cuda.Event
     end: torch.cuda.Event
 
@@ -74,8 +74,9 @@ class CudaLayerLine:
         with self._lock:
             home, near = self._copies_of(layer)
             waits = [event for event in (self._left.get(place.data_ptr()), self._written.get(layer)) if event]
-            pairs = [(place, home if near is None else near)]
-            ticket, _ = self._begin(self._inbound, waits, pairs, offsets, piece_bytes)
+            pairs, num_bytes = [(place, home if near is None else near)], len(offsets) * piece_bytes
+            carried = LineStats(num_bytes, near_loaded_bytes=0 if near is None else num_bytes)
+            ticket, _ = self._begin(self._inbound, waits, pairs, offsets, piece_bytes, carried)
             return ticket
 
     def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
@@ -84,7 +85,9 @@ class CudaLayerLine:
         computed.record(torch.cuda.current_stream(self._device))
         with self._lock:
             pairs = [(copy, place) for copy in self._copies_of(layer) if copy is not None]
-            ticket, end = self._begin(self._outbound, [computed], pairs, offsets, piece_bytes)
+            num_bytes = len(offsets) * piece_bytes
+            carried = LineStats(written_bytes=num_bytes, near_written_bytes=(len(pairs) - 1) * num_bytes)
+            ticket, end = self._begin(self._outbound, [computed], pairs, offsets, piece_bytes, carried)
             self._written[layer] = self._left[place.data_ptr()] = end
             return ticket
 
@@ -93,7 +96,8 @@ class CudaLayerLine:
         with self._lock:
             home, near = self._copies_of(layer)
             pairs = [] if near is None else [(near, home)]
-            ticket, self._written[layer] = self._begin(self._outbound, [], pairs, offsets, piece_bytes)
+            carried = LineStats(near_written_bytes=len(pairs) * len(offsets) * piece_bytes)
+            ticket, self._written[layer] = self._begin(self._outbound, [], pairs, offsets, piece_bytes, carried)
             return ticket
 
     def wait(self, ticket: Ticket) -> None:
@@ -148,6 +152,7 @@ class CudaLayerLine:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         offsets: np.ndarray,
         piece_bytes: int,
+        carried: LineStats,
     ) -> tuple[Ticket, torch.cuda.Event]:
         """Put copies on a lane, each of a target and a source, behind some events; their ticket, and their end.
 
@@ -164,7 +169,7 @@ class CudaLayerLine:
             end.record(lane.stream)
         self._num_submitted += 1
         ticket = Ticket(self._num_submitted)
-        self._under_way[ticket] = _Copy(lane is self._inbound, len(offsets) * piece_bytes, begin, end)
+        self._under_way[ticket] = _Copy(lane is self._inbound, carried, begin, end)
         return ticket, end
 
     def _forget_ended(self) -> None:
@@ -174,12 +179,8 @@ class CudaLayerLine:
             if not copy.end.query():  # type: ignore[no-untyped-call]
                 return
             del self._under_way[ticket]
-            old, num_bytes = self._stats, copy.num_bytes
-            if copy.is_load:
-                load_s = old.load_s + copy.begin.elapsed_time(copy.end) / 1e3
-                self._stats = LineStats(old.loaded_bytes + num_bytes, load_s, old.written_bytes)
-            else:
-                self._stats = LineStats(old.loaded_bytes, old.load_s, old.written_bytes + num_bytes)
+            load_s = copy.begin.elapsed_time(copy.end) / 1e3 if copy.is_load else 0.0
+            self._stats += copy.carried + LineStats(load_s=load_s)
 
 
 def _open_stream(device: torch.device) -> torch.cuda.Stream:

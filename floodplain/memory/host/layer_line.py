@@ -84,10 +84,10 @@ class NativeLayerLine(HostClock):
 
     def stats(self) -> LineStats:
         """See ``LayerLine.stats``."""
-        counts = np.zeros(3, dtype=np.int64)
+        counts = np.zeros(5, dtype=np.int64)
         self._library.layer_line_stats(self._line, counts.ctypes.data)
-        loaded, load_ns, written = counts.tolist()
-        return LineStats(loaded, load_ns / 1e9, written)
+        loaded, load_ns, written, near_loaded, near_written = counts.tolist()
+        return LineStats(loaded, load_ns / 1e9, written, near_loaded, near_written)
 
     def close(self) -> None:
         """See ``LayerLine.close``."""
@@ -138,11 +138,12 @@ class PythonLayerLine(HostClock):
 
     def write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> Ticket:
         """See ``LayerLine.write``."""
-        return self._submit(lambda: self._write(layer, _as_bytes(place), offsets, piece_bytes))
+        return self._submit(lambda: self._write(layer, place, offsets, piece_bytes))
 
     def fill(self, layer: int, offsets: np.ndarray, piece_bytes: int) -> Ticket:
         """See ``LayerLine.fill``."""
-        return self._submit(lambda: self._write(layer, None, offsets, piece_bytes))
+        submitted_s = time.monotonic()
+        return self._submit(lambda: self._fill(submitted_s, layer, offsets, piece_bytes))
 
     def wait(self, ticket: Ticket) -> None:
         """See ``LayerLine.wait``: the caller stands still, until all copies before have ended, too."""
@@ -189,27 +190,34 @@ class PythonLayerLine(HostClock):
         self, number: int, submitted_s: float, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int
     ) -> None:
         begin_s, (home, near) = time.monotonic(), self._copies[layer]
-        source = home if near is None else near
-        _copy_pieces(_as_bytes(place), source, offsets, piece_bytes)
+        num_bytes = len(offsets) * piece_bytes
+        _copy_pieces(_as_bytes(place), home if near is None else near, offsets, piece_bytes)
         duration_s, bytes_s = time.monotonic() - begin_s, self._pace[near is not None]
         if bytes_s:
-            link_s = len(offsets) * piece_bytes / bytes_s
-            self._free_s = self._ready_s[number] = max(self._free_s, submitted_s) + link_s
-            duration_s = max(duration_s, link_s)
-        old = self._stats
-        self._stats = LineStats(
-            old.loaded_bytes + len(offsets) * piece_bytes, old.load_s + duration_s, old.written_bytes
-        )
+            self._ready_s[number] = self._take_link(submitted_s, num_bytes / bytes_s)
+            duration_s = max(duration_s, num_bytes / bytes_s)
+        self._stats += LineStats(num_bytes, duration_s, near_loaded_bytes=0 if near is None else num_bytes)
 
-    def _write(self, layer: int, place: np.ndarray | None, offsets: np.ndarray, piece_bytes: int) -> None:
-        home, near = self._copies[layer]
-        if place is not None:
-            _copy_pieces(home, place, offsets, piece_bytes)
-        if near is not None:
-            _copy_pieces(near, home if place is None else place, offsets, piece_bytes)
-        old = self._stats
-        written_bytes = old.written_bytes + len(offsets) * piece_bytes
-        self._stats = LineStats(old.loaded_bytes, old.load_s, written_bytes)
+    def _write(self, layer: int, place: torch.Tensor, offsets: np.ndarray, piece_bytes: int) -> None:
+        num_bytes = len(offsets) * piece_bytes
+        copies = [copy for copy in self._copies[layer] if copy is not None]
+        for copy in copies:
+            _copy_pieces(copy, _as_bytes(place), offsets, piece_bytes)
+        self._stats += LineStats(written_bytes=num_bytes, near_written_bytes=num_bytes * (len(copies) - 1))
+
+    def _fill(self, submitted_s: float, layer: int, offsets: np.ndarray, piece_bytes: int) -> None:
+        (home, near), num_bytes = self._copies[layer], len(offsets) * piece_bytes
+        if near is None:
+            return
+        _copy_pieces(near, home, offsets, piece_bytes)
+        if self._pace[0]:
+            self._take_link(submitted_s, num_bytes / self._pace[0])
+        self._stats += LineStats(near_written_bytes=num_bytes)
+
+    def _take_link(self, submitted_s: float, link_s: float) -> float:
+        """Let a modelled link be busy for so long; when it has carried that."""
+        self._free_s = max(self._free_s, submitted_s) + link_s
+        return self._free_s
 
 
 def open_layer_line(num_layers: int) -> LayerLine:

@@ -37,6 +37,13 @@ struct Copies {
     char* near = nullptr;
 };
 
+struct Outcome {
+    bool is_near;    // the nearer copy was read or written, too
+    double bytes_s;  // of the modelled link that the job went over; 0 if it is not paced
+};
+
+enum Stat : int { kLoaded, kLoadNs, kWritten, kNearLoaded, kNearWritten, kNumStats };
+
 void copy_pieces(char* to, const char* from, const std::vector<int64_t>& offsets, int64_t piece_bytes) {
     for (size_t first = 0; first < offsets.size();) {
         size_t end = first + 1;
@@ -111,45 +118,44 @@ class Line {
             jobs_.pop_front();
             lock.unlock();
             const int64_t begin_ns = now_ns();
-            const double bytes_s = execute(job);
+            const Outcome outcome = execute(job);
             const int64_t end_ns = now_ns();
             lock.lock();
-            note(job, bytes_s, begin_ns, end_ns);
+            note(job, outcome, begin_ns, end_ns);
             changed_.notify_all();
         }
     }
 
-    // Returns the bandwidth of the modelled link that a load goes over; 0 if it is not paced.
-    double execute(const Job& job) {
+    Outcome execute(const Job& job) {
         std::lock_guard<std::mutex> lock(copies_mutex_);
         const Copies& copies = copies_[job.layer];
+        const bool is_near = copies.near != nullptr;
         if (job.kind == kLoad) {
-            copy_pieces(job.place, copies.near ? copies.near : copies.home, job.offsets, job.piece_bytes);
-            return pace_[copies.near ? 1 : 0];
+            copy_pieces(job.place, is_near ? copies.near : copies.home, job.offsets, job.piece_bytes);
+            return {is_near, pace_[is_near ? 1 : 0]};
         }
         if (job.kind == kWrite) copy_pieces(copies.home, job.place, job.offsets, job.piece_bytes);
-        if (copies.near) {
+        if (is_near) {
             copy_pieces(copies.near, job.kind == kWrite ? job.place : copies.home, job.offsets, job.piece_bytes);
         }
-        return 0;
+        return {is_near, job.kind == kFill && is_near ? pace_[0] : 0};  // a fill comes from home
     }
 
-    void note(const Job& job, double bytes_s, int64_t begin_ns, int64_t end_ns) {
+    void note(const Job& job, const Outcome& outcome, int64_t begin_ns, int64_t end_ns) {
         const int64_t num_bytes = static_cast<int64_t>(job.offsets.size()) * job.piece_bytes;
+        const int64_t link_ns = outcome.bytes_s > 0 ? static_cast<int64_t>(num_bytes / outcome.bytes_s * 1e9) : 0;
         ++num_done_;
+        if (outcome.bytes_s > 0) free_ns_ = (free_ns_ > job.submitted_ns ? free_ns_ : job.submitted_ns) + link_ns;
         if (job.kind != kLoad) {
-            stats_[2] += num_bytes;
+            stats_[kWritten] += job.kind == kWrite ? num_bytes : 0;
+            stats_[kNearWritten] += outcome.is_near ? num_bytes : 0;
             return;
         }
-        int64_t duration_ns = end_ns - begin_ns;
-        if (bytes_s > 0) {
-            const int64_t link_ns = static_cast<int64_t>(num_bytes / bytes_s * 1e9);
-            free_ns_ = (free_ns_ > job.submitted_ns ? free_ns_ : job.submitted_ns) + link_ns;
-            ready_.emplace_back(num_done_, free_ns_);
-            if (link_ns > duration_ns) duration_ns = link_ns;
-        }
-        stats_[0] += num_bytes;
-        stats_[1] += duration_ns;
+        if (outcome.bytes_s > 0) ready_.emplace_back(num_done_, free_ns_);
+        const int64_t copied_ns = end_ns - begin_ns;
+        stats_[kLoaded] += num_bytes;
+        stats_[kLoadNs] += link_ns > copied_ns ? link_ns : copied_ns;
+        stats_[kNearLoaded] += outcome.is_near ? num_bytes : 0;
     }
 
     std::mutex mutex_, copies_mutex_;
@@ -159,7 +165,7 @@ class Line {
     std::deque<std::pair<int64_t, int64_t>> ready_;  // (ticket, when a modelled link has carried it), in order
     double pace_[2] = {0, 0};
     int64_t num_submitted_ = 0, num_done_ = 0, free_ns_ = 0;
-    int64_t stats_[3] = {0, 0, 0};  // bytes loaded, nanoseconds of loads, bytes written
+    int64_t stats_[kNumStats] = {};
     bool is_closing_ = false;
     std::thread thread_;
 };
