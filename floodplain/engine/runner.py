@@ -12,7 +12,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, Transfer
 from floodplain.core.request import SeqId
 from floodplain.core.sampling import SamplingParams
-from floodplain.core.tiers import CopyTime
+from floodplain.core.tiers import CopyTime, Direction
 from floodplain.engine.slots import IntArray, SequenceSlots
 from floodplain.memory.layer_slots import LayerSlots, find_read_blocks
 from floodplain.memory.swap_space import SwapSpace
@@ -120,6 +120,8 @@ class ModelRunner:
         """What leaves was written by steps that have ended, or is in the device's queue before its copy."""
         if transfers and self._layer_slots is not None:
             self._layer_slots.settle()
+            inbound = (transfer for transfer in transfers if transfer.kind.direction is Direction.INBOUND)
+            self._layer_slots.near.note_changed([block for transfer in inbound for block in transfer.blocks])
         for transfer in transfers:
             self._swap.start(transfer)
 

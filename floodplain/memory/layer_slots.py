@@ -21,6 +21,7 @@ from floodplain.core.layer_places import LayerPlaces
 from floodplain.memory.arena import Page
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_line import LayerLine, Ticket
+from floodplain.memory.near_copies import NearCopies
 from floodplain.memory.step_clock import StepClock
 
 OpenHome = Callable[[tuple[int, ...]], torch.Tensor]
@@ -45,6 +46,7 @@ class LayerSlots(Sequence[torch.Tensor]):
     Attributes:
         places: Which layers stream now.
         step_bytes: Bytes of one layer that the step under way reads: what each load of it brings.
+        near: Second copies of streamed layers; one goes when its layer streams no more.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class LayerSlots(Sequence[torch.Tensor]):
         self._reads = self._rows = np.zeros(0, dtype=np.int64)
         self._block_bytes = pool.layout.layer_block_bytes
         self._row_bytes = self._block_bytes // (2 * pool.layout.block_tokens)
+        self.near = NearCopies(line, self._homes, pool.max_blocks, self._block_bytes)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -152,6 +155,7 @@ class LayerSlots(Sequence[torch.Tensor]):
     def _load(self, layer: int) -> None:
         slot = self.places.slot_of(layer)
         if slot is not None and len(self._reads):
+            self.near.mend(layer, self._reads)
             self._tickets[slot] = self.line.load(layer, self[layer], self._reads, self._block_bytes)
 
     def _find_rows(self, tokens: np.ndarray) -> np.ndarray:
@@ -215,6 +219,7 @@ class LayerSlots(Sequence[torch.Tensor]):
 
     def _stream_fewer(self, places: LayerPlaces, ledger: BlockLedger) -> dict[BlockId, BlockId]:
         shrunk = self._pool.shrink(ledger, self.count_blocks(places))
+        self.near.note_changed(shrunk.moved.values())
         self._spare += shrunk.pages
         returning = sorted({*places.arenas} - {*self.places.arenas})
         num_pages = len(returning) * self._pool.num_layer_pages
@@ -228,6 +233,7 @@ class LayerSlots(Sequence[torch.Tensor]):
         content = self._offsets_of_content(ledger)
         staying = [layer for layer in self.places.streamed if places.slot_of(layer) is None]
         for layer in staying:
+            self.near.drop(layer)  # not all of these blocks need be whole in it
             self.line.load(layer, self._pool.layers[layer], content, self._block_bytes)
         self.line.drain()
         for layer in staying:
@@ -267,6 +273,7 @@ class LayerSlots(Sequence[torch.Tensor]):
 
     def close(self) -> None:
         """Let the line end; spare pages go to the device. The tensors must not be used any more."""
+        self.near.close()
         self.line.close()
         self._pool.device.release(self._spare)
         self._spare = []

@@ -153,9 +153,9 @@ class World:
 
 
 @contextmanager
-def world(line: LayerLine, seed: int, kind: type[LayerSlots] = LayerSlots) -> Iterator[World]:
+def world(line: LayerLine, seed: int, kind: type[LayerSlots] = LayerSlots, of: type[World] = World) -> Iterator[World]:
     with open_private_device(2**24) as device:
-        one = World(device, line, seed, kind)
+        one = of(device, line, seed, kind)
         try:
             yield one
         finally:
@@ -167,19 +167,24 @@ def world(line: LayerLine, seed: int, kind: type[LayerSlots] = LayerSlots) -> It
 
 def live(one: World, num_actions: int) -> None:
     """Sequences come, grow by chunks and by tokens, and go; layers begin and end to stream at any boundary."""
-    rng = one.rng
     for _ in range(num_actions):
-        action = rng.choice(["begin", "end", "step", "step", "step", "step", "change"])
-        if action == "begin" and len(one.tables) < 4:
-            one.begin_sequence()
-        elif action == "end" and one.tables:
-            one.end_sequence(rng.randrange(len(one.tables)))
-        elif action == "step" and one.tables:
-            chosen = rng.sample(range(len(one.tables)), rng.randint(1, len(one.tables)))
-            one.step({index: rng.choice([1, 1, 1, 3, 9]) for index in chosen})
-        elif action == "change":
-            one.change(rng.choice(PLACES))
+        act(one)
     one.check()
+
+
+def act(one: World) -> None:
+    """One of these."""
+    rng = one.rng
+    action = rng.choice(["begin", "end", "step", "step", "step", "step", "change"])
+    if action == "begin" and len(one.tables) < 4:
+        one.begin_sequence()
+    elif action == "end" and one.tables:
+        one.end_sequence(rng.randrange(len(one.tables)))
+    elif action == "step" and one.tables:
+        chosen = rng.sample(range(len(one.tables)), rng.randint(1, len(one.tables)))
+        one.step({index: rng.choice([1, 1, 1, 3, 9]) for index in chosen})
+    elif action == "change":
+        one.change(rng.choice(PLACES))
 
 
 @given(st.integers(0, 10**6), st.booleans())

@@ -1,0 +1,96 @@
+"""Second copies of layers that stream, behind a faster link: a neighbour's memory. They make loads faster, and no more.
+
+The copy in the host's memory, *home*, is always complete. So a near copy may go at any time, and loads come from home
+again; and it may come at any time, with nothing in it. A block of it is *stale* while it may differ from home: at first
+all are, and those that something else than the line has written at home since. A stale block is filled from home just
+before a load that reads it, by the same line and so in that order; the step's own rows the line writes to both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping
+
+import numpy as np
+import torch
+
+from floodplain.core.errors import InvariantError
+from floodplain.memory.layer_line import LayerLine
+
+
+class NearCopies:
+    """See the module. ``drop`` may be called by any thread, the rest by the one that submits to the line.
+
+    Args:
+        line: Carries the copies.
+        homes: By layer, of those that stream; the owner of the layers changes it.
+        max_blocks: Blocks that every copy has places for.
+        block_bytes: Of one layer's part of a block.
+    """
+
+    def __init__(self, line: LayerLine, homes: Mapping[int, torch.Tensor], max_blocks: int, block_bytes: int) -> None:
+        self._line = line
+        self._homes = homes
+        self.max_blocks = max_blocks
+        self.block_bytes = block_bytes
+        self._lock = threading.Lock()
+        self._is_stale: dict[int, np.ndarray] = {}  # layer that has a near copy -> bool [max_blocks]
+
+    @property
+    def layers(self) -> frozenset[int]:
+        """Those that have a near copy now."""
+        with self._lock:
+            return frozenset(self._is_stale)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Of one layer: any block that the pool may ever have has its place, wherever others come and go."""
+        return self.max_blocks * self.block_bytes
+
+    def add(self, layer: int, words: torch.Tensor) -> None:
+        """Give a layer that streams a near copy, at a boundary.
+
+        Args:
+            layer: Which one.
+            words: int32 [max_blocks, layer_block_words], with anything in it; the caller keeps it until ``drop``.
+        """
+        home = self._homes.get(layer)
+        if home is None or words.shape != home.shape or words.dtype != home.dtype or not words.is_contiguous():
+            raise InvariantError(f"layer {layer} cannot have a near copy of shape {tuple(words.shape)}")
+        with self._lock:
+            self._is_stale[layer] = np.ones(self.max_blocks, dtype=np.bool_)
+            self._line.place(layer, home, words)
+
+    def drop(self, layer: int) -> None:
+        """A layer's near copy, if it has one, is used no more when this returns: its memory may go."""
+        with self._lock:
+            if self._is_stale.pop(layer, None) is not None:
+                self._line.place(layer, self._homes[layer])
+
+    def note_changed(self, blocks: Collection[int]) -> None:
+        """Something else than the line writes these blocks at home, and has ended before the next step reads them."""
+        with self._lock:
+            for is_stale in self._is_stale.values():
+                is_stale[list(blocks)] = True
+
+    def mend(self, layer: int, offsets: np.ndarray) -> None:
+        """Fill what is stale of these pieces of a layer, before a load of them is submitted.
+
+        Args:
+            layer: With or without a near copy.
+            offsets: Of whole blocks, int64 [any], each once.
+        """
+        with self._lock:
+            is_stale = self._is_stale.get(layer)
+            if is_stale is None:
+                return
+            blocks = offsets // self.block_bytes
+            stale = is_stale[blocks]
+            is_stale[blocks] = False
+        if stale.any():
+            self._line.fill(layer, offsets[stale], self.block_bytes)
+
+    def close(self) -> None:
+        """Forget them: the line ends."""
+        with self._lock:
+            self._is_stale.clear()
