@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
 from floodplain.core.backups import BackupTable
+from floodplain.engine.borrowing import Borrowers, open_borrowers
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.expansion import open_expansion, open_layer_slots
@@ -18,12 +21,11 @@ from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
 from floodplain.engine.swap import OpenedSwap, open_swap
+from floodplain.leases.client import LeaseClient
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool, open_lent_pool
 from floodplain.lending.neighbours import Neighbours, default_device_name, open_client
-from floodplain.lending.peer_parts import PeerParts
-from floodplain.lending.peer_tier import LOOK_S, PeerTier
 from floodplain.lending.pool_lender import LenderTimes, PoolLender
 from floodplain.lending.pool_limits import PoolLimits
 from floodplain.memory.backend_choice import choose_backend
@@ -87,13 +89,13 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
         loop_config = _loop_config(config, source, eos_token_ids, limits, memory.layout.block_bytes)
         backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
         loop = Loop(LoopState(loop_config, ledger, policy, backups, swap.links), policy, config.seed)
-        expansion = None if slots is None else open_expansion(plan, slots, loop)
+        expansion = None if slots is None else open_expansion(config, plan, memory.layout, slots, loop)
         resolved = _resolve(config, name, limits, num_blocks, swap, memory.layout.block_bytes)
         _log_config(config, resolved)
         lent_pool = open_lent_pool(pool, loop, limits, backend) if config.lends else None
-        neighbours = None
-        if client is not None:
-            neighbours = _make_neighbours(config, client, name, loop, lent_pool, limits, lending, swap.peer)
+        borrow = partial(open_borrowers, config, backend, loop, swap.peer, expansion)
+        neighbours = _make_neighbours(config, client, name, lent_pool, limits, lending, borrow)
+        if neighbours is not None:
             on_failure.callback(neighbours.close)
             neighbours.start()
         engine = Engine(
@@ -198,27 +200,26 @@ def _log_config(config: EngineConfig, resolved: EngineConfig) -> None:
 
 def _make_neighbours(
     config: EngineConfig,
-    client: CoordinatorClient,
+    client: CoordinatorClient | None,
     name: str,
-    loop: Loop,
     lent_pool: LentPool | None,
     limits: PoolLimits,
     lending: LendingSettings | None,
-    peer: PeerParts | None,
-) -> Neighbours:
-    """Not yet started."""
+    borrow: Callable[[LeaseClient], Borrowers],
+) -> Neighbours | None:
+    """Not yet started; None without a coordinator."""
+    if client is None:
+        return None
     device = None if lent_pool is None else lent_pool.as_device()
     agent = LeaseAgent(client, name, device, is_last=config.device_name is None)
-    lender = peer_tier = None
+    lender = None
     if lent_pool is not None:
         settings = lending or LendingSettings().at_calm(config.lend_after)
         policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
         times = LenderTimes() if config.lease_look is None else LenderTimes(look_s=config.lease_look)
         lender = PoolLender(lent_pool, policy, agent.membership, lambda: agent.can_offer, times, lent_pool.guest_bytes)
-    if peer is not None:
-        look_s = config.lease_look or LOOK_S
-        peer_tier = PeerTier(agent.membership, peer.memory, peer.slots, peer.mover, loop.relocations, look_s)
-    return Neighbours(agent, lent_pool, lender, peer_tier)
+    borrowers = borrow(agent.membership)
+    return Neighbours(agent, lent_pool, lender, borrowers.peer_tier, borrowers.near_layers)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from floodplain.core.errors import SettingRefused, UserError
 from floodplain.core.sizes import parse_size
 from floodplain.cost.link import LINKS
-from floodplain.engine.expansion_flags import check_expansion, read_expansion
+from floodplain.engine.expansion_flags import EXPANSION_TIERS, check_expansion, read_expansion
 from floodplain.memory.host.named_file import NAME
 from floodplain.policy.lending import LendingSettings
 from floodplain.policy.registry import POLICIES
@@ -36,6 +36,7 @@ _COUNTS = (
 )  # fmt: skip
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "policy": POLICIES, "dtype": DTYPES, "swap": SWAPS, "hardware": (None, *HARDWARE),
+    "expansion_tier": EXPANSION_TIERS,
 }  # fmt: skip
 _USED_BY = {
     "slice": ("cfs", "fair", "paced"), "fair_by": ("fair",),
@@ -138,6 +139,10 @@ class EngineConfig:
                           "quarter of what is free)",
                   "size": True},
     )  # fmt: skip
+    expansion_tier: str = _flag(  # type: ignore[assignment]
+        "host", "with --kv-expansion, where layers stream from: peer borrows second copies of them from neighbours, "
+        "and falls back to the host's", EXPANSION_TIERS,
+    )  # fmt: skip
     long_prompts: bool = _flag(  # type: ignore[assignment]
         False, "with --kv-expansion, let one request fill the expanded pool: it then never shrinks below that"
     )
@@ -160,7 +165,9 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise UserError(f"--{name} must be one of {', '.join(filter(None, choices))}, not {value!r}")
+                raise UserError(
+                    f"--{name.replace('_', '-')} must be one of {', '.join(filter(None, choices))}, not {value!r}"
+                )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise UserError(f"--max-model-len must be at least 2, not {self.max_model_len}")
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):

@@ -13,11 +13,12 @@ from floodplain.core.sequence import Sequence
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.expansion_plan import ExpansionPlan
 from floodplain.engine.outputs import ExpansionFacts
-from floodplain.engine.swap import emulated_bandwidth
+from floodplain.engine.swap import PEER_LINK, emulated_bandwidth
 from floodplain.memory.backend import Backend
+from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_slots import LayerSlots
-from floodplain.policy.expansion import ExpansionPolicy, ExpansionView
+from floodplain.policy.expansion import ExpansionLimit, ExpansionPolicy, ExpansionView
 from floodplain.runtime.loop import Loop
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Expansion:
         policy: Decides how many layers stream; None keeps the number.
         plan: What there may be.
         link_bytes_s: What loads are expected to bring per second, until they tell.
+        near_bytes_s: The same of loads from near copies; None: as measured when the first one comes.
     """
 
     def __init__(
@@ -44,12 +46,15 @@ class Expansion:
         policy: ExpansionPolicy | None,
         plan: ExpansionPlan,
         link_bytes_s: float,
+        near_bytes_s: float | None,
     ) -> None:
         self.slots = slots
         self._loop = loop
         self._policy = policy
         self._places = {places.num_streamed: places for places in plan.places}
         self._base_blocks = plan.base_blocks
+        self._fewest = min((places.num_streamed for places in plan.places if places.num_streamed), default=0)
+        self._home_bytes_s, self._near_bytes_s = link_bytes_s, near_bytes_s
         self._link_bytes_s = link_bytes_s
         self._seen = slots.line.stats()
         self._stall_s = slots.stall_s
@@ -100,9 +105,21 @@ class Expansion:
                 before.expansion, self.slots.places.expansion, self.slots.places.num_streamed,
             )  # fmt: skip
 
-    def expect_bandwidth(self, bytes_s: float) -> None:
-        """Say what loads bring per second, where it is known and they have not told yet."""
-        self._link_bytes_s = bytes_s
+    @property
+    def num_wanted_copies(self) -> int:
+        """Near copies that there is use for: of the layers that stream; if none does, because loads from home would
+        show, of the fewest that can."""
+        num_streamed = self.slots.places.num_streamed
+        would_show = not num_streamed and self._limited == ExpansionLimit.COPIES_SHOW.value
+        return self._fewest if would_show else num_streamed
+
+    def expect_copies(self, num_copies: int, measured_bytes_s: float) -> None:
+        """Say how many near copies there could be, and what was measured of them: while no layer streams, no load tells
+        what the next ones would bring."""
+        if not self.slots.places.num_streamed:
+            has_enough = bool(self._fewest) and num_copies >= self._fewest
+            near_bytes_s = self._near_bytes_s or measured_bytes_s
+            self._link_bytes_s = near_bytes_s if has_enough else self._home_bytes_s
 
     def facts(self) -> ExpansionFacts:
         """What is seen now; any thread may ask."""
@@ -115,6 +132,9 @@ class Expansion:
             written_bytes=stats.written_bytes,
             stall_s=self.slots.stall_s,
             host_bytes=self.slots.home_bytes,
+            num_near=len(self.slots.near.layers),
+            near_loaded_bytes=stats.near_loaded_bytes,
+            near_written_bytes=stats.near_written_bytes,
             block_bytes=self.slots.block_bytes,
             limited=self._limited,
         )
@@ -154,7 +174,8 @@ def open_layer_slots(
     slots = LayerSlots(pool, line, plan.places[-1].num_slots, backend.open_layer_copy, backend.close_layer_copy)
     try:
         if config.hardware is not None:
-            line.pace(emulated_bandwidth(config.hardware, pool.layout))
+            near_bytes_s = emulated_bandwidth(PEER_LINK, pool.layout)
+            line.pace(emulated_bandwidth(config.hardware, pool.layout), near_bytes_s)
         slots.change_to(plan.places[0], ledger)
     except BaseException:
         slots.close()
@@ -162,7 +183,11 @@ def open_layer_slots(
     return slots
 
 
-def open_expansion(plan: ExpansionPlan, slots: LayerSlots, loop: Loop) -> Expansion:
+def open_expansion(
+    config: EngineConfig, plan: ExpansionPlan, layout: KVLayout, slots: LayerSlots, loop: Loop
+) -> Expansion:
     """What decides between steps."""
     policy = None if plan.is_fixed else ExpansionPolicy(plan.places, plan.base_blocks)
-    return Expansion(slots, loop, policy, plan, slots.measure_bandwidth())
+    home_bytes_s = slots.measure_bandwidth()
+    near_bytes_s = None if config.hardware is None else emulated_bandwidth(PEER_LINK, layout)
+    return Expansion(slots, loop, policy, plan, home_bytes_s, near_bytes_s)

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from floodplain.core.errors import UserError
 
+EXPANSION_TIERS = (HOST_TIER, PEER_TIER) = ("host", "peer")
+
 
 class ExpansionFlags(Protocol):
     """The flags of an ``EngineConfig`` that matter here; they are explained there."""
@@ -15,6 +17,10 @@ class ExpansionFlags(Protocol):
     def kv_expansion(self) -> str: ...  # noqa: D102
     @property
     def expansion_memory(self) -> int | None: ...  # noqa: D102
+    @property
+    def expansion_tier(self) -> str: ...  # noqa: D102
+    @property
+    def coordinator(self) -> str | None: ...  # noqa: D102
     @property
     def long_prompts(self) -> bool: ...  # noqa: D102
     @property
@@ -49,6 +55,7 @@ def check_expansion(flags: ExpansionFlags) -> None:
     expansion = read_expansion(flags.kv_expansion)
     if expansion == 1.0:
         for name, is_set in (("--expansion-memory", flags.expansion_memory is not None),
+                             ("--expansion-tier", flags.expansion_tier != HOST_TIER),
                              ("--long-prompts", flags.long_prompts)):  # fmt: skip
             if is_set:
                 raise UserError(f"{name} says how to expand, and --kv-expansion off does not: leave one of them out")
@@ -57,5 +64,7 @@ def check_expansion(flags: ExpansionFlags) -> None:
             f"--kv-expansion {flags.kv_expansion} takes the pages of layers, and --lend {flags.lend} gives the same "
             "pages away: leave one of them out"
         )
+    elif flags.expansion_tier == PEER_TIER and flags.coordinator is None:
+        raise UserError("--expansion-tier peer needs --coordinator: nobody else knows who lends memory")
     if flags.long_prompts and expansion is None and flags.max_model_len is None:
         raise UserError("--long-prompts with --kv-expansion auto needs --max-model-len: how long may a request be?")

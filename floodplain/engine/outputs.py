@@ -63,6 +63,9 @@ class ExpansionFacts:
         written_bytes: KV that was written to layers' copies.
         stall_s: Time for which compute waited for loads.
         host_bytes: Memory of the copies.
+        num_near: Layers that have a second copy in a neighbour's memory.
+        near_loaded_bytes: Of ``loaded_bytes``, those from such copies.
+        near_written_bytes: KV that was written to such copies, from the device or the host.
         block_bytes: Device memory of a block; 0: as much as in swap space.
         limited: Why it is not more; None while it is as large as it is asked to be.
     """
@@ -73,6 +76,9 @@ class ExpansionFacts:
     written_bytes: int = 0
     stall_s: float = 0.0
     host_bytes: int = 0
+    num_near: int = 0
+    near_loaded_bytes: int = 0
+    near_written_bytes: int = 0
     block_bytes: int = 0
     limited: str | None = None
 

@@ -7,7 +7,7 @@ import re
 import secrets
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient, read_token
 from floodplain.lending.lent_pool import LentPool
+from floodplain.lending.near_layers import NearLayers
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.lending.peer_watch import PeerWatch
 from floodplain.lending.pool_lender import PoolLender
@@ -54,7 +55,8 @@ class Neighbours:
         agent: Not yet started.
         lent_pool: What the engine lends of; None lends nothing.
         lender: Who lends of it.
-        peer_tier: What the engine borrows; None borrows nothing.
+        peer_tier: What the engine borrows for swapping; None borrows nothing for that.
+        near_layers: What it borrows for layers that stream; None borrows nothing for these.
         hurry: Called in the place of the tier's own, on a thread of its own, whenever there is news of leases.
     """
 
@@ -64,13 +66,16 @@ class Neighbours:
         lent_pool: LentPool | None = None,
         lender: PoolLender | None = None,
         peer_tier: PeerTier | None = None,
+        near_layers: NearLayers | None = None,
         hurry: Callable[[], float | None] | None = None,
     ) -> None:
         self.agent = agent
         self.lent_pool = lent_pool
         self.lender = lender
         self.peer_tier = peer_tier
-        self._watch = None if peer_tier is None else PeerWatch(hurry or peer_tier.hurry)
+        self.near_layers = near_layers
+        self._borrowers = [one for one in (peer_tier, near_layers) if one is not None]
+        self._watch = PeerWatch(hurry or self._hurry) if self._borrowers else None
         self._recall_times_s: deque[float] = deque(maxlen=MOST_RECALL_TIMES)
         self._num_recalls = 0
         self._mutex = threading.Lock()
@@ -88,9 +93,10 @@ class Neighbours:
 
     def retire(self) -> None:
         """Free what is borrowed and look after what was lent, before the engine's memory goes. Safe to call twice."""
-        if self._watch is not None and self.peer_tier is not None:
+        if self._watch is not None:
             self._watch.close()
-            self.peer_tier.close()
+        for borrower in self._borrowers:
+            borrower.close()
         self.agent.retire()
 
     def close(self) -> None:
@@ -107,8 +113,8 @@ class Neighbours:
         """No step is outstanding: whatever must be done to memory is done now. Seldom takes more than a microsecond."""
         if self.lender is not None:
             self.lender.at_boundary(now)
-        if self.peer_tier is not None:
-            self.peer_tier.at_boundary(now)
+        for borrower in self._borrowers:
+            borrower.at_boundary(now)
 
     def facts(self) -> LeaseFacts:
         """What is seen of leases now; may be asked on any thread."""
@@ -122,9 +128,18 @@ class Neighbours:
                 self._num_recalls,
                 tuple(self._recall_times_s),
                 0 if self.lent_pool is None else self.lent_pool.num_failed_growths,
-                {} if self.peer_tier is None else self.peer_tier.totals.by_outcome(),
+                self._count_borrowed(),
                 dict(self.agent.failures),
             )
+
+    def _hurry(self) -> float | None:
+        return min((s for borrower in self._borrowers if (s := borrower.hurry()) is not None), default=None)
+
+    def _count_borrowed(self) -> dict[str, int]:
+        outcomes: Counter[str] = Counter()
+        for borrower in self._borrowers:
+            outcomes.update(borrower.totals.by_outcome())
+        return dict(outcomes)
 
 
 def open_client(addresses: str, token_file: str | None) -> CoordinatorClient:

@@ -9,6 +9,7 @@ before a load that reads it, by the same line and so in that order; the step's o
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -16,6 +17,9 @@ import torch
 
 from floodplain.core.errors import InvariantError
 from floodplain.memory.layer_line import LayerLine
+
+_MEASURED_BYTES, _MEASURED_TIMES = 2**23, 3
+"""How much is copied to measure, and how often."""
 
 
 class NearCopies:
@@ -60,6 +64,20 @@ class NearCopies:
         with self._lock:
             self._is_stale[layer] = np.ones(self.max_blocks, dtype=np.bool_)
             self._line.place(layer, home, words)
+
+    def measure_bandwidth(self, words: torch.Tensor) -> float:
+        """Bytes per second onto the device from memory for a near copy, the best of a few. It takes milliseconds."""
+        part = words.view(-1)[: _MEASURED_BYTES // words.itemsize]
+        place = torch.empty_like(part)
+        return max(part.nbytes / max(self._measure_s(place, part), 1e-9) for _ in range(_MEASURED_TIMES))
+
+    def _measure_s(self, place: torch.Tensor, part: torch.Tensor) -> float:
+        begin = self._line.mark()
+        place.copy_(part)
+        end = self._line.mark()
+        while (seconds := self._line.elapsed_s(begin, end)) is None:
+            time.sleep(1e-4)
+        return seconds
 
     def drop(self, layer: int) -> None:
         """A layer's near copy, if it has one, is used no more when this returns: its memory may go."""

@@ -37,6 +37,12 @@ class ExpansionStats(Protocol):
     @property
     def written_bytes(self) -> int: ...  # noqa: D102
     @property
+    def num_near(self) -> int: ...  # noqa: D102
+    @property
+    def near_loaded_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def near_written_bytes(self) -> int: ...  # noqa: D102
+    @property
     def stall_s(self) -> float: ...  # noqa: D102
 
 
@@ -196,8 +202,16 @@ class ServingMetrics(Collector):
         expansion = stats.expansion
         yield self._gauge("kv_expansion", text, {(): expansion.expansion})
         yield self._gauge("kv_streamed_layers", "Layers whose KV streams.", {(): expansion.num_streamed})
-        moved = _by_one({"in": expansion.loaded_bytes, "out": expansion.written_bytes})
-        yield self._counter("kv_stream_bytes", "Bytes of KV of layers that stream.", moved, "direction")
+        text = "Layers that stream from a neighbour's memory."
+        yield self._gauge("kv_near_layers", text, {(): expansion.num_near})
+        moved: dict[tuple[str, ...], int] = {
+            ("in", "host"): expansion.loaded_bytes - expansion.near_loaded_bytes,
+            ("in", "peer"): expansion.near_loaded_bytes,
+            ("out", "host"): expansion.written_bytes,
+            ("out", "peer"): expansion.near_written_bytes,
+        }
+        text = "Bytes of KV of layers that stream, from and to their copies in each tier."
+        yield self._counter("kv_stream_bytes", text, moved, "direction", "tier")
         text = "Time in which compute waited for layers that stream."
         yield self._counter("kv_stream_stall_seconds", text, {(): expansion.stall_s})
 

@@ -60,6 +60,9 @@ URL = {"coordinator": "http://127.0.0.1:8100"}
         ({"kv_expansion": "0.5"}, "^--kv-expansion must be off, auto, or a number above 1, not '0.5'$"),
         ({"kv_expansion": "inf"}, "^--kv-expansion must be off, auto, or a number above 1"),
         ({"expansion_memory": 2**30}, "^--expansion-memory says how to expand, and --kv-expansion off does not"),
+        ({"expansion_tier": "peer"}, "^--expansion-tier says how to expand, and --kv-expansion off does not"),
+        ({"expansion_tier": "peer", "kv_expansion": "auto"}, "^--expansion-tier peer needs --coordinator"),
+        ({"expansion_tier": "far"}, "^--expansion-tier must be one of host, peer, not 'far'$"),
         ({"long_prompts": True}, "^--long-prompts says how to expand, and --kv-expansion off does not"),
         (
             {"long_prompts": True, "kv_expansion": "auto"},

@@ -30,6 +30,7 @@ PROMISED = {
     "coordinator_failures_total": "counter",
     "kv_expansion": "gauge",
     "kv_streamed_layers": "gauge",
+    "kv_near_layers": "gauge",
     "kv_stream_bytes_total": "counter",
     "kv_stream_stall_seconds_total": "counter",
     "lease_recall_seconds": "histogram",
@@ -53,7 +54,7 @@ LABELS = {
     "lease_bytes": {"role", "peer"},
     "borrowed_leases_total": {"outcome"},
     "coordinator_failures_total": {"problem"},
-    "kv_stream_bytes_total": {"direction"},
+    "kv_stream_bytes_total": {"direction", "tier"},
 }
 
 
