@@ -105,6 +105,10 @@ class Expansion:
                 before.expansion, self.slots.places.expansion, self.slots.places.num_streamed,
             )  # fmt: skip
 
+    def expect_bandwidth(self, bytes_s: float) -> None:
+        """Say what loads from home bring per second, where it is known and they have not told yet."""
+        self._home_bytes_s = self._link_bytes_s = bytes_s
+
     @property
     def num_wanted_copies(self) -> int:
         """Near copies that there is use for: of the layers that stream; if none does, because loads from home would

@@ -246,7 +246,8 @@ def test_spare_copies_are_wanted_where_loads_from_home_would_show() -> None:
     """Else a slow link to the host would hide for good that a neighbour is near."""
     with expanding(policy="fcfs", swap="none") as run:
         expansion: Any = run.expansion
-        home_bytes_s = expansion._home_bytes_s
+        home_bytes_s = 1e9
+        expansion.expect_bandwidth(home_bytes_s)
         for limited, wanted in ((ExpansionLimit.MEMORY_SUFFICES, 0), (ExpansionLimit.COPIES_SHOW, 4)):
             expansion._policy.decide = partial(lambda decision, view: decision, ExpansionDecision(0, limited))
             run.engine.step()
