@@ -42,7 +42,8 @@ class OrderedLine(HostClock):
         def job() -> None:
             near = self.nears[layer]
             if self.pool is not None:
-                blocks = [block for block in range(self.pool.max_blocks) if self.pool.is_backed(block)]
+                num_blocks = self.pool.num_blocks  # the lowest ones, but for holes: those stay as they are
+                blocks = [block for block in range(num_blocks) if self.pool.is_backed(block)]
                 place.view(torch.int16)[blocks] = -1
             _copy(place, self.homes[layer] if near is None else near, offsets, piece_bytes)
             self._loaded_bytes += len(offsets) * piece_bytes
