@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from floodplain import SamplingParams
@@ -22,11 +21,10 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.expansion import Expansion
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.shell import Engine
-from floodplain.memory.layer_slots import LayerSlots
 from floodplain.memory.step_clock import StepClock
 from floodplain.policy.expansion import ExpansionDecision, ExpansionPolicy, ExpansionView
 from tests.support.calm import run_calmly
-from tests.support.layer_lines import OrderedLine
+from tests.support.layer_lines import ForgetfulSlots, OrderedLine
 from tests.support.parity import Reference, Verdict, judge_with_aborted
 
 pytestmark = pytest.mark.slow
@@ -221,27 +219,10 @@ def test_auto_grows_while_memory_is_short_and_comes_back_when_it_is_not(
         engine.close()
 
 
-class _Faulty(LayerSlots):
-    """See the controls."""
-
-    fault = ""
-
-    def before_layer(self, index: int) -> None:
-        if self.fault != "wait":
-            super().before_layer(index)
-
-    def settle(self) -> None:
-        if self.fault != "settle":
-            super().settle()
-
-    def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
-        super().begin_step(read_blocks, written_tokens if self.fault != "write" else written_tokens[:0])
-
-
 @pytest.mark.parametrize("fault", ["wait", "settle", "write"])
 def test_control_each_order_is_needed(fault: str, requests: list[Request], expected: list[Reference]) -> None:
     with expanding(policy="cfs", slice=2, kv_expansion="2.9", line=OrderedLine(NUM_LAYERS)) as run:
         slots: Any = run.expansion.slots
-        slots.__class__, slots.fault = _Faulty, fault
+        slots.__class__, slots.fault = ForgetfulSlots, fault
         run.drive(requests)
     assert not run.verdict(expected).is_equal

@@ -26,7 +26,7 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_line import LayerLine
 from floodplain.memory.layer_slots import LayerSlots, find_read_blocks
 from tests.support.examples import examples
-from tests.support.layer_lines import OrderedLine
+from tests.support.layer_lines import ForgetfulSlots, OrderedLine
 
 LAYOUT = KVLayout(num_layers=7, block_tokens=4, num_kv_heads=1, head_dim=1024, dtype=torch.bfloat16)  # 4 to a page
 BASE_BLOCKS = 9
@@ -229,36 +229,10 @@ def test_a_pool_that_is_full_gives_up_what_it_can_and_goes_on_when_sequences_hav
         one.step({0: 1})
 
 
-class _Forgetful(LayerSlots):
-    """See the controls."""
-
-    fault = ""
-
-    def before_layer(self, index: int) -> None:
-        if self.fault != "wait":
-            super().before_layer(index)
-
-    def settle(self) -> None:
-        if self.fault != "settle":
-            super().settle()
-
-    def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
-        if self.fault == "partly filled":
-            full = written_tokens // LAYOUT.block_tokens
-            read_blocks = read_blocks[~np.isin(read_blocks, full)]
-        super().begin_step(read_blocks, written_tokens if self.fault != "write" else written_tokens[:0])
-
-    def after_layer(self, index: int) -> None:
-        follower = None if self.places.slot_of(index) is None else self.places.follower(index)
-        if self.fault == "order" and follower is not None:
-            self._load(follower)
-        super().after_layer(index)
-
-
 @pytest.mark.parametrize("fault", ["wait", "settle", "partly filled", "write", "order"])
 def test_control_each_step_of_the_protocol_is_needed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Forgetful, "fault", fault)
+    monkeypatch.setattr(ForgetfulSlots, "fault", fault)
     with pytest.raises(AssertionError, match=r"sequence \d, token"):
         for seed in range(10):
-            with world(OrderedLine(LAYOUT.num_layers, is_late=fault != "order"), seed, _Forgetful) as one:
+            with world(OrderedLine(LAYOUT.num_layers, is_late=fault != "order"), seed, ForgetfulSlots) as one:
                 live(one, 60)

@@ -10,6 +10,7 @@ import torch
 from floodplain.memory.host.layer_line import HostClock
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_line import LineStats, Ticket
+from floodplain.memory.layer_slots import LayerSlots
 
 Job = Callable[[], None]
 
@@ -105,3 +106,29 @@ def _copy(to: torch.Tensor, source: torch.Tensor | None, offsets: np.ndarray, pi
     target, origin = _bytes(to), _bytes(source)
     for offset in offsets.tolist():
         target[offset : offset + piece_bytes] = origin[offset : offset + piece_bytes]
+
+
+class ForgetfulSlots(LayerSlots):
+    """Leaves one part of the protocol out: ``fault`` says which. Where tests are, that must show."""
+
+    fault = ""
+
+    def before_layer(self, index: int) -> None:
+        if self.fault != "wait":
+            super().before_layer(index)
+
+    def settle(self) -> None:
+        if self.fault != "settle":
+            super().settle()
+
+    def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
+        if self.fault == "partly filled":
+            full = written_tokens // self._pool.layout.block_tokens
+            read_blocks = read_blocks[~np.isin(read_blocks, full)]
+        super().begin_step(read_blocks, written_tokens if self.fault != "write" else written_tokens[:0])
+
+    def after_layer(self, index: int) -> None:
+        follower = None if self.places.slot_of(index) is None else self.places.follower(index)
+        if self.fault == "order" and follower is not None:
+            self._load(follower)
+        super().after_layer(index)
