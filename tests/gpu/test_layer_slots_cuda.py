@@ -159,6 +159,6 @@ def test_tokens_are_those_of_a_resident_pool(
         stats = run.drive([replace(request) for request in requests])
     verdict = run.verdict(expected)
     assert verdict.is_equal, verdict
-    assert stats.expansion_bytes["in"] > stats.expansion_bytes["out"] > 0
+    assert stats.expansion.loaded_bytes > stats.expansion.written_bytes > 0
     assert flags["kv_expansion"] != "auto" or len(run.expansions) > 2
     assert run.expansion.slots.places.num_layers == NUM_LAYERS
