@@ -114,6 +114,8 @@ COLUMNS = (
     ("stall", "stall_share", 100.0, ".1f"), ("preempted", "preemptions", 1.0, ".0f"),
 )  # fmt: skip
 
+PIE_LINKS = "Pie has a link of this bandwidth in each direction, both emulated; with a shared link, one for both."
+
 
 def format_rows(runs: list[dict[str, Any]]) -> str:
     """A table for each row of ways: medians over seeds, tokens/s also as a ratio to the first way of the same seed."""
@@ -134,6 +136,8 @@ def format_rows(runs: list[dict[str, Any]]) -> str:
             gain = median(run["tokens_s"] / first[run["seed"]] for run in ours)
             cells = [f"{median(run[key] for run in ours) * factor:{form}}" for _, key, factor, form in COLUMNS]
             lines.append(f"| {way} | {gain:.2f}x | {' | '.join(cells)} |")
+        if any("Pie" in run["way"] for run in row):
+            lines.append(f"\n{PIE_LINKS}")
     return "\n".join(lines)
 
 

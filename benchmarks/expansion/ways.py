@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import numpy as np
-
+from benchmarks.expansion.pie_layers import TwoWayLine, move_whole_layers
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.expansion import Expansion
 from floodplain.engine.shell import Engine
+from floodplain.memory.host.layer_line import open_layer_line
 from floodplain.memory.layer_slots import LayerSlots
 
 
@@ -26,24 +29,17 @@ class OnDemand(LayerSlots):
         super().before_layer(index)
 
 
-class WholeLayers(LayerSlots):
-    """Pie's way of moving: what the step read and wrote of a layer goes out whole, since no copy stays behind.
+def load_on_demand(engine: Engine, expansion: Expansion) -> None:
+    """Let layers be loaded when they are to compute."""
+    slots: Any = expansion.slots
+    slots.__class__ = OnDemand
 
-    Layers pass through the slots in the order of ``LayerSlots``; Pie's own order is in ``policy.pie_fifo``.
-    """
 
-    def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:
-        """See ``LayerSlots``."""
-        super().begin_step(read_blocks, written_tokens)
-        blocks = np.union1d(read_blocks, written_tokens // self._pool.layout.block_tokens)
-        self._whole = blocks * self._block_bytes
-
-    def after_layer(self, index: int) -> None:
-        """See ``LayerSlots``."""
-        rows, self._rows = self._rows, self._whole
-        row_bytes, self._row_bytes = self._row_bytes, self._block_bytes
-        super().after_layer(index)
-        self._rows, self._row_bytes = rows, row_bytes
+def move_by_fifo(engine: Engine, expansion: Expansion, *, is_shared: bool) -> None:
+    """Let whole layers move both ways, over two links or a shared one."""
+    num_layers = expansion.slots.places.num_layers
+    line = TwoWayLine(open_layer_line(num_layers), open_layer_line(num_layers), is_shared=is_shared)
+    move_whole_layers(expansion.slots, engine.loop.state.ledger, line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,40 +50,50 @@ class Way:
         name: In tables.
         expansion: ``--kv-expansion``.
         pool: Times the device memory of the others.
-        kind: How layers stream; None: as the engine does.
+        change: How layers stream; None: as the engine does.
+        flags: Others of its own.
     """
 
     name: str
     expansion: str = "off"
     pool: float = 1.0
-    kind: type[LayerSlots] | None = None
+    change: Callable[[Engine, Expansion], None] | None = None
+    flags: Mapping[str, Any] = field(default_factory=dict)
 
     def open(self, kv_memory: int, link_bytes_s: float, **flags: Any) -> Engine:
         """An engine of this way, behind a link of so many bytes per second (0: as fast as this machine copies)."""
         config = EngineConfig(
             model="smollm2", kv_memory=round(self.pool * kv_memory), kv_expansion=self.expansion, max_num_seqs=64,
-            expansion_memory=None if self.expansion == "off" else 2**32, **flags,
+            expansion_memory=None if self.expansion == "off" else 2**32, **{**flags, **self.flags},
         )  # fmt: skip
         engine = build_engine(config)
         if engine.expansion is not None:
-            slots: Any = engine.expansion.slots
-            slots.line.pace(link_bytes_s, link_bytes_s)
+            if self.change is not None:
+                self.change(engine, engine.expansion)
+            engine.expansion.slots.line.pace(link_bytes_s, link_bytes_s)
             if link_bytes_s:
                 engine.expansion.expect_bandwidth(link_bytes_s)
-            if self.kind is not None:
-                slots.__class__ = self.kind
         return engine
 
 
 FACTORS = ("1.5", "2", "3", "4.3")
+_HELD_ALONE = {"enable_prefix_caching": False}
+"""What Pie moves is what sequences hold; blocks kept for later prompts would only be ballast to it."""
+
+
+def _pie(factor: str, kind: str, *, is_shared: bool) -> Way:
+    return Way(f"{factor}x {kind}", factor, change=partial(move_by_fifo, is_shared=is_shared), flags=_HELD_ALONE)
+
+
 WAYS = {
     way.name: way
     for way in (
         Way("recompute"),
         *(Way(f"{factor}x", factor) for factor in FACTORS),
         Way("auto", "auto"),
-        *(Way(f"{factor}x on demand", factor, kind=OnDemand) for factor in FACTORS),
-        *(Way(f"{factor}x whole layers", factor, kind=WholeLayers) for factor in FACTORS),
+        *(Way(f"{factor}x on demand", factor, change=load_on_demand) for factor in FACTORS),
+        *(_pie(factor, "Pie", is_shared=False) for factor in FACTORS),
+        *(_pie(factor, "Pie, shared link", is_shared=True) for factor in FACTORS),
         *(Way(f"pool of {factor}x", pool=float(factor)) for factor in FACTORS),
     )
 }
