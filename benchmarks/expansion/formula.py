@@ -32,7 +32,7 @@ class Device:
 
     Attributes:
         name: For tables.
-        memory_bytes: Of the GPU.
+        memory_bytes: Of the GPU. An H100 of "80 GB" has 81,559 MiB by nvidia-smi; the others are data sheets'.
         memory_bandwidth: Bytes per second by its data sheet.
         link_bandwidth: Bytes per second towards the GPU.
         source: Of the link's bandwidth.
@@ -57,9 +57,9 @@ def _device(name: str, memory_gb: float, memory_tb_s: float, link: str) -> Devic
 
 
 DEVICES = (
-    _device("H100, PCIe 5", 80, 3.35, "pcie5"),
+    _device("H100, PCIe 5", 85.5, 3.35, "pcie5"),
     Device("GB200, half of a C2C", 186 * GB, 8e12, 225 * GB, "assumed: one Grace serves two GPUs"),
-    _device("H100, NVLink peer", 80, 3.35, "nvlink4"),
+    _device("H100, NVLink peer", 85.5, 3.35, "nvlink4"),
     _device("GH200, C2C", 96, 4.0, "c2c"),
 )
 
@@ -88,6 +88,7 @@ class Model:
 MODELS = (
     Model("Llama-3.1-8B", shape_named("llama-3.1-8b")),
     Model("Llama-3.1-70B TP8", shape_named("llama-3.1-70b"), 8),
+    Model("Llama-3.1-70B TP2", shape_named("llama-3.1-70b"), 2),
     Model("Qwen2.5-14B", shape_named("qwen2.5-14b")),
     Model("OPT-13B", shape_named("opt-13b")),
     Model("OPT-30B", shape_named("opt-30b")),
