@@ -75,16 +75,17 @@ def converge(args: argparse.Namespace, link_bytes_s: float, tokenizer: Tokenizer
     follow_pie(lanes[RULES[1]].engine)
     gc.freeze()
     try:
-        begins = {rule: _see(lane, lane.load(backlog), link_bytes_s) for rule, lane in lanes.items()}
-        samples: dict[str, list[dict[str, float]]] = {rule: [] for rule in RULES}
+        seen = {rule: [_see(lane, link_bytes_s)] for rule, lane in lanes.items()}
+        for lane in lanes.values():
+            lane.load(backlog)
         num_windows = round(args.seconds / WINDOW_S)
         for number in range(num_windows):
             link = link_bytes_s if number < num_windows // 2 else link_bytes_s / 2
             for rule, lane in lanes.items():
                 _slots(lane).line.pace(link, link)
                 lane.run(WINDOW_S)
-                samples[rule].append(_see(lane, 0.0, link))
-        return {rule: _differences([begins[rule], *samples[rule]]) for rule in RULES}
+                seen[rule].append(_see(lane, link))
+        return {rule: _differences(seen[rule]) for rule in RULES}
     finally:
         close_all(list(lanes.values()))
 
@@ -98,11 +99,11 @@ def _slots(lane: Lane) -> Any:
     return lane.engine.expansion.slots
 
 
-def _see(lane: Lane, now_s: float, link_bytes_s: float) -> dict[str, float]:
+def _see(lane: Lane, link_bytes_s: float) -> dict[str, float]:
     """Counters now; the clock stands between two turns."""
     stats = lane.engine.stats()
     return {
-        "at_s": now_s or lane.engine.clock(), "expansion": _slots(lane).places.expansion, "link_bytes_s": link_bytes_s,
+        "at_s": lane.engine.clock(), "expansion": _slots(lane).places.expansion, "link_bytes_s": link_bytes_s,
         "tokens": stats.num_generated_tokens, "stall_s": stats.expansion.stall_s,
     }  # fmt: skip
 
