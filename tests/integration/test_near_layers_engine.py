@@ -135,6 +135,21 @@ def test_tokens_are_right_while_a_neighbour_lends_and_recalls(
     assert totals.num_forced == totals.num_refused == 0
 
 
+def test_a_prompt_of_four_pools_from_a_neighbour() -> None:
+    """Its layers pass through two slots, all of them from the neighbour's memory."""
+    prompt = tuple(Random(5).randrange(256) for _ in range(2_000))
+    request = Request(request_id="long", prompt_token_ids=prompt, params=GREEDY, arrival_s=0.0)
+    long = {"max_model_len": 2_048, "max_batched_tokens": 512, "policy": "fcfs", "swap": "none"}
+    flags = long | {"kv_memory": 32 * BLOCK_BYTES, "kv_expansion": "6", "long_prompts": True}
+    with borrowing(**flags) as (neighbour, run):
+        neighbour.lend(NUM_PAGES)
+        until(run.engine, lambda: count_near(run) == run.expansion.slots.places.num_streamed)
+        stats = run.drive([request])
+        verdict = run.verdict(run_calmly([request], **(BASE | long)))
+    assert verdict.is_equal, verdict
+    assert stats.expansion.near_loaded_bytes > 0.9 * stats.expansion.loaded_bytes > 0
+
+
 def test_a_recall_is_obeyed_within_its_deadline_by_a_loop_that_stands_still(
     requests: list[Request], expected: list[Reference]
 ) -> None:
