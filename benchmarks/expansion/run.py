@@ -33,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 LENGTHS = {"sharegpt": (0.6, 320, 256), "alpaca": (0.3, 320, 256)}
 """By name: the scale of chat-like lengths, and the longest prompt and output. A scale of 0.3 has medians of 17 and 63
 tokens, near Alpaca's (19 and 58 on average: vLLM, arXiv 2309.06180, section 6.1)."""
-RATE, NUM_REQUESTS = 6.0, 40
+RATE, NUM_REQUESTS = 6.0, 30
 """Poisson arrivals, faster than the small pool serves."""
 
 
