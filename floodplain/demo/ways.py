@@ -93,8 +93,8 @@ def expansion_ways(pool_part: int) -> tuple[Way, ...]:
     return (
         Way(
             name=f"1/{pool_part} of it",
-            words="A part of the memory. Whoever is on the device stays until the answer is complete; when memory runs "
-            "short, the last to come leaves and is computed again later. Everybody else waits in line.",
+            words="A part of the memory. A request on the device stays until its answer is complete; when memory runs "
+            "short, the last to come leaves and is computed again later. All others wait in line.",
             policy="fcfs",
             pool_part=pool_part,
         ),
