@@ -103,7 +103,7 @@ class BlockLedger:
         return list(self._cached)
 
     def blocks_with_content(self) -> list[int]:
-        """All blocks but absent and free ones, in ascending order: whose bytes somebody may still read."""
+        """All blocks but absent and free ones, in ascending order: their bytes may still be read."""
         idle = (BlockState.ABSENT, BlockState.FREE)
         return [block for block, state in enumerate(self._states) if state not in idle]
 

@@ -65,6 +65,6 @@ def check_expansion(flags: ExpansionFlags) -> None:
             "pages away: leave one of them out"
         )
     elif flags.expansion_tier == PEER_TIER and flags.coordinator is None:
-        raise UserError("--expansion-tier peer needs --coordinator: nobody else knows who lends memory")
+        raise UserError("--expansion-tier peer needs --coordinator: it alone knows which neighbours lend memory")
     if flags.long_prompts and expansion is None and flags.max_model_len is None:
         raise UserError("--long-prompts with --kv-expansion auto needs --max-model-len: how long may a request be?")

@@ -14,7 +14,7 @@ from floodplain.core.errors import UserError
 
 
 def lock_pages(words: torch.Tensor, advice: str) -> None:
-    """Lock the memory behind a tensor. Whoever locks it unlocks it, before the memory goes.
+    """Lock the memory behind a tensor. The caller unlocks it again, before the memory goes.
 
     Args:
         words: Contiguous, on the host.

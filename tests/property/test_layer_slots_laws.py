@@ -140,7 +140,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """What is conserved: pages, and blocks; whoever looks into a copy finds every token."""
+        """What is conserved: pages, and blocks; every token is where its layer's copy says."""
         self.ledger.check_integrity(self.tables)  # type: ignore[arg-type]
         assert self.pool.num_mapped_pages + self.slots.num_spare_pages == self.num_pages == self.device.num_owned_pages
         assert self.pool.num_blocks == self.ledger.num_blocks >= len({b for table in self.tables for b in table})

@@ -144,7 +144,7 @@ def test_a_recall_is_obeyed_at_once_without_a_boundary(street: Street) -> None:
 
 
 def test_a_lender_that_died_takes_nothing_along(street: Street) -> None:
-    """Its pages stay the borrower's until somebody says that the device is gone; then loads come from home."""
+    """Its pages stay the borrower's until its device is said to be gone; then loads come from home."""
     street.lend(8)
     street.expand(MOST)
     street.one.begin_sequence()
