@@ -1,41 +1,21 @@
 """The ledger of KV blocks: which block is free, owned, cached, loading or draining, and what it holds.
 
-State of a block, exactly one at any time:
-
-    absent    no memory behind it: the pool shrank, or has not grown to it yet
-    free      memory without content
-    owned     refcount >= 1: sequences read it; shared only when it is full
-    cached    refcount 0, content indexed by key: a later prefix may revive it, or need may evict it (least recently
-              used first)
-    loading   an inbound copy writes it; nobody may read it
-    draining  refcount 0, but outbound copies (pins) still read it; free or cached at the last unpin
-
-Pins are orthogonal to the owner: a block is reused only after every copy that touches it is done.
+States are in ``core.block_state``. Pins are orthogonal to the owner: a block is reused only after every copy that
+touches it is done.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from enum import Enum
 from functools import partial
 from itertools import islice, takewhile
 from operator import is_not
 
+from floodplain.core.block_state import BlockState
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey
-
-
-class BlockState(Enum):
-    """See the module's docstring."""
-
-    ABSENT = "absent"
-    FREE = "free"
-    OWNED = "owned"
-    CACHED = "cached"
-    LOADING = "loading"
-    DRAINING = "draining"
 
 
 class BlockLedger:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from floodplain.core.blocks import BlockState
+from floodplain.core.block_state import BlockState
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
 from floodplain.lending.neighbours import LeaseFacts

@@ -11,7 +11,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from floodplain.core.backups import Backup
-from floodplain.core.blocks import BlockState
+from floodplain.core.block_state import BlockState
 from floodplain.core.hashing import BlockKey
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Sequence

@@ -1,7 +1,7 @@
 """Streams that run beside each other, without a GPU: which one goes on, a die says, and a stream waits where it must.
 
-What is put on a stream happens when something waits for it, or never. So whatever order an event does not keep is broken
-in some run. Nothing happens while the host only puts things on streams, and waiting there can be forbidden.
+What is put on a stream happens when something waits for it, or never. So an order that no event keeps is broken in some
+run. Nothing happens while the host only puts things on streams, and waiting there can be forbidden.
 """
 
 from __future__ import annotations

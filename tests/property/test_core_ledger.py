@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from floodplain.core import shrink as shrinking
-from floodplain.core.blocks import BlockLedger, BlockState
+from floodplain.core.block_state import BlockState
+from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey

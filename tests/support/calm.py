@@ -14,7 +14,7 @@ MODEL = "dummy:tiny-llama"
 
 
 def run_calmly(requests: Sequence[Request], **flags: Any) -> list[Reference]:
-    """Tokens, their logprobs, and how near the second-best was; with the storm's own flags no request ever leaves the device.
+    """Tokens, their logprobs, and how near the second-best was; no request ever leaves the device.
 
     ``model`` and ``kv_memory`` may be among the flags.
     """
