@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,18 +138,11 @@ class PieLayers(LayerSlots):
     _fifo: PieFifo
     _ledger: BlockLedger
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        if isinstance(index, slice):
-            return [self[layer] for layer in range(len(self))[index]]
-        place = self._fifo.table[index].gpu_place
+    def tensor_of(self, layer: int) -> torch.Tensor:
+        """See ``LayerTensors``."""
+        place = self._fifo.table[layer].gpu_place
         if place is None:
-            raise InvariantError(f"layer {index} has no place on the device")
+            raise InvariantError(f"layer {layer} has no place on the device")
         return self._pool.layers[self.places.arenas[place]]
 
     def begin_step(self, read_blocks: np.ndarray, written_tokens: np.ndarray) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import overload
 
 import torch
 
 from floodplain.core.errors import InvariantError
 from floodplain.memory.arena import Arena, Device, Page
 from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.layer_tensors import LayerTensors
 
 _BLOCKS_PER_MOVE = 256
 """Blocks that one copy inside the pool moves; bounds the copy's temporary."""
@@ -144,7 +144,7 @@ def _unmap(arenas: Sequence[Arena], places: Places) -> list[Page]:
     return [page for arena in arenas for first, count in places for page in arena.unmap(first, count)]
 
 
-class _Tensors(Sequence[torch.Tensor]):
+class _Tensors(LayerTensors):
     """Tensors of which only some may be touched; which ones, each access looks up anew."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -159,19 +159,11 @@ class _Tensors(Sequence[torch.Tensor]):
         """Forget all."""
         self._tensors = []
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(len(self))[index]]
-        place = range(len(self))[index]
-        if place not in self._readable:
-            raise InvariantError(f"the KV of layer {place} is not mapped")
-        return self._tensors[place]
+    def tensor_of(self, layer: int) -> torch.Tensor:
+        """See ``LayerTensors``."""
+        if layer not in self._readable:
+            raise InvariantError(f"the KV of layer {layer} is not mapped")
+        return self._tensors[layer]
 
     def __len__(self) -> int:
         return len(self._tensors)

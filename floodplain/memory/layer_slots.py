@@ -8,8 +8,7 @@ lacks only what the line has not written yet. Both are mended by order alone (``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import overload
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from floodplain.core.layer_places import LayerPlaces
 from floodplain.memory.arena import Page
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_line import LayerLine, Ticket
+from floodplain.memory.layer_tensors import LayerTensors
 from floodplain.memory.near_copies import NearCopies
 from floodplain.memory.step_clock import StepClock
 
@@ -33,7 +33,7 @@ _MEASURED_BLOCKS, _MEASURED_TIMES = 256, 3
 """How much of a layer is loaded to measure, and how often."""
 
 
-class LayerSlots(Sequence[torch.Tensor]):
+class LayerSlots(LayerTensors):
     """The KV of each layer for compute, [max_blocks, 2, block_tokens, kv_heads, head_dim], and hooks around the layers.
 
     Args:
@@ -69,16 +69,9 @@ class LayerSlots(Sequence[torch.Tensor]):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    @overload
-    def __getitem__(self, index: int) -> torch.Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        if isinstance(index, slice):
-            return [self[layer] for layer in range(len(self))[index]]
-        return self._pool.layers[self.places.arena_of(range(len(self))[index])]
+    def tensor_of(self, layer: int) -> torch.Tensor:
+        """See ``LayerTensors``: a layer's own arena, or that of its slot."""
+        return self._pool.layers[self.places.arena_of(layer)]
 
     def __len__(self) -> int:
         return self.places.num_layers

@@ -1,0 +1,31 @@
+"""The KV of a model's layers as a sequence of tensors, each of which is looked up anew whenever it is asked for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+
+
+class LayerTensors(Sequence[torch.Tensor], ABC):
+    """One tensor for each layer, [max_blocks, 2, block_tokens, kv_heads, head_dim]."""
+
+    @abstractmethod
+    def tensor_of(self, layer: int) -> torch.Tensor:
+        """Where a layer is to be read and written now.
+
+        Raises:
+            InvariantError: It has no memory here.
+        """
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        layers = range(len(self))[index]
+        return self.tensor_of(layers) if isinstance(layers, int) else [self.tensor_of(layer) for layer in layers]
