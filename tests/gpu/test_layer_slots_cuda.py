@@ -20,6 +20,7 @@ from tests.integration.test_expansion_engine import BASE, BLOCK_BYTES, GREEDY, N
 from tests.support.calm import run_calmly
 from tests.support.cuda_engines import DEVICE, use_same_weights
 from tests.support.parity import Reference
+from tests.support.shared_prompts import make_requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -117,15 +118,8 @@ def test_control_a_wait_that_is_left_out_shows(there: There, fault: str) -> None
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """1 to 180 random tokens, twice as many in all as the least pool holds; every third begins as the one before."""
-    rng = Random(11)
-    some = [[rng.randrange(256) for _ in range(rng.randrange(1, 117))] for _ in range(180)]
-    for index in range(2, len(some), 3):
-        some[index][:0] = (some[index - 1] * 64)[:64]
-    return [
-        Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=GREEDY, arrival_s=float(index))
-        for index, prompt in enumerate(some)
-    ]
+    """Twice as many tokens in all as the least pool holds."""
+    return make_requests(180, 11, GREEDY)
 
 
 @pytest.fixture(scope="module")

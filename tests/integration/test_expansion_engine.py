@@ -26,6 +26,7 @@ from floodplain.policy.expansion import ExpansionDecision, ExpansionPolicy, Expa
 from tests.support.calm import run_calmly
 from tests.support.layer_lines import ForgetfulSlots, OrderedLine
 from tests.support.parity import Reference, Verdict, judge_with_aborted
+from tests.support.shared_prompts import make_requests
 
 pytestmark = pytest.mark.slow
 
@@ -109,15 +110,7 @@ def expanding(seed: int = 0, *, line: OrderedLine | None = None, **flags: Any) -
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """1 to 180 random tokens; every third prompt begins with 64 tokens of the one before it."""
-    rng = Random(11)
-    some = [[rng.randrange(256) for _ in range(rng.randrange(1, 117))] for _ in range(NUM_PROMPTS)]
-    for index in range(2, NUM_PROMPTS, 3):
-        some[index][:0] = (some[index - 1] * 64)[:64]
-    return [
-        Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=GREEDY, arrival_s=float(index))
-        for index, prompt in enumerate(some)
-    ]
+    return make_requests(NUM_PROMPTS, 11, GREEDY)
 
 
 @pytest.fixture(scope="module")

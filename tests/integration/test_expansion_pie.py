@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from floodplain.memory.layer_line import LayerLine
 from tests.support.calm import run_calmly
 from tests.support.layer_lines import OrderedLine
 from tests.support.parity import Reference, judge
+from tests.support.shared_prompts import make_requests
 
 pytestmark = pytest.mark.slow
 
@@ -95,15 +95,7 @@ def drive(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], Eng
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Every third prompt begins with 32 tokens of the one before it."""
-    rng = Random(12)
-    prompts = [[rng.randrange(256) for _ in range(rng.randrange(1, 100))] for _ in range(10)]
-    for index in range(2, len(prompts), 3):
-        prompts[index][:0] = (prompts[index - 1] * 32)[:32]
-    return [
-        Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=GREEDY, arrival_s=float(index))
-        for index, prompt in enumerate(prompts)
-    ]
+    return make_requests(10, 12, GREEDY, most_tokens=99, shared_tokens=32)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from tests.integration.test_expansion_engine import BASE, BLOCK_BYTES, GREEDY, D
 from tests.support.calm import run_calmly
 from tests.support.lending import Neighbour, coordinating
 from tests.support.parity import Reference
+from tests.support.shared_prompts import make_requests
 from tests.support.swapping import ImpatientPolicy
 from tests.support.waiting import wait_until
 
@@ -52,14 +53,7 @@ while True:  # until it is killed
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    rng = Random(5)
-    some = [[rng.randrange(256) for _ in range(rng.randrange(1, 117))] for _ in range(16)]
-    for index in range(2, len(some), 3):
-        some[index][:0] = (some[index - 1] * 64)[:64]
-    return [
-        Request(request_id=str(index), prompt_token_ids=tuple(prompt), params=GREEDY, arrival_s=float(index))
-        for index, prompt in enumerate(some)
-    ]
+    return make_requests(16, 5, GREEDY)
 
 
 @pytest.fixture(scope="module")
