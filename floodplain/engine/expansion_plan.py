@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from floodplain.core.errors import SettingRefused, UserError
+from floodplain.core.errors import UserError
 from floodplain.core.layer_places import MOST_SLOTS, LayerPlaces, every_place
 from floodplain.core.sizes import format_size
 from floodplain.engine.config import EngineConfig
 from floodplain.memory.kv_layout import KVLayout
-from floodplain.policy.expansion import place_for
 
 _AUTO_SHARE = 4
 """With ``auto``, copies of layers take at most one part in so many of the memory that is free."""
-_FEWEST_LAYERS = 3
-"""Two slots, and more layers that stream than slots."""
+_FEWEST_SLOTS = 2
+_FEWEST_LAYERS = _FEWEST_SLOTS + 1
+"""Of a model whose layers can stream: more of them than slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,30 @@ def count_blocks(places: LayerPlaces, base_blocks: int, quantum_blocks: int) -> 
     return base_blocks * places.num_layers // places.num_arenas // quantum_blocks * quantum_blocks
 
 
+def place_for(expansion: float, num_layers: int) -> LayerPlaces:
+    """The places whose expansion is nearest to what a user asks for; two slots only where three are farther from it.
+
+    Args:
+        expansion: Above 1.
+        num_layers: At least three.
+
+    Raises:
+        UserError: The model's layers do not allow it.
+    """
+    most = num_layers / _FEWEST_SLOTS
+    if expansion > most:
+        raise UserError(
+            f"--kv-expansion {expansion:g} is beyond what {num_layers} layers allow: at most {most:g} (two slots)"
+        )
+    possible = (
+        places
+        for num_slots in range(MOST_SLOTS, _FEWEST_SLOTS - 1, -1)
+        for places in every_place(num_layers, num_slots)
+        if places.num_streamed
+    )
+    return min(possible, key=lambda places: max(places.expansion / expansion, expansion / places.expansion))
+
+
 def plan_expansion(
     config: EngineConfig, layout: KVLayout, base_blocks: int, quantum_blocks: int, available_bytes: int
 ) -> ExpansionPlan:
@@ -84,10 +108,7 @@ def plan_expansion(
             f"{layout.num_layers}: leave it out"
         )
     if asked is not None:
-        try:
-            places = place_for(asked, layout.num_layers)
-        except SettingRefused as error:
-            raise error.as_flags() from None
+        places = place_for(asked, layout.num_layers)
         _expect_memory(config, layout, places, base_blocks, available_bytes)
         return ExpansionPlan(base_blocks, quantum_blocks, (places,))
     return _plan_auto(config, layout, base_blocks, quantum_blocks, available_bytes)

@@ -16,13 +16,9 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 
-from floodplain.core.errors import InvariantError, SettingRefused
-from floodplain.core.layer_places import MOST_SLOTS, LayerPlaces, every_place
+from floodplain.core.errors import InvariantError
+from floodplain.core.layer_places import LayerPlaces
 from floodplain.cost.expansion import step_stall_s
-
-FEWEST_SLOTS = 2
-FEWEST_LAYERS = FEWEST_SLOTS + 1
-"""Of a model whose layers can stream: more of them than slots."""
 
 LEAST_GAIN = 1.02
 """Tokens per second, over those without streams, below which ``auto`` lets no layer stream."""
@@ -133,10 +129,8 @@ class ExpansionPolicy:
         self._steps: deque[ExpansionView] = deque(maxlen=settings.calm_steps)
         self._decided = ExpansionDecision(self._places[0].num_streamed, ExpansionLimit.MEMORY_SUFFICES)
         self._num_unreviewed = 0
-        self._waited_at, self._retry_steps = (
-            len(self._places),
-            0,
-        )  # a place whose copies showed; until it is tried again
+        self._waited_at = len(self._places)  # a place whose copies showed,
+        self._retry_steps = 0  # and the steps until it is tried again
 
     def decide(self, view: ExpansionView) -> ExpansionDecision:
         """What is to stream, at every boundary; between two reviews it stays.
@@ -268,29 +262,3 @@ class ExpansionPolicy:
         fixed_s = sum(step.step_s if step.fixed_s is None else min(step.step_s, step.fixed_s) for step in steps)
         expansion = self._places[index].expansion
         return expansion * step_s / (fixed_s + expansion * (step_s - fixed_s))
-
-
-def place_for(expansion: float, num_layers: int) -> LayerPlaces:
-    """The places whose expansion is nearest to what a user asks for; two slots only where three are farther from it.
-
-    Raises:
-        SettingRefused: The model's layers do not allow it (``kv_expansion``).
-    """
-    if expansion == 1:
-        return LayerPlaces(num_layers)
-    if not expansion > 1:
-        raise SettingRefused(("kv_expansion",), f"{expansion:g} would make the pool smaller: at least 1")
-    if num_layers < FEWEST_LAYERS:
-        problem = f"{expansion:g} needs a model of at least {FEWEST_LAYERS} layers, and this one has {num_layers}"
-        raise SettingRefused(("kv_expansion",), problem)
-    most = num_layers / FEWEST_SLOTS
-    if expansion > most:
-        problem = f"{expansion:g} is beyond what {num_layers} layers allow: at most {most:g} (two slots)"
-        raise SettingRefused(("kv_expansion",), problem)
-    possible = (
-        places
-        for num_slots in range(MOST_SLOTS, FEWEST_SLOTS - 1, -1)
-        for places in every_place(num_layers, num_slots)
-        if places.num_streamed
-    )
-    return min(possible, key=lambda places: max(places.expansion / expansion, expansion / places.expansion))

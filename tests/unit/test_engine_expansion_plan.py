@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
-from floodplain.core.layer_places import LayerPlaces
+from floodplain.core.layer_places import LayerPlaces, every_place
 from floodplain.engine.config import EngineConfig
-from floodplain.engine.expansion_plan import ExpansionPlan, count_blocks, plan_expansion
+from floodplain.engine.expansion_plan import ExpansionPlan, count_blocks, place_for, plan_expansion
 from floodplain.memory.kv_layout import KVLayout
 
 BASE_BLOCKS, QUANTUM = 137, 16
@@ -61,6 +63,33 @@ def test_long_prompts_keep_the_pool_as_large_as_one_of_them() -> None:
 
 def test_a_small_model_streams_through_two_slots() -> None:
     assert {one.num_slots for one in plan(num_layers=3, kv_expansion="auto").places} == {2}
+
+
+@given(st.integers(3, 90), st.floats(1.001, 45.0))
+def test_the_places_for_a_wish_are_as_near_as_any(num_layers: int, expansion: float) -> None:
+    if expansion > num_layers / 2:
+        with pytest.raises(UserError, match=f"what {num_layers} layers allow"):
+            place_for(expansion, num_layers)
+        return
+    found = place_for(expansion, num_layers)
+    assert found.num_streamed
+    for num_slots in (2, 3):
+        for other in every_place(num_layers, num_slots):
+            if other.num_streamed:
+                assert _distance(found, expansion) <= _distance(other, expansion) + 1e-12
+                assert found.num_slots == 3 or other.num_slots == 2 or other.expansion != found.expansion
+
+
+def _distance(places: LayerPlaces, expansion: float) -> float:
+    return max(places.expansion / expansion, expansion / places.expansion)
+
+
+@pytest.mark.parametrize(
+    ("expansion", "places"),
+    [(1.5, (30, 13, 3)), (4.3, (30, 26, 3)), (10, (30, 30, 3)), (15, (30, 30, 2))],
+)
+def test_places_for_some_wishes(expansion: float, places: tuple[int, int, int]) -> None:
+    assert place_for(expansion, 30) == LayerPlaces(*places)
 
 
 @pytest.mark.parametrize(

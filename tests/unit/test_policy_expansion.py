@@ -1,16 +1,14 @@
-"""What the controller decides, one reason at a time; and the places for what a user asks."""
+"""What the controller decides, one reason at a time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from floodplain.core.errors import InvariantError, SettingRefused
+from floodplain.core.errors import InvariantError
 from floodplain.core.layer_places import LayerPlaces, every_place
-from floodplain.policy.expansion import ExpansionLimit, ExpansionPolicy, ExpansionSettings, ExpansionView, place_for
+from floodplain.policy.expansion import ExpansionLimit, ExpansionPolicy, ExpansionSettings, ExpansionView
 
 EVERY = tuple(every_place(32))
 HOLD = ExpansionSettings().hold_steps
@@ -132,45 +130,3 @@ def test_places_of_others_and_settings_that_contradict_are_refused() -> None:
     for wrong in ({"hold_steps": 0}, {"window_steps": 8}, {"calm_steps": 32}, {"room": 0.0}, {"most_growth": 0.9}):
         with pytest.raises(InvariantError):
             ExpansionSettings(**wrong)  # type: ignore[arg-type]
-
-
-@given(st.integers(3, 90), st.floats(1.001, 45.0))
-def test_the_places_for_a_wish_are_as_near_as_any(num_layers: int, expansion: float) -> None:
-    if expansion > num_layers / 2:
-        with pytest.raises(SettingRefused, match=f"what {num_layers} layers allow"):
-            place_for(expansion, num_layers)
-        return
-    found = place_for(expansion, num_layers)
-    assert found.num_streamed
-    for num_slots in (2, 3):
-        for other in every_place(num_layers, num_slots):
-            if other.num_streamed:
-                assert _distance(found, expansion) <= _distance(other, expansion) + 1e-12
-                assert found.num_slots == 3 or other.num_slots == 2 or other.expansion != found.expansion
-
-
-def _distance(places: LayerPlaces, expansion: float) -> float:
-    return max(places.expansion / expansion, expansion / places.expansion)
-
-
-@pytest.mark.parametrize(
-    ("expansion", "places"),
-    [(1.0, (30, 0, 3)), (1.5, (30, 13, 3)), (4.3, (30, 26, 3)), (10, (30, 30, 3)), (15, (30, 30, 2))],
-)
-def test_places_for_some_wishes(expansion: float, places: tuple[int, int, int]) -> None:
-    assert place_for(expansion, 30) == LayerPlaces(*places)
-
-
-@pytest.mark.parametrize(
-    ("expansion", "num_layers", "line"),
-    [
-        (20, 30, "--kv-expansion 20 is beyond what 30 layers allow: at most 15 (two slots)"),
-        (0.5, 30, "--kv-expansion 0.5 would make the pool smaller: at least 1"),
-        (float("nan"), 30, "--kv-expansion nan would make the pool smaller: at least 1"),
-        (1.5, 1, "--kv-expansion 1.5 needs a model of at least 3 layers, and this one has 1"),
-    ],
-)
-def test_wishes_that_cannot_be_are_refused_in_one_line(expansion: float, num_layers: int, line: str) -> None:
-    with pytest.raises(SettingRefused) as refused:
-        place_for(expansion, num_layers)
-    assert str(refused.value.as_flags()) == line
