@@ -13,6 +13,7 @@ import json
 import os
 import time
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,8 @@ HERE = Path(__file__).resolve().parent
 LENGTHS = {"sharegpt": (0.6, 320, 256), "alpaca": (0.3, 320, 256)}
 """By name: the scale of chat-like lengths, and the longest prompt and output. A scale of 0.3 has medians of 17 and 63
 tokens, near Alpaca's (19 and 58 on average: vLLM, arXiv 2309.06180, section 6.1)."""
-RATE, NUM_REQUESTS = 6.0, 30
+NUM_WARM_UP = 6
+RATE, NUM_REQUESTS = 6.0, 40
 """Poisson arrivals, faster than the small pool serves."""
 
 
@@ -59,24 +61,26 @@ def measure_memory_bandwidth(num_bytes: int = 2**28) -> float:
 
 
 def run_row(
-    names: list[str], lengths: str, seed: int, kv_memory: int, ratio: float, bandwidth: float, tokenizer: Tokenizer
+    names: list[str],
+    requests: list[LoadRequest],
+    warm_up: list[LoadRequest],
+    kv_memory: int,
+    link_bytes_s: float,
 ) -> list[dict[str, Any]]:
     """All ways of one row, in turns."""
-    link = ratio * bandwidth
-    lanes = [Lane(WAYS[name].open(kv_memory, link, policy="fcfs", swap="none", max_model_len=576)) for name in names]
+    lanes = [
+        Lane(WAYS[name].open(kv_memory, link_bytes_s, policy="fcfs", swap="none", max_model_len=576)) for name in names
+    ]
     try:
-        warm_up = [replace(one, arrival_s=0.0) for one in make_requests(lengths, seed + 1000, tokenizer, 6)]
         for lane in lanes:
             lane.load(warm_up)
             lane.run()
         gc.freeze()
-        requests = make_requests(lengths, seed, tokenizer)
         before = [lane.engine.stats() for lane in lanes]
         begins_s = [lane.load(requests) for lane in lanes]
         run_in_turns(lanes)
-        about = {"lengths": lengths, "seed": seed, "kv_memory": kv_memory, "ratio": ratio, "link_bytes_s": link}
         return [
-            about | {"way": name, **_times(lane, begin_s), **_engine(lane, stats)}
+            {"way": name, **_times(lane, begin_s), **_engine(lane, stats)}
             for name, lane, begin_s, stats in zip(names, lanes, begins_s, before, strict=True)
         ]
     finally:
@@ -120,14 +124,15 @@ PIE_LINKS = "Pie has a link of this bandwidth in each direction, both emulated; 
 def format_rows(runs: list[dict[str, Any]]) -> str:
     """A table for each row of ways: medians over seeds, tokens/s also as a ratio to the first way of the same seed."""
     lines = []
-    keys = dict.fromkeys((run["lengths"], run["kv_memory"], run["ratio"]) for run in runs)
-    for lengths, kv_memory, ratio in keys:
-        row = [r for r in runs if (r["lengths"], r["kv_memory"], r["ratio"]) == (lengths, kv_memory, ratio)]
+    keys = dict.fromkeys(map(_row_of, runs))
+    for lengths, kv_memory, ratio, num_requests in keys:
+        row = [run for run in runs if _row_of(run) == (lengths, kv_memory, ratio, num_requests)]
         seeds = sorted({run["seed"] for run in row})
         first = {run["seed"]: run["tokens_s"] for run in row if run["way"] == row[0]["way"]}
         link = "as fast as this machine copies" if not ratio else f"ratio {ratio:g}"
         lines += [
-            f"\n**{lengths}, {kv_memory / 2**20:.0f} MiB, link {link}** (seeds {', '.join(map(str, seeds))})\n",
+            f"\n**{lengths}, {kv_memory / 2**20:.0f} MiB, link {link}, {num_requests} requests**"
+            f" (seeds {', '.join(map(str, seeds))})\n",
             f"| way | of {row[0]['way']} | {' | '.join(title for title, *_ in COLUMNS)} |",
             "|---|---|" + "---|" * len(COLUMNS),
         ]
@@ -139,6 +144,11 @@ def format_rows(runs: list[dict[str, Any]]) -> str:
         if any("Pie" in run["way"] for run in row):
             lines.append(f"\n{PIE_LINKS}")
     return "\n".join(lines)
+
+
+def _row_of(run: dict[str, Any]) -> tuple[str, int, float, int]:
+    """What makes runs comparable."""
+    return run["lengths"], run["kv_memory"], run["ratio"], run["requests"]
 
 
 def _derived(run: dict[str, Any]) -> dict[str, Any]:
@@ -159,22 +169,22 @@ def main() -> None:
     parser.add_argument(
         "--ratios", nargs="+", type=float, default=[0.0], help="link over memory bandwidth; 0: no model"
     )
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="of each run")
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     args = parser.parse_args()
     torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))
     result = json.loads(args.out.read_text()) if args.out.exists() else {"runs": []}
     bandwidth = measure_memory_bandwidth()
     tokenizer = open_model("smollm2").load_tokenizer()
-    for lengths in args.lengths:
-        for mib in args.mib:
-            for ratio in args.ratios:
-                for seed in args.seeds:
-                    rows = run_row(args.ways, lengths, seed, mib * 2**20, ratio, bandwidth, tokenizer)
-                    about = {"memory_bytes_s": bandwidth, "threads": torch.get_num_threads()}
-                    about["hardware"] = hardware_report("cpu").name
-                    result["runs"] += [about | row for row in rows]
-                    args.out.write_text(json.dumps(result, indent=1) + "\n")
-                    print(format_rows(rows), flush=True)
+    about = {"memory_bytes_s": bandwidth, "threads": torch.get_num_threads(), "hardware": hardware_report("cpu").name}
+    for lengths, mib, ratio, seed in product(args.lengths, args.mib, args.ratios, args.seeds):
+        requests = make_requests(lengths, seed, tokenizer, args.requests)
+        warm_up = [replace(one, arrival_s=0.0) for one in make_requests(lengths, seed + 1000, tokenizer, NUM_WARM_UP)]
+        rows = run_row(args.ways, requests, warm_up, mib * 2**20, ratio * bandwidth)
+        case = {"lengths": lengths, "seed": seed, "kv_memory": mib * 2**20, "ratio": ratio}
+        result["runs"] += [about | case | row for row in rows]
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        print(format_rows(result["runs"][-len(rows) :]), flush=True)
     print(format_rows(result["runs"]))
 
 
