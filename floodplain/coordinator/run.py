@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
-from collections.abc import Callable
-from contextlib import closing
+import signal
+import threading
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 
 from floodplain.coordinator.app import create_app
 from floodplain.coordinator.desk import Desk
 from floodplain.coordinator.origin import LOOPBACK_ONLY, OwnNames
+from floodplain.coordinator.placement import read_pairs
+from floodplain.coordinator.reload import PlacementFile
 from floodplain.coordinator.service import LeaseService
 from floodplain.coordinator.settings import CoordinatorConfig, default_store, limits_of
 from floodplain.coordinator.store import Store
@@ -36,6 +41,7 @@ class CoordinatorServer(StoppableServer):
         on_ready: Called once the server takes requests.
         limits: What connections are allowed.
         names: By which it may be asked for, beside those of this machine's loopback.
+        placement: Read anew at SIGHUP; None if all may borrow from all.
     """
 
     def __init__(
@@ -45,8 +51,9 @@ class CoordinatorServer(StoppableServer):
         on_ready: Callable[[], None],
         limits: ConnectionLimits,
         names: OwnNames = LOOPBACK_ONLY,
+        placement: PlacementFile | None = None,
     ) -> None:
-        self._desk = desk
+        self._desk, self._placement = desk, placement
         self._drain = DrainSwitch()
         app = create_app(desk, drain=self._drain, tokens=tokens, names=names)
         super().__init__(app, closing_s=CLOSING_S, on_ready=on_ready, limits=limits)
@@ -55,6 +62,20 @@ class CoordinatorServer(StoppableServer):
     def failure(self) -> BaseException | None:
         """The bug that ended the clerk, if one did."""
         return self._desk.failure
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Also read the placement anew at SIGHUP, if there is one."""
+        with super().capture_signals():
+            if self._placement is None or threading.current_thread() is not threading.main_thread():
+                yield
+                return
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGHUP, self._placement.reload_soon)
+            try:
+                yield
+            finally:
+                loop.remove_signal_handler(signal.SIGHUP)
 
     def stop(self) -> None:
         """Refuse what is new, answer what is here, and let another coordinator lead."""
@@ -75,13 +96,17 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
     """
     tokens = TokenRing.from_file(config.token_file) if config.token_file else None
     check_exposure(config.host, tokens)
+    pairs = read_pairs(config.placement) if config.placement else None
     limits = limit_connections(config.max_connections)
     store_url = config.store or default_store()
     with closing(bind(config.host, config.port)) as sock, closing(Store.open(store_url)) as store:
         url = config.url or url_of(sock)
         settings = asdict(config) | {"store": store.shown_url, "url": url}
         logger.info("coordinator config %s", json.dumps(settings, default=str))
-        service = LeaseService(store, url, config.ttl, lease_clock, limits=limits_of(config))
+        service = LeaseService(store, url, config.ttl, lease_clock, pairs, limits_of(config))
         names = OwnNames.of(config.host, config.url)
-        server = CoordinatorServer(Desk(service), tokens, lambda: on_ready(url, store.shown_url), limits, names)
+        placement = PlacementFile(config.placement, service) if config.placement else None
+        server = CoordinatorServer(
+            Desk(service), tokens, lambda: on_ready(url, store.shown_url), limits, names, placement
+        )
         server.serve_on(sock)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from floodplain.coordinator.leadership import Tenure, Watch
 from floodplain.coordinator.store import Store, StoredRows, StoreError
 from floodplain.leases.book import LeaseBook
 from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
+from floodplain.leases.pairs import AllowedPairs
 from floodplain.leases.states import LeaseId
 from floodplain.leases.table import Changes
 
@@ -26,6 +27,8 @@ Job = Callable[[LeaseBook, float], Any]
 """Something to ask of the book, or to change in it, at a time; its value is the answer."""
 
 
+RECALL_S = 5.0
+"""What consumers are given for leases that a new placement does not allow."""
 SERVE_S = 0.25
 """In one transaction; a small part of the time for which a leader may answer after its last write."""
 
@@ -74,11 +77,12 @@ class LeaseService:
         url: Where this coordinator serves, for those who ask another one.
         ttl_s: Seconds of silence after which a member is taken for dead.
         clock: Of lives and deadlines; see ``lease_clock``.
-        may_borrow_from: See ``LeaseBook``.
+        may_borrow_from: See ``LeaseBook``; leases that it does not allow are recalled.
         limits: See ``LeaseBook``.
 
     Attributes:
         ttl_s: As given.
+        may_borrow_from: Any thread may replace it; that counts from the next transaction or tick on.
         granted_unix_s: When each lease was granted, to be shown.
         totals: What happened since the start.
     """
@@ -89,11 +93,11 @@ class LeaseService:
         url: str,
         ttl_s: float,
         clock: Callable[[], float],
-        may_borrow_from: Mapping[str, Sequence[str]] | None = None,
+        may_borrow_from: AllowedPairs | None = None,
         limits: LeaseLimits = DEFAULT_LIMITS,
     ) -> None:
         self._store, self._url, self.ttl_s, self._clock = store, url, ttl_s, clock
-        self._may_borrow_from, self._limits = may_borrow_from, limits
+        self.may_borrow_from, self._limits = may_borrow_from, limits
         self._instance = secrets.token_hex(8)
         self._watch = Watch(self._instance)
         self._tenure: Tenure | None = None
@@ -126,6 +130,7 @@ class LeaseService:
         now = self._clock()
         if self._book is None or self._has_stood_still(now):
             return [self._unavailable] * len(jobs)
+        self._allow_pairs(self._book, now)
         answers: list[Any] = []
         for job in jobs:
             answers.append(job(self._book, now))
@@ -142,6 +147,7 @@ class LeaseService:
         if self._book is None or self._has_stood_still(now):
             self._try_to_lead()
             return
+        self._allow_pairs(self._book, now)
         dead = self._book.tick(now)
         if self._commit():
             self._note_dead(dead)
@@ -158,6 +164,15 @@ class LeaseService:
                 logger.warning("the store does not answer, so the next coordinator waits for a while: %s", error.orig)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _allow_pairs(self, book: LeaseBook, now: float) -> None:
+        """Take over a placement that is new to the book; what it does not allow is recalled in this transaction."""
+        pairs = self.may_borrow_from
+        if book.may_borrow_from is pairs:
+            return
+        recalled = book.allow(pairs, now, RECALL_S)
+        if recalled:
+            logger.info("%d leases are recalled: the placement does not allow them", len(recalled))
 
     def _has_stood_still(self, now: float) -> bool:
         """Whether it must begin anew: those whom it did not hear meanwhile may live, and another may lead."""
@@ -252,9 +267,8 @@ class LeaseService:
             self._grace_ends_s - self.ttl_s,
             rows.members,
             rows.leases,
-            self._may_borrow_from,
-            self._limits,
-            rows.floor,
+            limits=self._limits,
+            floor=rows.floor,
         )
         self.granted_unix_s = dict(rows.granted_unix_s)
         self.totals.num_takeovers += 1

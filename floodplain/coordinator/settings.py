@@ -47,6 +47,10 @@ class CoordinatorConfig:
         default=None,
         metadata={"help": "where others reach this coordinator (default: where it listens)", "metavar": "URL"},
     )
+    placement: Path | None = field(
+        default=None,
+        metadata={"help": "grant only along the pairs of this file, of floodplain place --out; SIGHUP reads it anew"},
+    )
     ttl: float = field(
         default=10.0, metadata={"help": "seconds of silence after which a member is taken for dead", "metavar": "S"}
     )

@@ -9,13 +9,14 @@ a byte that was recalled or is owed is not leased again before its owner has see
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from floodplain.leases import borrowing, lending
 from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
+from floodplain.leases.pairs import AllowedPairs, choose_disallowed
 from floodplain.leases.roster import Roster
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome
@@ -52,10 +53,11 @@ class LeaseBook:
         now: The clock.
         members: Rows of a store.
         leases: Rows of a store that have not ended.
-        may_borrow_from: For each consumer the producers that it may borrow from, best first; None if all may borrow
-            from all.
         limits: How much it takes on.
         floor: See ``LeaseTable``; of a store.
+
+    Attributes:
+        may_borrow_from: Who may borrow from whom; None if all may borrow from all.
     """
 
     def __init__(
@@ -64,11 +66,10 @@ class LeaseBook:
         now: float,
         members: Iterable[Member] = (),
         leases: Iterable[Lease] = (),
-        may_borrow_from: Mapping[str, Sequence[str]] | None = None,
         limits: LeaseLimits = DEFAULT_LIMITS,
         floor: int = 0,
     ) -> None:
-        self.may_borrow_from = may_borrow_from
+        self.may_borrow_from: AllowedPairs | None = None
         self.limits = limits
         self.rows = LeaseTable(floor)
         self.rows.load(members, leases)
@@ -131,6 +132,22 @@ class LeaseBook:
             return Reply(Outcome.CONFLICT, detail=f"{name} is no member")
         self.roster.end(name)
         return lending.lose(self.rows, name)
+
+    def allow(self, pairs: AllowedPairs | None, now: float, deadline_s: float) -> list[Lease]:
+        """Grant along these pairs alone from now on, and recall what they do not allow; the leases that are recalled.
+
+        What is put up stays so: the producer hears of the recall, and takes the bytes back once they are free.
+
+        Args:
+            pairs: None if all may borrow from all.
+            now: The clock.
+            deadline_s: What consumers are given.
+        """
+        self.may_borrow_from = pairs
+        disallowed = choose_disallowed(self.rows.leases.values(), pairs)
+        recalled = [lending.recall_lease(self.rows, lease, deadline_s) for lease in disallowed]
+        self._time_recalls([lease.lease_id for lease in recalled], now)
+        return recalled
 
     def due_in_s(self, now: float) -> dict[LeaseId, float]:
         """Seconds that the consumer of each recalled lease has left; below zero if it is overdue."""

@@ -24,10 +24,15 @@ def recall(table: LeaseTable, message: Recall) -> Reply:
     known = table.members[message.name]
     withdrawn = min(message.num_bytes, table.unleased_bytes(message.name))
     chosen = choose_recalls(table.on_device(message.name), message.num_bytes - withdrawn)
-    recalled = tuple(lease.after(LeaseEvent.RECALL, deadline_s=message.deadline_s) for lease in chosen)
-    for lease in recalled:
-        table.put_lease(lease)
+    recalled = tuple(recall_lease(table, lease, message.deadline_s) for lease in chosen)
     return Reply(Outcome.APPLIED, table.revise(replace(known, offered_bytes=known.offered_bytes - withdrawn)), recalled)
+
+
+def recall_lease(table: LeaseTable, lease: Lease, deadline_s: float) -> Lease:
+    """The row of a lease after its recall."""
+    recalled = lease.after(LeaseEvent.RECALL, deadline_s=deadline_s)
+    table.put_lease(recalled)
+    return recalled
 
 
 def observe(table: LeaseTable, message: Observe) -> Reply:

@@ -49,7 +49,8 @@ class LeaseEvent(Enum):
     REFUSE = "refuse"
     """The consumer: the allocation failed."""
     RECALL = "recall"
-    """The producer: give it back. An operator: the device that it was granted on will not come back."""
+    """The producer: give it back. An operator: the device that it was granted on will not come back, or a new placement
+    does not allow it."""
     RELEASE = "release"
     """The consumer: I have freed it."""
     EXPIRE = "expire"

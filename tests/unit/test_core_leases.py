@@ -328,10 +328,14 @@ def test_offers_below_what_is_leased_are_refused_with_what_to_do() -> None:
 
 def test_consumers_borrow_from_whom_they_may() -> None:
     desk = Desk()
-    desk.book.may_borrow_from = {"c": ["q"]}
+    desk.book.allow({"c": ["q"]}, 0.0, 5.0)
     assert desk.grant(1, 1) == []
-    desk.book.may_borrow_from = {"c": ["q", "p"]}
+    desk.book.allow({"c": ["q", "p"]}, 0.0, 5.0)
     assert [lease.producer for lease in desk.grant(1, 1)] == ["p"]
+    desk.book.allow({}, 0.0, 5.0)
+    assert desk.grant(2, 1) == []
+    desk.book.allow(None, 0.0, 5.0)
+    assert [lease.producer for lease in desk.grant(2, 1)] == ["p"]
 
 
 def test_nobody_reports_of_what_another_borrowed_nor_what_only_others_can_say() -> None:

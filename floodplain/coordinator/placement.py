@@ -1,0 +1,39 @@
+"""The pairs of a placement, along which a coordinator grants: what it reads of the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeGuard
+
+from floodplain.core.errors import UserError
+from floodplain.files.parsing import read_json_object
+from floodplain.leases.pairs import AllowedPairs
+from floodplain.lending.fields import NAME
+
+KIND, VERSION = "floodplain placement", 1
+"""What such a file says of itself. The version is raised when ``pairs`` change their meaning."""
+
+
+def read_pairs(path: Path) -> AllowedPairs:
+    """Who may borrow from whom, in a file that ``floodplain place --out`` wrote.
+
+    Raises:
+        UserError: It cannot be read, or is no placement.
+    """
+    document = read_json_object(path)
+    if document.get("kind") != KIND or document.get("version") != VERSION:
+        raise UserError(f"{path} is no placement of version {VERSION}: write one with floodplain place --out")
+    rows = document.get("pairs")
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: pairs must be a list")
+    producers: dict[str, list[str]] = {}
+    for place, row in enumerate(rows):
+        consumer, producer = (row.get("consumer"), row.get("producer")) if isinstance(row, dict) else (None, None)
+        if not (_is_name(consumer) and _is_name(producer)):
+            raise UserError(f"{path}, pairs[{place}] must have a producer and a consumer: names of members")
+        producers.setdefault(consumer, []).append(producer)
+    return producers
+
+
+def _is_name(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and NAME.fullmatch(value) is not None
