@@ -13,11 +13,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from floodplain.cli.config_file import read_config_file
+from floodplain.coordinator.placement import read_pairs
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.cost.model_shape import shape_named
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.load import parameter_parts
 from floodplain.model.weights.open_model import open_model
+from floodplain.planner.inputs import read_cluster
+from floodplain.planner.placement import read_spots
 from floodplain.server.auth import read_keys
 from floodplain.workload.lengths import load_lengths
 from floodplain.workload.prompt_files import load_prompts
@@ -32,6 +35,19 @@ MODEL = ModelConfig.of_shape(
 
 
 _TALK = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+_CLUSTER = b"""servers: [{name: a, count: 2, gpus: 2, memory: 80GB, link: 450GB}]
+models: [{name: m, lends: 20GB, servers: [a-0]}, {name: n, needs: 20GB}]
+apart: [[m, n]]
+within: 0.1
+"""
+_PLACEMENT = {
+    "kind": "floodplain placement",
+    "version": 1,
+    "servers": [{"name": "a-0", "units": [{"model": "m", "instance": 0, "stage": 0, "gpus": [0]}]}],
+    "pairs": [{"producer": "a-0-gpu0", "consumer": "a-0-gpu1"}],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,8 @@ def tiny_files(scratch: Path) -> dict[str, Kind]:
         "keys": (b"alice secret-key-1 2\nsecret-key-2\n", read_keys),
         "tokens": (b"admin * secret-token\n", TokenRing.from_file),
         "config.yaml": (b"port: 8000\ngoodput: [a, b]\nquiet: true\n", read_config_file),
+        "cluster.yaml": (_CLUSTER, read_cluster),
+        "placement.json": (json.dumps(_PLACEMENT).encode(), _use_placement),
     }
     model_files["m.gguf"] = Kind(_gguf_file(scratch / "m.gguf"), _use, "m.gguf", {})
     return model_files | {name: Kind(content, read, name, {}) for name, (content, read) in tables.items()}
@@ -82,6 +100,12 @@ def _use(path: Path) -> None:
         source.fill(torch.empty(part.shape), part.name)
     tokenizer = source.load_tokenizer()
     tokenizer.decode(tokenizer.encode("the river"))
+
+
+def _use_placement(path: Path) -> None:
+    """Read what a coordinator and a new placement need of one."""
+    read_pairs(path)
+    read_spots(path)
 
 
 def _model_folder() -> dict[str, bytes]:

@@ -1,0 +1,84 @@
+"""``floodplain place CLUSTER.yaml``: which model on which GPUs, and who may borrow memory from whom."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.errors import UserError
+from floodplain.files.results import check_writable, writing
+from floodplain.observe.terminal import say
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceConfig:
+    """The flags of the verb.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+
+    cluster: Path = field(metadata={"help": "YAML file with servers and models", "positional": True})
+    out: Path | None = field(
+        default=None, metadata={"help": "write the placement to this JSON file, for floodplain coordinator --placement"}
+    )
+    plot: Path | None = field(default=None, metadata={"help": f"draw it into this file ({', '.join(PICTURES)})"})
+    time_limit: float = field(
+        default=60.0, metadata={"help": "seconds after which the best placement so far is taken", "metavar": "S"}
+    )
+    gap: float = field(
+        default=0.0, metadata={"help": "a placement so little above the optimum, as a part of it, is good enough"}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.time_limit <= 86400:
+            raise UserError(f"--time-limit must be above 0 and at most 86400 seconds, not {self.time_limit}")
+        if not 0 <= self.gap <= 10:
+            raise UserError(f"--gap must be between 0 and 10, not {self.gap}")
+        if self.plot is not None and self.plot.suffix not in PICTURES:
+            raise UserError(f"--plot {self.plot} must end in one of {', '.join(PICTURES)}")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    add_dataclass_flags(add_verb(verbs, "place", "Say which model should be on which GPUs."), PlaceConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Place the models; 0 if there is a placement."""
+    config = dataclass_from(args, PlaceConfig)
+    for path in (config.out, config.plot):
+        if path is not None:
+            check_writable(path)
+
+    from floodplain.observe.strict_json import save_result, to_json
+    from floodplain.planner.inputs import read_cluster
+    from floodplain.planner.placement import to_document
+    from floodplain.planner.placer import place
+    from floodplain.planner.summary import describe
+
+    cluster = read_cluster(config.cluster)
+    document = to_document(cluster, place(cluster, config.time_limit, config.gap))
+    try:
+        if config.out is not None:
+            with writing(config.out):
+                save_result(config.out, document)
+        if config.plot is not None:
+            _draw(document, config.plot)
+    finally:  # what cannot be saved is shown all the same
+        say(to_json(document) if args.format == "json" else describe(document))
+    return 0
+
+
+def _draw(document: dict[str, Any], path: Path) -> None:
+    from floodplain.observe.placement import draw_placement
+    from floodplain.observe.style import styled
+
+    figure = draw_placement(document)
+    with writing(path), styled():
+        figure.savefig(path)

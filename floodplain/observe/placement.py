@@ -1,0 +1,99 @@
+"""A placement of models in one picture: servers as rows, GPUs as cells, pairs of a producer and a consumer as arcs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from floodplain.observe.style import COLOURS, styled
+from floodplain.observe.table import format_number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_ROWS = 40
+"""Servers beyond these are not drawn, and the picture says so."""
+MAX_NAME = 14
+_BLUE = COLOURS[0]
+_LENDS, _NEEDS, _NEITHER, _EMPTY = "#9ecae1", "#fdae6b", "#dddddd", "#ffffff"
+_GB = 1e9
+
+Place = tuple[float, float]
+
+
+def draw_placement(document: Mapping[str, Any]) -> Figure:
+    """Draw a placement (``floodplain place``).
+
+    Args:
+        document: What ``--out`` holds.
+    """
+    from matplotlib.figure import Figure
+
+    servers = document["servers"][:MAX_ROWS]
+    widest = max(server["num_gpus"] for server in servers)
+    with styled():
+        size = (max(8.0, 1.0 + 1.05 * min(widest, 24)), 1.6 + 0.75 * len(servers))
+        figure = Figure(figsize=size, layout="constrained")
+        panel = figure.subplots()
+        places: dict[str, Place] = {}
+        for row, server in enumerate(servers):
+            places |= _draw_server(panel, row, server)
+        for pair in document["pairs"]:
+            if pair["producer"] in places and pair["consumer"] in places:
+                _draw_pair(panel, places[pair["producer"]], places[pair["consumer"]])
+        _finish(panel, document, servers, widest)
+    return figure
+
+
+def _draw_server(panel: Axes, row: int, server: Mapping[str, Any]) -> dict[str, Place]:
+    """Draw a server's cells; the middle of each that is used, by its device."""
+    from matplotlib.patches import Rectangle
+
+    for gpu in range(server["num_gpus"]):
+        panel.add_patch(Rectangle((gpu, row), 0.92, 0.5, facecolor=_EMPTY, edgecolor="#999999", linewidth=0.6))
+    places: dict[str, Place] = {}
+    for unit in server["units"]:
+        r = unit["memory_bytes"]
+        colour = _LENDS if r > 0 else _NEEDS if r < 0 else _NEITHER
+        for gpu, device in zip(unit["gpus"], unit["devices"], strict=True):
+            panel.add_patch(Rectangle((gpu, row), 0.92, 0.5, facecolor=colour, edgecolor="#666666", linewidth=0.6))
+            text = f"{unit['model'][:MAX_NAME]}\n{r / _GB:+.3g} GB"
+            panel.text(gpu + 0.46, row + 0.25, text, ha="center", va="center", fontsize=6)
+            places[device] = (gpu + 0.46, row)
+    return places
+
+
+def _draw_pair(panel: Axes, producer: Place, consumer: Place) -> None:
+    """An arc over the cells from the producer to the consumer; higher the farther they are apart."""
+    from matplotlib.patches import FancyArrowPatch
+
+    distance = abs(producer[0] - consumer[0])
+    bend = 0.3 / max(distance, 1.0) ** 0.6 * (1 if producer[0] < consumer[0] else -1)
+    panel.add_patch(
+        FancyArrowPatch(
+            producer, consumer, connectionstyle=f"arc3,rad={-bend if producer[1] == consumer[1] else 0}",
+            arrowstyle="-|>", mutation_scale=7, color=_BLUE, linewidth=1.0, shrinkA=0, shrinkB=0,
+        )
+    )  # fmt: skip
+
+
+def _finish(panel: Axes, document: Mapping[str, Any], servers: Sequence[Mapping[str, Any]], widest: int) -> None:
+    panel.set_xlim(-0.1, widest)
+    panel.set_ylim(len(servers) - 0.3, -0.6)
+    panel.set_yticks([row + 0.25 for row in range(len(servers))], [server["name"] for server in servers])
+    panel.set_xticks([gpu + 0.46 for gpu in range(widest)], [str(gpu) for gpu in range(widest)])
+    panel.set_xlabel("GPU (blue: lends memory, orange: needs memory; arrows: from whom it may borrow)")
+    panel.grid(False)
+    panel.tick_params(length=0)
+    for spine in panel.spines.values():
+        spine.set_visible(False)
+    matched, needed = document["matched_bytes"], sum(row["needs_bytes"] for row in document["consumers"])
+    shown = (
+        ""
+        if len(servers) == len(document["servers"])
+        else f" (first {len(servers)} of {len(document['servers'])} servers)"
+    )
+    panel.set_title(f"Who sits beside whom{shown}\n", loc="left", fontsize=12, fontweight="bold")
+    where = f"{format_number(matched / _GB)} of {format_number(needed / _GB)} GB that are needed are matched"
+    panel.text(0.0, 1.03, where, transform=panel.transAxes, ha="left", va="bottom", fontsize=8.5, color="#555555")

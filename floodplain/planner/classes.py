@@ -1,0 +1,134 @@
+"""Units that are alike, and servers that are alike: one integer stands for many of them.
+
+Interchangeable units and servers are what makes integer programs slow: a solver would try every renaming.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from floodplain.planner.cluster import Cluster, Server, Unit
+
+Counts = tuple[int, ...]
+"""Units of each class on one server: a *mix*."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitClass:
+    """Units between which no constraint and no equation tells.
+
+    Attributes:
+        units: All of them.
+        num_gpus: Of each.
+        memory_bytes: R_m of each of its GPUs.
+        servers: Names of those that they may be on; None if all are allowed.
+        apart: Places in ``Cluster.apart`` of the sets that they belong to.
+        move_cost: Of moving one.
+    """
+
+    units: tuple[Unit, ...]
+    num_gpus: int
+    memory_bytes: int
+    servers: frozenset[str] | None
+    apart: frozenset[int]
+    move_cost: int
+
+    @property
+    def sign(self) -> int:
+        """T of Eq. 5: 1 for a producer, -1 for a consumer, and 0 for a model that neither lends nor needs."""
+        return (self.memory_bytes > 0) - (self.memory_bytes < 0)
+
+    def may_be_on(self, server: Server) -> bool:
+        """Whether its pins and its shards allow that server."""
+        return self.num_gpus <= server.num_gpus and (self.servers is None or server.name in self.servers)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerGroup:
+    """Servers between which no constraint and no equation tells.
+
+    Attributes:
+        servers: Places in ``Cluster.servers``.
+        num_gpus: Of each.
+        memory_bytes: Of each of their GPUs.
+        allowed: For each class, whether its units may be there.
+    """
+
+    servers: tuple[int, ...]
+    num_gpus: int
+    memory_bytes: int
+    allowed: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A cluster in classes and groups.
+
+    Attributes:
+        cluster: As it was given.
+        classes: Of its units.
+        groups: Of its servers.
+    """
+
+    cluster: Cluster
+    classes: tuple[UnitClass, ...]
+    groups: tuple[ServerGroup, ...]
+
+    @property
+    def num_units(self) -> Counts:
+        """Of each class."""
+        return tuple(len(each.units) for each in self.classes)
+
+    @property
+    def num_free_gpus(self) -> int:
+        """GPUs that stay empty; below zero if there are too few."""
+        taken = sum(len(each.units) * each.num_gpus for each in self.classes)
+        return sum(server.num_gpus for server in self.cluster.servers) - taken
+
+    def balance(self, counts: Sequence[int]) -> tuple[int, int]:
+        """``mem_s`` and ``eq_s`` (Eq. 4 and 5) of a server with these units; each GPU counts, as in the paper."""
+        gpus = [(count * each.num_gpus, each) for count, each in zip(counts, self.classes, strict=True)]
+        return sum(n * each.memory_bytes for n, each in gpus), sum(n * each.sign for n, each in gpus)
+
+    def least(self) -> tuple[int, int]:
+        """Lower bounds of ``max mem_s`` and of ``max G_s eq_s``: a maximum is not below the mean.
+
+        Of the latter: if no G_s eq_s is above E, all eq_s together are at most E times the sum of 1 / G_s.
+        """
+        mem, eq = self.balance(self.num_units)
+        servers = self.cluster.servers
+        inverse = sum((Fraction(1, server.memory_bytes) for server in servers), Fraction(0))
+        return math.ceil(Fraction(mem, len(servers))), math.ceil(eq / inverse)
+
+    def objective(self, mixes: Sequence[Sequence[int]]) -> int:
+        """Eq. 6, in bytes, of a placement: the mix of each server, in their order."""
+        balances = [self.balance(mix) for mix in mixes]
+        weighted = [eq * s.memory_bytes for (_, eq), s in zip(balances, self.cluster.servers, strict=True)]
+        return max(mem for mem, _ in balances) + max(weighted)
+
+
+def classify(cluster: Cluster) -> Problem:
+    """The classes and groups of a cluster."""
+    classes = _classes_of(cluster)
+    alike: defaultdict[tuple[int, int, tuple[bool, ...]], list[int]] = defaultdict(list)
+    for place, server in enumerate(cluster.servers):
+        allowed = tuple(each.may_be_on(server) for each in classes)
+        alike[server.num_gpus, server.memory_bytes, allowed].append(place)
+    groups = tuple(ServerGroup(tuple(some), *key) for key, some in alike.items())
+    return Problem(cluster, classes, groups)
+
+
+def _classes_of(cluster: Cluster) -> tuple[UnitClass, ...]:
+    apart_of = {
+        model.name: frozenset(place for place, names in enumerate(cluster.apart) if model.name in names)
+        for model in cluster.models
+    }
+    alike: defaultdict[tuple[int, int, frozenset[str] | None, frozenset[int], int], list[Unit]] = defaultdict(list)
+    for unit, model in cluster.units():
+        key = (model.num_shards, model.memory_bytes, model.servers, apart_of[model.name], model.move_cost)
+        alike[key].append(unit)
+    return tuple(UnitClass(tuple(units), *key) for key, units in alike.items())

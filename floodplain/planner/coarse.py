@@ -1,0 +1,77 @@
+"""Where models are too unlike for all mixes to be listed: R_m rounded down, so that units that differ little are alike.
+
+Rounded down, no ``mem_s`` is larger than it is, and no ``eq_s`` differs. So the bound of the rounded problem is a bound
+of the problem itself, and its placement is one with an objective that is larger by little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from floodplain.planner.classes import Counts, Problem, UnitClass, classify
+from floodplain.planner.cluster import Cluster, Model
+from floodplain.planner.mixes import Integers, MixTable, list_mixes
+from floodplain.planner.model import Answer, MixProgram
+from floodplain.planner.solver import Deadline
+
+FINEST = 64
+"""The first step that is tried is this part of the largest R_m; then it is doubled until the mixes are few enough."""
+
+
+def place_coarsely(problem: Problem, deadline: Deadline, gap: float, max_mixes: int) -> Answer | None:
+    """A placement and a bound by rounding; None if even then there are more than ``max_mixes``."""
+    rounded = _round(problem, max_mixes)
+    if rounded is None:
+        return None
+    coarse, table = rounded
+    answer = MixProgram(coarse, table, deadline).minimise(gap)
+    if answer.mixes is None:
+        return answer
+    return Answer(_tell_apart(problem, coarse, answer.mixes), answer.bound_bytes)
+
+
+def _round(problem: Problem, max_mixes: int) -> tuple[Problem, MixTable] | None:
+    largest = max(abs(each.memory_bytes) for each in problem.classes)
+    step = max(1, largest // FINEST)
+    while step <= 2 * largest:
+        coarse = classify(_rounded(problem.cluster, step))
+        table = list_mixes(coarse, max_mixes)
+        if table is not None:
+            return coarse, table
+        step *= 2
+    return None
+
+
+def _rounded(cluster: Cluster, step: int) -> Cluster:
+    return replace(cluster, models=tuple(_round_down(model, step) for model in cluster.models))
+
+
+def _round_down(model: Model, step: int) -> Model:
+    """With its R_m a multiple of ``step``, or one byte: a producer stays one."""
+    rounded = model.memory_bytes // step * step
+    return replace(model, memory_bytes=max(1, rounded) if model.memory_bytes > 0 else rounded)
+
+
+def _tell_apart(problem: Problem, coarse: Problem, mixes: Sequence[Counts]) -> tuple[Counts, ...]:
+    """Which of the units that were alike is where: those with the most bytes first, each where it balances best."""
+    class_of = {unit: place for place, each in enumerate(problem.classes) for unit in each.units}
+    counts = np.zeros((len(mixes), len(problem.classes)), dtype=np.int64)
+    surplus = np.zeros(len(mixes), dtype=np.int64)
+    for column, alike in enumerate(coarse.classes):
+        seats = np.array([mix[column] for mix in mixes], dtype=np.int64)
+        units = sorted(alike.units, key=lambda unit: -abs(problem.classes[class_of[unit]].memory_bytes))
+        for each, place in ((problem.classes[class_of[unit]], class_of[unit]) for unit in units):
+            server = _choose(each, surplus, seats)
+            seats[server] -= 1
+            counts[server, place] += 1
+            surplus[server] += each.num_gpus * each.memory_bytes
+    return tuple(tuple(row) for row in counts.tolist())
+
+
+def _choose(each: UnitClass, surplus: Integers, seats: Integers) -> int:
+    """Producers go where least is left over, consumers where most is."""
+    worst = np.iinfo(np.int64).max
+    return int(np.argmin(np.where(seats > 0, each.sign * surplus, worst)))

@@ -1,0 +1,99 @@
+"""Why there is no placement: a smallest set of models and rules that already has none, found by leaving things out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from floodplain.files.parsing import listed
+from floodplain.planner.classes import classify
+from floodplain.planner.cluster import Cluster, Model
+from floodplain.planner.greedy import place_greedily
+from floodplain.planner.mixes import list_mixes
+from floodplain.planner.model import MixProgram
+from floodplain.planner.per_server import PerServerProgram
+from floodplain.planner.solver import Deadline
+
+TRY_S = 2.0
+"""For each thing that is left out; one of which is not known after that whether it matters stays in."""
+MAX_MIXES = 5_000
+ANY_GAP = 1e9
+"""Any placement is good enough."""
+
+Change = Callable[[Cluster], Cluster]
+
+
+def explain(cluster: Cluster) -> str:
+    """One line that says which models and rules cannot hold together.
+
+    Each of them is needed for that: without any one, the others could hold.
+
+    Args:
+        cluster: It has no placement.
+    """
+    kept = shrink(cluster)
+    needed = sum(model.count * model.num_stages * model.num_shards for model in kept.models)
+    there = sum(server.num_gpus for server in kept.servers)
+    largest = max(server.num_gpus for server in kept.servers)
+    told = "; ".join(_tell(model) for model in kept.models[:8]) + ("; …" if len(kept.models) > 8 else "")
+    apart = "".join(f"; kept apart: {listed(sorted(names))}" for names in kept.apart)
+    if not kept.apart and all(model.servers is None for model in kept.models):
+        if needed > there:
+            return f"there is no placement: {needed} GPUs are needed, and the servers have {there}: {told}"
+        if all(model.num_shards > largest for model in kept.models):
+            return f"there is no placement: no server has more than {largest} GPUs: {told}"
+    return f"there is no placement of these on {there} GPUs of {len(kept.servers)} servers: {told}{apart}"
+
+
+def shrink(cluster: Cluster) -> Cluster:
+    """The cluster without any model, pin or set kept apart that does not matter for there being no placement."""
+    kept = replace(cluster, current={})
+    for change in _changes(kept):
+        smaller = change(kept)
+        if smaller.models and not is_possible(smaller):
+            kept = smaller
+    return kept
+
+
+def is_possible(cluster: Cluster) -> bool:
+    """Whether there is a placement; True also if that is not known in time."""
+    problem, deadline = classify(cluster), Deadline(TRY_S)
+    if problem.num_free_gpus < 0:
+        return False
+    if place_greedily(problem) is not None:
+        return True
+    table = list_mixes(problem, MAX_MIXES)
+    if table is not None:
+        return MixProgram(problem, table, deadline).minimise(ANY_GAP).bound_bytes is not None
+    return PerServerProgram(problem, deadline).minimise(ANY_GAP, None).bound_bytes is not None
+
+
+def _changes(cluster: Cluster) -> Iterator[Change]:
+    for model in cluster.models:
+        yield partial(_without, name=model.name)
+    for names in cluster.apart:
+        yield partial(_together, names=names)
+    for model in cluster.models:
+        if model.servers is not None:
+            yield partial(_unpinned, name=model.name)
+
+
+def _without(cluster: Cluster, name: str) -> Cluster:
+    return replace(cluster, models=tuple(model for model in cluster.models if model.name != name))
+
+
+def _together(cluster: Cluster, names: frozenset[str]) -> Cluster:
+    return replace(cluster, apart=tuple(some for some in cluster.apart if some != names))
+
+
+def _unpinned(cluster: Cluster, name: str) -> Cluster:
+    models = (replace(model, servers=None) if model.name == name else model for model in cluster.models)
+    return replace(cluster, models=tuple(models))
+
+
+def _tell(model: Model) -> str:
+    num = model.count * model.num_stages
+    size = f"{num} x {model.num_shards} GPUs" if num > 1 or model.num_shards == 1 else f"{model.num_shards} GPUs"
+    pins = f", pinned to {listed(sorted(model.servers))}" if model.servers is not None else ""
+    return f"{model.name} ({size}{pins})"

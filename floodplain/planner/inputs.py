@@ -1,0 +1,124 @@
+"""Reads a cluster from YAML: servers, models, and rules about which may be where. See docs/design/014-placement.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from floodplain.core.errors import UserError
+from floodplain.files.parsing import listed
+from floodplain.files.yaml_file import read_yaml_mapping
+from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit
+from floodplain.planner.placement import read_spots
+from floodplain.planner.yaml_fields import Fields
+
+MAX_BYTES, MAX_DEPTH = 2**22, 5
+MAX_GPUS = 2**18
+"""Of a cluster."""
+MAX_SERVER_GPUS = 1024
+MAX_MEMORY_BYTES = 2**44
+"""Of a GPU. A cluster of as many GPUs as there may be has less than 2^63 bytes."""
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in a YAML file.
+
+    Raises:
+        UserError: It cannot be read, or says what makes no sense; one line that names the file and the field.
+    """
+    source = str(path)
+    fields = Fields(read_yaml_mapping(path, MAX_BYTES, MAX_DEPTH), source)
+    servers, groups = _read_servers(fields.rows("servers", is_needed=True), source)
+    models = _read_models(fields.rows("models", is_needed=True), source, groups)
+    apart = _read_apart(fields.rows("apart"), source, {model.name for model in models})
+    current = fields.text("current")
+    sharing = fields.count("consumers_per_producer", 1, most=MAX_SERVER_GPUS)
+    within = fields.part("within", 0.05)
+    fields.finish()
+    _check_sizes(servers, models, source)
+    spots = read_spots(path.parent / current) if current is not None else {}
+    return Cluster(servers, models, apart, _still_valid(spots, servers, models), sharing, within)
+
+
+def _read_servers(rows: Sequence[Any], source: str) -> tuple[tuple[Server, ...], dict[str, list[str]]]:
+    """The servers, and the names of those that each row stands for, under the row's name."""
+    servers: list[Server] = []
+    groups: dict[str, list[str]] = {}
+    for place, row in enumerate(rows):
+        fields = Fields(row, f"{source}, servers[{place}]")
+        name, has_count = fields.name("name"), "count" in row
+        count, num_gpus = fields.count("count", 1, most=MAX_GPUS), fields.count("gpus", None, most=MAX_SERVER_GPUS)
+        memory = fields.size("memory", MAX_MEMORY_BYTES, is_needed=True)
+        domain, link = fields.text("domain"), fields.size("link", MAX_MEMORY_BYTES)
+        fields.finish()
+        if (len(servers) + count) * num_gpus > MAX_GPUS:
+            raise UserError(f"{fields.source}: a cluster has at most {MAX_GPUS} GPUs")
+        names = [f"{name}-{i}" for i in range(count)] if has_count else [name]
+        groups.setdefault(name, []).extend(names)
+        servers += [Server(each, num_gpus, memory, domain or each, link) for each in names]
+    _refuse_twins((server.name for server in servers), f"{source}: servers")
+    return tuple(servers), groups | {server.name: [server.name] for server in servers}
+
+
+def _read_models(rows: Sequence[Any], source: str, groups: dict[str, list[str]]) -> tuple[Model, ...]:
+    models = [_read_model(row, f"{source}, models[{place}]", groups) for place, row in enumerate(rows)]
+    _refuse_twins((model.name for model in models), f"{source}: models")
+    return tuple(models)
+
+
+def _read_model(row: Any, source: str, groups: dict[str, list[str]]) -> Model:
+    fields = Fields(row, source)
+    name, count = fields.name("name"), fields.count("count", 1, most=MAX_GPUS)
+    num_shards = fields.count("tensor_parallel", 1, most=MAX_SERVER_GPUS)
+    num_stages = fields.count("pipeline_parallel", 1, most=MAX_SERVER_GPUS)
+    lends, needs = fields.size("lends", MAX_MEMORY_BYTES), fields.size("needs", MAX_MEMORY_BYTES)
+    pins, move_cost = fields.names("servers"), fields.count("move_cost", 1, least=0, most=10**6)
+    fields.finish()
+    if lends and needs:
+        raise UserError(f"{source}: {name} lends or needs memory, not both")
+    if unknown := sorted((pins or frozenset()) - groups.keys()):
+        raise UserError(f"{source}: {name} is pinned to {listed(unknown)}: no such server")
+    servers = None if pins is None else frozenset(server for pin in pins for server in groups[pin])
+    return Model(name, count, num_shards, num_stages, lends - needs, servers, move_cost)
+
+
+def _read_apart(rows: Sequence[Any], source: str, names: set[str]) -> tuple[frozenset[str], ...]:
+    sets: list[frozenset[str]] = []
+    for place, row in enumerate(rows):
+        if not isinstance(row, list) or not row or not all(isinstance(each, str) for each in row):
+            raise UserError(f"{source}, apart[{place}] must be a list of models of which a server holds one at most")
+        if unknown := sorted(set(row) - names):
+            raise UserError(f"{source}, apart[{place}]: {listed(unknown)}: no such model")
+        sets.append(frozenset(row))
+    return tuple(dict.fromkeys(sets))
+
+
+def _check_sizes(servers: Sequence[Server], models: Sequence[Model], source: str) -> None:
+    most = max(server.memory_bytes for server in servers)
+    if lender := next((model for model in models if model.memory_bytes > most), None):
+        raise UserError(
+            f"{source}: {lender.name} lends {lender.memory_bytes} bytes of a GPU, and none has more than {most}"
+        )
+    if sum(model.count * model.num_stages for model in models) > MAX_GPUS:
+        raise UserError(f"{source}: a cluster has at most {MAX_GPUS} GPUs, and there are more units of models")
+
+
+def _still_valid(spots: dict[Unit, Spot], servers: Sequence[Server], models: Sequence[Model]) -> dict[Unit, Spot]:
+    """Those spots that a unit can still have: its server is there, and it has as many shards as it had."""
+    num_gpus = {server.name: server.num_gpus for server in servers}
+    kinds = {model.name: model for model in models}
+
+    def is_valid(unit: Unit, spot: Spot) -> bool:
+        model = kinds.get(unit.model)
+        is_there = model is not None and unit.instance < model.count and unit.stage < model.num_stages
+        fits = max(spot.gpus) < num_gpus.get(spot.server, 0)
+        return is_there and fits and model is not None and len(spot.gpus) == model.num_shards
+
+    return {unit: spot for unit, spot in spots.items() if is_valid(unit, spot)}
+
+
+def _refuse_twins(names: Iterable[str], source: str) -> None:
+    if twins := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{source}: there are two of {listed(twins)}")

@@ -1,0 +1,90 @@
+"""From mixes of servers to units on GPUs: which unit is where, so that as few as possible move."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from floodplain.planner.classes import Counts, Problem, UnitClass
+from floodplain.planner.cluster import Server, Spot, Unit
+from floodplain.planner.matching import Party
+
+
+def lay_out(problem: Problem, mixes: Sequence[Counts]) -> dict[Unit, Spot]:
+    """Where every unit is. A unit whose server holds its class still keeps its GPUs.
+
+    Args:
+        problem: What is placed.
+        mixes: Units of each class on each server.
+    """
+    held: dict[str, list[Unit]] = defaultdict(list)
+    for place, each in enumerate(problem.classes):
+        room = {server.name: mix[place] for server, mix in zip(problem.cluster.servers, mixes, strict=True)}
+        for unit, name in _seat(each, room, problem.cluster.current).items():
+            held[name].append(unit)
+    sizes = {unit: each.num_gpus for each in problem.classes for unit in each.units}
+    spots: dict[Unit, Spot] = {}
+    for server in problem.cluster.servers:
+        spots |= _give_gpus(server, held[server.name], sizes, problem.cluster.current)
+    return {unit: spots[unit] for unit, _ in problem.cluster.units()}
+
+
+def parties(problem: Problem, spots: Mapping[Unit, Spot]) -> tuple[list[Party], list[Party]]:
+    """GPUs that lend and GPUs that need memory."""
+    servers = {server.name: server for server in problem.cluster.servers}
+    memory = {unit: model.memory_bytes for unit, model in problem.cluster.units()}
+    lend: list[Party] = []
+    need: list[Party] = []
+    for unit, spot in spots.items():
+        server = servers[spot.server]
+        for gpu in spot.gpus if memory[unit] else ():
+            party = Party(server.device(gpu), server.name, server.domain, abs(memory[unit]), server.link)
+            (lend if memory[unit] > 0 else need).append(party)
+    return lend, need
+
+
+def _seat(each: UnitClass, room: dict[str, int], current: Mapping[Unit, Spot]) -> dict[Unit, str]:
+    """The server of every unit of a class."""
+    seated: dict[Unit, str] = {}
+    for unit in each.units:
+        spot = current.get(unit)
+        if spot is not None and room.get(spot.server, 0):
+            room[spot.server] -= 1
+            seated[unit] = spot.server
+    seats = [server for server, count in room.items() for _ in range(count)]
+    seated.update(zip((unit for unit in each.units if unit not in seated), seats, strict=True))
+    return seated
+
+
+def _give_gpus(
+    server: Server, units: Sequence[Unit], sizes: Mapping[Unit, int], current: Mapping[Unit, Spot]
+) -> dict[Unit, Spot]:
+    stay = {unit: current[unit] for unit in units if unit in current and current[unit].server == server.name}
+    taken = {gpu for spot in stay.values() for gpu in spot.gpus}
+    free = [gpu for gpu in range(server.num_gpus) if gpu not in taken]
+    spots = dict(stay)
+    for unit in units:
+        if unit not in spots:
+            spots[unit] = Spot(server.name, tuple(free[: sizes[unit]]))
+            del free[: sizes[unit]]
+    return spots
+
+
+def keep_in_place(problem: Problem, mixes: Sequence[Counts]) -> tuple[Counts, ...]:
+    """The same mixes on other servers of their groups, so that few units move; one server after the other chooses."""
+    now = count_current(problem)
+    kept: dict[int, Counts] = {}
+    for group in problem.groups:
+        left = Counter(mixes[server] for server in group.servers)
+        for server in sorted(group.servers, key=lambda server: -sum(now[server])):
+            mix = max(left, key=lambda mix: (sum(map(min, mix, now[server])), mix))
+            kept[server] = mix
+            left -= Counter([mix])
+    return tuple(kept[server] for server in range(len(mixes)))
+
+
+def count_current(problem: Problem) -> list[list[int]]:
+    """Units of each class that are on each server now: [server][class]."""
+    current = problem.cluster.current
+    held = [Counter(current[unit].server for unit in each.units if unit in current) for each in problem.classes]
+    return [[counts[server.name] for counts in held] for server in problem.cluster.servers]

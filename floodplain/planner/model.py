@@ -1,0 +1,155 @@
+"""The integer program of AQUA's section 5, with one integer for each mix of each group of like servers.
+
+Eq. 6 is minimised by trying pairs of caps, A for ``max mem_s`` (Eq. 4) and E for ``max G_s eq_s`` (Eq. 5): with both
+given, a mix may be used or not, and what is left is to cover all units by mixes (Eq. 1-3). Pairs are tried by the
+least A + E first. Whether the units are covered if servers may be divided is asked before: that is quick, and nearly
+always says what whole servers say. Among optima the one that matches the most bytes is taken.
+
+Signs: producers are positive, so ``mem_s`` is what is left over on a server, and ``t = 0`` for a model without any R_m.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from floodplain.planner.classes import Counts, Problem
+from floodplain.planner.cover import GB, Cover, Coverer
+from floodplain.planner.mixes import MixTable
+from floodplain.planner.solver import Deadline, Solved, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is known of a problem.
+
+    Attributes:
+        mixes: Of each server; None if there is no placement, or none was found in time.
+        bound_bytes: No placement has a lower objective (Eq. 6); None if there is no placement at all.
+        is_most_matched: Whether no placement with as good an objective is known to be possible that matches more bytes.
+    """
+
+    mixes: tuple[Counts, ...] | None
+    bound_bytes: int | None
+    is_most_matched: bool = False
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Caps:
+    """A pair of caps to try.
+
+    Attributes:
+        value: A + E. No placement whose G_s eq_s are at most E has a lower objective.
+        weighted: E.
+        is_sure: Whether the units are covered under them if servers may be divided; else A is a guess from below.
+    """
+
+    value: int
+    weighted: int
+    is_sure: bool
+
+
+class MixProgram:
+    """See the module.
+
+    Args:
+        problem: What is to be placed.
+        table: Its mixes.
+        deadline: When to stop with what is known.
+    """
+
+    def __init__(self, problem: Problem, table: MixTable, deadline: Deadline) -> None:
+        self._problem, self._table = problem, table
+        self._coverer = Coverer(problem, deadline)
+        self._least_bytes, least_weighted = problem.least()
+        levels: list[int] = np.unique(table.weighted_bytes).tolist()
+        self._levels = [level for level in levels if level >= least_weighted]
+
+    def minimise(self, gap: float = 0.0, most_bytes: int | None = None) -> Answer:
+        """Of the placements whose objective is above the bound by at most ``gap`` of it, one that matches the most.
+
+        Args:
+            gap: See above.
+            most_bytes: The objective of a placement that there is: a worse one is not good enough.
+        """
+        least = self._least_memory(self._levels[-1], self._least_bytes) if self._levels else None
+        if least is None:
+            return Answer(None, None)
+        caps_to_try = [_Caps(least + level, level, False) for level in self._levels]
+        heapify(caps_to_try)
+        while caps_to_try:
+            caps = heappop(caps_to_try)
+            memory = caps.value - caps.weighted
+            limit = caps.value + math.floor(gap * abs(caps.value))
+            limit = limit if most_bytes is None else max(caps.value, min(limit, most_bytes))
+            if caps.is_sure:
+                status, cover = self._try(limit - caps.weighted, caps.weighted)
+                if cover is not None:
+                    return self._match_most(least, limit, caps.value, cover)
+                if status is Status.UNKNOWN:
+                    return Answer(None, caps.value)
+                memory = limit - caps.weighted + 1
+            follower = self._least_memory(caps.weighted, memory)
+            if follower is not None:
+                heappush(caps_to_try, _Caps(follower + caps.weighted, caps.weighted, True))
+        return Answer(None, None)
+
+    def _try(self, memory: int, weighted: int) -> tuple[Status, Cover | None]:
+        table = self._within(memory, weighted)
+        relaxed = self._coverer.relax(table)
+        return self._coverer.find(table, relaxed) if relaxed.status.has_solution else (relaxed.status, None)
+
+    def _least_memory(self, weighted: int, at_least: int) -> int | None:
+        """The least A from there on with which the units are covered under E by divided servers; None if never."""
+        possible = np.unique(self._table.memory_bytes[self._table.weighted_bytes <= weighted])
+        possible = possible[possible >= at_least]
+        first, step, last = 0, 1, len(possible) - 1
+        while first <= last and not self._is_possible(int(possible[min(first + step, last)]), weighted):
+            first, step = first + step + 1, 2 * step  # small tables are quick: begin with them
+        if first > last:
+            return None
+        last = min(first + step, last)
+        while first < last:
+            middle = (first + last) // 2
+            if self._is_possible(int(possible[middle]), weighted):
+                last = middle
+            else:
+                first = middle + 1
+        return int(possible[first])
+
+    def _is_possible(self, memory: int, weighted: int) -> bool:
+        return self._coverer.is_possible(self._within(memory, weighted))
+
+    def _within(self, memory: int, weighted: int) -> MixTable:
+        table = self._table
+        return table.where((table.memory_bytes <= memory) & (table.weighted_bytes <= weighted))
+
+    def _match_most(self, least: int, limit: int, bound: int, cover: Cover) -> Answer:
+        """Of all covers with an objective up to ``limit`` the one that matches the most bytes."""
+        rivals, is_most = self._rivals(least, limit)
+        unit = int(np.gcd.reduce(self._table.matched_bytes))
+        for table, relaxed in rivals:
+            most = _floor(-relaxed.bound * GB, unit)
+            if most <= cover.matched_bytes:
+                break
+            status, better = self._coverer.improve(table, relaxed, cover.matched_bytes)
+            cover = better or cover
+            is_most &= status in (Status.OPTIMAL, Status.INFEASIBLE)
+        return Answer(cover.mixes(self._problem), bound, is_most)
+
+    def _rivals(self, least: int, limit: int) -> tuple[Sequence[tuple[MixTable, Solved]], bool]:
+        """Every pair of caps of that objective, those first that may match the most; and whether these are all."""
+        tables = [self._within(limit - level, level) for level in self._levels if least + level <= limit]
+        relaxed = [(table, self._coverer.relax(table)) for table in tables if len(table)]
+        solved = [(table, each) for table, each in relaxed if each.status.has_solution]
+        are_all = all(each.status is not Status.UNKNOWN for _, each in relaxed)
+        return sorted(solved, key=lambda pair: pair[1].bound), are_all
+
+
+def _floor(value: float, unit: int) -> int:
+    """The largest multiple of ``unit`` that is at most ``value``, but for what a solver's arithmetic loses."""
+    return math.floor(value / max(unit, 1) + 1e-6) * unit

@@ -1,0 +1,185 @@
+"""Linear and integer programs, solved by HiGHS: a thin wrapper that says what is known when the time is over."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
+
+
+class Status(Enum):
+    """What is known of a program."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    """There is a solution, and perhaps a better one: the time was over, or the gap small enough."""
+    INFEASIBLE = "infeasible"
+    UNKNOWN = "unknown"
+    """The time was over before there was a solution."""
+
+    @property
+    def has_solution(self) -> bool:
+        """Whether there are values."""
+        return self in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Minimise ``cost @ x`` where ``lower <= A x <= upper`` and ``0 <= x <= most``; every x is at least 0.
+
+    Attributes:
+        cost: [column].
+        most: [column].
+        rows: Of each entry of A.
+        columns: Of each entry of A.
+        values: The entries of A.
+        lower: [row].
+        upper: [row].
+        integer: Whether each x is a whole number, [column].
+        least: Lower bounds in the place of 0, [column]; None if all are 0.
+    """
+
+    cost: Floats
+    most: Floats
+    rows: Places
+    columns: Places
+    values: Floats
+    lower: Floats
+    upper: Floats
+    integer: npt.NDArray[np.bool_]
+    least: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What became of a program.
+
+    Attributes:
+        status: See ``Status``; the rest counts only if there is a solution, but for ``bound``.
+        values: Of x.
+        bound: No x has a lower cost; minus infinity if nothing is known.
+        reduced_costs: How much a unit of each x adds to the cost at least, if all x may be fractions.
+    """
+
+    status: Status
+    values: Floats
+    bound: float
+    reduced_costs: Floats
+
+
+class Deadline:
+    """When work must end.
+
+    Args:
+        seconds: From now.
+        clock: Monotonic.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_s = clock()
+        self._seconds = seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds; 0 if it is over."""
+        return max(0.0, self._seconds - self.spent_s)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds since it was set."""
+        return self._clock() - self._began_s
+
+
+def solve(program: Program, deadline: Deadline, gap: float = 0.0, start: Floats | None = None) -> Solved:
+    """Solve a program within its time.
+
+    Args:
+        program: What to solve.
+        deadline: When to stop with the best solution so far.
+        gap: A solution is good enough if its cost is above the bound by at most this part of it.
+        start: A solution to begin with.
+    """
+    import highspy
+
+    if not deadline.left_s:
+        return Solved(Status.UNKNOWN, np.zeros(0), -math.inf, np.zeros(0))
+    _print_banner_nowhere()
+    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs.silent()
+    options = {"time_limit": deadline.left_s, "mip_rel_gap": gap, "threads": 1, "random_seed": 0}
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(_model_of(program))
+    if start is not None:
+        solution = highspy.HighsSolution()
+        solution.col_value = start
+        highs.setSolution(solution)
+    highs.run()
+    return _read(highs, is_integer=bool(program.integer.any()))
+
+
+@cache
+def _print_banner_nowhere() -> None:
+    """Make the first solver of this process, which prints a banner on standard output whatever its options are."""
+    import highspy
+
+    try:
+        sys.stdout.flush()
+        stdout = os.dup(1)
+    except OSError:  # standard output is closed: nothing is printed anyway
+        return
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        highspy.Highs()  # type: ignore[no-untyped-call]
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def _model_of(program: Program) -> Any:
+    import highspy
+
+    order = np.lexsort((program.rows, program.columns))
+    num_columns, num_rows = len(program.cost), len(program.lower)
+    model = highspy.HighsLp()
+    model.num_col_, model.num_row_ = num_columns, num_rows
+    model.col_cost_, model.col_upper_ = program.cost, program.most
+    model.col_lower_ = np.zeros(num_columns) if program.least is None else program.least
+    model.row_lower_, model.row_upper_ = program.lower, program.upper
+    model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    model.a_matrix_.start_ = np.searchsorted(program.columns[order], np.arange(num_columns + 1)).astype(np.int32)
+    model.a_matrix_.index_ = program.rows[order].astype(np.int32)
+    model.a_matrix_.value_ = program.values[order]
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    if program.integer.any():
+        model.integrality_ = [kinds[int(is_integer)] for is_integer in program.integer]
+    return model
+
+
+def _read(highs: Any, *, is_integer: bool) -> Solved:
+    import highspy
+
+    status, info, solution = highs.getModelStatus(), highs.getInfo(), highs.getSolution()
+    values, reduced = np.array(solution.col_value), np.array(solution.col_dual)
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return Solved(Status.INFEASIBLE, values, math.inf, reduced)
+    bound = info.mip_dual_bound if is_integer else info.objective_function_value
+    if status == highspy.HighsModelStatus.kOptimal:
+        return Solved(Status.OPTIMAL, values, bound, reduced)
+    bound = bound if is_integer else -math.inf
+    is_feasible = is_integer and info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    return Solved(Status.FEASIBLE if is_feasible else Status.UNKNOWN, values, bound, reduced)

@@ -1,0 +1,141 @@
+"""The placement of a coordinator: what it reads of the file, and when its service follows it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.coordinator import jobs
+from floodplain.coordinator.placement import KIND, VERSION, read_pairs
+from floodplain.coordinator.service import LeaseService
+from floodplain.coordinator.store import Store
+from floodplain.core.errors import UserError
+from floodplain.leases.book import LeaseBook
+from floodplain.leases.messages import Heartbeat, Join, Message, Offer, Request
+from floodplain.leases.rows import Reply, Shard
+from floodplain.leases.states import LeaseState, Outcome
+from floodplain.planner.cluster import Cluster, Model, Server
+from floodplain.planner.placement import to_document
+from floodplain.planner.placer import place
+
+GB = 10**9
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    path = folder / "placement.json"
+    path.write_text(json.dumps({"kind": KIND, "version": VERSION, "pairs": []} | changes))
+    return path
+
+
+def test_the_pairs_that_were_placed_are_those_that_are_read(tmp_path: Path) -> None:
+    models = (Model("p", 2, 1, 1, 20 * GB), Model("c", 2, 1, 1, -20 * GB))
+    cluster = Cluster(tuple(Server(f"s{i}", 2, 80 * GB, f"s{i}") for i in range(2)), models)
+    placement = place(cluster)
+    path = write(tmp_path, **to_document(cluster, placement))
+    assert len(placement.pairs) == 2
+    assert read_pairs(path) == {pair.consumer: [pair.producer] for pair in placement.pairs}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kind": "x"}, "is no placement of version 1"),
+        ({"version": 2}, "is no placement of version 1"),
+        ({"pairs": None}, "pairs must be a list"),
+        ({"pairs": [3]}, r"pairs\[0\] must have a producer and a consumer"),
+        ({"pairs": [{"producer": "p"}]}, r"pairs\[0\] must have"),
+        (
+            {"pairs": [{"producer": "p", "consumer": "c"}, {"producer": "p", "consumer": "a b"}]},
+            r"pairs\[1\] must have",
+        ),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        read_pairs(write(tmp_path, **changes))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with closing(Store.open(f"sqlite:///{tmp_path / 'leases.db'}")) as opened:
+        yield opened
+
+
+def leading(store: Store, pairs: dict[str, list[str]] | None) -> LeaseService:
+    service = LeaseService(store, "http://me", 10.0, lambda: 100.0, pairs)
+    service.tick()
+    assert service.is_leading
+    return service
+
+
+def say(service: LeaseService, *messages: Message) -> list[Reply]:
+    (answer,) = service.serve([jobs.handle(messages, Counter())])
+    assert isinstance(answer, list)
+    return answer
+
+
+def states(service: LeaseService) -> dict[str, LeaseState]:
+    def job(book: LeaseBook, _: float) -> dict[str, LeaseState]:
+        book.rows.check_integrity()
+        return {lease.producer: lease.state for lease in book.rows.leases.values()}
+
+    (answer,) = service.serve([job])
+    assert isinstance(answer, dict)
+    return answer
+
+
+def lend(service: LeaseService) -> None:
+    """Producers p and q have put up ten bytes; c borrows all of them."""
+    for name in ("p", "q", "c"):
+        (reply,) = say(service, Join(name, f"{name}-1"))
+        assert reply.member is not None
+        say(service, *([Offer(name, reply.member.stamp, 10)] if name != "c" else []))
+    (reply,) = say(service, Request("c", 1, 1, (Shard(10), Shard(10))))
+    assert reply.outcome is Outcome.APPLIED
+
+
+def test_a_service_follows_a_new_placement_in_its_next_transaction(store: Store) -> None:
+    service = leading(store, {"c": ["p", "q"]})
+    lend(service)
+    assert set(states(service).values()) == {LeaseState.GRANTED}
+    service.may_borrow_from = {"c": ["q"]}
+    (reply,) = say(service, Heartbeat("c", 1))
+    assert {lease.producer: lease.state for lease in reply.leases} == {
+        "p": LeaseState.RECALLED,
+        "q": LeaseState.GRANTED,
+    }
+    service.resign()
+    assert states(leading(store, {"c": ["q"]})) == {"p": LeaseState.RECALLED, "q": LeaseState.GRANTED}
+
+
+def test_a_tick_is_enough_to_follow(store: Store) -> None:
+    service = leading(store, None)
+    lend(service)
+    service.may_borrow_from = {}
+    service.tick()
+    service.resign()
+    assert set(states(leading(store, None)).values()) == {LeaseState.RECALLED}
+
+
+def test_a_coordinator_that_begins_with_a_placement_recalls_what_it_does_not_allow(store: Store) -> None:
+    service = leading(store, None)
+    lend(service)
+    service.resign()
+    again = leading(store, {"c": ["p"]})
+    assert states(again) == {"p": LeaseState.GRANTED, "q": LeaseState.RECALLED}
+    (reply,) = say(again, Request("c", 1, 2, (Shard(1, "q"),)))
+    assert reply.outcome is Outcome.DEFERRED
+
+
+def test_without_a_new_placement_nothing_is_recalled(store: Store) -> None:
+    """Negative control."""
+    service = leading(store, {"c": ["p", "q"]})
+    lend(service)
+    service.tick()
+    assert set(states(service).values()) == {LeaseState.GRANTED}

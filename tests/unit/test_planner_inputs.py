@@ -1,0 +1,144 @@
+"""Clusters in YAML: read as they are written, or refused in one line that says what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from floodplain.core.errors import UserError
+from floodplain.planner.cluster import Model, Server, Spot, Unit
+from floodplain.planner.inputs import read_cluster
+from floodplain.planner.placement import to_document
+from floodplain.planner.placer import place
+
+GB = 10**9
+WHOLE = """
+servers:
+  - {name: h100, count: 2, gpus: 8, memory: 80GB, domain: rack, link: 450GB}
+  - {name: a100, gpus: 2, memory: 40GB}
+models:
+  - {name: llama-8b, count: 3, lends: 25GB}
+  - {name: yi-34b, tensor_parallel: 2, pipeline_parallel: 2, needs: 20GB, servers: [h100, a100], move_cost: 4}
+  - {name: idle, servers: h100-1}
+apart:
+  - [yi-34b, idle]
+consumers_per_producer: 2
+within: 0.1
+"""
+
+
+IDLE = {"model": "idle", "instance": 0, "stage": 0, "gpus": [0]}
+
+
+def write(folder: Path, content: Any) -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def test_a_cluster_is_read_as_it_is_written(tmp_path: Path) -> None:
+    cluster = read_cluster(write(tmp_path, WHOLE))
+    assert cluster.servers == (
+        Server("h100-0", 8, 80 * GB, "rack", 450 * GB),
+        Server("h100-1", 8, 80 * GB, "rack", 450 * GB),
+        Server("a100", 2, 40 * GB, "a100", 0),
+    )
+    assert cluster.models == (
+        Model("llama-8b", 3, 1, 1, 25 * GB),
+        Model("yi-34b", 1, 2, 2, -20 * GB, frozenset({"h100-0", "h100-1", "a100"}), 4),
+        Model("idle", 1, 1, 1, 0, frozenset({"h100-1"})),
+    )
+    assert cluster.apart == (frozenset({"yi-34b", "idle"}),)
+    assert (cluster.current, cluster.consumers_per_producer, cluster.within) == ({}, 2, 0.1)
+
+
+def change(section: str, place: int, **values: Any) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load(WHOLE)
+    content[section][place].update(values)
+    return content
+
+
+def whole(**values: Any) -> dict[str, Any]:
+    return {**yaml.safe_load(WHOLE), **values}
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "servers is missing"),
+        ("- a", "must hold lines KEY: VALUE"),
+        ("a: &x 1\nb: *x", "aliases are not supported"),
+        ("a: [[[[[[1]]]]]]", "nested deeper than 5 levels"),
+        (whole(servers=[]), "servers must be a list of at least one"),
+        (whole(servers=[3]), "servers[0] must hold KEY: VALUE"),
+        (whole(models=None), "models must be a list of at least one"),
+        (whole(gpu=1), "unknown key 'gpu'; there are servers, models, apart, current"),
+        (change("servers", 1, gpus=0), "servers[1]: gpus must be a whole number between 1 and 1024, not 0"),
+        (change("servers", 1, gpus=True), "gpus must be a whole number"),
+        (change("servers", 1, memory="lots"), "servers[1]: memory 'lots' is no size"),
+        (change("servers", 1, memory="100TB"), "servers[1]: memory is out of range"),
+        (change("servers", 1, name="a b"), "servers[1]: name must be 1 to 48 letters"),
+        (change("servers", 1, name="h100-1"), "servers: there are two of h100-1"),
+        (change("servers", 0, count=2**18), "a cluster has at most 262144 GPUs"),
+        (change("servers", 1, domain=3), "servers[1]: domain must be text"),
+        (change("models", 0, name="idle"), "models: there are two of idle"),
+        (change("models", 0, needs="1GB"), "models[0]: llama-8b lends or needs memory, not both"),
+        (change("models", 0, lends="90GB"), "llama-8b lends 90000000000 bytes of a GPU, and none has more than"),
+        (change("models", 0, tp=2), "models[0]: unknown key 'tp'; there are name, count, tensor_parallel"),
+        (change("models", 1, servers=["h200"]), "models[1]: yi-34b is pinned to h200: no such server"),
+        (change("models", 1, servers=[]), "models[1]: servers must be a list of names"),
+        (change("models", 1, move_cost=-1), "move_cost must be a whole number between 0 and 1000000, not -1"),
+        (whole(apart=[["opt"]]), "apart[0]: opt: no such model"),
+        (whole(apart=["idle"]), "apart[0] must be a list of models"),
+        (whole(within=2), "within must be between 0 and 1, not 2"),
+        (whole(consumers_per_producer=0), "consumers_per_producer must be a whole number between 1 and"),
+        (whole(current="none.json"), "none.json"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(tmp_path: Path, content: Any, told: str) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(UserError) as caught:
+        read_cluster(path)
+    message = str(caught.value)
+    assert told in message and str(tmp_path) in message and "\n" not in message
+
+
+def test_a_placement_that_was_written_is_the_current_one_of_the_next(tmp_path: Path) -> None:
+    cluster = read_cluster(write(tmp_path, WHOLE))
+    document = to_document(cluster, place(cluster))
+    (tmp_path / "now.json").write_text(json.dumps(document))
+    again = read_cluster(write(tmp_path, whole(current="now.json")))
+    assert again.current == place(cluster).spots
+    assert place(again).num_moves == 0
+
+
+def test_spots_that_no_unit_can_have_are_left_out(tmp_path: Path) -> None:
+    cluster = read_cluster(write(tmp_path, WHOLE))
+    (tmp_path / "now.json").write_text(json.dumps(to_document(cluster, place(cluster))))
+    content = change("models", 0, count=1)
+    content["models"][1]["tensor_parallel"] = 1
+    content["models"][2]["name"] = "other"
+    current = read_cluster(write(tmp_path, {**content, "apart": [], "current": "now.json"})).current
+    assert list(current) == [Unit("llama-8b", 0, 0)]
+    assert isinstance(current[Unit("llama-8b", 0, 0)], Spot)
+
+
+@pytest.mark.parametrize(
+    ("change_to", "told"),
+    [
+        ({"version": 2}, "is no placement of version 1"),
+        ({"kind": "x"}, "is no placement of version 1"),
+        ({"servers": 3}, "is no placement as floodplain place writes it"),
+        ({"servers": [{"name": "h100-0", "units": [{**IDLE, "gpus": []}]}]}, "on none"),
+        ({"servers": [{"name": "h100-0", "units": [IDLE, {**IDLE, "instance": 1}]}]}, "two units are on one GPU"),
+    ],
+)  # fmt: skip
+def test_what_is_no_placement_is_refused(tmp_path: Path, change_to: dict[str, Any], told: str) -> None:
+    cluster = read_cluster(write(tmp_path, WHOLE))
+    (tmp_path / "now.json").write_text(json.dumps(to_document(cluster, place(cluster)) | change_to))
+    with pytest.raises(UserError, match=told):
+        read_cluster(write(tmp_path, whole(current="now.json")))
