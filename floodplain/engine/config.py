@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_type_hints
 
 from floodplain.core.errors import SettingRefused, UserError
-from floodplain.core.sizes import parse_size
 from floodplain.cost.link import LINKS
 from floodplain.engine.expansion_flags import EXPANSION_TIERS, check_expansion, read_expansion
-from floodplain.memory.host.named_file import NAME
-from floodplain.policy.lending import LendingSettings
+from floodplain.engine.lease_flags import DEFAULT_LEND_AFTER_S, check_leases, read_lend
 from floodplain.policy.registry import POLICIES
 from floodplain.policy.settings import FAIR_BY, SLICE_STEPS, SharingSettings, settings_for
 
@@ -24,8 +22,6 @@ def _flag(
 
 
 MAX_BLOCK_TOKENS = 1024
-MIN_LEND_AFTER_S, MAX_LEND_AFTER_S = 0.1, 86400.0
-MIN_LOOK_S, MAX_LOOK_S = 0.001, 1.0
 DTYPES = ("float32", "bfloat16")
 SWAPS = ("none", "host", "peer")
 HARDWARE_PREFIX = "emulated-"
@@ -43,7 +39,6 @@ _USED_BY = {
     "ttft_goal": ("paced",), "tpot_goal": ("paced",), "pace": ("paced",), "max_gap": ("paced",),
 }  # fmt: skip
 _SHARING = SharingSettings()
-_LENDING = LendingSettings()
 _SLICES = ", ".join(f"{policy} {steps}" for policy, steps in SLICE_STEPS.items())
 _NOUNS = {int: "a whole number", float: "a number", str: "a word", bool: "True or False"}
 
@@ -124,7 +119,7 @@ class EngineConfig:
         metavar="SIZE",
     )  # fmt: skip
     lend_after: float = _flag(  # type: ignore[assignment]
-        _LENDING.calm_s, "seconds of calm before memory is lent; the other times of --lend go with it"
+        DEFAULT_LEND_AFTER_S, "seconds of calm before memory is lent; the other times of --lend go with it"
     )
     lease_look: float | None = _flag(  # type: ignore[assignment]
         None, "seconds between two looks of the step loop at its leases (default: 0.05 to lend, 0.02 to borrow)"
@@ -173,7 +168,7 @@ class EngineConfig:
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")
         self._check_swap()
-        self._check_neighbours()
+        check_leases(self)
         check_expansion(self)
         try:
             self.sharing_settings()
@@ -209,12 +204,7 @@ class EngineConfig:
         Raises:
             UserError: ``--lend`` says something else.
         """
-        if self.lend in ("off", "auto"):
-            return None if self.lends else 0
-        try:
-            return parse_size(self.lend)
-        except UserError as error:
-            raise UserError(f"--lend must be off, auto, or a size: {error}") from None
+        return read_lend(self.lend)
 
     def unused_flags(self) -> list[str]:
         """Flags that were set to something, and that the policy has no use for."""
@@ -223,31 +213,6 @@ class EngineConfig:
             for item in fields(self)
             if self.policy not in _USED_BY.get(item.name, (self.policy,)) and getattr(self, item.name) != item.default
         ]
-
-    def _check_neighbours(self) -> None:
-        lent_bytes = self.most_lent_bytes
-        if self.coordinator is None:
-            if self.swap == "peer":
-                raise UserError("--swap peer needs --coordinator: nobody else knows who lends memory")
-            if lent_bytes != 0:
-                raise UserError(f"--lend {self.lend} needs --coordinator: nobody else can say that memory is to be had")
-            if self.lease_look is not None:
-                raise UserError("--lease-look needs --coordinator: without one there are no leases to look at")
-            if self.coordinator_token_file is not None:
-                raise UserError("--coordinator-token-file needs --coordinator: there is nobody to show the token to")
-        if self.lease_look is not None and not MIN_LOOK_S <= self.lease_look <= MAX_LOOK_S:
-            raise UserError(
-                f"--lease-look must be between {MIN_LOOK_S:g} and {MAX_LOOK_S:g} s, not {self.lease_look}: rarer looks "
-                "would let deadlines pass"
-            )
-        if not MIN_LEND_AFTER_S <= self.lend_after <= MAX_LEND_AFTER_S:
-            raise UserError(
-                f"--lend-after must be between {MIN_LEND_AFTER_S:g} and {MAX_LEND_AFTER_S:g} s, not {self.lend_after}"
-            )
-        if self.lend_after != _LENDING.calm_s and not self.lends:
-            raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
-        if self.device_name is not None and not NAME.fullmatch(self.device_name):
-            raise UserError(f"--device-name {self.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
 
     @property
     def asked_expansion(self) -> float | None:

@@ -1,0 +1,83 @@
+"""What the flags of leases say, and which contradict each other."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from floodplain.core.errors import UserError
+from floodplain.core.sizes import parse_size
+from floodplain.memory.host.named_file import NAME
+from floodplain.policy.lending import LendingSettings
+
+DEFAULT_LEND_AFTER_S = LendingSettings().calm_s
+MIN_LEND_AFTER_S, MAX_LEND_AFTER_S = 0.1, 86400.0
+MIN_LOOK_S, MAX_LOOK_S = 0.001, 1.0
+
+
+class LeaseFlags(Protocol):
+    """The flags of an ``EngineConfig`` that matter here; they are explained there."""
+
+    @property
+    def coordinator(self) -> str | None: ...  # noqa: D102
+    @property
+    def coordinator_token_file(self) -> str | None: ...  # noqa: D102
+    @property
+    def device_name(self) -> str | None: ...  # noqa: D102
+    @property
+    def swap(self) -> str: ...  # noqa: D102
+    @property
+    def lend(self) -> str: ...  # noqa: D102
+    @property
+    def lend_after(self) -> float: ...  # noqa: D102
+    @property
+    def lease_look(self) -> float | None: ...  # noqa: D102
+
+
+def read_lend(word: str) -> int | None:
+    """At most so much is lent: 0 for ``off``; None, as much as can be spared, for ``auto``.
+
+    Raises:
+        UserError: ``--lend`` says something else.
+    """
+    if word in ("off", "auto"):
+        return 0 if word == "off" else None
+    try:
+        return parse_size(word)
+    except UserError as error:
+        raise UserError(f"--lend must be off, auto, or a size: {error}") from None
+
+
+def check_leases(flags: LeaseFlags) -> None:
+    """Refuse what is contradictory, or out of its range.
+
+    Raises:
+        UserError: With the names of the flags.
+    """
+    lent_bytes = read_lend(flags.lend)
+    if flags.coordinator is None:
+        _check_alone(flags, lent_bytes)
+    if flags.lease_look is not None and not MIN_LOOK_S <= flags.lease_look <= MAX_LOOK_S:
+        raise UserError(
+            f"--lease-look must be between {MIN_LOOK_S:g} and {MAX_LOOK_S:g} s, not {flags.lease_look}: rarer looks "
+            "would let deadlines pass"
+        )
+    if not MIN_LEND_AFTER_S <= flags.lend_after <= MAX_LEND_AFTER_S:
+        raise UserError(
+            f"--lend-after must be between {MIN_LEND_AFTER_S:g} and {MAX_LEND_AFTER_S:g} s, not {flags.lend_after}"
+        )
+    if flags.lend_after != DEFAULT_LEND_AFTER_S and flags.lend == "off":
+        raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
+    if flags.device_name is not None and not NAME.fullmatch(flags.device_name):
+        raise UserError(f"--device-name {flags.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
+
+
+def _check_alone(flags: LeaseFlags, lent_bytes: int | None) -> None:
+    """Without a coordinator."""
+    if flags.swap == "peer":
+        raise UserError("--swap peer needs --coordinator: nobody else knows who lends memory")
+    if lent_bytes != 0:
+        raise UserError(f"--lend {flags.lend} needs --coordinator: nobody else can say that memory is to be had")
+    if flags.lease_look is not None:
+        raise UserError("--lease-look needs --coordinator: without one there are no leases to look at")
+    if flags.coordinator_token_file is not None:
+        raise UserError("--coordinator-token-file needs --coordinator: there is nobody to show the token to")
