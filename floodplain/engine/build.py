@@ -210,7 +210,7 @@ def _make_neighbours(
     """Not yet started; None without a coordinator."""
     if client is None:
         return None
-    device = None if lent_pool is None else lent_pool.as_device()
+    device = None if lent_pool is None else lent_pool.as_device(config.recall_deadline)
     agent = LeaseAgent(client, name, device, is_last=config.device_name is None)
     lender = None
     if lent_pool is not None:

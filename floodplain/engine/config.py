@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 from floodplain.core.errors import SettingRefused, UserError
 from floodplain.cost.link import LINKS
 from floodplain.engine.expansion_flags import EXPANSION_TIERS, check_expansion, read_expansion
-from floodplain.engine.lease_flags import DEFAULT_LEND_AFTER_S, check_leases, read_lend
+from floodplain.engine.lease_flags import DEFAULT_LEND_AFTER_S, DEFAULT_RECALL_DEADLINE_S, check_leases, read_lend
 from floodplain.policy.registry import POLICIES
 from floodplain.policy.settings import FAIR_BY, SLICE_STEPS, SharingSettings, settings_for
 
@@ -120,6 +120,9 @@ class EngineConfig:
     )  # fmt: skip
     lend_after: float = _flag(  # type: ignore[assignment]
         DEFAULT_LEND_AFTER_S, "seconds of calm before memory is lent; the other times of --lend go with it"
+    )
+    recall_deadline: float = _flag(  # type: ignore[assignment]
+        DEFAULT_RECALL_DEADLINE_S, "with --lend, seconds that neighbours are given to return what is recalled"
     )
     lease_look: float | None = _flag(  # type: ignore[assignment]
         None, "seconds between two looks of the step loop at its leases (default: 0.05 to lend, 0.02 to borrow)"

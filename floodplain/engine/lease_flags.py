@@ -6,12 +6,16 @@ from typing import Protocol
 
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import parse_size
+from floodplain.lending.membership import DEADLINE_S
 from floodplain.memory.host.named_file import NAME
 from floodplain.policy.lending import LendingSettings
 
 DEFAULT_LEND_AFTER_S = LendingSettings().calm_s
 MIN_LEND_AFTER_S, MAX_LEND_AFTER_S = 0.1, 86400.0
 MIN_LOOK_S, MAX_LOOK_S = 0.001, 1.0
+DEFAULT_RECALL_DEADLINE_S = DEADLINE_S
+MIN_RECALL_DEADLINE_S, MAX_RECALL_DEADLINE_S = 0.5, 86400.0
+"""Consumers take their last resort a quarter of a second before the deadline."""
 
 
 class LeaseFlags(Protocol):
@@ -29,6 +33,8 @@ class LeaseFlags(Protocol):
     def lend(self) -> str: ...  # noqa: D102
     @property
     def lend_after(self) -> float: ...  # noqa: D102
+    @property
+    def recall_deadline(self) -> float: ...  # noqa: D102
     @property
     def lease_look(self) -> float | None: ...  # noqa: D102
 
@@ -61,12 +67,10 @@ def check_leases(flags: LeaseFlags) -> None:
             f"--lease-look must be between {MIN_LOOK_S:g} and {MAX_LOOK_S:g} s, not {flags.lease_look}: rarer looks "
             "would let deadlines pass"
         )
-    if not MIN_LEND_AFTER_S <= flags.lend_after <= MAX_LEND_AFTER_S:
-        raise UserError(
-            f"--lend-after must be between {MIN_LEND_AFTER_S:g} and {MAX_LEND_AFTER_S:g} s, not {flags.lend_after}"
-        )
-    if flags.lend_after != DEFAULT_LEND_AFTER_S and flags.lend == "off":
-        raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
+    _check_range("--lend-after", flags.lend_after, MIN_LEND_AFTER_S, MAX_LEND_AFTER_S)
+    _check_range("--recall-deadline", flags.recall_deadline, MIN_RECALL_DEADLINE_S, MAX_RECALL_DEADLINE_S)
+    if flags.lend == "off":
+        _check_lends_nothing(flags)
     if flags.device_name is not None and not NAME.fullmatch(flags.device_name):
         raise UserError(f"--device-name {flags.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
 
@@ -81,3 +85,16 @@ def _check_alone(flags: LeaseFlags, lent_bytes: int | None) -> None:
         raise UserError("--lease-look needs --coordinator: without one there are no leases to look at")
     if flags.coordinator_token_file is not None:
         raise UserError("--coordinator-token-file needs --coordinator: there is nobody to show the token to")
+
+
+def _check_lends_nothing(flags: LeaseFlags) -> None:
+    """With ``--lend off``."""
+    if flags.lend_after != DEFAULT_LEND_AFTER_S:
+        raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
+    if flags.recall_deadline != DEFAULT_RECALL_DEADLINE_S:
+        raise UserError("--recall-deadline says how to recall, and --lend off lends nothing: leave one of them out")
+
+
+def _check_range(flag: str, value_s: float, least_s: float, most_s: float) -> None:
+    if not least_s <= value_s <= most_s:
+        raise UserError(f"{flag} must be between {least_s:g} and {most_s:g} s, not {value_s}")

@@ -91,9 +91,15 @@ class LentPool:
             self._device.forget_others()
         return max(0, self._device.num_foreign_pages() * self._device.page_bytes - self.guest_bytes)
 
-    def as_device(self) -> LentDevice:
-        """The device as its agent sees it."""
-        return LentDevice(capacity_bytes=self.full_bytes, foreign_bytes=lambda: self.foreign_bytes)
+    def as_device(self, deadline_s: float) -> LentDevice:
+        """The device as its agent sees it.
+
+        Args:
+            deadline_s: What consumers are given at a recall.
+        """
+        return LentDevice(
+            capacity_bytes=self.full_bytes, foreign_bytes=lambda: self.foreign_bytes, deadline_s=deadline_s
+        )
 
     def report(self, now: float) -> PoolLoad:
         """See ``Northbound``. Who is in swap space waits, too; who is on its way back does not."""

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
-from floodplain.lending import lent_pool, peer_parts
+from floodplain.lending import peer_parts
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingSettings
 from tests.support.parity import Reference, judge
@@ -61,8 +60,8 @@ def build(role: str, url: str, name: str) -> Engine:
     """An engine that lends nearly all of its pool while it is idle, or one that borrows and swaps all the time."""
     if role == "producer":
         flags = {"kv_memory": POOL_PAGES * PAGE_BYTES, "swap": "none", "policy": "fcfs", "lend": "auto"}
-        lent_pool.LentDevice = partial(lent_pool.LentDevice, deadline_s=DEADLINE_S)  # type: ignore
-        return build_engine(EngineConfig(**BASE, **flags, coordinator=url, device_name=name), lending=QUICK)
+        config = EngineConfig(**BASE, **flags, coordinator=url, device_name=name, recall_deadline=DEADLINE_S)
+        return build_engine(config, lending=QUICK)
     peer_parts.CHUNK_BYTES = PAGE_BYTES
     flags = {"kv_memory": 24 * BLOCK_BYTES, "swap": "peer", "swap_memory": 48 * BLOCK_BYTES}
     config = EngineConfig(**BASE, **flags, peer_memory=BORROWED_PAGES * PAGE_BYTES, coordinator=url, device_name=name)

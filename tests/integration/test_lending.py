@@ -103,7 +103,7 @@ class Load:
         for consumer in consumers:
             consumer.turn()
 
-    def step_until(self, is_done: Callable[[], bool], num_live: int, *consumers: Consumer) -> None:
+    def step_until(self, is_done: Callable[[], object], num_live: int, *consumers: Consumer) -> None:
         """Steps under a constant load; a coordinator that others keep from running for seconds may take its time."""
         end_s = time.monotonic() + 60
         while True:
@@ -150,6 +150,18 @@ def test_the_story_of_a_lender(coordinator: str, requests: list[Request], expect
     assert stats.num_recalls >= 3
     assert all(0 < seconds < 10 for seconds in stats.recall_times_s)
     assert consumer.num_refused == stats.num_failed_growths == 0
+
+
+def test_consumers_are_given_the_time_that_the_flag_says(coordinator: str) -> None:
+    with producing(coordinator, recall_deadline=3.0) as producer:
+        lend_wildly(producer, [NUM_BLOCKS // 2])
+        load = Load(producer, [])
+        with borrowing(Consumer(coordinator, visit(producer), 8 * PAGE_BYTES)) as consumer:
+            load.step_until(lambda: bool(consumer.held), 0, consumer)
+            lend_wildly(producer, [0])
+            load.step_until(lambda: consumer.agent.membership.to_free(), 0)
+            [left_s, *_] = consumer.agent.membership.to_free().values()
+            assert 0 < left_s <= 3
 
 
 SWAP = {"swap": "host", "swap_memory": 64 * BLOCK_BYTES}

@@ -12,6 +12,7 @@ from floodplain.cli.options import Parser, add_dataclass_flags, add_verb, datacl
 from floodplain.core.errors import UserError
 from floodplain.cost.link import LINKS
 from floodplain.engine.config import HARDWARE, EngineConfig
+from floodplain.lending.membership import DEADLINE_S
 from floodplain.policy.settings import SLICE_STEPS, SharingSettings, settings_for
 
 NO_SWAP = {"swap": "none"}
@@ -53,6 +54,10 @@ URL = {"coordinator": "http://127.0.0.1:8100"}
         ({"lend_after": 2.0}, "^--lend-after says when to lend, and --lend off does not: leave one of them out$"),
         (URL | {"lend": "auto", "lend_after": 0.01}, "^--lend-after must be between 0.1 and 86400 s, not 0.01$"),
         (URL | {"lend": "auto", "lend_after": math.nan}, "^--lend-after must be between 0.1 and 86400 s, not nan$"),
+        ({"recall_deadline": 2.0}, "^--recall-deadline says how to recall, and --lend off lends nothing: leave one of"),
+        (URL | {"lend": "auto", "recall_deadline": 0.4}, "^--recall-deadline must be between 0.5 and 86400 s, not 0.4"),
+        (URL | {"lend": "auto", "recall_deadline": math.nan}, "^--recall-deadline must be between 0.5 and 86400"),
+        (URL | {"lend": "auto", "recall_deadline": "3"}, "^--recall-deadline must be a number, not '3'$"),
         ({"lease_look": 0.1}, "^--lease-look needs --coordinator: without one there are no leases to look at$"),
         (URL | {"lease_look": 2.0}, "^--lease-look must be between 0.001 and 1 s, not 2.0: rarer looks would let"),
         (URL | {"lease_look": 0}, "^--lease-look must be between 0.001 and 1 s, not 0"),
@@ -157,3 +162,18 @@ def test_lending_flags_come_from_a_file_whatever_yaml_takes_the_word_for(word: s
     config = dataclass_from(resolve(parser, ["m", "--config", str(tmp_path / "c.yaml")], {}), EngineConfig)
     assert config.lend == word.strip("'")
     assert (config.coordinator, config.device_name) == ("http://x", "gpu0")
+
+
+def test_the_recall_deadline_is_a_flag_as_others_are(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("coordinator: http://x\nlend: auto\nrecall-deadline: 3\n")
+    parser = add_verb(Parser(prog="x").add_subparsers(), "verb", "A verb.")
+    add_dataclass_flags(parser, EngineConfig)
+    in_file, in_environ = ["m", "--config", str(tmp_path / "c.yaml")], {"FLOODPLAIN_RECALL_DEADLINE": "4"}
+
+    def read(argv: list[str], environ: dict[str, str]) -> float:
+        return dataclass_from(resolve(parser, argv, environ), EngineConfig).recall_deadline
+
+    assert read(["m"], {}) == DEADLINE_S
+    assert read(in_file, {}) == 3
+    assert read(in_file, in_environ) == 4
+    assert read([*in_file, "--recall-deadline", "5"], in_environ) == 5
