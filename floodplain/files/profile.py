@@ -1,0 +1,116 @@
+"""A profile as JSON: what a model was measured to need or to spare, on what, and how sure that is.
+
+``floodplain profile`` writes it; ``floodplain place`` and ``--lend auto --profile`` read it. ``result`` holds what
+others count on and has the keys of its kind (``RESULT_KEYS``); everything else is for the reader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from floodplain import __version__
+from floodplain.core.errors import UserError
+from floodplain.files.parsing import listed, parsing, read_json_object
+
+FORMAT, VERSION = "floodplain-profile", 1
+RESULT_KEYS: dict[str, dict[str, type]] = {
+    "llm": {"rate_rps": float, "peak_kv_bytes": int, "kv_bytes": int, "free_bytes": int, "role": str},
+    "media": {"batch": int, "throughput": float, "peak_bytes": int, "free_bytes": int, "role": str},
+    "swap": {"stable_rate_rps": float, "needs_bytes": int},
+    "step": {"base_s": float, "decode_s": float, "prefill_token_s": float},
+}
+"""Keys that ``result`` has in each kind of profile, and their types. Rates are requests a second."""
+ROLES = ("producer", "consumer")
+_MAX_NUMBER = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One profile.
+
+    Attributes:
+        kind: ``llm``, ``media``, ``swap`` or ``step``.
+        subject: What was measured: a model, or a callable's name.
+        machine: On what.
+        is_virtual: Time and device were computed from a step line, not measured.
+        settings: What was asked for.
+        result: See ``RESULT_KEYS``; more keys may follow.
+        tries: What was tried, in order: one mapping each, as the kind has them.
+        errors: How sure the result is: confidence, held-out errors, spread, as the kind has them.
+        made_at: When, in ISO 8601 and UTC.
+        made_by: The version of Floodplain.
+    """
+
+    kind: str
+    subject: str
+    machine: str
+    is_virtual: bool = False
+    settings: dict[str, Any]
+    result: dict[str, Any]
+    tries: list[dict[str, Any]] = field(default_factory=list)
+    errors: dict[str, Any] = field(default_factory=dict)
+    made_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    made_by: str = __version__
+
+    @property
+    def spare_bytes(self) -> int:
+        """R_m of AQUA, section 5, with producers positive: what each of the model's GPUs lends, or needs below 0.
+
+        A consumer needs what its ``swap`` profile says; without one it needs nothing that is known.
+        """
+        if self.kind == "swap":
+            return -int(self.result["needs_bytes"])
+        return int(self.result["free_bytes"]) if self.result.get("role") == "producer" else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a file."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+
+def read_profile(path: Path, *kinds: str) -> Profile:
+    """The profile in a file.
+
+    Args:
+        path: The file.
+        kinds: Which kinds the caller can use; all of them if there are none.
+
+    Raises:
+        UserError: It cannot be read, is no profile of this version, or is of another kind.
+    """
+    document = read_json_object(path)
+    if document.get("format") != FORMAT:
+        raise UserError(f"{path} is no profile: write one with floodplain profile --out")
+    if document.get("version") != VERSION:
+        raise UserError(f"{path} is a profile of version {document.get('version')!r:.20}, and {VERSION} is read here")
+    with parsing(path, "is no profile as floodplain profile writes it"):
+        profile = Profile(**{item.name: document[item.name] for item in fields(Profile)})
+    if str(profile.kind) not in (kinds or RESULT_KEYS):
+        wanted = listed(kinds or tuple(RESULT_KEYS))
+        raise UserError(f"{path} is a profile of kind {profile.kind!r:.40}, and {wanted} is wanted here")
+    _check(profile, path)
+    return profile
+
+
+def _check(profile: Profile, path: Path) -> None:
+    for name in ("subject", "machine", "made_at", "made_by"):
+        if not isinstance(getattr(profile, name), str):
+            raise UserError(f"{path}: {name} must be a text")
+    for name, kind in (("settings", dict), ("result", dict), ("errors", dict), ("tries", list)):
+        if not isinstance(getattr(profile, name), kind):
+            raise UserError(f"{path}: {name} must be a {'mapping' if kind is dict else 'list'}")
+    for key, value_type in RESULT_KEYS[profile.kind].items():
+        _check_result(key, profile.result.get(key), value_type, path)
+
+
+def _check_result(key: str, value: Any, kind: type, path: Path) -> None:
+    if kind is str:
+        if value not in ROLES:
+            raise UserError(f"{path}: result.{key} must be {' or '.join(ROLES)}, not {value!r:.40}")
+        return
+    is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= _MAX_NUMBER:
+        what = "a whole number" if kind is int else "a number"
+        raise UserError(f"{path}: result.{key} must be {what} from 0 on, not {value!r:.40}")

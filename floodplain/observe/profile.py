@@ -1,0 +1,37 @@
+"""A profile as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from floodplain.core.sizes import format_size
+from floodplain.files.profile import Profile
+from floodplain.observe.table import format_table
+
+
+def describe_profile(profile: Profile) -> str:
+    """What was measured, on what and when; the result; what was tried."""
+    how = "computed from a step line for" if profile.is_virtual else "measured on"
+    head = f"{profile.kind} profile of {profile.subject}, {how} {profile.machine}, {profile.made_at}"
+    facts = format_table(["", ""], [[key, format_fact(key, value)] for key, value in _facts(profile)])
+    return "\n\n".join([head, facts, *([_tries(profile)] if profile.tries else [])])
+
+
+def format_fact(key: str, value: Any) -> str:
+    """A value as people read it: sizes by the name of their key, numbers with four digits."""
+    if key.endswith("_bytes") and isinstance(value, int):
+        return f"-{format_size(-value)}" if value < 0 else format_size(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value)
+
+
+def _facts(profile: Profile) -> list[tuple[str, Any]]:
+    return [(key, value) for part in (profile.result, profile.errors) for key, value in part.items()]
+
+
+def _tries(profile: Profile) -> str:
+    columns = list(dict.fromkeys(key for row in profile.tries for key in row if not isinstance(row[key], Mapping)))
+    rows = [[format_fact(key, row.get(key)) for key in columns] for row in profile.tries]
+    return format_table(columns, rows)
