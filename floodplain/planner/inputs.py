@@ -12,6 +12,7 @@ from floodplain.files.parsing import listed
 from floodplain.files.yaml_file import read_yaml_mapping
 from floodplain.planner.cluster import Cluster, Model, Server, Spot, Unit
 from floodplain.planner.placement import read_spots
+from floodplain.planner.spare import read_spare
 from floodplain.planner.yaml_fields import Fields
 
 MAX_BYTES, MAX_DEPTH = 2**22, 5
@@ -31,7 +32,7 @@ def read_cluster(path: Path) -> Cluster:
     source = str(path)
     fields = Fields(read_yaml_mapping(path, MAX_BYTES, MAX_DEPTH), source)
     servers, groups = _read_servers(fields.rows("servers", is_needed=True), source)
-    models = _read_models(fields.rows("models", is_needed=True), source, groups)
+    models = _read_models(fields.rows("models", is_needed=True), path, groups)
     apart = _read_apart(fields.rows("apart"), source, {model.name for model in models})
     current = fields.text("current")
     sharing = fields.count("consumers_per_producer", 1, most=MAX_SERVER_GPUS)
@@ -62,26 +63,37 @@ def _read_servers(rows: Sequence[Any], source: str) -> tuple[tuple[Server, ...],
     return tuple(servers), groups | {server.name: [server.name] for server in servers}
 
 
-def _read_models(rows: Sequence[Any], source: str, groups: dict[str, list[str]]) -> tuple[Model, ...]:
-    models = [_read_model(row, f"{source}, models[{place}]", groups) for place, row in enumerate(rows)]
-    _refuse_twins((model.name for model in models), f"{source}: models")
+def _read_models(rows: Sequence[Any], path: Path, groups: dict[str, list[str]]) -> tuple[Model, ...]:
+    fields = [Fields(row, f"{path}, models[{place}]") for place, row in enumerate(rows)]
+    models = [_read_model(each, path.parent, groups) for each in fields]
+    _refuse_twins((model.name for model in models), f"{path}: models")
     return tuple(models)
 
 
-def _read_model(row: Any, source: str, groups: dict[str, list[str]]) -> Model:
-    fields = Fields(row, source)
+def _read_model(fields: Fields, folder: Path, groups: dict[str, list[str]]) -> Model:
     name, count = fields.name("name"), fields.count("count", 1, most=MAX_GPUS)
     num_shards = fields.count("tensor_parallel", 1, most=MAX_SERVER_GPUS)
     num_stages = fields.count("pipeline_parallel", 1, most=MAX_SERVER_GPUS)
-    lends, needs = fields.size("lends", MAX_MEMORY_BYTES), fields.size("needs", MAX_MEMORY_BYTES)
+    memory_bytes = _read_memory(fields, name, folder)
     pins, move_cost = fields.names("servers"), fields.count("move_cost", 1, least=0, most=10**6)
     fields.finish()
-    if lends and needs:
-        raise UserError(f"{source}: {name} lends or needs memory, not both")
     if unknown := sorted((pins or frozenset()) - groups.keys()):
-        raise UserError(f"{source}: {name} is pinned to {listed(unknown)}: no such server")
+        raise UserError(f"{fields.source}: {name} is pinned to {listed(unknown)}: no such server")
     servers = None if pins is None else frozenset(server for pin in pins for server in groups[pin])
-    return Model(name, count, num_shards, num_stages, lends - needs, servers, move_cost)
+    return Model(name, count, num_shards, num_stages, memory_bytes, servers, move_cost)
+
+
+def _read_memory(fields: Fields, name: str, folder: Path) -> int:
+    """R_m: lends, needs, or what profiles say, whose names are relative to the folder."""
+    lends, needs = fields.size("lends", MAX_MEMORY_BYTES), fields.size("needs", MAX_MEMORY_BYTES)
+    profiles = fields.names("profile")
+    if lends and needs:
+        raise UserError(f"{fields.source}: {name} lends or needs memory, not both")
+    if profiles is None:
+        return lends - needs
+    if lends or needs:
+        raise UserError(f"{fields.source}: profile says what {name} lends or needs: leave lends and needs out")
+    return read_spare([folder / each for each in profiles], MAX_MEMORY_BYTES, fields.source)
 
 
 def _read_apart(rows: Sequence[Any], source: str, names: set[str]) -> tuple[frozenset[str], ...]:

@@ -62,7 +62,7 @@ def put(kind: Kind, folder: Path, content: bytes) -> Path:
 NAMES = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "w.safetensors", "tokenizer.json",
     "tokenizer_config.json", "m.gguf", "trace.csv", "azure.csv", "trace.jsonl", "session.jsonl", "lengths.csv",
-    "prompts.jsonl", "sharegpt.json", "keys", "tokens", "config.yaml", "cluster.yaml", "placement.json",
+    "prompts.jsonl", "sharegpt.json", "keys", "tokens", "config.yaml", "cluster.yaml", "placement.json", "profile.json",
 )  # fmt: skip
 
 

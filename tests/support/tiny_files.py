@@ -16,6 +16,7 @@ from floodplain.cli.config_file import read_config_file
 from floodplain.coordinator.placement import read_pairs
 from floodplain.coordinator.tokens import TokenRing
 from floodplain.cost.model_shape import shape_named
+from floodplain.files.profile import Profile, read_profile
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.load import parameter_parts
 from floodplain.model.weights.open_model import open_model
@@ -48,6 +49,9 @@ _PLACEMENT = {
     "servers": [{"name": "a-0", "units": [{"model": "m", "instance": 0, "stage": 0, "gpus": [0]}]}],
     "pairs": [{"producer": "a-0-gpu0", "consumer": "a-0-gpu1"}],
 }
+_PROFILE = Profile(
+    kind="swap", subject="m", machine="a laptop", settings={}, result={"stable_rate_rps": 2.5, "needs_bytes": 2**30}
+).to_json()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ def tiny_files(scratch: Path) -> dict[str, Kind]:
         "tokens": (b"admin * secret-token\n", TokenRing.from_file),
         "config.yaml": (b"port: 8000\ngoodput: [a, b]\nquiet: true\n", read_config_file),
         "cluster.yaml": (_CLUSTER, read_cluster),
+        "profile.json": (json.dumps(_PROFILE).encode(), read_profile),
         "placement.json": (json.dumps(_PLACEMENT).encode(), _use_placement),
     }
     model_files["m.gguf"] = Kind(_gguf_file(scratch / "m.gguf"), _use, "m.gguf", {})
