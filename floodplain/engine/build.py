@@ -20,6 +20,7 @@ from floodplain.engine.expansion_plan import plan_expansion
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
+from floodplain.engine.steady_state import SteadyState, read_steady_state
 from floodplain.engine.swap import OpenedSwap, open_swap
 from floodplain.leases.client import LeaseClient
 from floodplain.lending.agent import LeaseAgent
@@ -67,7 +68,7 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
     """
     backend, dtype = choose_backend(torch.device(config.device)), _torch_dtype(config.dtype)
     client = None if config.coordinator is None else open_client(config.coordinator, config.coordinator_token_file)
-    name = config.device_name or default_device_name()
+    name, steady = config.device_name or default_device_name(), read_steady_state(config.profile)
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()
     eos_token_ids = _reachable(tokenizer.eos_token_ids, source.config.shape.vocab_size)
@@ -78,7 +79,7 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
         model = _load(config, source, memory, backend.torch_device, dtype)
         num_blocks = memory.count_pool_blocks()
         plan = plan_expansion(config, memory.layout, num_blocks, memory.quantum_blocks, available_bytes())
-        limits = find_limits(config, source.config, plan.sure_blocks, memory.layout.block_bytes)
+        limits = find_limits(config, source.config, plan.sure_blocks, memory.layout.block_bytes, steady)
         pool, ledger = memory.open_pool(num_blocks, min(num_blocks, limits.least_blocks), plan.most_blocks)
         swap = open_swap(config, pool, backend)
         on_failure.callback(swap.close)
@@ -94,7 +95,7 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
         _log_config(config, resolved)
         lent_pool = open_lent_pool(pool, loop, limits, backend) if config.lends else None
         borrow = partial(open_borrowers, config, backend, loop, swap.peer, expansion)
-        neighbours = _make_neighbours(config, client, name, lent_pool, limits, lending, borrow)
+        neighbours = _make_neighbours(config, client, name, lent_pool, limits, lending, steady, borrow)
         if neighbours is not None:
             on_failure.callback(neighbours.close)
             neighbours.start()
@@ -205,6 +206,7 @@ def _make_neighbours(
     lent_pool: LentPool | None,
     limits: PoolLimits,
     lending: LendingSettings | None,
+    steady: SteadyState | None,
     borrow: Callable[[LeaseClient], Borrowers],
 ) -> Neighbours | None:
     """Not yet started; None without a coordinator."""
@@ -215,6 +217,8 @@ def _make_neighbours(
     lender = None
     if lent_pool is not None:
         settings = lending or LendingSettings().at_calm(config.lend_after)
+        if steady is not None:
+            settings = steady.refine(settings, lent_pool.block_bytes)
         policy = LendingPolicy(settings, limits.least_blocks, limits.most_lent_blocks)
         times = LenderTimes() if config.lease_look is None else LenderTimes(look_s=config.lease_look)
         lender = PoolLender(lent_pool, policy, agent.membership, lambda: agent.can_offer, times, lent_pool.guest_bytes)

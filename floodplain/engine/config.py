@@ -124,6 +124,10 @@ class EngineConfig:
     recall_deadline: float = _flag(  # type: ignore[assignment]
         DEFAULT_RECALL_DEADLINE_S, "with --lend, seconds that neighbours are given to return what is recalled"
     )
+    profile: str | None = _flag(  # type: ignore[assignment]
+        None, "with --lend auto, start from this profile of floodplain profile llm: its rate, its free bytes at most",
+        metavar="FILE",
+    )  # fmt: skip
     lease_look: float | None = _flag(  # type: ignore[assignment]
         None, "seconds between two looks of the step loop at its leases (default: 0.05 to lend, 0.02 to borrow)"
     )

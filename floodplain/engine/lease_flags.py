@@ -36,6 +36,8 @@ class LeaseFlags(Protocol):
     @property
     def recall_deadline(self) -> float: ...  # noqa: D102
     @property
+    def profile(self) -> str | None: ...  # noqa: D102
+    @property
     def lease_look(self) -> float | None: ...  # noqa: D102
 
 
@@ -71,6 +73,8 @@ def check_leases(flags: LeaseFlags) -> None:
     _check_range("--recall-deadline", flags.recall_deadline, MIN_RECALL_DEADLINE_S, MAX_RECALL_DEADLINE_S)
     if flags.lend == "off":
         _check_lends_nothing(flags)
+    if flags.profile is not None and flags.lend != "auto":
+        raise UserError(f"--profile says what --lend auto starts from, and --lend is {flags.lend}: change one of them")
     if flags.device_name is not None and not NAME.fullmatch(flags.device_name):
         raise UserError(f"--device-name {flags.device_name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
 

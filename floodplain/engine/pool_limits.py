@@ -6,6 +6,7 @@ import logging
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.steady_state import SteadyState
 from floodplain.lending.pool_limits import PoolLimits
 from floodplain.model.network.config import ModelConfig
 
@@ -15,20 +16,35 @@ _AUTO_SHARE = 2
 """With ``--lend auto``, and if nobody says otherwise, a request may need one part in so many of the pool."""
 
 
-def find_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, block_bytes: int) -> PoolLimits:
+def find_limits(
+    config: EngineConfig,
+    model: ModelConfig,
+    num_blocks: int,
+    block_bytes: int,
+    steady: SteadyState | None = None,
+) -> PoolLimits:
     """What was asked, or what model and pool allow.
+
+    Args:
+        config: The flags.
+        model: To be served.
+        num_blocks: Of the pool while nothing is lent.
+        block_bytes: Of each.
+        steady: What a profile says that can be spared; None: there is none.
 
     Raises:
         UserError: What was asked does not fit.
     """
     asked_lent = _lent_blocks(config, block_bytes)
+    spare = num_blocks if steady is None else min(num_blocks, steady.free_bytes // block_bytes)
     smallest = num_blocks // _AUTO_SHARE if asked_lent is None else num_blocks - asked_lent
+    smallest = max(smallest, num_blocks - spare)
     if config.max_model_len is not None:
         max_model_len = _check_length(config, model, num_blocks if asked_lent is None else smallest)
     else:
         max_model_len = _choose_length(config, model, smallest)
     least = -(-max_model_len // config.block_tokens)
-    most_lent = num_blocks - least if asked_lent is None else asked_lent
+    most_lent = min(spare, num_blocks - least) if asked_lent is None else asked_lent
     return PoolLimits(num_blocks, least, most_lent, max_model_len)
 
 

@@ -3,6 +3,9 @@
 Two moves only. *Offer*: after a calm time, all that the peak of the recent past leaves, judged by the pool that is left
 then. *Recall*: everything at once, when requests wait, the pool fills, or more requests come than when it offered
 (AQUA, section 6). Offers lie at least a calm time apart, and a recall needs an offer before it, so nothing flaps.
+
+A profile stands for the calm before the first offer, and for a load that is to be expected: as long as it is not
+exceeded nothing is recalled.
 """
 
 from __future__ import annotations
@@ -70,6 +73,8 @@ class LendingSettings:
         rise_sigmas: and by so many standard deviations of a Poisson count: then it is hardly chance.
         least_part: Part of the pool below which a change is not worth the messages.
         profiled_rate: Requests per second of the steady state, from a profile; None takes that of the offer.
+        profiled_peak_blocks: In use at that rate. They always fit under ``high``, and the first offer waits for no
+            calm; None knows nothing of the load to come.
     """
 
     low: float = 0.6
@@ -82,6 +87,7 @@ class LendingSettings:
     rise_sigmas: float = 3.0
     least_part: float = 0.05
     profiled_rate: float | None = None
+    profiled_peak_blocks: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.low < self.high <= 1:
@@ -129,7 +135,7 @@ class LendingPolicy:
         self._most_blocks = most_blocks
         self._target = 0
         self._offered_rate: float | None = settings.profiled_rate
-        self._calm_since_s: float | None = None
+        self._calm_since_s: float | None = None if settings.profiled_peak_blocks is None else float("-inf")
         self._busy_since_s: float | None = None
         self._troubled_s = float("-inf")
         self._offered_s = float("-inf")
@@ -231,8 +237,10 @@ class LendingPolicy:
         return LendingDecision(spare, LendingReason.CALM)
 
     def _spare_blocks(self, load: PoolLoad) -> int:
-        """What may go so that the recent peak takes ``low`` of the rest."""
-        kept = max(self._least_blocks, ceil(self._peaks[0][1] / self.settings.low))
+        """What may go so that the recent peak takes ``low`` of the rest, and that of the profile ``high``."""
+        settings = self.settings
+        profiled = int((settings.profiled_peak_blocks or 0) / settings.high) + 1  # so that rounding passes nothing
+        kept = max(self._least_blocks, profiled, ceil(self._peaks[0][1] / settings.low))
         spare = max(0, load.full_blocks - kept)
         return spare if self._most_blocks is None else min(spare, self._most_blocks)
 

@@ -24,14 +24,22 @@ LOADS = st.lists(
 )
 FLOORS = st.integers(1, FULL)
 SETTINGS = st.builds(
-    lambda low, gap, calm_s, busy_s, rate: LendingSettings(
-        low=low, high=low + gap, calm_s=calm_s, busy_s=busy_s, profiled_rate=rate, window_s=8.0, rate_window_s=3.0
+    lambda low, gap, calm_s, busy_s, rate, peak: LendingSettings(
+        low=low,
+        high=low + gap,
+        calm_s=calm_s,
+        busy_s=busy_s,
+        profiled_rate=rate,
+        profiled_peak_blocks=peak,
+        window_s=8.0,
+        rate_window_s=3.0,
     ),
     st.floats(0.1, 0.7),
     st.floats(0.05, 0.3),
     st.floats(2.0, 12.0),
     st.floats(0.0, 1.0),
     st.sampled_from([None, None, 0.5, 3.0]),
+    st.none() | st.integers(0, FULL),
 )
 Looks = list[tuple[float, int, int, int, bool]]
 PHASES = st.lists(
@@ -63,6 +71,11 @@ def run(
         num_blocks += round(lag * (FULL - decision.target_blocks - num_blocks))
         told.append((load, decision.target_blocks, decision.reason))
     return told
+
+
+def kept_for_profile(how: LendingSettings) -> int:
+    """Blocks of which the profile's peak takes the part ``high``."""
+    return 0 if how.profiled_peak_blocks is None else int(how.profiled_peak_blocks / how.high) + 1
 
 
 @settings(max_examples=examples(150))
@@ -110,7 +123,7 @@ def test_a_constant_calm_load_ends_up_lending(
 ) -> None:
     """Whatever came before. What it lends then is what the load does not need, and stays."""
     used = int(part * how.low * FULL)
-    spare = FULL - max(1, -(-used // how.low))
+    spare = FULL - max(1, -(-used // how.low), kept_for_profile(how))
     assume(spare >= 1.1 * how.least_part * FULL)
     assume(how.profiled_rate is None or new / look_s <= how.profiled_rate)
     assume(new / look_s < 50 or how.profiled_rate is None)
@@ -137,3 +150,50 @@ def test_with_another_calm_everything_happens_alike_in_another_time(phases: Look
     stretched: Looks = [(factor * gap_s, *rest) for gap_s, *rest in phases]  # type: ignore[misc]
     other = run(LendingPolicy(how.at_calm(factor * how.calm_s), 100), stretched, start_s=factor * 50.0)
     assert [told[1:] for told in slow] == [told[1:] for told in other]
+
+
+INSIDE = st.lists(
+    st.tuples(
+        st.floats(0.01, 4.0),  # seconds since the last look
+        st.floats(0.0, 1.0),  # of the profile's peak
+        st.floats(0.0, 1.0),  # of its rate
+        st.sampled_from([True, True, False]),
+    ),
+    min_size=1,
+    max_size=80,
+)
+PROFILED = SETTINGS.filter(lambda how: None not in (how.profiled_rate, how.profiled_peak_blocks))
+
+
+def load_inside(how: LendingSettings, parts: list[tuple[float, float, float, bool]], excess: float = 1.0) -> Looks:
+    """Looks at a load that never exceeds its profile, or does by a factor."""
+    peak, rate = excess * (how.profiled_peak_blocks or 0), excess * (how.profiled_rate or 0.0)
+    return [(gap_s, 0, int(used * peak), int(new * rate * gap_s), can_offer) for gap_s, used, new, can_offer in parts]
+
+
+@settings(max_examples=examples(150))
+@given(PROFILED, FLOORS, INSIDE)
+def test_a_load_within_its_profile_is_never_recalled_for(
+    how: LendingSettings, floor: int, parts: list[tuple[float, float, float, bool]]
+) -> None:
+    told = run(LendingPolicy(how, floor), load_inside(how, parts))
+    targets = [target for _, target, _ in told]
+    assert targets == sorted(targets)
+    assert all(how.high * (FULL - target) >= (how.profiled_peak_blocks or 0) for target in targets if target)
+
+
+@settings(max_examples=examples(100))
+@given(PROFILED, FLOORS, INSIDE)
+def test_the_first_offer_of_a_profile_waits_for_no_calm(
+    how: LendingSettings, floor: int, parts: list[tuple[float, float, float, bool]]
+) -> None:
+    """It comes as soon as it would be heard, and is what the profile and the floor leave, as long as use is low."""
+    low_parts = [(gap_s, used * how.low, new, can_offer) for gap_s, used, new, can_offer in parts]
+    looks = load_inside(how, low_parts)
+    assume(any(can_offer for *_, can_offer in looks))
+    spare = FULL - max(floor, kept_for_profile(how))
+    assume(spare >= max(1, how.least_part * FULL) and (how.profiled_peak_blocks or 0) <= FULL)
+    told = run(LendingPolicy(how, floor), looks)
+    first = next(i for i, (load, _, _) in enumerate(told) if load.can_offer)
+    assert told[first][1:] == (spare, LendingReason.CALM)
+    assert not any(target for _, target, _ in told[:first])

@@ -58,6 +58,8 @@ URL = {"coordinator": "http://127.0.0.1:8100"}
         (URL | {"lend": "auto", "recall_deadline": 0.4}, "^--recall-deadline must be between 0.5 and 86400 s, not 0.4"),
         (URL | {"lend": "auto", "recall_deadline": math.nan}, "^--recall-deadline must be between 0.5 and 86400"),
         (URL | {"lend": "auto", "recall_deadline": "3"}, "^--recall-deadline must be a number, not '3'$"),
+        ({"profile": "p.json"}, "^--profile says what --lend auto starts from, and --lend is off: change one of them$"),
+        (URL | {"lend": "64MiB", "profile": "p.json"}, "^--profile says what --lend auto starts from, and --lend is"),
         ({"lease_look": 0.1}, "^--lease-look needs --coordinator: without one there are no leases to look at$"),
         (URL | {"lease_look": 2.0}, "^--lease-look must be between 0.001 and 1 s, not 2.0: rarer looks would let"),
         (URL | {"lease_look": 0}, "^--lease-look must be between 0.001 and 1 s, not 0"),

@@ -9,6 +9,7 @@ import pytest
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.pool_limits import find_limits
+from floodplain.engine.steady_state import SteadyState
 from floodplain.leases.messages import Heartbeat, Join, Offer, Recall
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome
@@ -222,3 +223,21 @@ def test_one_line_says_that_requests_must_be_shorter(model: ModelConfig, caplog:
     assert caplog.messages == [
         "max_model_len is lowered from 2048 to 512 tokens: the KV pool holds no more while it lends"
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_free", "max_model_len", "expected"),
+    [
+        (16, None, PoolLimits(64, 48, 16, 768)),
+        (48, None, PoolLimits(64, 32, 32, 512)),
+        (100, None, PoolLimits(64, 32, 32, 512)),
+        (0, None, PoolLimits(64, 64, 0, 1024)),
+        (16, 100, PoolLimits(64, 7, 16, 100)),
+        (64, 1024, PoolLimits(64, 64, 0, 1024)),
+    ],
+)
+def test_no_more_is_lent_than_a_profile_leaves_free(
+    num_free: int, max_model_len: int | None, expected: PoolLimits, model: ModelConfig
+) -> None:
+    config = EngineConfig(model="m", coordinator="http://x", lend="auto", max_model_len=max_model_len, profile="p.json")
+    assert find_limits(config, model, 64, 8192, SteadyState(2.5, 0, num_free * 8192 + 8191)) == expected

@@ -105,6 +105,35 @@ def test_a_profiled_rate_decides_instead_of_that_of_the_offer() -> None:
     assert engine.run(60, used=300, rate=5) == 500
 
 
+PROFILE = LendingSettings(profiled_rate=5.0, profiled_peak_blocks=400)
+
+
+def test_a_profile_is_offered_beside_from_the_start() -> None:
+    engine = Engine(LendingPolicy(PROFILE, least_blocks=100))
+    assert engine.run(LOOK_S) == 499, "the peak of 400 takes 80 % of what is kept"
+    assert engine.run(60, used=400, rate=5) == 499, "the load that was profiled"
+    assert engine.run(60, rate=1) == 499, "nor more while it is idle"
+    assert engine.run(60, used=480, rate=10, waiting=8) == 0
+    assert engine.run(20, used=300, rate=5) == 200, "the peak of 480 is not forgotten"
+    assert engine.run(60, used=300, rate=5) == 499
+    assert [reason for *_, reason in engine.changes[:2]] == [LendingReason.CALM, LendingReason.WAITING]
+
+
+def test_without_a_profile_or_above_it_there_is_no_offer_at_the_start(engine: Engine) -> None:
+    assert engine.run(9) == 0
+    for trouble in ({"used": 900}, {"waiting": 1}, {"used": 650}):
+        profiled = Engine(LendingPolicy(PROFILE, least_blocks=100))
+        assert profiled.run(5, **trouble) == 0  # type: ignore[arg-type]
+        assert profiled.run(9) == 0, "it waits for calm as any other"
+
+
+def test_use_above_the_profile_is_recalled_for() -> None:
+    engine = Engine(LendingPolicy(PROFILE, least_blocks=100))
+    assert engine.run(20, rate=5) == engine.run(20, used=400, rate=5) == 499
+    assert engine.run(1, used=402, rate=5) == 0
+    assert engine.changes[-1][-1] is LendingReason.POOL_FULL
+
+
 def test_nothing_is_offered_that_nobody_would_hear_of_or_that_is_not_worth_it(engine: Engine) -> None:
     assert engine.run(60, used=300, can_offer=False) == 0
     assert engine.run(60, used=590) == 0, "a sixtieth of the pool"

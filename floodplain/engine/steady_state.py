@@ -1,0 +1,48 @@
+"""What a profile says of an engine that lends: the load it was measured for, and what that leaves (AQUA, section 6)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from floodplain.core.sizes import format_size
+from floodplain.files.profile import read_profile
+from floodplain.policy.lending import LendingSettings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyState:
+    """The highest load within the goals.
+
+    Attributes:
+        rate_rps: Requests per second.
+        peak_bytes: Of KV in use at that rate.
+        free_bytes: Never more is lent; 0 for a consumer.
+    """
+
+    rate_rps: float
+    peak_bytes: int
+    free_bytes: int
+
+    def refine(self, settings: LendingSettings, block_bytes: int) -> LendingSettings:
+        """The same settings for this load."""
+        return replace(settings, profiled_rate=self.rate_rps, profiled_peak_blocks=-(-self.peak_bytes // block_bytes))
+
+
+def read_steady_state(profile: str | None) -> SteadyState | None:
+    """From an llm profile; None without one.
+
+    Raises:
+        UserError: The file cannot be read, or is no llm profile.
+    """
+    if profile is None:
+        return None
+    known = read_profile(Path(profile), "llm")
+    if not known.spare_bytes:
+        logger.warning("%s says that %s is a consumer: nothing is lent", profile, known.subject)
+    else:
+        logger.info("up to %s are lent, as %s says", format_size(known.spare_bytes), profile)
+    return SteadyState(float(known.result["rate_rps"]), int(known.result["peak_kv_bytes"]), known.spare_bytes)
