@@ -9,9 +9,9 @@ import pytest
 from hypothesis import settings
 
 from tests.support.examples import PROFILE
-from tests.support.postgres import postgres, postgres_url
+from tests.support.postgres import postgres, postgres_url, store_url
 
-__all__ = ["postgres", "postgres_url"]
+__all__ = ["postgres", "postgres_url", "store_url"]
 
 # The same examples in every run: a red test is a change, not luck. HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile("default", deadline=None, derandomize=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from floodplain.coordinator.leadership import Tenure, Watch
 from floodplain.coordinator.store import Store, StoredRows, StoreError
+from floodplain.core.errors import UserError
 from floodplain.leases.book import LeaseBook
 from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.pairs import AllowedPairs
@@ -245,6 +246,9 @@ class LeaseService:
             rows = self._store.take_over(seen, self._instance, self._url, max(seen.ttl_s, self.ttl_s))
         except StoreError as error:
             self._unavailable = Unavailable(f"the store does not answer: {error.orig}")
+            return
+        except UserError as error:  # a newer coordinator has led meanwhile
+            self._unavailable = Unavailable(str(error))
             return
         if rows is not None:
             self._lead(Tenure(seen.epoch + 1, now), rows, seen.ttl_s)

@@ -14,10 +14,10 @@ from typing import Any, Self
 import sqlalchemy as sql
 from sqlalchemy.dialects import postgresql, sqlite
 
-from floodplain.coordinator import database
+from floodplain.coordinator import database, schema
 from floodplain.coordinator.database import hide_password, open_database
 from floodplain.coordinator.statements import Statement
-from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA, SCHEMA
+from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Member
 from floodplain.leases.states import Lease, LeaseId, LeaseState
@@ -74,7 +74,6 @@ class Store:
         self._engine = engine
         dialect = engine.dialect
         insert: Any = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[dialect.name]
-        self._put_book = insert(BOOK).on_conflict_do_nothing()
         self._beat = Statement(_BEAT, dialect)
         self._put_member = Statement(_upsert(insert(MEMBERS), MEMBERS, "name"), dialect)
         self._put_lease = Statement(_upsert(insert(LEASES), LEASES, "lease_id", kept="granted_unix_s"), dialect)
@@ -86,7 +85,8 @@ class Store:
         """Connect to the store at ``url``, and make its tables if there are none.
 
         Raises:
-            UserError: The address is no store's, or nothing answers there; one line that says what to change.
+            UserError: The address is no store's, nothing answers there, or the tables there are newer than ours; one
+                line that says what to change.
         """
         store = cls(open_database(url))
         try:
@@ -112,14 +112,17 @@ class Store:
             StoreError: The store does not answer.
         """
         with self._engine.connect() as connection:
-            row = connection.execute(sql.select(BOOK)).one()
+            row = connection.execute(_LOOK).one()
         return Leadership(row.epoch, row.beat, row.leader, row.leader_url, row.ttl_s)
 
     def take_over(self, seen: Leadership, leader: str, leader_url: str, ttl_s: float) -> StoredRows | None:
         """Lead from the next epoch on, with what is stored; None if something happened since ``seen``.
 
+        The tables are upgraded if they are older than ours.
+
         Raises:
             StoreError: The store does not answer; whether it was done is unknown.
+            UserError: The tables are newer than ours by now; nothing was done.
         """
         change = (
             BOOK.update()
@@ -131,6 +134,7 @@ class Store:
                 connection.execute(_END_STOPPED, {"timeout_s": database.STOPPED_TIMEOUT_S})
             if connection.execute(change).rowcount != 1:
                 return None
+            schema.upgrade(connection)
             members = [Member(**row) for row in connection.execute(sql.select(MEMBERS)).mappings()]
             leases = [dict(row) for row in connection.execute(sql.select(LEASES)).mappings()]
             floor = connection.execute(sql.select(BOOK.c.floor)).scalar_one()
@@ -184,11 +188,8 @@ class Store:
                 connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK_ID)))
             else:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
-            METADATA.create_all(connection)
-            connection.execute(self._put_book, _FIRST_BOOK)
-            schema = connection.execute(sql.select(BOOK.c.schema)).scalar_one()
-        if schema != SCHEMA:
-            raise UserError(f"the store has schema {schema}, and this is for schema {SCHEMA}: give another --store")
+            schema.make_tables(connection)
+            schema.check_version(connection)
 
 
 _BEAT = (
@@ -208,16 +209,8 @@ _END_STOPPED = sql.text(
 ready for the next query: it does not count for one that stopped between the first row of many, which are sent as a
 pipeline, and the last.
 """
-_FIRST_BOOK = {
-    "id": 1,
-    "schema": SCHEMA,
-    "epoch": 0,
-    "beat": 0,
-    "leader": "",
-    "leader_url": "",
-    "ttl_s": 0.0,
-    "floor": 0,
-}
+_LOOK = sql.select(BOOK.c.epoch, BOOK.c.beat, BOOK.c.leader, BOOK.c.leader_url, BOOK.c.ttl_s)
+"""Columns that the tables have in every version."""
 _MEMBER_FIELDS = [field.name for field in fields(Member)]
 _LEASE_FIELDS = [field.name for field in fields(Lease)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, MetaData, String, Table
 
 SCHEMA = 3
-"""Raised by whoever changes a table: a coordinator refuses a store of another schema."""
+"""Read by coordinators from before versions were kept, which refuse a store of another schema."""
 
 METADATA = MetaData()
 
@@ -52,3 +52,6 @@ LEASES = Table(
     Column("reason", String, nullable=False),
     Column("granted_unix_s", Float, nullable=False),
 )
+
+VERSION = Table("floodplain_version", MetaData(), Column("version_num", String(32), primary_key=True))
+"""One row: the version of the other tables, as alembic keeps it. See ``schema.py`` and ``migrations``."""

@@ -1,7 +1,7 @@
 """A real PostgreSQL of this machine's own packages, for one session of tests: on a Unix socket, with nothing to lose.
 
-Fixtures: ``postgres`` is the server, ``postgres_url`` a fresh database on it. Tests that ask for them are skipped where
-there is no PostgreSQL, or no psycopg.
+Fixtures: ``postgres`` is the server, ``postgres_url`` a fresh database on it, ``store_url`` an empty store, once in
+SQLite and once there. Tests that ask for them are skipped where there is no PostgreSQL, or no psycopg.
 """
 
 from __future__ import annotations
@@ -135,3 +135,11 @@ def postgres() -> Iterator[PostgresServer]:
 @pytest.fixture
 def postgres_url(postgres: PostgresServer) -> str:
     return postgres.new_database()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'leases.db'}"
+    found: str = request.getfixturevalue("postgres_url")
+    return found

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from floodplain.coordinator import database
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
-from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA, SCHEMA
-from floodplain.core.errors import UserError
+from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA
 from floodplain.leases.rows import Member
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId
 from floodplain.leases.table import Changes
@@ -34,13 +33,10 @@ LEASE = Lease(LeaseId("l1"), 1, "ann", "bob", 5, 1)
 SOME = Changes((ANN, Member("bob", "i2")), (LEASE,))
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture
+def url(store_url: str) -> str:
     """The address of a store with nothing in it."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path / 'leases.db'}"
-    found: str = request.getfixturevalue("postgres_url")
-    return found
+    return store_url
 
 
 @pytest.fixture
@@ -224,16 +220,6 @@ def test_who_resigns_leaves_the_rows_and_no_leader(store: Store) -> None:
     assert (seen.epoch, seen.leader, seen.leader_url, seen.ttl_s) == (epoch, "", "", 10.0)
     _, rows = lead(store, "next")
     assert list(rows.leases) == [LEASE]
-
-
-# -- what is no store --------------------------------------------------------------------------------------------------
-
-
-def test_a_store_of_another_schema_is_refused(url: str) -> None:
-    with closing(Store.open(url)) as store, store._engine.begin() as connection:
-        connection.execute(BOOK.update().values(schema=SCHEMA + 1))
-    with pytest.raises(UserError, match=f"schema {SCHEMA + 1}, and this is for schema {SCHEMA}: give another --store"):
-        Store.open(url)
 
 
 # -- stores that stop --------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""How the tables of a store became what they are: one script a version, run by alembic from inside the package."""

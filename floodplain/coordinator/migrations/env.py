@@ -1,0 +1,12 @@
+"""What alembic executes to migrate a store: on a connection that it is given, in that connection's transaction."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from floodplain.coordinator.tables import METADATA, VERSION
+
+context.configure(
+    connection=context.config.attributes["connection"], target_metadata=METADATA, version_table=VERSION.name
+)
+context.run_migrations()

@@ -1,0 +1,97 @@
+"""Which version of the tables a store has, and how a leader brings it to the newest one.
+
+A coordinator that opens a store makes the tables if there are none, and changes no others: the coordinator that leads
+may be older. Whoever takes over upgrades them, in the transaction that raises the epoch, so the old leader's next write
+finds its epoch gone. No migration changes what is read to take over: ``epoch``, ``beat``, ``leader``, ``leader_url``
+and ``ttl_s`` of the book.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import sqlalchemy as sql
+
+from floodplain.coordinator.tables import BOOK, METADATA, SCHEMA, VERSION
+from floodplain.core.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+FIRST, NEWEST = "v1", "v1"
+UNVERSIONED_SCHEMA = 3
+"""``schema`` of a store from before versions were kept; its tables are those of ``FIRST``."""
+
+
+def make_tables(connection: sql.Connection) -> None:
+    """Create the tables of the newest version, if the store has none."""
+    if not sql.inspect(connection).has_table(BOOK.name):
+        METADATA.create_all(connection)
+        connection.execute(BOOK.insert().values(_FIRST_BOOK))
+        _stamp(connection, NEWEST)
+
+
+def check_version(connection: sql.Connection) -> None:
+    """See that the tables are of the newest version, or of one that can be upgraded.
+
+    Raises:
+        UserError: They are newer, or older than the first version; one line that says what to change.
+    """
+    _check(_read_version(connection))
+
+
+def upgrade(connection: sql.Connection) -> None:
+    """Bring the tables to the newest version, in the transaction of a leader, after its fence.
+
+    Raises:
+        UserError: See ``check_version``.
+    """
+    version = _read_version(connection)
+    _check(version)
+    if not _is_versioned(connection):
+        _stamp(connection, version)
+    if version != NEWEST:
+        from floodplain.coordinator.upgrades import migrate
+
+        migrate(connection, NEWEST)
+        logger.info("the tables of the store were upgraded from version %s to %s", version, NEWEST)
+
+
+def _check(version: str) -> None:
+    if version == NEWEST:
+        return
+    from floodplain.coordinator.upgrades import known_versions
+
+    if version not in known_versions():
+        raise UserError(
+            f"the store has tables of version {version}, and this coordinator knows {FIRST} to {NEWEST}: "
+            "start a coordinator that knows them, or give another --store"
+        )
+
+
+def _is_versioned(connection: sql.Connection) -> bool:
+    return sql.inspect(connection).has_table(VERSION.name)
+
+
+def _read_version(connection: sql.Connection) -> str:
+    if _is_versioned(connection):
+        return str(connection.execute(sql.select(VERSION.c.version_num)).scalar_one())
+    schema = connection.execute(sql.select(BOOK.c.schema)).scalar_one()
+    return FIRST if schema == UNVERSIONED_SCHEMA else f"0.{schema}"
+
+
+def _stamp(connection: sql.Connection, version: str) -> None:
+    """Note the version of tables that have none."""
+    VERSION.create(connection)
+    connection.execute(VERSION.insert().values(version_num=version))
+
+
+_FIRST_BOOK = {
+    "id": 1,
+    "schema": SCHEMA,
+    "epoch": 0,
+    "beat": 0,
+    "leader": "",
+    "leader_url": "",
+    "ttl_s": 0.0,
+    "floor": 0,
+}
