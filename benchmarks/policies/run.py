@@ -14,17 +14,12 @@ import numpy as np
 from loads import BLOCK_TOKENS, LOADS, Load, goals_s, make_requests, pool_blocks
 from ways import WAYS, Way, ways_of
 
-from floodplain.core.backups import BackupTable
-from floodplain.core.blocks import BlockLedger
 from floodplain.core.request import Request
-from floodplain.core.tiers import Link, SlotLedger, Tier
+from floodplain.core.tiers import Link, Tier
 from floodplain.observe import run_columns
 from floodplain.observe.run_columns import Runs, format_cell, latency_lists
-from floodplain.runtime.loop import Loop
-from floodplain.runtime.state import LoopConfig, LoopState
-from floodplain.sim.environment import Environment
-from floodplain.sim.executor import VirtualExecutor, VirtualLinks
-from floodplain.sim.instance import VirtualInstance
+from floodplain.runtime.state import LoopConfig
+from floodplain.sim.serving import VirtualDevice, serve
 
 HERE = Path(__file__).resolve().parent
 BLOCK_BYTES = 368_640
@@ -34,26 +29,29 @@ IN_LINE_S = 1.0
 
 def simulate(way: Way, requests: list[Request], num_blocks: int = pool_blocks()) -> dict[str, Any]:
     """Serve the requests one way, with a pool of so many blocks."""
-    environment, policy = Environment(), way.make_policy()
-    link = Link(Tier.HOST, way.bandwidth, 1e-5)
-    backups = BackupTable([SlotLedger(Tier.HOST, way.num_slots)] if way.num_slots else [])
-    config = LoopConfig(max_model_len=1024, block_bytes=BLOCK_BYTES)
-    state = LoopState(config, BlockLedger(num_blocks, BLOCK_TOKENS), policy, backups, [link])
-    executor = VirtualExecutor(way.step_time_s, VirtualLinks({Tier.HOST: link}, BLOCK_BYTES))
-    instance = VirtualInstance(environment, Loop(state, policy), executor)
-    for request in requests:
-        environment.schedule(request.arrival_s, lambda request=request: instance.submit(request))  # type: ignore[misc]
+    device = VirtualDevice(
+        step_time_s=way.step_time_s,
+        num_blocks=num_blocks,
+        block_tokens=BLOCK_TOKENS,
+        config=LoopConfig(max_model_len=1024, block_bytes=BLOCK_BYTES),
+        link=Link(Tier.HOST, way.bandwidth, 1e-5),
+        num_swap_slots=way.num_slots,
+    )
     prompt_shares = [0.0]
-    instance.on_step = lambda plan, now: prompt_shares.append(state.prices.now.prompt_share)
-    environment.run()
-    lives = list(instance.lifecycles.values())
+    served = serve(
+        requests,
+        way.make_policy(),
+        device,
+        on_step=lambda state, now: prompt_shares.append(state.prices.now.prompt_share),
+    )
+    lives = served.lifecycles
     return {
         "way": way.name,
-        "duration_s": environment.now,
+        "duration_s": served.duration_s,
         **latency_lists((life.arrival_s, life.token_times_s) for life in lives),
-        "preemptions": state.counters.preemptions,
-        "recomputed_tokens": state.counters.num_recomputed_tokens,
-        "stall_s": instance.stall_s,
+        "preemptions": served.counters.preemptions,
+        "recomputed_tokens": served.counters.num_recomputed_tokens,
+        "stall_s": served.stall_s,
         "prompt_share": max(prompt_shares),
         "in_line_until_s": max((life.arrival_s for life in lives if (life.ttft_s or 0.0) > IN_LINE_S), default=0.0),
     }

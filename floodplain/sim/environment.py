@@ -8,7 +8,7 @@ from itertools import count
 
 from floodplain.core.errors import InvariantError
 
-Event = Callable[[], None]
+Event = Callable[[], object]
 
 
 class Environment:

@@ -1,0 +1,142 @@
+"""Serve requests in virtual time: one engine's loop and policy, on a device whose steps and copies are priced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from floodplain.core.backups import BackupTable
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import StepPlan
+from floodplain.core.request import Request
+from floodplain.core.tiers import Link, SlotLedger
+from floodplain.policy.base import Policy
+from floodplain.runtime.loop import Loop
+from floodplain.runtime.state import Counters, LoopConfig, LoopState
+from floodplain.sim.environment import Environment
+from floodplain.sim.executor import VirtualExecutor, VirtualLinks
+from floodplain.sim.instance import VirtualInstance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualDevice:
+    """A device that computes and holds KV, and the swap space behind its link.
+
+    Attributes:
+        step_time_s: Seconds of a step.
+        num_blocks: Of the KV pool.
+        block_tokens: Tokens in a block.
+        config: Limits of the loop; its ``block_bytes`` prices copies.
+        link: To the swap space.
+        num_swap_slots: Blocks that the swap space has room for; 0: there is none.
+        caches_prefixes: Whether blocks keep their content for later prefixes.
+    """
+
+    step_time_s: Callable[[StepPlan], float]
+    num_blocks: int
+    block_tokens: int
+    config: LoopConfig
+    link: Link
+    num_swap_slots: int
+    caches_prefixes: bool = True
+
+    def make_loop(self, policy: Policy, seed: int) -> Loop:
+        """An empty loop on this device."""
+        ledger = BlockLedger(self.num_blocks, self.block_tokens, caches_prefixes=self.caches_prefixes)
+        slots = [SlotLedger(self.link.tier, self.num_swap_slots)] if self.num_swap_slots else []
+        backups = BackupTable(slots, retains=self.caches_prefixes)
+        return Loop(LoopState(self.config, ledger, policy, backups, [self.link]), policy, seed)
+
+
+@dataclass(slots=True)
+class Peaks:
+    """The most that any step had, in blocks.
+
+    Attributes:
+        pool_blocks: Blocks of the pool in use; cached prefixes are not.
+        swap_slots: Slots in use, backups of requests on the device included; idle backups are not.
+        swapped_blocks: Backups that preempted requests need.
+    """
+
+    pool_blocks: int = 0
+    swap_slots: int = 0
+    swapped_blocks: int = 0
+
+    def note(self, state: LoopState) -> None:
+        """Take in a step that has been planned: its blocks and slots are allocated, and none is freed yet."""
+        in_use = state.ledger.num_blocks - state.ledger.num_available
+        slots = sum(slots.num_taken - state.backups.num_idle(tier) for tier, slots in state.backups.slots.items())
+        swapped = sum(len(seq.backups) + (seq.tail is not None) for seq in state.swapped)
+        self.pool_blocks = max(self.pool_blocks, in_use)
+        self.swap_slots = max(self.swap_slots, slots)
+        self.swapped_blocks = max(self.swapped_blocks, swapped)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What came of the requests.
+
+    Attributes:
+        lifecycles: What each client saw, in order of arrival.
+        duration_s: Virtual time until the last token, and the last copy.
+        busy_s: Time in which a step ran.
+        stall_s: Time in which nothing could run before a copy ended.
+        counters: The loop's totals.
+        peaks: The most memory that was in use.
+    """
+
+    lifecycles: list[Lifecycle]
+    duration_s: float
+    busy_s: float
+    stall_s: float
+    counters: Counters
+    peaks: Peaks
+
+
+def serve(
+    requests: Iterable[Request],
+    policy: Policy,
+    device: VirtualDevice,
+    *,
+    seed: int = 0,
+    on_step: Callable[[LoopState, float], None] | None = None,
+) -> Served:
+    """Let all requests arrive at their times, and serve them to their ends.
+
+    Args:
+        requests: In any order. Outputs end by ``max_tokens``; prompts share what their token ids share.
+        policy: A new one.
+        device: What serves them.
+        seed: Of the policy's choices.
+        on_step: Called with the loop's state and the time when a step begins.
+
+    Raises:
+        RequestRefused: A request can never be served on this device.
+        QueueFull: More requests wait than the device's ``config`` allows.
+    """
+    environment, peaks = Environment(), Peaks()
+    executor = VirtualExecutor(
+        device.step_time_s, VirtualLinks({device.link.tier: device.link}, device.config.block_bytes)
+    )
+    loop = device.make_loop(policy, seed)
+    instance = VirtualInstance(environment, loop, executor)
+
+    def note(_: StepPlan, now: float) -> None:
+        peaks.note(loop.state)
+        if on_step is not None:
+            on_step(loop.state, now)
+
+    instance.on_step = note
+    for request in requests:
+        environment.schedule(request.arrival_s, partial(instance.submit, request))
+    environment.run()
+    return Served(
+        list(instance.lifecycles.values()),
+        duration_s=environment.now,
+        busy_s=instance.busy_s,
+        stall_s=instance.stall_s,
+        counters=loop.counters,
+        peaks=peaks,
+    )
