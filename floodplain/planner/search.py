@@ -1,0 +1,123 @@
+"""The highest request rate that meets the goals, by the search of AQUA, section 4.1.
+
+First bisection over a range, with one try at each rate; then steps up or down to the highest rate that meets the goals
+while the next does not. Only there tries are repeated: these two judgements are all that the answer rests on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from floodplain.core.errors import UserError
+from floodplain.planner.repeats import Judgement, RepeatedTries
+
+MOST_RATES = 10_000
+_DIGITS = 9
+"""Behind the point: 0.1 + 0.2 is 0.3."""
+
+
+class Ended(Enum):
+    """What kept the rate from being higher."""
+
+    GOALS = "goals"
+    """The next rate misses the goals."""
+    RANGE = "range"
+    """The highest rate of the range meets the goals."""
+    NO_RATE = "no_rate"
+    """The lowest rate of the range misses the goals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The end of a search.
+
+    Attributes:
+        rate: Requests per second; 0 if no rate of the range meets the goals.
+        ended: Why it is not higher.
+        judgements: Of the rates whose tries were repeated.
+        is_sure: Whether the judgements that the answer rests on are.
+    """
+
+    rate: float
+    ended: Ended
+    judgements: Mapping[float, Judgement]
+    is_sure: bool
+
+
+def rate_grid(lowest: float, highest: float, step: float) -> list[float]:
+    """The rates that are looked at: from the lowest up to the highest, a step apart.
+
+    Raises:
+        UserError: A number is out of its range.
+    """
+    if not (0 < lowest <= highest < math.inf):
+        raise UserError(f"rates must be above 0 and ascend, not {lowest:g} {highest:g}")
+    if not step > 0 or (highest - lowest) / step >= MOST_RATES:
+        raise UserError(f"a step of {step:g} between rates gives no grid of 1 to {MOST_RATES} rates")
+    num_steps = math.floor((highest - lowest) / step + 1e-6)
+    return [round(lowest + number * step, _DIGITS) for number in range(num_steps + 1)]
+
+
+def find_rate(rates: Sequence[float], does_try_meet: Callable[[float], bool], test: RepeatedTries) -> Found:
+    """The highest of the rates that meets the goals, if those that do are all below those that do not.
+
+    Args:
+        rates: Ascending, at least one.
+        does_try_meet: Whether a new try at this rate meets the goals.
+        test: How often a try is repeated. At most ``test.max_tries`` tries are made at any rate.
+    """
+    return _Search(rates, does_try_meet, test).run()
+
+
+class _Search:
+    def __init__(self, rates: Sequence[float], does_try_meet: Callable[[float], bool], test: RepeatedTries) -> None:
+        self._rates = rates
+        self._does_try_meet = does_try_meet
+        self._test = test
+        self._tries = [[0, 0] for _ in rates]
+        """(missed, met) of each rate."""
+        self._judgements: dict[float, Judgement] = {}
+
+    def run(self) -> Found:
+        """Search."""
+        index = max(0, self._bisect())
+        if self._meets(index):
+            while index + 1 < len(self._rates) and self._meets(index + 1):
+                index += 1
+            return self._found(index)
+        while index > 0:
+            index -= 1
+            if self._meets(index):
+                return self._found(index)
+        return self._found(-1)
+
+    def _bisect(self) -> int:
+        """The highest rate that met the goals in its only try; -1 if none did."""
+        low, high = -1, len(self._rates)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._try(middle) else (low, middle)
+        return low
+
+    def _try(self, index: int) -> bool:
+        does_meet = self._does_try_meet(self._rates[index])
+        self._tries[index][does_meet] += 1
+        return does_meet
+
+    def _meets(self, index: int) -> bool:
+        """Try a rate until its judgement cannot change any more. Its try in the bisection counts."""
+        rate = self._rates[index]
+        while (judgement := self._test.judge(*reversed(self._tries[index]))) is None:
+            self._try(index)
+        self._judgements[rate] = judgement
+        return judgement.meets
+
+    def _found(self, index: int) -> Found:
+        """The answer, which rests on its own judgement and on that of the next rate."""
+        beside = [self._judgements[rate] for rate in self._rates[max(index, 0) : index + 2]]
+        ended = Ended.NO_RATE if index < 0 else Ended.RANGE if index + 1 == len(self._rates) else Ended.GOALS
+        rate = 0.0 if index < 0 else self._rates[index]
+        return Found(rate, ended, dict(sorted(self._judgements.items())), all(one.is_sure for one in beside))
