@@ -1,0 +1,138 @@
+"""The time of a step as a sum of named parts (KunServe, section 4.3, Eq. 1-3). Pure.
+
+A chunk of ``n`` prompt tokens with ``p`` tokens before it costs its attention to those (``n p`` pairs), its attention
+to itself (``n (n + 1) / 2`` pairs), what ``n`` tokens cost in all matrices, and a constant. A decode costs a constant
+and its context. What a batch costs once, whatever is in it, is mostly the loading of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.plan import StepPlan
+from floodplain.core.request import SeqId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """What a step computes, in the numbers that its time is linear in.
+
+    Attributes:
+        num_decodes: Sequences that feed one token.
+        context_tokens: Tokens that these attend to, themselves included, summed.
+        num_chunks: Runs of several prompt tokens of one sequence.
+        prefill_tokens: Tokens of all chunks.
+        self_pairs: Pairs of tokens of one chunk that attend to each other.
+        prefix_pairs: Pairs of a chunk's token and a token before the chunk.
+    """
+
+    num_decodes: int = 0
+    context_tokens: int = 0
+    num_chunks: int = 0
+    prefill_tokens: int = 0
+    self_pairs: int = 0
+    prefix_pairs: int = 0
+
+    @classmethod
+    def of(cls, contexts: Sequence[int], chunks: Sequence[tuple[int, int]]) -> StepWork:
+        """The work of one batch.
+
+        Args:
+            contexts: Tokens that each decode attends to, itself included.
+            chunks: (tokens before it, its tokens) of each chunk.
+        """
+        return cls(
+            num_decodes=len(contexts),
+            context_tokens=sum(contexts),
+            num_chunks=len(chunks),
+            prefill_tokens=sum(tokens for _, tokens in chunks),
+            self_pairs=sum(tokens * (tokens + 1) // 2 for _, tokens in chunks),
+            prefix_pairs=sum(before * tokens for before, tokens in chunks),
+        )
+
+    @property
+    def amounts(self) -> tuple[int, ...]:
+        """How much there is of each part of ``PARTS``, in that order: one step, then the attributes."""
+        return (1, *astuple(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds of each part of a step. With the parts that ``sim.executor.StepLine`` has, it is that line.
+
+    Attributes:
+        base_s: Of any step: parameters are loaded once for the batch (Eq. 3).
+        decode_s: For each decode.
+        context_token_s: For each token that a decode attends to.
+        chunk_s: For each chunk.
+        prefill_token_s: For each token of a chunk: matrices (Eq. 1, FFN).
+        self_pair_s: For each pair within a chunk (Eq. 1, self-attention).
+        prefix_pair_s: For each pair of a chunk's token and one before the chunk (Eq. 1, prefix attention).
+    """
+
+    base_s: float = 0.0
+    decode_s: float = 0.0
+    context_token_s: float = 0.0
+    chunk_s: float = 0.0
+    prefill_token_s: float = 0.0
+    self_pair_s: float = 0.0
+    prefix_pair_s: float = 0.0
+
+    def parts_s(self, work: StepWork) -> dict[str, float]:
+        """Seconds of each part, by the name of its attribute."""
+        return {name: getattr(self, name) * amount for name, amount in zip(PARTS, work.amounts, strict=True)}
+
+    def time_s(self, work: StepWork) -> float:
+        """Seconds of a step; 0 for one that computes nothing."""
+        return sum(self.parts_s(work).values()) if work.num_decodes or work.num_chunks else 0.0
+
+
+PARTS = tuple(item.name for item in fields(StepCost))
+LINE_PARTS = ("base_s", "decode_s", "prefill_token_s")
+"""Those of a straight line in decodes and prompt tokens."""
+
+
+class WorkMeter:
+    """Says what the plans of one loop compute. A plan names its decodes; how long their contexts are follows from the
+    plans before it, so all of them are shown, in order.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: dict[SeqId, int] = {}
+
+    def measure(self, plan: StepPlan) -> StepWork:
+        """The work of the next plan. A chunk of one token is a decode, as in ``StepPlan.count_work``.
+
+        Raises:
+            InvariantError: A sequence decodes that no earlier plan began.
+        """
+        for seq_id in plan.released:
+            self._contexts.pop(seq_id, None)
+        if not self._contexts.keys() >= set(plan.decodes):
+            raise InvariantError(f"step {plan.step_id} decodes a sequence that no step before it began")
+        for seq_id in plan.decodes:
+            self._contexts[seq_id] += 1
+        for chunk in plan.prefills:
+            self._contexts[chunk.seq_id] = chunk.start + len(chunk.token_ids)
+        singles = [chunk.seq_id for chunk in plan.prefills if len(chunk.token_ids) == 1]
+        runs = [(chunk.start, len(chunk.token_ids)) for chunk in plan.prefills if len(chunk.token_ids) > 1]
+        return StepWork.of([self._contexts[seq_id] for seq_id in (*plan.decodes, *singles)], runs)
+
+
+class StepTimer:
+    """The time of each plan of one loop, which must all be asked for, in order: a new timer for each loop."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = cost
+        self._meter = WorkMeter()
+
+    def time_s(self, plan: StepPlan) -> float:
+        """Seconds that the device computes the next plan; 0 for a plan that only moves KV."""
+        return self._cost.time_s(self._meter.measure(plan))
+
+
+def read_cost(parts: Mapping[str, float]) -> StepCost:
+    """The cost that a mapping says, by the names of parts; what it does not name costs nothing."""
+    return StepCost(**{name: float(parts[name]) for name in PARTS if name in parts})

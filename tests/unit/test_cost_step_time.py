@@ -1,0 +1,135 @@
+"""The time of a step as a sum of named parts, and what plans say of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.plan import PrefillChunk, StepPlan
+from floodplain.core.request import SeqId
+from floodplain.cost.step_time import LINE_PARTS, PARTS, StepCost, StepTimer, StepWork, WorkMeter, read_cost
+from floodplain.policy.registry import POLICIES, make_policy
+from floodplain.sim.executor import StepLine
+from tests.support.bursts import LINE, Machine, begin, make_burst
+from tests.support.examples import examples
+
+A, B = SeqId(0), SeqId(1)
+COST = StepCost(
+    base_s=0.01, decode_s=0.002, context_token_s=1e-5, chunk_s=0.001, prefill_token_s=1e-4, self_pair_s=1e-7,
+    prefix_pair_s=2e-7,
+)  # fmt: skip
+
+
+def chunk(seq_id: SeqId, start: int, num_tokens: int) -> PrefillChunk:
+    return PrefillChunk(seq_id, start, tuple(range(num_tokens)), samples=True)
+
+
+def test_a_step_is_the_sum_of_its_named_parts() -> None:
+    work = StepWork.of([100, 300], [(0, 10), (50, 4)])
+    assert COST.parts_s(work) == {
+        "base_s": 0.01,
+        "decode_s": pytest.approx(0.004),
+        "context_token_s": pytest.approx(400e-5),
+        "chunk_s": pytest.approx(0.002),
+        "prefill_token_s": pytest.approx(14e-4),
+        "self_pair_s": pytest.approx((55 + 10) * 1e-7),
+        "prefix_pair_s": pytest.approx(200 * 2e-7),
+    }
+    assert COST.time_s(work) == pytest.approx(sum(COST.parts_s(work).values()))
+
+
+def test_a_step_that_computes_nothing_takes_no_time() -> None:
+    assert COST.time_s(StepWork()) == 0.0
+    assert StepTimer(COST).time_s(StepPlan(0)) == 0.0
+
+
+lengths = st.integers(2, 500)
+
+
+@given(prefix=st.integers(0, 500), first=lengths, second=lengths)
+@settings(max_examples=examples(50))
+def test_two_chunks_of_a_prompt_cost_one_more_step_and_chunk_and_nothing_else(
+    prefix: int, first: int, second: int
+) -> None:
+    """With the two kinds of pairs equally dear: every pair of tokens meets once, however the prompt is cut (Eq. 1)."""
+    cost = StepCost(base_s=0.01, chunk_s=0.003, prefill_token_s=1e-4, self_pair_s=1e-7, prefix_pair_s=1e-7)
+    whole = cost.time_s(StepWork.of([], [(prefix, first + second)]))
+    parts = [cost.time_s(StepWork.of([], [piece])) for piece in ((prefix, first), (prefix + first, second))]
+    assert sum(parts) == pytest.approx(whole + 0.013)
+
+
+@given(prefix=st.integers(1, 500), tokens=lengths)
+@settings(max_examples=examples(30))
+def test_a_later_chunk_of_as_many_tokens_takes_longer(prefix: int, tokens: int) -> None:
+    """KunServe, figure 9: token counts do not see this."""
+    assert COST.time_s(StepWork.of([], [(prefix, tokens)])) > COST.time_s(StepWork.of([], [(0, tokens)]))
+
+
+@given(batches=st.lists(st.tuples(st.lists(st.integers(1, 900), min_size=1), st.lists(st.tuples(lengths, lengths)))))
+@settings(max_examples=examples(30))
+def test_a_batch_costs_its_members_less_what_they_load_together(
+    batches: list[tuple[list[int], list[tuple[int, int]]]],
+) -> None:
+    """Eq. 3: parameters are loaded once."""
+    contexts = [context for batch, _ in batches for context in batch]
+    chunks = [piece for _, batch in batches for piece in batch]
+    apart = sum(COST.time_s(StepWork.of(*batch)) for batch in batches)
+    together = COST.time_s(StepWork.of(contexts, chunks))
+    assert together == pytest.approx(apart - max(0, len(batches) - 1) * COST.base_s)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_contexts_follow_from_the_plans_before() -> None:
+    meter = WorkMeter()
+    assert meter.measure(StepPlan(0, prefills=(chunk(A, 0, 30),))) == StepWork.of([], [(0, 30)])
+    assert meter.measure(StepPlan(1, (A,), (chunk(B, 16, 8),))) == StepWork.of([31], [(16, 8)])
+    assert meter.measure(StepPlan(2, (A, B))) == StepWork.of([32, 25], [])
+
+
+def test_one_that_comes_back_with_one_token_is_a_decode_with_its_context() -> None:
+    meter = WorkMeter()
+    assert meter.measure(StepPlan(0, prefills=(chunk(A, 41, 1),))) == StepWork.of([42], [])
+    assert meter.measure(StepPlan(1, (A,))) == StepWork.of([43], [])
+
+
+def test_a_decode_out_of_nothing_is_refused() -> None:
+    meter = WorkMeter()
+    meter.measure(StepPlan(0, prefills=(chunk(A, 0, 4),)))
+    with pytest.raises(InvariantError, match="decodes a sequence"):
+        meter.measure(StepPlan(1, (A,), released=(A,)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_contexts_are_right_whatever_is_preempted(policy: str) -> None:
+    """An independent count: a sequence has computed all its tokens but the last when it decodes."""
+    requests, machine = make_burst(40, interval_s=0.005, num_prompt=12, max_tokens=40), Machine(num_slots=60)
+    meter, seen = WorkMeter(), []
+
+    run = begin(machine, make_policy(policy), requests)
+    state = run.loop.state
+
+    def look(plan: StepPlan, now: float) -> None:
+        singles = [piece.seq_id for piece in plan.prefills if len(piece.token_ids) == 1]
+        contexts = sum(len(state.sequences[seq_id].tokens) for seq_id in (*plan.decodes, *singles))
+        seen.append((meter.measure(plan).context_tokens, contexts))
+
+    run.instance.on_step = look
+    run.environment.run()
+    assert seen
+    assert all(measured == counted for measured, counted in seen)
+    assert sum(run.counters.preemptions.values()) > 0
+
+
+def test_with_the_parts_of_a_line_it_is_that_line() -> None:
+    assert {name for name in PARTS if hasattr(LINE, name)} == set(LINE_PARTS)
+    timer = StepTimer(read_cost({name: getattr(LINE, name) for name in LINE_PARTS}))
+    run = begin(Machine(), make_policy("paced"), make_burst(40, interval_s=0.005), step_time_s=timer.time_s)
+    run.environment.run()
+    line = begin(Machine(), make_policy("paced"), make_burst(40, interval_s=0.005))
+    line.environment.run()
+    assert run.elapsed_s == pytest.approx(line.elapsed_s)
+    assert StepLine(1.0, 0.1, 7.0).time_s(StepPlan(0, prefills=(chunk(A, 9, 1),))) == pytest.approx(1.1)
