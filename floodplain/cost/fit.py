@@ -1,0 +1,171 @@
+"""The parameters of a step's time, from steps that were measured: least squares, none of them negative. Pure.
+
+Errors are relative, so that a decode of a few tokens weighs as much as a long prompt. A stalled step is far from every
+fit: such rows lose their weight, and are left out at last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy import typing as npt
+
+from floodplain.core.errors import UserError
+from floodplain.cost.step_time import PARTS, StepCost, StepWork
+
+FloatArray = npt.NDArray[np.float64]
+
+NUM_FOLDS = 5
+_NUM_REWEIGHTS = 30
+_NEAR, _FAR = 2.0, 6.0
+"""In robust standard deviations: from where on a residual loses weight, and from where on its row is left out."""
+_TO_DEVIATION = 1.4826
+"""The standard deviation of normal residuals over the median of their absolute values."""
+_EXACT = 1e-9
+"""A relative error that is none: where rows have no noise, this is their deviation."""
+_SETTLED = 1e-3
+_SINGULAR = 1e-9
+_SHARE = 0.05
+"""Of a direction that rows say nothing about: a part with less of it is not named."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One measured step: what it computed, and its seconds."""
+
+    work: StepWork
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """Parameters, and how far they are off on steps that they were not fitted to.
+
+    Attributes:
+        cost: Fitted to all rows.
+        median_error: Of the relative errors: each row is told by a fit to the other folds.
+        p95_error: The same at 95 %.
+        num_outliers: Rows that the fit to all rows left out.
+    """
+
+    cost: StepCost
+    median_error: float
+    p95_error: float
+    num_outliers: int
+
+
+def fit_steps(rows: Sequence[StepRow], parts: Sequence[str] = PARTS, seed: int = 0) -> StepFit:
+    """Fit the parts of a step's time to measured steps.
+
+    Args:
+        rows: In any order.
+        parts: Which of ``PARTS`` there are; the others cost nothing.
+        seed: Of the folds.
+
+    Raises:
+        UserError: The rows are too few, hold a time that is not positive, or leave a part undetermined.
+    """
+    amounts, seconds = _arrays(rows, parts)
+    _check(amounts, seconds, parts)
+    values, is_far = _fit_robust(amounts, seconds)
+    errors = _held_out_errors(amounts, seconds, np.random.default_rng(seed))
+    return StepFit(
+        cost=StepCost(**dict(zip(parts, values.tolist(), strict=True))),
+        median_error=float(np.median(errors)),
+        p95_error=float(np.quantile(errors, 0.95)),
+        num_outliers=int(is_far.sum()),
+    )
+
+
+def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatArray:
+    """The x >= 0 with the least |matrix x - target| (Lawson and Hanson's active set).
+
+    Args:
+        matrix: [rows, columns], of full column rank.
+        target: [rows].
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    scale = np.where(scale > 0, scale, 1.0)
+    scaled = matrix / scale
+    x = np.zeros(matrix.shape[1])
+    is_free = np.zeros(len(x), dtype=bool)
+    least = 1e-12 * float(np.linalg.norm(target))
+    for _ in range(3 * len(x) + 10):  # each round frees a column for good, but for the last digits
+        gradient = np.where(is_free, -np.inf, scaled.T @ (target - scaled @ x))
+        if is_free.all() or gradient.max() <= least:
+            break
+        is_free[int(gradient.argmax())] = True
+        x, is_free = _step_to_best(scaled, target, x, is_free)
+    return x / scale
+
+
+def _step_to_best(
+    matrix: FloatArray, target: FloatArray, x: FloatArray, is_free: npt.NDArray[np.bool_]
+) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+    """Go towards the least squares of the free columns; a column that becomes 0 on the way is free no more."""
+    while True:
+        best = np.zeros_like(x)
+        best[is_free] = np.linalg.lstsq(matrix[:, is_free], target, rcond=None)[0]
+        is_blocked = is_free & (best <= 0)
+        if not is_blocked.any():
+            return best, is_free
+        way = (x[is_blocked] / (x[is_blocked] - best[is_blocked])).min()
+        x = x + way * (best - x)
+        is_free = is_free & (x > 1e-15 * max(1.0, float(x.max())))
+        x = np.where(is_free, x, 0.0)
+
+
+def _arrays(rows: Sequence[StepRow], parts: Sequence[str]) -> tuple[FloatArray, FloatArray]:
+    columns = [PARTS.index(name) for name in parts]
+    amounts = np.array([row.work.amounts for row in rows], dtype=np.float64).reshape(len(rows), len(PARTS))
+    return amounts[:, columns], np.array([row.seconds for row in rows], dtype=np.float64)
+
+
+def _check(amounts: FloatArray, seconds: FloatArray, parts: Sequence[str]) -> None:
+    least = 2 * len(parts)
+    if len(seconds) < least:
+        raise UserError(f"{len(seconds)} steps are too few for {len(parts)} parameters: measure at least {least}")
+    if not (np.isfinite(seconds).all() and (seconds > 0).all()):
+        raise UserError("every measured step must take a positive time")
+    unused = [name for name, column in zip(parts, amounts.T, strict=True) if not column.any()]
+    if unused:
+        raise UserError(f"the steps say nothing of {_listed(unused)}: measure steps that have such work")
+    scaled = amounts / np.linalg.norm(amounts, axis=0)
+    _, sizes, directions = np.linalg.svd(scaled, full_matrices=False)
+    if sizes[-1] <= _SINGULAR * sizes[0]:
+        mixed = [name for name, share in zip(parts, directions[-1], strict=True) if abs(share) > _SHARE]
+        raise UserError(f"the steps do not tell {_listed(mixed)} apart: measure steps in which their ratio differs")
+
+
+def _fit_robust(amounts: FloatArray, seconds: FloatArray) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+    """(parameters, which rows are outliers): Huber's weights until they settle, then least squares of what is near."""
+    matrix, ones = amounts / seconds[:, None], np.ones(len(seconds))
+    weights = ones
+    for _ in range(_NUM_REWEIGHTS):
+        root = np.sqrt(weights)
+        values = nonnegative_least_squares(matrix * root[:, None], root)
+        residuals = np.abs(matrix @ values - 1)
+        deviation = max(_TO_DEVIATION * float(np.median(residuals)), _EXACT)
+        before, weights = weights, np.minimum(1.0, _NEAR * deviation / np.maximum(residuals, _EXACT))
+        if np.abs(weights - before).max() < _SETTLED:
+            break
+    is_far = residuals > _FAR * deviation
+    if is_far.any() and (~is_far).sum() >= len(values):
+        values = nonnegative_least_squares(matrix[~is_far], ones[~is_far])
+    return values, is_far
+
+
+def _held_out_errors(amounts: FloatArray, seconds: FloatArray, rng: np.random.Generator) -> FloatArray:
+    folds = rng.permutation(len(seconds)) % NUM_FOLDS
+    errors = np.empty(len(seconds))
+    for fold in range(NUM_FOLDS):
+        is_held = folds == fold
+        values, _ = _fit_robust(amounts[~is_held], seconds[~is_held])
+        errors[is_held] = np.abs(amounts[is_held] @ values / seconds[is_held] - 1)
+    return errors
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
