@@ -84,6 +84,13 @@ class Listing(_Answer):
     leases: list[ListedLease]
 
 
+class NewsBody(_Answer):
+    """Whether the member should ask for its leases now, and the mark to send with the next request for news."""
+
+    mark: str
+    has_news: bool
+
+
 class ServiceHealth(_Answer):
     """Whether this coordinator answers itself; one that stands by takes over when the leader ends."""
 

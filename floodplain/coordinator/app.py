@@ -8,23 +8,23 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Path, Request, Response
+from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from floodplain import __version__
 from floodplain.coordinator import jobs
-from floodplain.coordinator.answers import Listing, ReplyBatch, ReplyBody, ServiceHealth
+from floodplain.coordinator.answers import Listing, NewsBody, ReplyBatch, ReplyBody, ServiceHealth
 from floodplain.coordinator.desk import Desk, NotLeading
 from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.origin import LOOPBACK_ONLY, OriginGate, OwnNames
-from floodplain.coordinator.requests import MessageBatch, Name
+from floodplain.coordinator.requests import MAX_WAIT_S, MessageBatch, Name
 from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing
-from floodplain.leases.messages import Message
+from floodplain.leases.messages import Heartbeat, Message
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
-from floodplain.lending.wire import encode_replies, encode_reply
+from floodplain.lending.wire import encode_news, encode_replies, encode_reply
 from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
 from floodplain.web.scrape import scrape
@@ -44,13 +44,17 @@ ERRORS = describe_errors(
         401: "No token, or a wrong one.",
         403: "The token's role does not allow it; or `Host` or `Origin` is not this service's.",
         404: "No such path.",
+        409: "A later request of that member waits for news in the place of this one.",
         413: "The body, or the answer to it, is too large.",
         415: "The body is not declared as `application/json`.",
-        429: "Too many messages wait.",
+        429: "Too many messages, or members, wait.",
         503: "This coordinator does not lead, is stopping, or has no store: ask again, or ask another one.",
     }
 )
 AnyName = Annotated[Name, Path()]
+WatchedName = Annotated[Name, Query()]
+Mark = Annotated[str, Query(max_length=64, description="Of the last answer; empty the first time.")]
+WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds, at most.")]
 
 
 class LeaseRoutes:
@@ -72,6 +76,7 @@ class LeaseRoutes:
         router = APIRouter(prefix="/v1", route_class=JsonRoute, responses=ERRORS)
         router.post("/messages", response_model=ReplyBatch)(self.take_messages)
         router.get("/leases", response_model=Listing)(self.list_leases)
+        router.get("/changes", response_model=NewsBody)(self.wait_for_news)
         router.delete("/members/{name}", response_model=ReplyBody)(self.forget_member)
         return router
 
@@ -98,6 +103,17 @@ class LeaseRoutes:
         _require_admin(request)
         view = await self._desk.ask(jobs.look(self._desk.service))
         return await WRITERS.run(lambda: _json(jobs.encode_view(view, self._desk.service.ttl_s)))
+
+    async def wait_for_news(
+        self, member: WatchedName, request: Request, mark: Mark = "", wait_s: WaitS = 20
+    ) -> Response:
+        """Answer once a lease of that member is recalled, released or lost, or has expired; or when ``wait_s`` is over.
+
+        It is a hint to send a heartbeat now. Give the ``mark`` of the last answer; one request of a member may wait.
+        """
+        if not _caller_of(request).may_say(Heartbeat(member, 0)):
+            raise ApiError(403, f"this token may not watch {member}", code="forbidden")
+        return _json(encode_news(await self._desk.wait_for_news(member, mark, wait_s)))
 
     async def forget_member(self, name: AnyName, request: Request) -> Response:
         """A device will not come back: what was lent on it is lost."""

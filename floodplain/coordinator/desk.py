@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from floodplain.coordinator.clerk import Clerk
+from floodplain.coordinator.news import NewsBoard
 from floodplain.coordinator.service import Job, LeaseService, Unavailable
+from floodplain.leases.states import Lease
+from floodplain.lending.wire import News
 from floodplain.web.errors import ApiError
 
 LEADER_HEADER = "Floodplain-Leader"
@@ -19,10 +23,15 @@ class Desk:
 
     Args:
         service: Handed to the clerk.
+
+    Attributes:
+        service: As above.
+        news: Where members wait for news of their leases.
     """
 
     def __init__(self, service: LeaseService) -> None:
         self.service = service
+        self.news = NewsBoard()
         self._clerk: Clerk[asyncio.Future[Any]] = Clerk(service, self._announce)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -34,6 +43,7 @@ class Desk:
     def open(self) -> None:
         """Begin to work."""
         self._loop = asyncio.get_running_loop()
+        self.service.on_change = self._post
         self._clerk.start()
 
     async def close(self) -> None:
@@ -53,6 +63,24 @@ class Desk:
         if isinstance(answer, Unavailable):
             raise NotLeading(answer)
         return answer
+
+    async def wait_for_news(self, name: str, mark: str, wait_s: float) -> News:
+        """See ``NewsBoard.wait``.
+
+        Raises:
+            ApiError: As there; 503, too, if this coordinator does not lead.
+        """
+        if not self.service.is_leading:
+            raise NotLeading(Unavailable("this coordinator does not lead", self.service.leader_url))
+        return await self.news.wait(name, mark, wait_s)
+
+    def _post(self, leases: Sequence[Lease] | None) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the event loop has ended, as it does when a store hangs: nobody waits
+            if leases is None:
+                self._loop.call_soon_threadsafe(self.news.refuse, "this coordinator does not lead any more")
+            else:
+                self._loop.call_soon_threadsafe(self.news.post, leases)
 
     def _announce(self, answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
         assert self._loop is not None

@@ -14,6 +14,8 @@ from floodplain.web.bodies import BoundedModel
 MAX_MESSAGES = 1024
 MAX_SHARDS = 64
 MAX_DEADLINE_S = 86400.0
+MAX_WAIT_S = 60.0
+"""For news; proxies and firewalls cut longer silences."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Of a member: of its device.")]
 Identity = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]

@@ -54,6 +54,7 @@ class CoordinatorServer(StoppableServer):
         placement: PlacementFile | None = None,
     ) -> None:
         self._desk, self._placement = desk, placement
+        desk.news.most_waiting = limits.max_connections // 2  # the others carry messages
         self._drain = DrainSwitch()
         app = create_app(desk, drain=self._drain, tokens=tokens, names=names)
         super().__init__(app, closing_s=CLOSING_S, on_ready=on_ready, limits=limits)
@@ -80,6 +81,7 @@ class CoordinatorServer(StoppableServer):
     def stop(self) -> None:
         """Refuse what is new, answer what is here, and let another coordinator lead."""
         self._drain.is_draining = True
+        self._desk.news.close()
         super().stop()
 
 

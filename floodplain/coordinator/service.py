@@ -19,7 +19,7 @@ from floodplain.core.errors import UserError
 from floodplain.leases.book import LeaseBook
 from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.pairs import AllowedPairs
-from floodplain.leases.states import LeaseId
+from floodplain.leases.states import Lease, LeaseId
 from floodplain.leases.table import Changes
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class LeaseService:
     Attributes:
         ttl_s: As given.
         may_borrow_from: Any thread may replace it; that counts from the next transaction or tick on.
+        on_change: Told of the leases that have changed, once that is committed; of None when it leads no more. On the
+            thread that works here.
         granted_unix_s: When each lease was granted, to be shown.
         totals: What happened since the start.
     """
@@ -106,6 +108,7 @@ class LeaseService:
         self._unavailable = Unavailable("this coordinator has just started: ask again")
         self._overdue: set[LeaseId] = set()
         self._grace_s, self._grace_ends_s = ttl_s, float("-inf")
+        self.on_change: Callable[[Sequence[Lease] | None], None] = lambda _: None
         self.granted_unix_s: dict[LeaseId, float] = {}
         self.totals = ServiceTotals()
 
@@ -158,6 +161,7 @@ class LeaseService:
         """Let somebody else lead at once, if this one does."""
         tenure, self._tenure, self._book = self._tenure, None, None
         self._unavailable = Unavailable("this coordinator is stopping: ask another one")
+        self.on_change(None)
         if tenure is not None:
             try:
                 self._store.resign(tenure.epoch)
@@ -216,6 +220,8 @@ class LeaseService:
                 self.granted_unix_s.pop(lease.lease_id, None)
             else:
                 self.granted_unix_s.setdefault(lease.lease_id, unix_s)
+        if changes.leases:
+            self.on_change(changes.leases)
 
     def _note_dead(self, names: Sequence[str]) -> None:
         self.totals.num_taken_for_dead += len(names)
@@ -235,6 +241,7 @@ class LeaseService:
         logger.warning("%s: nothing is granted here for now", reason)
         self._book = self._tenure = None
         self._unavailable = Unavailable(reason, leader_url)
+        self.on_change(None)
 
     def _try_to_lead(self) -> None:
         try:

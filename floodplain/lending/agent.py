@@ -1,9 +1,10 @@
 """The thread of an engine process that talks to the coordinator, so that nothing else ever waits for it.
 
-It beats, says what its process wants and has done, and learns. While no coordinator answers, everything stays as it is:
+It beats, says what its process wants and has done, and learns. A second thread waits for news of its leases, so that it
+needs not wait for a beat to hear of a recall. While no coordinator answers, everything stays as it is:
 nothing new is borrowed, what is held is held on to, and recalls wait.
 
-Only that thread uses the network. ``start``, ``retire`` and ``close`` wait for it, each for a stated time at most, so
+Only these threads use the network. ``start``, ``retire`` and ``close`` wait for it, each for a stated time at most, so
 whatever answers in the place of a coordinator can neither hold up the engine's start nor its end.
 """
 
@@ -24,11 +25,12 @@ from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
 from floodplain.lending.membership import LentDevice, Membership
+from floodplain.lending.news_watch import NewsWatch
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-"""Between two beats of a member that has leases: so soon it hears of a recall."""
+"""Between two beats of a member that has leases: so soon it hears of a recall at the latest."""
 IDLE_BEAT_S = 5.0
 """Between two beats of one that has none."""
 RETURN_BEAT_S = 0.1
@@ -69,6 +71,7 @@ class LeaseAgent:
         self.problem = ""
         self.failures: Counter[str] = Counter()
         self._client = client
+        self._news = NewsWatch(client.twin(), name, self._wake)
         self._ttl_s = float("inf")
         self._refusal = ""
         self._first: Future[None] = Future()
@@ -156,8 +159,10 @@ class LeaseAgent:
                 self._has_more.wait(self._pause_s())
                 self._has_more.clear()
                 self._exchange()
+            self._news.close()
             self._say_last()
         finally:
+            self._news.close()
             self._has_retired.set()
         self._may_leave.wait()
         self._say_goodbye()
@@ -222,6 +227,7 @@ class LeaseAgent:
         self._note_refusals(answer.replies)
         if self.membership.learn(messages, answer.replies, answer.ttl_s, sent_s):
             self._wake()
+        self._news.want(self.membership.has_leases)
 
     def _note_refusals(self, replies: Sequence[Reply]) -> None:
         """Log what the coordinator will not do, however often it is asked: once for each reason."""

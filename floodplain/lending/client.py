@@ -9,14 +9,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 from floodplain.core.errors import UserError
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Reply
 from floodplain.lending.exchange import AnswerTooLong, DeadlineConnection
 from floodplain.lending.fields import WireError
-from floodplain.lending.wire import Answer, check_listing, decode_answer, decode_reply, encode_message
+from floodplain.lending.wire import (
+    Answer,
+    News,
+    check_listing,
+    decode_answer,
+    decode_news,
+    decode_reply,
+    encode_message,
+)
 from floodplain.web.bearer import read_secret_lines
 
 T = TypeVar("T")
@@ -47,12 +55,18 @@ class CoordinatorClient:
     """
 
     def __init__(self, urls: str, token: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._spelled = urls, token
         self._urls = [_split(url) for url in urls.split(",")]
         self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}".encode()  # as the token file has it, not Latin-1
         self._timeout_s = timeout_s
         self._connection: DeadlineConnection | None = None
+        self._has_hung_up = False
+
+    def twin(self) -> CoordinatorClient:
+        """One more for the same coordinators, for another thread."""
+        return CoordinatorClient(*self._spelled, self._timeout_s)
 
     def send(self, messages: Sequence[Message]) -> Answer:
         """Say all of this at once.
@@ -63,6 +77,22 @@ class CoordinatorClient:
         """
         body = self._ask("POST", "/v1/messages", {"messages": [encode_message(message) for message in messages]})
         return _understood(lambda: decode_answer(body, [message.name for message in messages]))
+
+    def wait_for_news(self, name: str, mark: str, wait_s: float) -> News:
+        """Whether there is news of a member's leases; that takes until there is, or for ``wait_s``.
+
+        Args:
+            name: Of the member.
+            mark: What was answered last; empty the first time.
+            wait_s: Seconds.
+
+        Raises:
+            CoordinatorUnreachable: Nobody answered.
+            UserError: The coordinator refuses.
+        """
+        query = urlencode({"member": name, "mark": mark, "wait_s": wait_s})
+        body = self._ask("GET", f"/v1/changes?{query}", wait_s=wait_s)
+        return _understood(lambda: decode_news(body))
 
     def list_leases(self) -> Mapping[str, Any]:
         """Everything that the coordinator knows; see ``answers.Listing``.
@@ -84,18 +114,25 @@ class CoordinatorClient:
         body = self._ask("DELETE", f"/v1/members/{quote(name, safe='')}")
         return _understood(lambda: decode_reply(body))
 
+    def hang_up(self) -> None:
+        """End the exchange that is under way, if there is one, and fail all later ones. May be called on any thread."""
+        self._has_hung_up = True
+        connection = self._connection
+        if connection is not None:
+            connection.hang_up()
+
     def close(self) -> None:
         """Hang up. Safe to call twice."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _ask(self, method: str, path: str, body: Any = None) -> object:
+    def _ask(self, method: str, path: str, body: Any = None, wait_s: float = 0.0) -> object:
         """Ask one coordinator after the other, the one that answered last first."""
         problem = ""
         for _ in range(len(self._urls)):
             try:
-                status, text = self._exchange(method, path, None if body is None else json.dumps(body))
+                status, text = self._exchange(method, path, None if body is None else json.dumps(body), wait_s)
             except AnswerTooLong:
                 self.close()
                 raise NotACoordinator(f"{_NONE}: {_shown(self._urls[0])} sends too much") from None
@@ -111,11 +148,13 @@ class CoordinatorClient:
             self._urls.append(self._urls.pop(0))
         raise CoordinatorUnreachable(_one_line(problem))
 
-    def _exchange(self, method: str, path: str, body: str | None) -> tuple[int, bytes]:
+    def _exchange(self, method: str, path: str, body: str | None, wait_s: float) -> tuple[int, bytes]:
         """One request; over a new connection if the old one turns out to have been closed between two of them."""
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self._timeout_s + wait_s
         if self._connection is None:
             self._connection = DeadlineConnection(*self._urls[0])
+        if self._has_hung_up:  # looked at when there is a connection that ``hang_up`` finds
+            raise ConnectionAbortedError("it is to end")
         was_open = self._connection.is_open
         try:
             return self._connection.exchange(method, path, body, self._headers, deadline_s)

@@ -11,6 +11,7 @@ import io
 import socket
 import ssl
 import time
+from contextlib import suppress
 from typing import Any
 
 MAX_ANSWER_BYTES = 2**24
@@ -35,6 +36,7 @@ class DeadlineConnection:
         kind = http.client.HTTPConnection if self._context is None else http.client.HTTPSConnection
         self._http: Any = kind(host, port)
         self._socket: _DeadlineSocket | None = None
+        self._has_hung_up = False
 
     @property
     def is_open(self) -> bool:
@@ -60,6 +62,8 @@ class DeadlineConnection:
         if not self.is_open:
             self._socket = self._http.sock = _dial(self._http.host, self._http.port, self._context, deadline_s)
         assert self._socket is not None
+        if self._has_hung_up:  # looked at when there is a socket that ``hang_up`` finds
+            raise ConnectionAbortedError("it is to end")
         self._socket.deadline_s = deadline_s
         self._http.request(method, path, body, headers)
         response = self._http.getresponse()
@@ -71,6 +75,16 @@ class DeadlineConnection:
         if not response.isclosed():  # after exactly as much as was declared, or at the end of the last chunk
             response.read()
         return response.status, text
+
+    def hang_up(self) -> None:
+        """End the exchange that is under way, and fail all later ones. May be called on any thread.
+
+        One that is looking a host's name up, or connecting, ends later.
+        """
+        self._has_hung_up = True
+        sock = self._socket
+        if sock is not None:
+            sock.hang_up()
 
     def close(self) -> None:
         """Hang up. Safe to call twice."""
@@ -97,6 +111,11 @@ class _DeadlineSocket:
             TimeoutError: Nothing is left.
         """
         self._socket.settimeout(_left_s(self.deadline_s))
+
+    def hang_up(self) -> None:
+        """Whoever reads finds the end, and whoever writes an error."""
+        with suppress(OSError):  # it was closed, or never connected
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # of TLS, too: its own waits for the other end
 
     def close(self) -> None:
         self._socket.close()

@@ -19,6 +19,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Of a member. It becomes the name of a device's file, so it has no slash."""
 IDENTITY = re.compile(r"[!-~]{1,128}")
 """Of a lease, or of a process."""
+MARK = re.compile(r"[0-9a-f]{1,32}\.[0-9]{1,19}")
+"""Of a member's last news."""
 REASON = re.compile(r"[ -~]{0,200}")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Outcome
-from floodplain.lending.fields import IDENTITY, MAX_SECONDS, NAME, REASON, WireError, WireFields
+from floodplain.lending.fields import IDENTITY, MARK, MAX_SECONDS, NAME, REASON, WireError, WireFields
 
 LEAST_TTL_S, MOST_TTL_S = 1e-3, 3600.0
 """A coordinator takes members for dead after a time in this range."""
@@ -38,6 +38,34 @@ class Answer:
 
     ttl_s: float
     replies: tuple[Reply, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """Whether a member should ask for its leases now; see ``coordinator.news``.
+
+    Attributes:
+        mark: To be sent with the next request for news.
+        has_news: Whether something that concerns it may have changed since the mark that it sent.
+    """
+
+    mark: str
+    has_news: bool
+
+
+def encode_news(news: News) -> dict[str, Any]:
+    """News as an object that ``json.dumps`` takes."""
+    return asdict(news)
+
+
+def decode_news(value: object) -> News:
+    """News, as it was encoded.
+
+    Raises:
+        WireError: It is no such value.
+    """
+    news = WireFields(value, "the news")
+    return News(news.text("mark", MARK), news.flag("has_news"))
 
 
 def encode_message(message: Message) -> dict[str, Any]:

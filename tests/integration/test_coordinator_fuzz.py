@@ -22,6 +22,7 @@ from tests.support.lease_values import MOST
 OPERATIONS = [
     ("POST", "/v1/messages"),
     ("GET", "/v1/leases"),
+    ("GET", "/v1/changes"),
     ("DELETE", "/v1/members/{name}"),
     ("GET", "/health"),
     ("GET", "/metrics"),

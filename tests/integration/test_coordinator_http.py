@@ -337,6 +337,7 @@ def test_the_openapi_document_has_every_path_and_every_kind_of_answer(running: R
     assert operations == {
         ("post", "/v1/messages"),
         ("get", "/v1/leases"),
+        ("get", "/v1/changes"),
         ("delete", "/v1/members/{name}"),
         ("get", "/health"),
         ("get", "/metrics"),

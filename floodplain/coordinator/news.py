@@ -1,0 +1,140 @@
+"""Who waits for news of its leases: one long request of each member, answered once a row that concerns it has changed.
+
+News is a hint: "exchange now". It carries no row, and nothing depends on it: a member that hears of none learns the
+same with its next beat. Everything here is in memory, and on the event loop; the thread that works on the book only
+hands over the rows that it has committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterable
+
+from floodplain.leases.news import concerned
+from floodplain.leases.states import Lease
+from floodplain.lending.wire import News
+from floodplain.web.errors import ApiError
+
+MOST_NAMES = 8192
+"""Whose last news is remembered: twice as many as there are members by default."""
+MOST_WAITING = 2048
+"""Members that may wait, unless the service says otherwise."""
+STOPPING = "this coordinator is stopping: ask another one"
+
+
+class NewsMarks:
+    """What the last news of each member was: a number that only rises, as a *mark* that members bring back.
+
+    A member that brings a mark from before its last news has news. So has one whose mark is of another coordinator, or
+    of before what is remembered: it may have missed some.
+
+    Args:
+        most_names: Whose last news is remembered.
+    """
+
+    def __init__(self, most_names: int = MOST_NAMES) -> None:
+        self._life = secrets.token_hex(8)
+        self._most_names = most_names
+        self._count = self._forgotten = 0
+        self._last: dict[str, int] = {}  # the oldest first
+
+    @property
+    def mark(self) -> str:
+        """Of now: everything so far is from before it."""
+        return f"{self._life}.{self._count}"
+
+    def note(self, names: Iterable[str]) -> None:
+        """There is news for these members."""
+        self._count += 1
+        for name in names:
+            self._last.pop(name, None)
+            self._last[name] = self._count
+        while len(self._last) > self._most_names:
+            self._forgotten = self._last.pop(next(iter(self._last)))
+
+    def has_news(self, name: str, mark: str) -> bool:
+        """Whether a member may have missed something since it was given ``mark``."""
+        life, _, number = mark.partition(".")
+        if life != self._life or not number.isdecimal():
+            return True
+        return int(number) < self._last.get(name, self._forgotten)
+
+
+class NewsBoard:
+    """See the module. Everything is called on one event loop.
+
+    Attributes:
+        most_waiting: Members that may wait; each takes a connection.
+    """
+
+    def __init__(self) -> None:
+        self.most_waiting = MOST_WAITING
+        self._marks = NewsMarks()
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._is_closed = False
+
+    def post(self, leases: Iterable[Lease]) -> None:
+        """These rows have changed, and are committed."""
+        names = concerned(leases)
+        if names:
+            self._marks.note(names)
+        for name in names & self._waiting.keys():
+            _end(self._waiting[name])
+
+    def refuse(self, reason: str) -> None:
+        """Whoever waits must ask another coordinator, or this one later."""
+        for told in self._waiting.values():
+            _end(told, _unavailable(reason))
+
+    def close(self) -> None:
+        """Nobody can wait here any more."""
+        self._is_closed = True
+        self.refuse(STOPPING)
+
+    async def wait(self, name: str, mark: str, wait_s: float) -> News:
+        """Return once there is news of a member's leases, or after a time. Only the last one who asks for it waits.
+
+        Args:
+            name: Of the member.
+            mark: What it was given last; empty the first time.
+            wait_s: Seconds, at most.
+
+        Raises:
+            ApiError: 409: another request of that member waits now. 429: too many wait. 503: this coordinator does not
+                lead any more, or ends.
+        """
+        if self._is_closed:
+            raise _unavailable(STOPPING)
+        if not self._marks.has_news(name, mark):
+            await self._wait_for(name, wait_s)
+        return News(self._marks.mark, self._marks.has_news(name, mark))
+
+    async def _wait_for(self, name: str, wait_s: float) -> None:
+        if name in self._waiting:
+            _end(self._waiting[name], ApiError(409, f"another request waits for news of {name}", code="superseded"))
+        elif len(self._waiting) >= self.most_waiting:
+            raise ApiError(429, f"{self.most_waiting} members wait already: raise --max-connections", code="too_many")
+        told = self._waiting[name] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(wait_s):
+                await told
+        except TimeoutError:
+            pass
+        finally:
+            if self._waiting.get(name) is told:
+                del self._waiting[name]
+
+
+def _unavailable(reason: str) -> ApiError:
+    return ApiError(503, reason, code="unavailable")
+
+
+def _end(told: asyncio.Future[None], error: ApiError | None = None) -> None:
+    """Wake whoever waits, unless it was woken, or has hung up."""
+    if told.done():
+        return
+    if error is None:
+        told.set_result(None)
+    else:
+        told.set_exception(error)

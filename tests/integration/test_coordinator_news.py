@@ -1,0 +1,224 @@
+"""A recall is told at once: members wait for news at a real coordinator, over HTTP, and no beat comes while they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from floodplain.coordinator.store import StoreError
+from floodplain.coordinator.tokens import TokenRing
+from floodplain.leases.rows import Shard
+from floodplain.lending import agent as agents
+from floodplain.lending import news_watch
+from floodplain.lending.agent import LeaseAgent
+from floodplain.lending.client import CoordinatorClient
+from floodplain.lending.membership import LentDevice
+from floodplain.lending.news_watch import NewsWatch
+from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
+from tests.support.waiting import wait_until
+
+NEVER_S = 3600.0
+NUM_LEASES = 3
+
+
+@pytest.fixture
+def beatless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members exchange when they have something to say, or have heard of news, and at no other time."""
+    for name in ("BEAT_S", "IDLE_BEAT_S", "RETURN_BEAT_S"):
+        monkeypatch.setattr(agents, name, NEVER_S)
+    monkeypatch.setattr(news_watch, "FIRST_PAUSE_S", 0.05)
+
+
+class Pair:
+    """A device that is lent, and a process that has taken all of it; both are real members."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.taken_bytes = url, 0
+        device = LentDevice(
+            capacity_bytes=NUM_LEASES * PAGE_BYTES, foreign_bytes=lambda: self.taken_bytes, deadline_s=30.0
+        )
+        self.lender = LeaseAgent(CoordinatorClient(url), "lender", device)
+        self.borrower = LeaseAgent(CoordinatorClient(url), "borrower")
+        self._may_say_more = True
+        learn = self.borrower.membership.learn
+
+        def note(*args: Any) -> bool:
+            self._may_say_more = learn(*args)
+            return self._may_say_more
+
+        self.borrower.membership.learn = note  # type: ignore[method-assign]
+
+    def share(self) -> None:
+        """Everything is lent."""
+        self.lender.start()
+        self.borrower.start()
+        self.lender.membership.claim(0, 0)
+        self.lender.membership.lend(NUM_LEASES * PAGE_BYTES)
+        wait_until(lambda: any(row["offered_bytes"] for row in listing(self.url)["members"]))
+        member = self.borrower.membership
+        for _ in range(NUM_LEASES):
+            member.ask([Shard(PAGE_BYTES)])
+        for _ in range(NUM_LEASES):
+            [lease, *_] = wait_until(member.to_allocate)
+            self.taken_bytes += PAGE_BYTES
+            member.allocated(lease.lease_id)
+        states = ["held"] * NUM_LEASES
+        wait_until(lambda: [known.lease.state.value for known in member._side.known.values()] == states)
+        wait_until(lambda: not self._may_say_more)  # it has learned that, and exchanges no more by itself
+
+    def give_back(self) -> None:
+        """What the borrower must free it frees."""
+        for lease_id in wait_until(self.borrower.membership.to_free):
+            self.taken_bytes -= PAGE_BYTES
+            self.borrower.membership.freed(lease_id)
+
+    def close(self) -> None:
+        self.borrower.close()
+        self.lender.close()
+
+
+@contextmanager
+def sharing(url: str) -> Iterator[Pair]:
+    with closing(Pair(url)) as pair:
+        pair.share()
+        yield pair
+
+
+def listing(url: str) -> dict[str, Any]:
+    """Everything that the coordinator knows."""
+    return dict(httpx.get(f"{url}/v1/leases").json())
+
+
+def listed(running: RunningCoordinator) -> list[str]:
+    """The states of all leases."""
+    return [lease["state"] for lease in listing(running.url)["leases"]]
+
+
+@pytest.mark.usefixtures("beatless")
+def test_a_whole_recall_waits_for_no_beat(tmp_path: Path) -> None:
+    """The borrower hears of the recall at once, and the lender of each byte that is free, until all are its own."""
+    with coordinating(open_store(tmp_path), ttl_s=NEVER_S) as running, sharing(running.url) as pair:
+        pair.lender.membership.lend(0)
+        while pair.taken_bytes:
+            pair.give_back()
+        wait_until(lambda: not pair.lender.membership.promised_bytes)
+        assert listed(running) == []
+
+
+@pytest.mark.usefixtures("beatless")
+def test_without_news_it_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(NewsWatch, "want", lambda self, is_wanted: None)
+    with coordinating(open_store(tmp_path), ttl_s=NEVER_S) as running, sharing(running.url) as pair:
+        pair.lender.membership.lend(0)
+        wait_until(lambda: listed(running) == ["recalled"] * NUM_LEASES)
+        with pytest.raises(AssertionError):
+            wait_until(pair.borrower.membership.to_free, timeout_s=0.2)
+        pair.taken_bytes = 0
+        monkeypatch.undo()  # so that both can end
+
+
+@pytest.mark.usefixtures("beatless")
+def test_a_lender_hears_at_once_of_a_borrower_that_ends(tmp_path: Path) -> None:
+    with coordinating(open_store(tmp_path), ttl_s=NEVER_S) as running, sharing(running.url) as pair:
+        pair.taken_bytes = 0
+        pair.borrower.close()  # without a word on its leases: they expire
+        wait_until(lambda: listed(running) == [])
+
+
+@pytest.mark.usefixtures("beatless")
+def test_the_next_coordinator_tells_of_recalls_as_the_last_one_did(tmp_path: Path) -> None:
+    """And of what was recalled while there was none: whoever comes back with an older mark is told to ask."""
+    with ExitStack() as stack:
+        first = coordinating(open_store(tmp_path), ttl_s=NEVER_S)
+        running = first.__enter__()
+        pair = stack.enter_context(sharing(running.url))
+        first.__exit__(None, None, None)
+        port = int(running.url.rpartition(":")[2])
+        running = stack.enter_context(coordinating(open_store(tmp_path), ttl_s=NEVER_S, port=port))
+        pair.lender.membership.lend(0)
+        while pair.taken_bytes:
+            pair.give_back()
+        wait_until(lambda: listed(running) == [])
+        pair.close()
+
+
+# -- over HTTP ---------------------------------------------------------------------------------------------------------
+
+
+def wait_for_news(running: RunningCoordinator, member: str, token: str = "", **query: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    return httpx.get(f"{running.url}/v1/changes", params={"member": member, **query}, headers=headers, timeout=30)
+
+
+def test_tokens_watch_their_own_members_alone(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("root\nproducer gpu-* lends\nconsumer bob borrows\n")
+    path.chmod(0o600)
+    with coordinating(open_store(tmp_path), tokens=TokenRing.from_file(path)) as running:
+        may = {(token, name) for token in ("root", "lends", "borrows", "guess", "") for name in ("gpu-1", "bob")
+               if wait_for_news(running, name, token).status_code == 200}  # fmt: skip
+        assert may == {("root", "gpu-1"), ("root", "bob"), ("lends", "gpu-1"), ("borrows", "bob")}
+        refused = wait_for_news(running, "bob", "lends")
+        assert refused.status_code == 403
+        assert error_of(refused)["message"] == "this token may not watch bob"
+        assert wait_for_news(running, "bob", "guess").status_code == 401
+
+
+def test_one_request_of_a_member_waits_and_so_many_members(tmp_path: Path) -> None:
+    with coordinating(open_store(tmp_path)) as running, ThreadPoolExecutor(2) as pool:
+        mark = wait_for_news(running, "bob").json()["mark"]
+        board = running._server._desk.news
+        older = pool.submit(wait_for_news, running, "bob", mark=mark)
+        wait_until(lambda: "bob" in board._waiting)
+        board.most_waiting = 1
+        newer = pool.submit(wait_for_news, running, "bob", mark=mark)
+        assert older.result(10).status_code == 409
+        refused = wait_for_news(running, "ann", mark=mark)
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many")
+        assert wait_for_news(running, "ann").json()["has_news"], "who need not wait is answered all the same"
+        offer = {"kind": "offer", "name": "ann", "stamp": {"generation": 1, "revision": 1}, "offered_bytes": 2**20}
+        request = {"kind": "request", "name": "bob", "generation": 1, "number": 1, "shards": [{"num_bytes": 2**20}]}
+        recall = {"kind": "recall", "name": "ann", "stamp": {"generation": 1, "revision": 2}, "num_bytes": 2**20}
+        say(running, join("ann"), join("bob"), offer, request)
+        assert not newer.done(), "a grant is told by the answer to its request"
+        say(running, {**recall, "deadline_s": 1.0})
+        assert newer.result(10).json()["has_news"]
+        assert not board._waiting
+        assert wait_for_news(running, "bob", mark=newer.result().json()["mark"], wait_s=0).json()["has_news"] is False
+
+
+def test_who_does_not_lead_tells_nothing_and_who_stops_answers_at_once(tmp_path: Path) -> None:
+    with coordinating(open_store(tmp_path)) as running, ThreadPoolExecutor(2) as pool:
+        with coordinating(open_store(tmp_path), leads=False) as other:
+            assert wait_for_news(other, "bob").status_code == 503
+        mark = wait_for_news(running, "bob").json()["mark"]
+        waiting = pool.submit(wait_for_news, running, "bob", mark=mark)
+        board = running._server._desk.news
+        wait_until(lambda: "bob" in board._waiting)
+        running.stop()
+        assert waiting.result(10).status_code == 503
+        running.join(timeout_s=4.0)
+
+
+def fail_writes(moment: str) -> None:
+    if moment == "before write":
+        raise StoreError(moment, None, ConnectionError("the store fails"))
+
+
+def test_who_leads_no_more_sends_those_away_who_wait(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with coordinating(store) as running, ThreadPoolExecutor(2) as pool:
+        mark = wait_for_news(running, "bob").json()["mark"]
+        waiting = pool.submit(wait_for_news, running, "bob", mark=mark)
+        board = running._server._desk.news
+        wait_until(lambda: "bob" in board._waiting)
+        store.hook = fail_writes
+        assert waiting.result(10).status_code == 503
