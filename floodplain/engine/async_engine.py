@@ -25,7 +25,6 @@ from floodplain.model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_IDLE_POLL_S = 1.0
 _INBOX_S = 0.005
 """What comes in between two steps may take so long: while thousands arrive at once, streams go on."""
 
@@ -51,6 +50,7 @@ class AsyncEngine:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         engine.has_news = lambda: not self._inbox.empty()
+        engine.wake_by_leases(lambda: self._inbox.put(lambda: None))
         self._by_seq: dict[SeqId, _Client] = {}
         self._callers: set[_Client] = set()
         self._is_empty = asyncio.Event()
@@ -187,8 +187,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                is_busy = self._engine.has_unfinished or self._engine.is_moving_memory
-                self._take_inbox(block_s=0.0 if is_busy else _IDLE_POLL_S)
+                self._take_inbox(block_s=0.0 if self._engine.has_unfinished else self._engine.rest_s)
                 deltas = self._engine.step()
                 ended = [life for _, life, reason in self._engine.take_finished() if reason is not FinishReason.ABORT]
                 if deltas or ended:

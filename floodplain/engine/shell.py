@@ -27,6 +27,8 @@ from floodplain.runtime.loop import Loop
 
 MAX_WAIT_S = 0.05
 """A step that has nothing to run returns after this time at the latest."""
+IDLE_S = 1.0
+"""Between two steps of an engine that has nothing to run."""
 _POLL_S = 0.002
 """How often a step that waits looks for news."""
 
@@ -108,9 +110,18 @@ class Engine:
         return self.loop.has_unfinished
 
     @property
-    def is_moving_memory(self) -> bool:
-        """Whether memory goes to neighbours or comes back in small parts: the next step should come soon."""
-        return self.neighbours is not None and self.neighbours.is_moving
+    def rest_s(self) -> float:
+        """While nothing can run, so long the next step may wait: memory goes to neighbours and comes in small parts."""
+        return IDLE_S if self.neighbours is None else min(IDLE_S, self.neighbours.rest_s)
+
+    def wake_by_leases(self, wake: Callable[[], None]) -> None:
+        """Have ``wake`` called, on any thread, when there is news of leases: a step should come soon.
+
+        It is called at once, too: there may have been some.
+        """
+        if self.neighbours is not None:
+            self.neighbours.on_news = wake
+            wake()
 
     def close(self) -> None:
         """Give back all memory, and say goodbye to the neighbours. Safe to call twice."""

@@ -16,7 +16,7 @@ from floodplain.lending.agent import LeaseAgent
 from floodplain.lending.client import CoordinatorClient, read_token
 from floodplain.lending.lent_pool import LentPool
 from floodplain.lending.near_layers import NearLayers
-from floodplain.lending.peer_tier import PeerTier
+from floodplain.lending.peer_tier import LOOK_S, PeerTier
 from floodplain.lending.peer_watch import PeerWatch
 from floodplain.lending.pool_lender import PoolLender
 
@@ -58,6 +58,9 @@ class Neighbours:
         peer_tier: What the engine borrows for swapping; None borrows nothing for that.
         near_layers: What it borrows for layers that stream; None borrows nothing for these.
         hurry: Called in the place of the tier's own, on a thread of its own, whenever there is news of leases.
+
+    Attributes:
+        on_news: Called on the agent's thread whenever there is: a boundary should come soon.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Neighbours:
         self._recall_times_s: deque[float] = deque(maxlen=MOST_RECALL_TIMES)
         self._num_recalls = 0
         self._mutex = threading.Lock()
+        self._has_news = False  # set before ``on_news`` is called, so that the boundary that it brings finds it
+        self.on_news: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Join, and go on in the background; without a coordinator it warns once and goes on trying.
@@ -86,8 +91,8 @@ class Neighbours:
         Raises:
             UserError: The coordinator refuses: the token is wrong, or the name.
         """
+        self.agent.membership.on_news = self._note_news
         if self._watch is not None:
-            self.agent.membership.on_news = self._watch.wake
             self._watch.start()
         self.agent.start()
 
@@ -105,15 +110,20 @@ class Neighbours:
         self.agent.close()
 
     @property
-    def is_moving(self) -> bool:
-        """Whether memory moves at boundaries now, so that they should come soon."""
-        return self.lender is not None and self.lender.is_moving
+    def rest_s(self) -> float:
+        """So long the next boundary may wait, where no step brings one: not at all while each of them moves memory."""
+        if self.lender is not None and self.lender.is_moving:
+            return 0.0
+        return LOOK_S if self.peer_tier is not None and self.peer_tier.is_leaving else float("inf")
 
     def at_boundary(self, now: float) -> None:
         """No step is outstanding: whatever must be done to memory is done now. Seldom takes more than a microsecond."""
         if self.lender is not None:
             self.lender.at_boundary(now)
+        has_news, self._has_news = self._has_news, False
         for borrower in self._borrowers:
+            if has_news:
+                borrower.look()
             borrower.at_boundary(now)
 
     def facts(self) -> LeaseFacts:
@@ -131,6 +141,12 @@ class Neighbours:
                 self._count_borrowed(),
                 dict(self.agent.failures),
             )
+
+    def _note_news(self) -> None:
+        self._has_news = True
+        if self._watch is not None:
+            self._watch.wake()
+        self.on_news()
 
     def _hurry(self) -> float | None:
         return min((s for borrower in self._borrowers if (s := borrower.hurry()) is not None), default=None)

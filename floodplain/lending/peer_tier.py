@@ -94,6 +94,11 @@ class PeerTier:
         self._forced: list[int] = []
         self._leaving: set[LeaseId] = set()
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether slots are being emptied, some with each look."""
+        return bool(self._leaving)
+
     def at_boundary(self, now: float) -> None:
         """Follow the coordinator: use what is granted, empty what is recalled. No step is outstanding."""
         if now >= self._next_look_s:
