@@ -152,6 +152,7 @@ TELLS_KINDS_APART = {
     "model/attention/paged_prefill.py": "FlashInfer is for CUDA alone",
     "model/native/ops.py": "so are our C++ kernels for CPUs",
     "model/network/linear.py": "so are oneDNN's products",
+    "planner/meters.py": "what is profiled need not be an engine of ours: no backend is opened for it",
     "engine/config.py": "links are emulated on CPUs alone",
     "plugins/vllm/cache_blocks.py": "vLLM runs on other devices, too",
 }

@@ -1,0 +1,189 @@
+"""``floodplain profile media``: the batch at which throughput saturates, and the memory that is free there."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.errors import UserError
+from floodplain.files.results import check_writable, writing
+from floodplain.observe.terminal import say
+
+if TYPE_CHECKING:
+    import torch
+
+    from floodplain.files.profile import Profile
+    from floodplain.planner.media import MediaFindings
+    from floodplain.planner.media_targets import BatchRun
+    from floodplain.planner.meters import MemoryMeter
+
+DTYPES = ("float32", "bfloat16", "float16")
+THRESHOLD_BYTES = 10 * 10**9
+"""As in section 4 of AQUA."""
+_WAYS = ("target", "pipeline", "module")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaConfig:
+    """The flags of the verb.
+
+    Raises:
+        UserError: Flags contradict each other.
+    """
+
+    target: str | None = field(
+        default=None,
+        metadata={"help": "measure this function, which computes a batch of the size that it is given",
+                  "metavar": "MODULE:FUNCTION"},
+    )  # fmt: skip
+    pipeline: Path | None = field(
+        default=None, metadata={"help": "measure the pipeline of diffusers in this folder", "metavar": "FOLDER"}
+    )
+    module: str | None = field(
+        default=None,
+        metadata={"help": "measure this torch module, or what this function makes, on random inputs of --shape",
+                  "metavar": "MODULE:NAME"},
+    )  # fmt: skip
+    shape: tuple[int, ...] = field(default=(), metadata={"help": "of one input of --module, such as 3 224 224"})
+    prompt: str = field(default="a river in spring", metadata={"help": "for a --pipeline that takes one"})
+    steps: int | None = field(default=None, metadata={"help": "of denoising (default: the --pipeline's own)"})
+    device: str | None = field(
+        default=None, metadata={"help": "cpu, cuda or cuda:INDEX (default: cuda if there is one, else cpu)"}
+    )
+    dtype: str | None = field(
+        default=None,
+        metadata={"help": "number format of --pipeline and --module (default: float32 on a CPU, bfloat16 on a GPU; a "
+                          "module's own)",
+                  "choices": DTYPES},
+    )  # fmt: skip
+    memory: int | None = field(
+        default=None,
+        metadata={"help": "memory of the device: what takes more does not fit (default: what it has)", "size": True},
+    )
+    threshold: int = field(
+        default=THRESHOLD_BYTES, metadata={"help": "a producer has more than this free at the knee", "size": True}
+    )
+    tolerance: float = field(
+        default=0.05, metadata={"help": "throughput has saturated when twice the batch gains less than this part"}
+    )
+    max_batch: int = field(default=1024, metadata={"help": "no larger batch is tried"})
+    resolution: float = field(default=0.1, metadata={"help": "the knee is found up to this part of itself"})
+    warmup: int = field(default=1, metadata={"help": "runs of each batch that are not timed"})
+    repeats: int = field(default=3, metadata={"help": "runs of each batch at least, whose median counts"})
+    min_seconds: float = field(default=0.2, metadata={"help": "there are more until they took so long together"})
+    seed: int = field(default=0, metadata={"help": "seed of everything random"})
+    out: Path | None = field(default=None, metadata={"help": "write the profile to this JSON file"})
+
+    def __post_init__(self) -> None:
+        given = [name for name in _WAYS if getattr(self, name) is not None]
+        if len(given) != 1:
+            ways = ", ".join(f"--{name}" for name in _WAYS)
+            raise UserError(f"say what to measure by one of {ways}, not by {' and '.join(given) or 'none'}")
+        if (self.module is None) != (not self.shape):
+            raise UserError("--module needs --shape, the shape of one input, and nothing else does")
+        if self.steps is not None and (self.pipeline is None or self.steps < 1):
+            raise UserError(f"--steps is for --pipeline, and at least 1, not {self.steps}")
+        if self.dtype is not None and self.target is not None:
+            raise UserError("--dtype is for --pipeline and --module: a --target chooses its own")
+        if any(length < 1 for length in self.shape):
+            raise UserError(f"--shape must be of whole numbers of at least 1, not {self.shape}")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    parser = add_verb(verbs, "media", "Find the batch at which throughput saturates, and what memory is free there.")
+    add_dataclass_flags(parser, MediaConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, say what was found, and write it; 0."""
+    config = dataclass_from(args, MediaConfig)
+    if config.out is not None:
+        check_writable(config.out)
+
+    from floodplain.observe.profile import describe_profile
+    from floodplain.observe.strict_json import save_result, to_json
+
+    profile = measure(config)
+    try:
+        if config.out is not None:
+            with writing(config.out):
+                save_result(config.out, profile.to_json())
+    finally:  # what cannot be saved is shown all the same
+        say(to_json(profile.to_json()) if args.format == "json" else describe_profile(profile))
+    return 0
+
+
+def measure(config: MediaConfig) -> Profile:
+    """The profile that the flags ask for.
+
+    Raises:
+        UserError: What is to be measured cannot be opened, fails, or does not fit.
+    """
+    from floodplain.planner.knee import KneeSettings
+    from floodplain.planner.media import MediaSettings, profile_media
+    from floodplain.planner.meters import open_meter
+
+    knee = KneeSettings(tolerance=config.tolerance, max_batch=config.max_batch, resolution=config.resolution)
+    settings = MediaSettings(knee=knee, warmup=config.warmup, repeats=config.repeats, min_seconds=config.min_seconds)
+    device = _device(config)
+    meter = open_meter(device, config.memory)
+    findings = profile_media(_open(config, device, meter.usual_dtype), meter, settings)
+    return _profile(config, meter, findings)
+
+
+def _device(config: MediaConfig) -> torch.device:
+    import torch
+
+    try:
+        return torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {config.device}") from None
+
+
+def _open(config: MediaConfig, device: torch.device, usual_dtype: torch.dtype) -> BatchRun:
+    import torch
+
+    from floodplain.planner import media_targets
+
+    torch.manual_seed(config.seed)
+    dtype = None if config.dtype is None else media_targets.DTYPES[config.dtype]
+    if config.target is not None:
+        return media_targets.open_callable(config.target)
+    if config.module is not None:
+        return media_targets.open_module(config.module, config.shape, device, dtype)
+    assert config.pipeline is not None
+    return media_targets.open_pipeline(
+        config.pipeline, device, dtype or usual_dtype, config.prompt, config.steps, config.seed
+    )
+
+
+def _profile(config: MediaConfig, meter: MemoryMeter, findings: MediaFindings) -> Profile:
+    from floodplain.files.profile import Profile
+
+    knee, best = findings.knee, findings.at_knee
+    assert best.peak_bytes is not None and best.free_bytes is not None
+    result = {
+        "batch": knee.batch,
+        "throughput": knee.throughput,
+        "peak_bytes": best.peak_bytes,
+        "free_bytes": best.free_bytes,
+        "role": "producer" if best.free_bytes > config.threshold else "consumer",
+        "threshold_bytes": config.threshold,
+        "total_bytes": meter.total_bytes,
+        "is_saturated": knee.is_saturated,
+        **({} if knee.limit is None else {"limit_batch": knee.limit}),
+    }
+    spreads = [each.spread for each in findings.tries if each.spread is not None]
+    return Profile(
+        kind="media",
+        subject=str(config.target or config.module or config.pipeline),
+        machine=meter.machine,
+        settings={name: str(value) if isinstance(value, Path) else value for name, value in asdict(config).items()},
+        result=result,
+        tries=[asdict(each) for each in findings.tries],
+        errors={"spread": best.spread, "worst_spread": max(spreads, default=None)},
+    )

@@ -1,0 +1,204 @@
+"""Raises the batch of a callable until its throughput saturates, and finds what memory it takes (AQUA, section 4)."""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+
+from floodplain.core.errors import UserError
+from floodplain.core.sizes import format_size
+from floodplain.files.parsing import reason_of
+from floodplain.planner.knee import Knee, KneeSettings, find_knee, next_batch
+from floodplain.planner.meters import MemoryMeter
+
+logger = logging.getLogger(__name__)
+
+MOST_RUNS = 100
+FITS, OUT_OF_MEMORY, NOT_TRIED = "fits", "out of memory", "not tried: would be out of memory"
+_SIGNS_OF_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaSettings:
+    """How a callable is measured.
+
+    Attributes:
+        knee: Which batches.
+        warmup: Runs of each batch that are not timed.
+        repeats: Runs at least that are; their median counts.
+        min_seconds: There are more of them until they took so long together.
+
+    Raises:
+        UserError: One of them is out of its range.
+    """
+
+    knee: KneeSettings
+    warmup: int = 1
+    repeats: int = 3
+    min_seconds: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup <= MOST_RUNS:
+            raise UserError(f"--warmup must be between 0 and {MOST_RUNS}, not {self.warmup}")
+        if not 1 <= self.repeats <= MOST_RUNS:
+            raise UserError(f"--repeats must be between 1 and {MOST_RUNS}, not {self.repeats}")
+        if not 0 <= self.min_seconds <= 3600:
+            raise UserError(f"--min-seconds must be between 0 and 3600, not {self.min_seconds}")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTry:
+    """One batch.
+
+    Attributes:
+        batch: Its size.
+        verdict: ``FITS``, ``OUT_OF_MEMORY`` or ``NOT_TRIED``; there is nothing else to say of the last two.
+        throughput: Items per second, by the median run.
+        spread: Of the runs' times: their quartiles' distance as a part of the median.
+        peak_bytes: The most memory in use while it ran.
+        free_bytes: What that leaves of the device.
+        num_runs: That were timed.
+    """
+
+    batch: int
+    verdict: str
+    throughput: float | None = None
+    spread: float | None = None
+    peak_bytes: int | None = None
+    free_bytes: int | None = None
+    num_runs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFindings:
+    """What was found.
+
+    Attributes:
+        knee: Where throughput saturates.
+        at_knee: The try of that batch.
+        tries: All of them, in their order.
+    """
+
+    knee: Knee
+    at_knee: BatchTry
+    tries: tuple[BatchTry, ...]
+
+
+def profile_media(
+    run: Callable[[int], object],
+    meter: MemoryMeter,
+    settings: MediaSettings,
+    clock: Callable[[], float] = time.perf_counter,
+) -> MediaFindings:
+    """Measure a callable at the batches that lead to its knee.
+
+    Args:
+        run: Computes a batch of the size that it is given.
+        meter: Of the device that it computes on.
+        settings: How.
+        clock: In seconds.
+
+    Raises:
+        UserError: It fails for another reason than memory, or does not fit even with one item.
+    """
+    tries: dict[int, BatchTry] = {}
+    while (batch := next_batch({b: each.throughput for b, each in tries.items()}, settings.knee)) is not None:
+        if meter.is_fatal and expected_bytes(tries.values(), batch) > meter.total_bytes:
+            tries[batch] = BatchTry(batch, NOT_TRIED)
+        else:
+            tries[batch] = _try_batch(run, batch, meter, settings, clock)
+        _log(tries[batch])
+    knee = find_knee({b: each.throughput for b, each in tries.items()}, settings.knee)
+    if knee is None:
+        raise UserError(
+            f"a batch of one does not fit into {format_size(meter.total_bytes)}: there is nothing to profile"
+        )
+    findings = MediaFindings(knee, tries[knee.batch], tuple(tries.values()))
+    _warn(findings, settings.knee)
+    return findings
+
+
+def expected_bytes(tries: Iterable[BatchTry], batch: int) -> float:
+    """Memory that a batch will take if it grows as between the two largest that ran; 0 if less than two did."""
+    ran = sorted((each.batch, each.peak_bytes) for each in tries if each.peak_bytes is not None)
+    if len(ran) < 2:
+        return 0.0
+    (batch_a, peak_a), (batch_b, peak_b) = ran[-2:]
+    return peak_b + max(0.0, (peak_b - peak_a) / (batch_b - batch_a)) * (batch - batch_b)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory is missing, on a GPU or on the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY)
+
+
+def _try_batch(
+    run: Callable[[int], object], batch: int, meter: MemoryMeter, settings: MediaSettings, clock: Callable[[], float]
+) -> BatchTry:
+    meter.begin()
+    times_s: list[float] = []
+    try:
+        for _ in range(settings.warmup):
+            run(batch)
+            meter.settle()
+        while len(times_s) < settings.repeats or (sum(times_s) < settings.min_seconds and len(times_s) < MOST_RUNS):
+            begin_s = clock()
+            run(batch)
+            meter.settle()
+            times_s.append(clock() - begin_s)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return BatchTry(batch, OUT_OF_MEMORY)
+        raise UserError(f"a batch of {batch} fails: {reason_of(error)} ({_place(error)})") from error
+    peak_bytes = meter.peak_bytes()
+    if peak_bytes > meter.total_bytes:
+        return BatchTry(batch, OUT_OF_MEMORY)
+    middle_s = max(median(times_s), 1e-9)
+    return BatchTry(
+        batch, FITS, batch / middle_s, _spread(times_s), peak_bytes, meter.total_bytes - peak_bytes, len(times_s)
+    )
+
+
+def _spread(times_s: list[float]) -> float | None:
+    if len(times_s) < 2:
+        return None
+    low_s, middle_s, high_s = quantiles(times_s, n=4, method="inclusive")
+    return (high_s - low_s) / max(middle_s, 1e-9)
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised: the file and the line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+
+
+def _warn(findings: MediaFindings, settings: KneeSettings) -> None:
+    """Say what makes the knee doubtful."""
+    spread = findings.at_knee.spread
+    if spread is not None and spread > settings.tolerance:
+        logger.warning(
+            "runs of a batch of %d spread by %.0f %%, more than the tolerance of %.0f %%: raise --repeats",
+            findings.knee.batch, 100 * spread, 100 * settings.tolerance,
+        )  # fmt: skip
+    if not findings.knee.is_saturated:
+        logger.warning("throughput was still growing at the largest batch that fits or is allowed")
+
+
+def _log(each: BatchTry) -> None:
+    if each.verdict != FITS:
+        logger.info("a batch of %d: %s", each.batch, each.verdict)
+        return
+    assert each.peak_bytes is not None and each.free_bytes is not None
+    logger.info(
+        "a batch of %d: %.4g items/s, peak %.3g GB, free %.3g GB",
+        each.batch, each.throughput, each.peak_bytes / 1e9, each.free_bytes / 1e9,
+    )  # fmt: skip

@@ -1,0 +1,145 @@
+"""What ``profile media`` measures: a function of the batch, a torch module, or a pipeline of diffusers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from floodplain.core.errors import UserError
+from floodplain.files.parsing import parsing
+
+BatchRun = Callable[[int], object]
+"""Computes a batch of the size that it is given."""
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
+
+
+def load_object(spec: str, flag: str) -> Any:
+    """The object that ``MODULE:NAME`` names; modules of the current folder are found, too.
+
+    Args:
+        spec: What the user wrote.
+        flag: Where.
+
+    Raises:
+        UserError: There is no such module or name, or the import fails.
+    """
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise UserError(f"{flag} {spec} must be MODULE:NAME, such as my_model:generate")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    with parsing(f"{flag} {spec}", "cannot be imported"):
+        found: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            found = getattr(found, part)
+    return found
+
+
+def open_callable(spec: str) -> BatchRun:
+    """A callable of the user's.
+
+    Raises:
+        UserError: It is none, or cannot be imported.
+    """
+    run = load_object(spec, "--target")
+    if not callable(run):
+        raise UserError(f"--target {spec} is no function: it must compute a batch of the size that it is given")
+    return run  # type: ignore[no-any-return]
+
+
+def open_module(spec: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype | None) -> BatchRun:
+    """A torch module, or a function without arguments that makes one, with random inputs.
+
+    Args:
+        spec: Its name.
+        shape: Of one input, without the batch.
+        device: Where it computes.
+        dtype: Of its parameters and inputs; None leaves the parameters as they are.
+
+    Raises:
+        UserError: It is none, or cannot be imported.
+    """
+    module = load_object(spec, "--module")
+    if not isinstance(module, nn.Module) and callable(module):
+        with parsing(f"--module {spec}", "fails"):
+            module = module()
+    if not isinstance(module, nn.Module):
+        raise UserError(f"--module {spec} is neither a torch module nor a function that makes one")
+    module = module.eval().to(device=device, dtype=dtype)
+    first = next(module.parameters(), None)
+    inputs = dtype or (torch.float32 if first is None else first.dtype)
+
+    def run(batch: int) -> object:
+        with torch.inference_mode():
+            return module(torch.randn(batch, *shape, device=device).to(inputs))
+
+    return run
+
+
+def open_pipeline(
+    folder: Path, device: torch.device, dtype: torch.dtype, prompt: str, num_steps: int | None, seed: int
+) -> BatchRun:
+    """A pipeline of diffusers: images, audio or video, with or without a prompt.
+
+    Args:
+        folder: As ``save_pretrained`` writes it. Nothing is downloaded.
+        device: Where it computes.
+        dtype: Of its weights.
+        prompt: For those that take one.
+        num_steps: Of denoising; None leaves it to the pipeline.
+        seed: Of the noise.
+
+    Raises:
+        UserError: diffusers is not installed, or the folder holds no pipeline that can be given a batch.
+    """
+    if not folder.is_dir():
+        raise UserError(f"--pipeline {folder}: no such folder: write one with the pipeline's save_pretrained")
+    pipeline = _load_pipeline(folder, dtype).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    known = inspect.signature(pipeline.__call__).parameters
+    batched = _batch_arguments(known, prompt)
+    if batched is None:
+        raise UserError(
+            f"--pipeline {folder}: {type(pipeline).__name__} takes neither prompt, class_labels nor batch_size: write "
+            "a function of the batch, and name it by --target"
+        )
+    fixed = {} if num_steps is None or "num_inference_steps" not in known else {"num_inference_steps": num_steps}
+
+    def run(batch: int) -> object:
+        noise = {"generator": torch.Generator(device).manual_seed(seed)} if "generator" in known else {}
+        return pipeline(**batched(batch), **fixed, **noise)
+
+    return run
+
+
+def _load_pipeline(folder: Path, dtype: torch.dtype) -> Any:
+    try:
+        from diffusers import DiffusionPipeline
+        from diffusers.utils.logging import disable_progress_bar
+    except ImportError:
+        raise UserError("--pipeline needs diffusers: pip install floodplain[media]") from None
+    disable_progress_bar()
+    with parsing(f"--pipeline {folder}"):
+        load: Any = DiffusionPipeline.from_pretrained
+        return load(folder, dtype=dtype, local_files_only=True)
+
+
+def _batch_arguments(known: Mapping[str, object], prompt: str) -> Callable[[int], dict[str, Any]] | None:
+    """How the pipeline is told the batch: by its length of prompts, of class labels, or by name."""
+    if "prompt" in known:
+        return lambda batch: {"prompt": [prompt] * batch}
+    if "class_labels" in known:
+        return lambda batch: {"class_labels": [0] * batch}
+    if "batch_size" in known:
+        return lambda batch: {"batch_size": batch}
+    return None

@@ -1,0 +1,191 @@
+"""How much memory of a device a callable took at most: the resident set of this process, or what a GPU has in use."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from floodplain.core.errors import UserError
+from floodplain.memory.host.backend import HostBackend
+from floodplain.memory.host_memory import available_bytes
+
+_STATUS, _CLEAR_REFS, _STATM = (Path("/proc/self") / name for name in ("status", "clear_refs", "statm"))
+_RESET_PEAK = "5"
+"""https://man7.org/linux/man-pages/man5/proc_pid_clear_refs.5.html"""
+_SAMPLE_S = 0.002
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryMeter(Protocol):
+    """Of one device.
+
+    Attributes:
+        machine: The device's name.
+        total_bytes: What it has.
+        usual_dtype: What pipelines compute in there, unless they are told otherwise.
+        is_fatal: Running out of memory may end the process, so that a batch that will hardly fit is not tried.
+    """
+
+    machine: str
+    total_bytes: int
+    usual_dtype: torch.dtype
+    is_fatal: bool
+
+    def begin(self) -> None:
+        """Give back what is only kept for reuse, and forget the peak."""
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was told."""
+
+    def peak_bytes(self) -> int:
+        """The most that was in use since ``begin``."""
+
+
+class HostMeter:
+    """The resident set of this process, everything that it has loaded included.
+
+    Args:
+        total_bytes: Memory of the device; None takes what the process has and what it could still get.
+    """
+
+    usual_dtype = torch.float32
+    is_fatal = True
+
+    def __init__(self, total_bytes: int | None = None) -> None:
+        self.machine = HostBackend().describe()
+        self.total_bytes = total_bytes or _resident_bytes() + available_bytes()
+        self._sampler: _Sampler | None = None
+
+    def begin(self) -> None:
+        """See ``MemoryMeter``."""
+        gc.collect()
+        with suppress(OSError, AttributeError):  # only glibc has it
+            ctypes.CDLL(None).malloc_trim(0)
+        self._stop_sampling()
+        try:
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+            _kernel_peak_bytes()
+        except (OSError, StopIteration):  # some containers have no such file
+            self._sampler = _Sampler()
+
+    def settle(self) -> None:
+        """See ``MemoryMeter``: nothing is outstanding."""
+
+    def peak_bytes(self) -> int:
+        """See ``MemoryMeter``: as the kernel counts it, or from samples where it does not."""
+        return _kernel_peak_bytes() if self._sampler is None else self._stop_sampling()
+
+    def _stop_sampling(self) -> int:
+        sampler, self._sampler = self._sampler, None
+        return 0 if sampler is None else sampler.stop()
+
+
+class CudaMeter:
+    """What is in use of a GPU: torch's peak, and what the driver says that everything else has.
+
+    Args:
+        index: Of the GPU.
+        total_bytes: Memory of the device, for a smaller one; None takes what the GPU has.
+        cuda: ``torch.cuda``.
+    """
+
+    usual_dtype = torch.bfloat16
+    is_fatal = False
+
+    def __init__(self, index: int, total_bytes: int | None = None, cuda: Any = torch.cuda) -> None:
+        self._cuda, self._index = cuda, index
+        self._management = _open_management(cuda, index)
+        self.machine = str(cuda.get_device_name(index))
+        self.total_bytes = total_bytes or self._driver_bytes()[1]
+
+    def begin(self) -> None:
+        """See ``MemoryMeter``."""
+        gc.collect()
+        self.settle()
+        self._cuda.empty_cache()
+        self._cuda.reset_peak_memory_stats(self._index)
+
+    def settle(self) -> None:
+        """See ``MemoryMeter``."""
+        self._cuda.synchronize(self._index)
+
+    def peak_bytes(self) -> int:
+        """See ``MemoryMeter``. What torch keeps for reuse counts: no other process can have it."""
+        beside = self._driver_bytes()[0] - self._cuda.memory_reserved(self._index)
+        return int(max(0, beside) + self._cuda.max_memory_reserved(self._index))
+
+    def _driver_bytes(self) -> tuple[int, int]:
+        """(used, total)."""
+        if self._management is not None:
+            module, handle = self._management
+            memory = module.nvmlDeviceGetMemoryInfo(handle)
+            return int(memory.used), int(memory.total)
+        free, total = self._cuda.mem_get_info(self._index)
+        return int(total - free), int(total)
+
+
+def open_meter(device: torch.device, total_bytes: int | None = None) -> MemoryMeter:
+    """The meter of a device.
+
+    Args:
+        device: A CPU or a GPU.
+        total_bytes: What it has; None finds out.
+
+    Raises:
+        UserError: There is no such device.
+    """
+    if device.type == "cpu":
+        return HostMeter(total_bytes)
+    index = device.index or 0
+    if device.type != "cuda" or index >= torch.cuda.device_count():
+        raise UserError(f"--device {device}: there is no such device")
+    return CudaMeter(index, total_bytes)
+
+
+class _Sampler:
+    """Looks at the resident set on a thread, from now until it is stopped."""
+
+    def __init__(self) -> None:
+        self._peak_bytes = _resident_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        self._ended.set()
+        self._thread.join()
+        return max(self._peak_bytes, _resident_bytes())
+
+    def _run(self) -> None:
+        while not self._ended.wait(_SAMPLE_S):
+            self._peak_bytes = max(self._peak_bytes, _resident_bytes())
+
+
+def _open_management(cuda: Any, index: int) -> tuple[Any, Any] | None:
+    """(pynvml, handle of the GPU); None if it is not installed, or does not know the GPU."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one of the two packages of this name says that the other one is better
+            import pynvml
+        pynvml.nvmlInit()
+        uuid = str(cuda.get_device_properties(index).uuid)
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+    except Exception:  # whatever is missing there, the driver's own count serves
+        return None
+
+
+def _resident_bytes() -> int:
+    return int(_STATM.read_text().split()[1]) * _PAGE_BYTES
+
+
+def _kernel_peak_bytes() -> int:
+    """Raises StopIteration where the kernel does not count it."""
+    return next(int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")) * 1024
