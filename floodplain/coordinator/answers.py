@@ -24,6 +24,7 @@ class MemberRow(_Answer):
     last_request: int
     is_gone: bool
     is_lender: bool
+    hidden_bytes: int
 
 
 class LeaseRow(_Answer):

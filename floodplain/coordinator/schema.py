@@ -17,7 +17,7 @@ from floodplain.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-FIRST, NEWEST = "v1", "v1"
+FIRST, NEWEST = "v1", "v2"
 UNVERSIONED_SCHEMA = 3
 """``schema`` of a store from before versions were kept; its tables are those of ``FIRST``."""
 

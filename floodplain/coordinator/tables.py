@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, MetaData, String, Table
 
-SCHEMA = 3
+SCHEMA = 4
 """Read by coordinators from before versions were kept, which refuse a store of another schema."""
 
 METADATA = MetaData()
@@ -34,6 +34,7 @@ MEMBERS = Table(
     Column("last_request", BigInteger, nullable=False),
     Column("is_gone", Boolean, nullable=False),
     Column("is_lender", Boolean, nullable=False),
+    Column("hidden_bytes", BigInteger, nullable=False),
 )
 
 LEASES = Table(

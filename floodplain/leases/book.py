@@ -1,10 +1,12 @@
 """Who lends what to whom: the rules of one coordinator over its members and leases. Sans-IO.
 
-Time is an argument, in seconds of a monotonic clock. It serves for silence and deadlines only: no rule about bytes
-depends on it. A new book takes everybody for alive, so after a restart there is one whole TTL before anything expires.
+Time is an argument, in seconds of a monotonic clock. It serves for silence and deadlines, and for how long a driver may
+take to take freed memory back: no other rule about bytes depends on it. A new book takes everybody for alive, so after
+a restart there is one whole TTL before anything expires.
 
 What holds after every call: what is leased on a device, owed bytes included, is at most what its owner has put up; and
-a byte that was recalled or is owed is not leased again before its owner has seen it free and has put it up again.
+a byte that was recalled or is owed is not leased again before its owner has seen it free, or has ended and its consumer
+has freed it, and it is put up again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from floodplain.leases import borrowing, lending
+from floodplain.leases.ended_lenders import EndedLenders
 from floodplain.leases.limits import DEFAULT_LIMITS, LeaseLimits
 from floodplain.leases.messages import Heartbeat, Join, Leave, Message, Observe, Offer, Recall, Report, Request
 from floodplain.leases.pairs import AllowedPairs, choose_disallowed
@@ -74,6 +77,7 @@ class LeaseBook:
         self.rows = LeaseTable(floor)
         self.rows.load(members, leases)
         self.roster = Roster(self.rows, ttl_s, now, limits)
+        self._ended_lenders = EndedLenders(self.rows, ttl_s)
         self._due_s: dict[LeaseId, float] = {}
         self._time_recalls(self.rows.leases, now)
 
@@ -116,8 +120,12 @@ class LeaseBook:
         )
 
     def tick(self, now: float) -> list[str]:
-        """Take for dead who was silent for a TTL, and return their names; forget who ended long ago."""
+        """Take for dead who was silent for a TTL, and return their names; forget who ended long ago.
+
+        What consumers have freed of devices whose lenders have ended is settled, a TTL after both.
+        """
         dead = self.roster.end_silent(now)
+        self._ended_lenders.settle(now)
         self.roster.forget_ended(now)
         self._due_s = {lease_id: due_s for lease_id, due_s in self._due_s.items() if self._is_recalled(lease_id)}
         return dead
@@ -125,8 +133,7 @@ class LeaseBook:
     def forget(self, name: str) -> Reply:
         """An operator says that a device will not come back: what was on it is lost, its member is no more.
 
-        What nobody has allocated yet is recalled, and owed once its consumer has heard of that. If no other device of
-        that name comes and sees it free, saying so again loses it, too.
+        What nobody has allocated yet is recalled, and owed once its consumer has heard of that.
         """
         if name not in self.rows.members:
             return Reply(Outcome.CONFLICT, detail=f"{name} is no member")

@@ -54,6 +54,16 @@ def choose_recalls(leases: Iterable[Lease], num_bytes: int) -> list[Lease]:
     return chosen
 
 
+def choose_settled(owed: Iterable[Lease], num_bytes: int) -> list[Lease]:
+    """Leases that so many free bytes pay off: in their order each one that what is left is enough for."""
+    chosen: list[Lease] = []
+    for lease in owed:
+        if lease.num_bytes <= num_bytes:
+            num_bytes -= lease.num_bytes
+            chosen.append(lease)
+    return chosen
+
+
 def _cost(lease: Lease, missing: int) -> tuple[bool, bool, int, str]:
     is_enough = lease.num_bytes >= missing
     return lease.held_bytes > 0, not is_enough, lease.num_bytes if is_enough else -lease.num_bytes, lease.lease_id

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from floodplain.leases.choice import choose_recalls
+from floodplain.leases.choice import choose_recalls, choose_settled
 from floodplain.leases.messages import Observe, Offer, Recall
-from floodplain.leases.rows import Reply
+from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import Lease, LeaseEvent, LeaseState, Outcome
 from floodplain.leases.table import LeaseTable
 
@@ -41,21 +42,38 @@ def observe(table: LeaseTable, message: Observe) -> Reply:
     Let A be allocated leases that consumers still count on. Others hold at least A, so of what is owed at most
     ``foreign_bytes - A`` is still there. Whatever shows that a lease was allocated, or may have been, raises the
     member's revision, so that a look from before is stale.
+
+    A consumer that counts on a lease may hold nothing of it: it has died, or has freed it and said so too late for this
+    look. Then an expired lease is settled whose bytes are still held. See ``Member.hidden_bytes``.
     """
     known, leases = table.members[message.name], table.on_device(message.name)
     allocated = sum(lease.held_bytes for lease in leases if not lease.is_owed)
     owed = sorted((lease for lease in leases if lease.is_owed), key=_trust)
     proven = sum(lease.num_bytes for lease in owed) - max(0, message.foreign_bytes - allocated)
-    settled: list[Lease] = []
-    for lease in owed:
-        if lease.num_bytes <= proven:
-            proven -= lease.num_bytes
-            settled.append(lease.after(LeaseEvent.SETTLE))
-            table.put_lease(settled[-1])
-    if settled:
-        returned = sum(lease.num_bytes for lease in settled)
-        known = table.revise(replace(known, offered_bytes=known.offered_bytes - returned))
-    return Reply(Outcome.APPLIED, known, tuple(settled))
+    free = choose_settled(owed, proven)
+    unsaid = sum(lease.num_bytes for lease in free if lease.state is LeaseState.EXPIRED)
+    hidden = min(known.hidden_bytes + unsaid, message.foreign_bytes)
+    if not free and hidden == known.hidden_bytes:
+        return Reply(Outcome.APPLIED, known)
+    return Reply(Outcome.APPLIED, *settle(table, replace(known, hidden_bytes=hidden), free))
+
+
+def settle(table: LeaseTable, member: Member, leases: Iterable[Lease]) -> tuple[Member, tuple[Lease, ...]]:
+    """Owed bytes are the producer's again, and put up no longer; its new row, and those of the leases.
+
+    Ended leases hold no more of the device than is leased there (law 2), so the bound on that falls, too.
+
+    Args:
+        table: The rows.
+        member: The producer's row, with what else changes in it.
+        leases: Owed to it.
+    """
+    settled = tuple(lease.after(LeaseEvent.SETTLE) for lease in leases)
+    for lease in settled:
+        table.put_lease(lease)
+    offered = member.offered_bytes - sum(lease.num_bytes for lease in settled)
+    hidden = min(member.hidden_bytes, table.leased_bytes(member.name))
+    return table.revise(replace(member, offered_bytes=offered, hidden_bytes=hidden)), settled
 
 
 def lose(table: LeaseTable, name: str) -> Reply:
@@ -69,7 +87,7 @@ def lose(table: LeaseTable, name: str) -> Reply:
     recalled = [lease.after(LeaseEvent.RECALL, deadline_s=0.0) for lease in leases if lease.state is LeaseState.GRANTED]
     for lease in (*lost, *recalled):
         table.put_lease(lease)
-    row = replace(table.members[name], offered_bytes=table.leased_bytes(name))
+    row = replace(table.members[name], offered_bytes=table.leased_bytes(name), hidden_bytes=0)
     return Reply(Outcome.APPLIED, table.revise(row), (*lost, *recalled))
 
 

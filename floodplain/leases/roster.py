@@ -121,8 +121,9 @@ class Roster:
                 self.table.revise(self.table.members[lease.producer])
         if is_last:
             self._bury(name)
-        member = self.table.members[name]
-        self.table.revise(replace(member, instance="", offered_bytes=self.table.leased_bytes(name)))
+        member, leased = self.table.members[name], self.table.leased_bytes(name)
+        hidden = min(member.hidden_bytes, leased)
+        self.table.revise(replace(member, instance="", offered_bytes=leased, hidden_bytes=hidden))
 
     def is_life(self, member: Member, generation: int) -> bool:
         """Whether that incarnation of a member is the last one, and lives."""

@@ -23,6 +23,9 @@ class Member:
             pool needs what is owed there: it is settled at once.
         is_lender: A producer's token has begun this life, or it has put bytes up: who may only borrow may not speak for
             it.
+        hidden_bytes: Consumers may still hold so many bytes of the device, at most, under leases that have ended: under
+            expired ones that a look settled while a consumer that had died, or had not reported yet, was taken to hold
+            what they held.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Member:
     last_request: int = 0
     is_gone: bool = False
     is_lender: bool = False
+    hidden_bytes: int = 0
 
     @property
     def stamp(self) -> Stamp:

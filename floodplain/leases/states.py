@@ -56,7 +56,8 @@ class LeaseEvent(Enum):
     EXPIRE = "expire"
     """The clock: its consumer has been silent for a TTL; or a new incarnation of the consumer has joined."""
     SETTLE = "settle"
-    """The producer: the bytes are free, I have looked. Or nobody: its device is gone, and no pool will need them."""
+    """The producer: the bytes are free, I have looked. Or the coordinator: the producer has ended, and the consumer has
+    freed them; or its device is gone, and no pool will need them."""
     LOSE = "lose"
     """An operator: the device will not come back, and what was on it is gone."""
 
@@ -80,6 +81,9 @@ TRANSITIONS: Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]] = {
 
 OWED = frozenset({LeaseState.REFUSED, LeaseState.RELEASED, LeaseState.EXPIRED})
 """The consumer no longer counts on the bytes, and the producer has not seen them free yet."""
+
+FREED = frozenset({LeaseState.REFUSED, LeaseState.RELEASED})
+"""Owed, and the consumer has said that it has nothing of the bytes, and will not."""
 
 ENDED = frozenset(state for state, row in TRANSITIONS.items() if not row)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from floodplain.core.errors import InvariantError
 from floodplain.leases.rows import Member
-from floodplain.leases.states import Lease, LeaseEvent, LeaseId
+from floodplain.leases.states import FREED, Lease, LeaseEvent, LeaseId
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class LeaseTable:
     Attributes:
         members: By name.
         leases: By name.
+        freed: Those of them that are owed and that their consumers say to have freed, or never had.
         lenders: Names of members that have put something up.
         floor: As given, and as members were forgotten since.
     """
@@ -52,6 +53,7 @@ class LeaseTable:
         self.members: dict[str, Member] = {}
         self.lenders: dict[str, None] = {}
         self.leases: dict[LeaseId, Lease] = {}
+        self.freed: dict[LeaseId, Lease] = {}
         self._on_device: defaultdict[str, dict[LeaseId, Lease]] = defaultdict(dict)
         self._of_consumer: defaultdict[str, dict[LeaseId, Lease]] = defaultdict(dict)
         self._of_request: defaultdict[tuple[str, int], list[LeaseId]] = defaultdict(list)
@@ -126,6 +128,8 @@ class LeaseTable:
             self._of_request[lease.consumer, lease.request].append(lease.lease_id)
             self._leased_bytes[lease.producer] += lease.num_bytes
         self.leases[lease.lease_id] = lease
+        if lease.state in FREED:
+            self.freed[lease.lease_id] = lease
         self._on_device[lease.producer][lease.lease_id] = lease
         self._of_consumer[lease.consumer][lease.lease_id] = lease
 
@@ -174,6 +178,8 @@ class LeaseTable:
                 raise InvariantError(f"{name}: {leased} bytes are leased of {member.offered_bytes} offered")
         if list(self.lenders) != [name for name in self.lenders if self.members[name].offered_bytes]:
             raise InvariantError("a member that puts nothing up counts as a lender")
+        if self.freed != {i: lease for i, lease in self.leases.items() if lease.state in FREED}:
+            raise InvariantError("the index of freed leases differs from the leases")
         for index in (self._on_device, self._of_consumer):
             indexed = {lease.lease_id: lease for rows in index.values() for lease in rows.values()}
             if indexed != self.leases:
@@ -182,6 +188,7 @@ class LeaseTable:
     def _remove(self, lease: Lease) -> None:
         if self.leases.pop(lease.lease_id, None) is None:
             return
+        self.freed.pop(lease.lease_id, None)
         del self._on_device[lease.producer][lease.lease_id]
         del self._of_consumer[lease.consumer][lease.lease_id]
         request = lease.consumer, lease.request

@@ -45,9 +45,9 @@ class WireFields:
         self._values: Mapping[str, Any] = value
         self._where = where
 
-    def count(self, name: str, least: int = 0) -> int:
-        """A whole number from ``least`` to ``MAX_COUNT``."""
-        value = self.get(name)
+    def count(self, name: str, least: int = 0, default: int | None = None) -> int:
+        """A whole number from ``least`` to ``MAX_COUNT``; the default, if there is one, where the field is missing."""
+        value = self._values.get(name, default) if default is not None else self.get(name)
         if type(value) is not int or not least <= value <= MAX_COUNT:
             raise self._wrong(name, f"a whole number from {least} to {MAX_COUNT}")
         return value

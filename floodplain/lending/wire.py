@@ -171,7 +171,8 @@ def decode_member(value: object) -> Member:
         offered_bytes=row.count("offered_bytes"),
         last_request=row.count("last_request"),
         is_gone=row.flag("is_gone"),
-        is_lender=row.flag("is_lender", default=False),  # which an older coordinator does not know, nor a member need
+        is_lender=row.flag("is_lender", default=False),  # older coordinators lack these, and members need neither
+        hidden_bytes=row.count("hidden_bytes", default=0),
     )
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from floodplain.core.errors import InvariantError
 from floodplain.leases import borrowing, lending, roster, states
 from floodplain.leases.borrower import Borrower
+from floodplain.leases.ended_lenders import EndedLenders
 from floodplain.leases.lender import Lender
 from floodplain.leases.limits import LeaseLimits
 from floodplain.leases.member import MemberSide
@@ -25,6 +26,7 @@ from floodplain.leases.rows import Member, Reply
 from floodplain.leases.states import TRANSITIONS, Lease, LeaseEvent, LeaseId, LeaseState, Outcome
 from floodplain.leases.table import LeaseTable
 from tests.support import lease_world
+from tests.support.lease_engines import TTL_S
 from tests.support.lease_world import Faults, LeaseWorld
 
 PARTS = st.sampled_from([0.0, 0.05, 0.3])
@@ -37,6 +39,7 @@ FAULTS = st.builds(
     stops_per_s=RATES,
     cuts_per_s=RATES,
     kills_per_s=RATES,
+    max_absence_s=st.sampled_from([2 * TTL_S, 8 * TTL_S]),
     losses_per_s=RATES,
     crashes_per_s=RATES,
 )
@@ -55,6 +58,7 @@ LATE_KILLS = Faults(lost=0.1, doubled=0.3, max_delay_s=40.0, kills_per_s=0.05)
 STOPS = Faults(doubled=0.3, max_delay_s=7.0, stops_per_s=0.08)
 CUTS = Faults(doubled=0.5, max_delay_s=15.0, cuts_per_s=0.05)
 LOSSES = Faults(lost=0.1, max_delay_s=10.0, cuts_per_s=0.02, losses_per_s=0.05)
+ABSENCES = Faults(lost=0.1, doubled=0.1, max_delay_s=15.0, stops_per_s=0.03, kills_per_s=0.03, max_absence_s=8 * TTL_S)
 CRASHES = Faults(lost=0.1, max_delay_s=5.0, cuts_per_s=0.03, crashes_per_s=0.1)
 
 
@@ -228,6 +232,14 @@ def _who_has_leases_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseTable, "owes_nothing", lambda table, name: True)
 
 
+def _words_of_consumers_settle_at_once(patch: pytest.MonkeyPatch) -> None:
+    def begin(ended: EndedLenders, table: LeaseTable, wait_s: float) -> None:
+        original(ended, table, -1.0)
+
+    original = EndedLenders.__init__
+    patch.setattr(EndedLenders, "__init__", begin)
+
+
 def _consumers_get_whatever_there_is(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(borrowing, "_refuse_by_limits", lambda table, message, limits: None)
 
@@ -250,6 +262,7 @@ BROKEN_RULES = [
     (_consumers_keep_what_they_no_longer_hear_of, LOSSES),
     (_forgotten_names_begin_anew, LATE_KILLS),
     (_who_has_leases_is_forgotten, ALL),
+    (_words_of_consumers_settle_at_once, ABSENCES),
     (_consumers_get_whatever_there_is, ALL),
 ]
 
@@ -261,7 +274,8 @@ BROKEN_RULES = [
 def test_a_broken_rule_is_seen(
     breaking: Callable[[pytest.MonkeyPatch], None], faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That an expiry raises the revision of the producer's row takes too rare an accident: see the book's own tests."""
+    """Two take too rare accidents: that an expiry raises the revision of the producer's row (the book's own tests), and
+    that the word of an ended lender's consumer may stand for other bytes (``test_core_lease_word_laws``)."""
     breaking(monkeypatch)
     with pytest.raises((AssertionError, InvariantError)):
         for seed in range(60):

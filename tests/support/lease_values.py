@@ -25,7 +25,14 @@ DEADLINES_S = st.one_of(st.sampled_from([0.0, 5e-324, 86400.0]), st.floats(0, 86
 STAMPS = st.builds(Stamp, COUNTS, COUNTS)
 
 MEMBERS = st.builds(
-    Member, NAMES, st.one_of(st.just(""), IDENTITIES), NUMBERS, st.one_of(NUMBERS, st.just(2**63 - 1)), COUNTS, COUNTS
+    Member,
+    NAMES,
+    st.one_of(st.just(""), IDENTITIES),
+    NUMBERS,
+    st.one_of(NUMBERS, st.just(2**63 - 1)),
+    COUNTS,
+    COUNTS,
+    hidden_bytes=COUNTS,
 )
 LEASES = st.builds(
     Lease,

@@ -33,6 +33,7 @@ class Faults:
         stops_per_s: Of every process, for up to three TTLs; of some consumers another process takes the name meanwhile.
         cuts_per_s: Of every process from the coordinator, likewise; it goes on, and what was under way arrives.
         kills_per_s: Of every process; another of its name is started soon.
+        max_absence_s: Until then.
         losses_per_s: Of every device, with its process; an operator says so, and then there is another of its name.
         crashes_per_s: Of the coordinator.
     """
@@ -43,6 +44,7 @@ class Faults:
     stops_per_s: float = 0.0
     cuts_per_s: float = 0.0
     kills_per_s: float = 0.0
+    max_absence_s: float = 2 * TTL_S
     losses_per_s: float = 0.0
     crashes_per_s: float = 0.0
 
@@ -155,7 +157,8 @@ class LeaseWorld:
                 self._send(process, message)
         process.die()
         if self.engines.processes[name] is process:
-            self.time.after(self.random.random() * 2 * TTL_S, lambda: self._start(name, process.is_producer))
+            absence_s = self.random.random() * self.faults.max_absence_s
+            self.time.after(absence_s, lambda: self._start(name, process.is_producer))
 
     def _lose(self, process: Process) -> None:
         self.seen["lost"] += 1

@@ -15,7 +15,7 @@ from alembic.migration import MigrationContext
 from floodplain.coordinator import schema, upgrades
 from floodplain.coordinator.database import open_database
 from floodplain.coordinator.service import LeaseService, Unavailable
-from floodplain.coordinator.store import Leadership, Store, StoredRows
+from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
 from floodplain.coordinator.tables import METADATA, VERSION
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Member
@@ -46,7 +46,7 @@ INSERT INTO floodplain_leases VALUES ('bob.1.1.0', 1, 'ann', 'bob', 5, 1, 'held'
 INSERT INTO floodplain_leases VALUES ('bob.1.2.0', 2, 'ann', 'bob', 3, 1, 'recalled', 2, 0, 1.5, '', 13.5);
 """
 """What a coordinator left that kept no version, its tables as it made them."""
-ANN = Member("ann", "i1", 2, 9, 20, 0, is_gone=False, is_lender=True)
+ANN = Member("ann", "i1", 2, 9, 20, 0, is_lender=True, hidden_bytes=8)
 BOB = Member("bob", "i2", 1, 1, 0, 2)
 LEASES = [
     Lease(LeaseId("bob.1.1.0"), 1, "ann", "bob", 5, 1, LeaseState.HELD, 2, 5),
@@ -123,6 +123,25 @@ def test_coordinator_that_stands_by_changes_no_table(store_url: str) -> None:
         late = Leadership(7, 39, "old", "http://old", 10.0)
         assert store.take_over(late, "me", "http://me", 10.0) is None
     assert tables(store_url) == before
+
+
+def test_upgrade_that_fails_leaves_the_tables_to_the_old_leader(
+    store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(connection: sql.Connection, version: str) -> None:
+        migrate(connection, version)
+        raise StoreError("upgrade", None, ConnectionError("down"))
+
+    migrate = upgrades.migrate
+    monkeypatch.setattr(upgrades, "migrate", fail)
+    execute(store_url, FIRST_TABLES)
+    before = tables(store_url)
+    with closing(Store.open(store_url)) as store:
+        with pytest.raises(StoreError):
+            lead(store)
+        assert tables(store_url) == before
+        monkeypatch.setattr(upgrades, "migrate", migrate)
+        assert len(lead(store).leases) == 2
 
 
 # -- newer stores ------------------------------------------------------------------------------------------------------
