@@ -19,6 +19,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.core.sizes import parse_size
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.idle_steps import IdleSteps
 from floodplain.engine.outputs import CompletionOutput, EngineStats, OutputDelta, RequestOutput
 from floodplain.engine.shell import Engine
 
@@ -28,6 +29,8 @@ Prompt = str | Mapping[str, Sequence[int]]
 
 class LLM:
     """A loaded model. A context manager: leaving it gives the memory back.
+
+    Between two calls a thread looks after leases, where there is a coordinator.
 
     Args:
         model: HF folder, ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
@@ -50,6 +53,8 @@ class LLM:
         self._engine = build_engine(EngineConfig(model=model, **flags))
         self._num_requests = 0
         self._is_broken = self._is_closed = False
+        self._idle = IdleSteps(self._engine)
+        self._idle.start()
 
     def __enter__(self) -> LLM:
         return self
@@ -62,6 +67,7 @@ class LLM:
     def close(self) -> None:
         """Give back all memory; the object is of no use afterwards."""
         self._is_closed = True
+        self._idle.close()
         self._engine.close()
 
     @property
@@ -142,6 +148,14 @@ class LLM:
             self._engine.check(request)
         if self._is_broken:
             raise RuntimeError("this LLM was interrupted in the middle of a step: make a new one")
+        with self._idle.driven():
+            collectors = self._collect(requests, use_tqdm)
+        return [
+            collector.output(request, prompt)
+            for collector, request, (prompt, _) in zip(collectors.values(), requests, prompts, strict=True)
+        ]
+
+    def _collect(self, requests: list[Request], use_tqdm: bool) -> dict[SeqId, _Collector]:
         collectors: dict[SeqId, _Collector] = {}
         try:
             for request in requests:
@@ -150,10 +164,7 @@ class LLM:
         except BaseException:
             self._abandon(collectors)
             raise
-        return [
-            collector.output(request, prompt)
-            for collector, request, (prompt, _) in zip(collectors.values(), requests, prompts, strict=True)
-        ]
+        return collectors
 
     def _abandon(self, collectors: Iterable[SeqId]) -> None:
         """Leave nothing of an interrupted call behind: the next one must find an empty engine."""
@@ -162,6 +173,7 @@ class LLM:
         self._engine.take_finished()
         if self._engine.is_stepping:  # it will never end
             self._is_broken = True
+            self._idle.end()
             self._engine.close()
 
     def _make_request(self, tokens: list[int], params: SamplingParams) -> Request:

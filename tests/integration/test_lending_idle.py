@@ -7,22 +7,31 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import asdict
+from random import Random
+from threading import Lock
+from typing import Any
 
 import pytest
 
+from floodplain import LLM, SamplingParams
+from floodplain.core.errors import InvariantError
 from floodplain.engine import shell
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.shell import Engine
 from floodplain.lending import peer_parts
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.lending import Neighbour, coordinating
 from tests.support.swapping import BLOCK_BYTES
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 NUM_PAGES = 4
 NEVER_S = 3600.0
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 FLAGS = {
     "dtype": "float32", "max_model_len": 128, "kv_memory": 24 * BLOCK_BYTES, "swap": "peer",
     "swap_memory": 48 * BLOCK_BYTES, "peer_memory": NUM_PAGES * PAGE_BYTES,
@@ -55,7 +64,7 @@ def test_an_idle_server_needs_no_step_of_its_own_to_hear_of_leases(monkeypatch: 
             await until(lambda: neighbour.taken_pages == NUM_PAGES)
             neighbour.lend(0)
             await until(lambda: not neighbour.taken_pages)
-            assert tier_of(engine).totals.num_returned == NUM_PAGES
+            assert tier_of(engine.engine).totals.num_returned == NUM_PAGES
         finally:
             await engine.close()
 
@@ -63,7 +72,76 @@ def test_an_idle_server_needs_no_step_of_its_own_to_hear_of_leases(monkeypatch: 
         asyncio.run(story(neighbour, AsyncEngine.from_config(config)))
 
 
-def tier_of(engine: AsyncEngine) -> PeerTier:
-    neighbours = engine.engine.neighbours
+def make_llm(config: EngineConfig) -> LLM:
+    return LLM(**asdict(config))
+
+
+def prompts_of(seed: int) -> list[dict[str, list[int]]]:
+    random = Random(seed)
+    return [{"prompt_token_ids": [random.randrange(256) for _ in range(60)]} for _ in range(8)]
+
+
+def test_an_llm_between_two_calls_gives_back_what_it_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a call after it says the same as before: what was kept there is computed again, or is in host memory."""
+    with neighbourhood(monkeypatch) as (neighbour, config), make_llm(config) as llm:
+        wait_until(lambda: neighbour.taken_pages == NUM_PAGES)
+        expected = tokens_of(llm)
+        assert llm.stats().swap_bytes["out", "peer"], "something lies there"
+        neighbour.lend(0)
+        wait_until(lambda: not neighbour.taken_pages)
+        assert tier_of(llm.engine).totals.num_returned == NUM_PAGES
+        neighbour.lend(NUM_PAGES)
+        wait_until(lambda: neighbour.taken_pages == NUM_PAGES)
+        assert tokens_of(llm) == expected
+        assert tier_of(llm.engine).totals.num_forced == 0
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(prompts_of(3), GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_while_somebody_drives_an_llm_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and recalls by turns, as quick as they go: all steps are one after the other, and nothing is forced."""
+    with neighbourhood(monkeypatch) as (neighbour, config), make_llm(config) as llm:
+        step, inside = llm.engine.step, Lock()
+
+        def step_alone() -> Any:
+            assert inside.acquire(blocking=False), "two threads step at once"
+            try:
+                return step()
+            finally:
+                inside.release()
+
+        monkeypatch.setattr(llm.engine, "step", step_alone)
+        expected = tokens_of(llm)
+        for num_pages in (0, NUM_PAGES, 1, NUM_PAGES):
+            neighbour.lend(num_pages)
+            assert tokens_of(llm) == expected
+        assert tier_of(llm.engine).totals.num_forced == 0
+        llm.generate(prompts_of(4)[0], GREEDY, use_tqdm=False)
+
+
+def test_a_step_that_fails_between_two_calls_is_told_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(now: float) -> None:
+        raise InvariantError("for the test")
+
+    with neighbourhood(monkeypatch) as (neighbour, config), make_llm(config) as llm:
+        wait_until(lambda: neighbour.taken_pages == NUM_PAGES)
+        assert llm.engine.neighbours is not None
+        monkeypatch.setattr(llm.engine.neighbours, "at_boundary", fail)
+        neighbour.lend(0)
+        wait_until(lambda: not llm._idle._thread.is_alive())
+        with pytest.raises(RuntimeError, match="failed between two calls: make a new one"):
+            llm.generate("x", GREEDY, use_tqdm=False)
+
+
+def test_an_llm_without_a_coordinator_has_no_thread_for_it() -> None:
+    with LLM("dummy:tiny-llama", dtype="float32", kv_memory=2**20, max_model_len=128) as llm:
+        assert llm._idle._thread.ident is None
+
+
+def tier_of(engine: Engine) -> PeerTier:
+    neighbours = engine.neighbours
     assert neighbours is not None and neighbours.peer_tier is not None
     return neighbours.peer_tier

@@ -22,6 +22,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.idle_steps import IdleSteps
 from floodplain.engine.shell import Engine
 from floodplain.memory.host import named_file
 from floodplain.memory.host.device import HostDevice
@@ -89,7 +90,10 @@ def lend_nothing(producer: Producer) -> None:
     producer.engine.neighbours.lender._policy = WildPolicy([0])
 
 
-def test_without_a_coordinator_it_serves_warns_once_and_lends_when_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_coordinator_it_serves_warns_once_and_lends_when_one_comes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(IdleSteps, "start", lambda self: None)  # all steps are this test's, and on its clock
     with closing(bind("127.0.0.1", 0)) as sock:
         url, port = url_of(sock), sock.getsockname()[1]
     with LLM("dummy:tiny-llama", coordinator=url, **FLAGS) as llm:
@@ -167,6 +171,7 @@ import sys
 from pathlib import Path
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.idle_steps import IdleSteps
 from floodplain.memory.host import named_file
 named_file._default_directory = lambda: Path(sys.argv[2])
 engine = build_engine(EngineConfig(model="dummy:tiny-llama", coordinator=sys.argv[1], lend="auto", kv_memory=2**20))
