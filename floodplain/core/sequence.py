@@ -81,8 +81,8 @@ class Sequence:
         self.seq_id = seq_id
         self.request = request
         self.root = root
-        self.tokens = list(request.prompt_token_ids)
-        self.num_prompt = len(self.tokens)
+        self.tokens = [*request.prompt_token_ids, *request.known_token_ids]
+        self.num_prompt = len(request.prompt_token_ids)
         self.max_total = max_total
         self.min_total = self.num_prompt + request.params.min_tokens
         self.stop_ids = stop_ids

@@ -132,7 +132,7 @@ class AsyncEngine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
@@ -143,6 +143,20 @@ class AsyncEngine:
         cache_salt: str = "",
         goals: Goals = NO_GOALS,
     ) -> AsyncGenerator[OutputDelta, None]:
+        """Stream one request that arrives now: see ``stream``."""
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=params,
+            arrival_s=time.monotonic(),
+            priority=priority,
+            client=client,
+            cache_salt=cache_salt,
+            goals=goals,
+        )
+        return self.stream(request)
+
+    async def stream(self, request: Request) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
 
         Raises:
@@ -154,16 +168,6 @@ class AsyncEngine:
             raise RuntimeError("the engine is not running") from self._failure
         if self._is_draining:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=tuple(prompt_token_ids),
-            params=params,
-            arrival_s=time.monotonic(),
-            priority=priority,
-            client=client,
-            cache_salt=cache_salt,
-            goals=goals,
-        )
         caller = _Client(request, self._loop.create_future())
         self._callers.add(caller)
         self._inbox.put(lambda: self._submit(caller))

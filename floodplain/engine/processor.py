@@ -31,10 +31,10 @@ class OutputProcessor:
         params = request.params
         decoder = StreamDecoder(
             self._tokenizer,
-            request.prompt_token_ids,
+            request.prompt_token_ids + request.known_token_ids,
             stop=params.stop,
             skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
+            min_tokens=params.min_tokens - len(request.known_token_ids),
         )
         self._streams[seq_id] = _Stream(decoder, params.logprobs is not None, lifecycle)
 

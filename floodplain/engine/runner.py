@@ -133,6 +133,9 @@ class ModelRunner:
             self._slots.update_table(update)
         for chunk in plan.prefills:
             if chunk.request is not None:
+                if chunk.seq_id not in self._params:  # admitted again after a preemption, it goes on counting
+                    row = self._slots.row(chunk.seq_id)
+                    self._slots.num_generated[row] = len(chunk.request.known_token_ids)
                 self._params[chunk.seq_id] = chunk.request.params
         if plan.decodes is not self._decodes:
             self._decodes = plan.decodes

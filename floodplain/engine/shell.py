@@ -144,7 +144,11 @@ class Engine:
         self.loop.check(request)
 
     def _check_vocabulary(self, request: Request) -> None:
-        fields = {"prompt": request.prompt_token_ids, "stop_token_ids": request.params.stop_token_ids}
+        fields = {
+            "prompt": request.prompt_token_ids,
+            "known_token_ids": request.known_token_ids,
+            "stop_token_ids": request.params.stop_token_ids,
+        }
         for field, token_ids in fields.items():
             lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
             if lowest < 0 or highest >= self._vocab_size:

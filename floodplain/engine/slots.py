@@ -22,7 +22,7 @@ class SequenceSlots:
         tables: [rows, max_blocks] block ids.
         positions: [rows] position of the next token to feed.
         last_tokens: [rows] that token, once the sequence has sampled one.
-        num_generated: [rows] tokens sampled so far.
+        num_generated: [rows] tokens generated so far, elsewhere and here.
     """
 
     def __init__(self, max_blocks: int, num_rows: int = 64) -> None:

@@ -64,8 +64,8 @@ class Loop:
             QueueFull: Too many wait already.
         """
         max_total, config = self.check(request), self.state.config
-        num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))
-        if len(self.state.waiting) >= config.max_waiting + num_free_seqs:  # those that can run next do not wait
+        num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))  # who can run next does not wait
+        if len(self.state.waiting) >= config.max_waiting + num_free_seqs and not request.is_accepted:
             raise QueueFull(f"{config.max_waiting} requests are waiting already; try again later")
         seq_id = SeqId(self.num_submitted)
         self.num_submitted += 1
@@ -110,6 +110,8 @@ class Loop:
         if num_prompt >= max_model_len or total > max_model_len:
             wanted = f"{num_prompt} prompt tokens + max_tokens {max_tokens if max_tokens is not None else 1}"
             raise RequestRefused(f"{wanted} are more than the {max_model_len} tokens of max_model_len")
+        if num_prompt + len(request.known_token_ids) >= total:
+            raise RequestRefused(f"{len(request.known_token_ids)} known tokens leave nothing to generate of {total}")
         num_blocks = -(-total // ledger.block_tokens)
         if num_blocks > ledger.num_blocks:
             raise RequestRefused(

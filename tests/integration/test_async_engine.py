@@ -78,7 +78,90 @@ def test_everything_that_a_caller_says_of_a_request_reaches_the_loop(monkeypatch
     request = asyncio.run(ask())
     assert (request.request_id, request.prompt_token_ids, request.params) == ("r", PROMPT, greedy(2))
     assert {name: getattr(request, name) for name in said} == said
-    assert set(Request.__dataclass_fields__) == {"request_id", "prompt_token_ids", "params", "arrival_s", *said}
+    moved = {"known_token_ids", "is_accepted"}  # of requests that another engine began: see ``stream``
+    assert set(Request.__dataclass_fields__) == {"request_id", "prompt_token_ids", "params", "arrival_s", *said, *moved}
+
+
+def go_on(known: int, **more: object) -> tuple[list[int], list[int]]:
+    """Tokens of one run, and those that it knew with those of another engine's run that goes on from them."""
+
+    async def both() -> tuple[list[int], list[int]]:
+        params = SamplingParams(max_tokens=40, **more)  # type: ignore[arg-type]
+        async with running() as engine:
+            whole = await collect(engine, params)
+            tokens = [token for delta in whole for token in delta.token_ids]
+        async with running(max_batched_tokens=7, max_num_seqs=4) as other:
+            request = Request(
+                request_id="r",
+                prompt_token_ids=PROMPT,
+                params=params,
+                arrival_s=0.0,
+                known_token_ids=tuple(tokens[:known]),
+            )
+            rest = [delta async for delta in other.stream(request)]
+        joined = tokens[:known] + [token for delta in rest for token in delta.token_ids]
+        assert [delta.finish_reason for delta in rest][-1] == whole[-1].finish_reason
+        return tokens, joined
+
+    return asyncio.run(both())
+
+
+@pytest.mark.parametrize("known", [0, 1, 15, 39])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.0, "ignore_eos": True},
+        {"temperature": 1.0, "seed": 11, "top_k": 40, "ignore_eos": True},
+        {"temperature": 1.0, "seed": 3, "min_tokens": 20, "stop_token_ids": tuple(range(0, 288, 3))},
+    ],
+)
+def test_a_request_goes_on_in_another_engine_with_the_tokens_of_one(known: int, how: dict[str, object]) -> None:
+    """Greedy and seeded; ``min_tokens`` counts from the beginning."""
+    tokens, joined = go_on(min(known, how.get("min_tokens", 40) - 1), **how)  # type: ignore[operator, call-overload]
+    assert joined == tokens
+
+
+def test_known_tokens_in_the_prompt_would_not_count_as_output() -> None:
+    """Negative control: sent as a part of the prompt, they do not count towards ``max_tokens``."""
+
+    async def forgotten() -> list[OutputDelta]:
+        async with running() as engine:
+            first = [t for d in await collect(engine, greedy(20)) for t in d.token_ids]
+            return await collect(engine, greedy(20), (*PROMPT, *first[:5]))
+
+    assert len(asyncio.run(forgotten())) == 20
+
+
+def test_known_tokens_that_leave_nothing_or_are_no_tokens_are_refused() -> None:
+    async def refused(known: tuple[int, ...], message: str) -> None:
+        async with running() as engine:
+            request = Request(
+                request_id="r", prompt_token_ids=PROMPT, params=greedy(3), arrival_s=0.0, known_token_ids=known
+            )
+            with pytest.raises(RequestRefused, match=message):
+                await anext(engine.stream(request))
+
+    asyncio.run(refused((1, 2, 3), "3 known tokens leave nothing to generate of 40"))
+    asyncio.run(refused((1, 999), "token id 999 is not in the vocabulary"))
+
+
+def test_what_another_engine_accepted_is_not_refused_because_many_wait() -> None:
+    async def full() -> None:
+        async with running(max_num_seqs=1, max_waiting=1) as engine:
+            async with aclosing(engine.generate(PROMPT, greedy(200), request_id="a")) as first:
+                await anext(first)
+                waiting = [asyncio.create_task(collect(engine, greedy(2))) for _ in range(2)]
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                assert isinstance(done.pop().exception(), QueueFull)
+                moved = Request(
+                    request_id="m", prompt_token_ids=PROMPT, params=greedy(2), arrival_s=0.0, is_accepted=True
+                )
+                more = asyncio.create_task(anext(engine.stream(moved)))
+                await asyncio.sleep(0)
+            assert (await more).token_ids
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(full())
 
 
 def test_closed_stream_frees_its_blocks() -> None:
