@@ -37,8 +37,8 @@ class Request:
         client: Whose request it is (the name of the API key); fairness may be counted by it.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
         goals: Its own, for policies that keep goals.
-        known_token_ids: Output that another engine has generated already. It is computed again like a prompt, and counts
-            as output: towards ``max_tokens``, ``min_tokens``, and the positions of seeded samples.
+        known_token_ids: Output that another engine has generated already. It is computed again like a prompt, and
+            counts as output: towards ``max_tokens``, ``min_tokens``, and the positions of seeded samples.
         is_accepted: Another engine had accepted it: it is not refused because many wait.
     """
 
