@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
@@ -23,6 +23,9 @@ from floodplain.web.scrape import scrape
 MAX_BODY_BYTES = 8 * 2**20
 """A million tokens as ids; more is a mistake, or worse."""
 
+Extension = Callable[[FastAPI, CollectorRegistry], None]
+"""Adds to an application and to what it measures."""
+
 
 def create_app(
     engine: ServingEngine,
@@ -30,6 +33,7 @@ def create_app(
     drain: DrainSwitch | None = None,
     keys: KeyRing | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    extend: Extension | None = None,
 ) -> FastAPI:
     """The application; its lifespan starts and closes ``engine``.
 
@@ -38,11 +42,16 @@ def create_app(
         drain: Turned on by whoever stops the server; None if nobody will.
         keys: Who may use ``/v1``; None lets everybody in.
         max_body_bytes: Larger bodies get 413.
+        extend: Adds routes and metrics that belong to the kind of engine.
     """
+
+    drain = drain or DrainSwitch()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         await engine.start()
+        if engine.failure is None and not drain.is_draining:
+            app.state.json_context = PromptLimit(engine.max_model_len)  # which an engine of many knows only now
         try:
             yield
         finally:
@@ -50,15 +59,16 @@ def create_app(
 
     # Without /docs and /redoc: their pages load scripts from another site.
     app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, drain=drain or DrainSwitch(), authenticator=keys, max_body_bytes=max_body_bytes)
-    app.state.json_context = PromptLimit(engine.max_model_len)
+    app.add_middleware(Gate, drain=drain, authenticator=keys, max_body_bytes=max_body_bytes)
     install_error_handlers(app, REQUEST_FIELDS)
     app.include_router(OpenAIRoutes(engine).router())
-    _add_service_routes(app, engine)
+    registry = _add_service_routes(app, engine)
+    if extend is not None:
+        extend(app, registry)
     return app
 
 
-def _add_service_routes(app: FastAPI, engine: ServingEngine) -> None:
+def _add_service_routes(app: FastAPI, engine: ServingEngine) -> CollectorRegistry:
     metrics = ServingMetrics(engine.model_name, engine.stats)
     engine.subscribe(metrics.observe)
     registry = CollectorRegistry(auto_describe=False)
@@ -80,3 +90,5 @@ def _add_service_routes(app: FastAPI, engine: ServingEngine) -> None:
     async def show_metrics(request: Request) -> Response:
         """Prometheus metrics, in the format that the scraper prefers."""
         return await scrape(registry, request.headers.get("accept", ""))
+
+    return registry

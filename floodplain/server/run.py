@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from floodplain.server.app import create_app
+from floodplain.server.app import Extension, create_app
 from floodplain.server.auth import KeyRing
 from floodplain.server.protocol import ServingEngine
 from floodplain.web.gate import DrainSwitch
@@ -29,6 +29,7 @@ class Server(StoppableServer):
         on_ready: Called once the server takes requests.
         limits: What connections are allowed.
         clock: Monotonic seconds, for the limits.
+        extend: As in ``create_app``.
     """
 
     def __init__(
@@ -40,12 +41,13 @@ class Server(StoppableServer):
         on_ready: Callable[[], None],
         limits: ConnectionLimits,
         clock: Callable[[], float] = time.monotonic,
+        extend: Extension | None = None,
     ) -> None:
         self._engine = engine
         self._drain = DrainSwitch()
         self._drain_timeout_s = drain_timeout_s
         self._drains: set[asyncio.Task[None]] = set()
-        app = create_app(engine, drain=self._drain, keys=keys)
+        app = create_app(engine, drain=self._drain, keys=keys, extend=extend)
         closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
         super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits, clock=clock)
 
@@ -70,6 +72,7 @@ def serve(
     drain_timeout_s: float,
     on_ready: Callable[[], None],
     limits: ConnectionLimits,
+    extend: Extension | None = None,
 ) -> None:
     """Serve on ``sock`` until SIGINT or SIGTERM; then drain and return.
 
@@ -77,5 +80,5 @@ def serve(
         UserError: Somebody else listens on the port by now.
         BaseException: What ended the engine's step loop, if that is why the server stopped.
     """
-    server = Server(engine, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=on_ready, limits=limits)
+    server = Server(engine, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=on_ready, limits=limits, extend=extend)
     server.serve_on(sock)

@@ -103,6 +103,8 @@ class StoppableServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start as uvicorn does, accept connections under our limits, then say so."""
         await super().startup([])
+        if self.should_exit or self.failure is not None:  # while it started: it ends now, and never was ready
+            return
         self._acceptors = [
             Acceptor(sock, self.config, self.server_state, self.lifespan.state, self._limits, self._clock)
             for sock in sockets or ()
