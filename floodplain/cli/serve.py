@@ -1,19 +1,28 @@
-"""``floodplain serve MODEL``: an OpenAI server over one engine."""
+"""``floodplain serve MODEL``: an OpenAI server over one engine, or over many instances."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import os
+import socket
 from contextlib import closing
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cluster.settings import ClusterConfig, config_of_instance, split_address
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.terminal import announce
 from floodplain.server.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from floodplain.cluster.engine import ClusterEngine
+    from floodplain.server.app import Extension
+    from floodplain.server.protocol import ServingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -22,12 +31,14 @@ def add_parser(verbs: Any) -> None:
     """Add the verb and its flags."""
     parser = add_verb(verbs, "serve", "Serve a model over the OpenAI API until SIGINT or SIGTERM; then drain and exit.")
     add_dataclass_flags(parser, ServerConfig, "server flags")
+    add_dataclass_flags(parser, ClusterConfig, "flags of many instances")
     add_dataclass_flags(parser, EngineConfig, "engine flags")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve; returns when a signal has stopped the server and running requests have ended."""
     config, server_config = dataclass_from(args, EngineConfig), dataclass_from(args, ServerConfig)
+    cluster_config = dataclass_from(args, ClusterConfig)
 
     from floodplain.server.auth import KeyRing, check_exposure
     from floodplain.server.run import serve
@@ -41,10 +52,8 @@ def run(args: argparse.Namespace) -> int:
     check_exposure(server_config.host, keys)
     limits = limit_connections(server_config.max_connections)
     with closing(bind(server_config.host, server_config.port)) as sock:
-        from floodplain.engine.async_engine import AsyncEngine
-
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
-        engine = AsyncEngine.from_config(config)
+        engine, extend = _open_engine(config, cluster_config, args)
 
         def say_ready() -> None:
             url, model = url_of(sock), engine.model_name
@@ -52,5 +61,42 @@ def run(args: argparse.Namespace) -> int:
             announce(json.dumps({"url": url, "model": model}) if is_json else f"{model} is served at {url}")
 
         drain_timeout_s = server_config.drain_timeout
-        serve(engine, sock, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=say_ready, limits=limits)
+        serve(
+            engine, sock, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=say_ready, limits=limits, extend=extend
+        )
     return 0
+
+
+def _open_engine(
+    config: EngineConfig, cluster_config: ClusterConfig, args: argparse.Namespace
+) -> tuple[ServingEngine, Extension | None]:
+    if cluster_config.instances is None:
+        from floodplain.engine.async_engine import AsyncEngine
+
+        return AsyncEngine.from_config(config), None
+    from floodplain.cluster.extension import extend_with
+
+    engine = _open_cluster(config, cluster_config, cluster_config.instances, is_quiet=args.quiet)
+    return engine, extend_with(engine)
+
+
+def _open_cluster(
+    config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
+) -> ClusterEngine:
+    from floodplain.cluster.engine import ClusterEngine
+    from floodplain.cluster.launcher import share_cores
+    from floodplain.cluster.parent import read_token
+    from floodplain.web.listen import bind
+
+    configs = [config_of_instance(config, num_instances, index) for index in range(num_instances)]
+    token_file = cluster_config.instance_token_file
+    token = None if token_file is None else read_token(str(token_file))
+    sock: socket.socket = bind(*split_address(cluster_config.instance_address, "--instance-address"))
+    return ClusterEngine(
+        config,
+        sock,
+        commands=[instance_command(one, is_quiet=is_quiet) for one in configs],
+        environment=environment_of_instances(os.environ, share_cores(num_instances)),
+        outside_token=token,
+        silence_s=cluster_config.instance_timeout,
+    )

@@ -1,0 +1,1 @@
+"""Floor 7: many instances behind one endpoint."""

@@ -1,0 +1,213 @@
+"""Many instances as one engine under the server (``server.protocol.ServingEngine``)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+
+from floodplain.cluster.front import Front
+from floodplain.cluster.launcher import Launcher
+from floodplain.cluster.streams import Caller
+from floodplain.core.errors import InvariantError, QueueFull, ShuttingDown, UserError
+from floodplain.core.goals import NO_GOALS, Goals
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.weights.open_model import open_model
+
+logger = logging.getLogger(__name__)
+
+
+class ClusterEngine:
+    """The front as an engine. Everything but ``stats`` is called on the event loop that awaited ``start``.
+
+    Args:
+        config: The engine flags of its instances.
+        sock: Bound: there instances dial in. ``close`` closes it.
+        commands: Start an instance each, without the address (see ``Launcher``).
+        environment: Of these processes.
+        outside_token: Lets instances in that were started elsewhere; None: there are none.
+        silence_s: An instance that says nothing for so long is taken for dead.
+
+    Raises:
+        UserError: The model cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        sock: socket.socket,
+        *,
+        commands: Sequence[Sequence[str]],
+        environment: Mapping[str, str],
+        outside_token: str | None,
+        silence_s: float,
+    ) -> None:
+        self._config, self._sock = config, sock
+        self._tokenizer = open_model(config.model, config.seed).load_tokenizer()
+        self._launcher = Launcher(commands, environment, self._note_end)
+        tokens: dict[str, int | None] = dict(self._launcher.tokens)
+        if outside_token is not None:
+            tokens[outside_token] = None
+        self._subscribers: list[Callable[[Lifecycle], None]] = []
+        self.front = Front(silence_s, tokens, self._note_joined, self._note_silent, self._note_finished)
+        self._waiting_for = set(range(len(commands)))
+        self._change = asyncio.Event()
+        self._callers: dict[Caller, None] = {}
+        self._is_empty = asyncio.Event()
+        self._is_draining = False
+        self._failure: BaseException | None = None
+
+    # -- facts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        return self._config.model
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a request, prompt and output; known once an instance has joined."""
+        if self.front.first_facts is None:
+            raise InvariantError("no instance has said yet how long requests may be")
+        return self.front.first_facts.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why it cannot serve: an instance did not start, none is left, or there is a bug of ours."""
+        return self._failure or self.front.failure
+
+    def stats(self) -> EngineStats:
+        """The sum of all instances; may be taken on any thread. Tokens are counted once, however often computed."""
+        front = self.front
+        return replace(
+            front.sums.total(),
+            num_prompt_tokens=front.num_prompt_tokens,
+            num_generated_tokens=front.num_generated_tokens,
+        )
+
+    def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
+        """Call ``on_finished`` with every request that ends by ``stop`` or ``length``; times are the front's."""
+        self._subscribers.append(on_finished)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the instances, and return when all have joined, one cannot (``failure``), or it is to drain."""
+        await self.front.start(self._sock)
+        host, port = self._sock.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self._launcher.start(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        while self._waiting_for and self._failure is None and not self._is_draining:
+            await self._change.wait()
+            self._change.clear()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nothing new, and return when no request is live; those that are after ``timeout_s`` are aborted."""
+        self._is_draining = True
+        self._change.set()
+        self._is_empty.clear() if self._callers else self._is_empty.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_empty.wait(), timeout_s)
+        for caller in self._callers:
+            caller.abort()
+
+    async def close(self) -> None:
+        """End the instances of this machine, and hang up on the others."""
+        self._is_draining = True
+        for caller in self._callers:
+            caller.fail(RuntimeError("the server is closed"))
+        await self._launcher.close()
+        await self.front.close()
+        self._sock.close()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        client: str = "",
+        cache_salt: str = "",
+        goals: Goals = NO_GOALS,
+    ) -> AsyncGenerator[OutputDelta, None]:
+        """Stream one request, whichever instances compute it. Closing the iterator aborts it there.
+
+        Raises:
+            RequestRefused: It can never be served.
+            QueueFull: Too many wait, on every instance.
+            ShuttingDown: The server is draining.
+        """
+        if self._is_draining or self.failure is not None:
+            raise ShuttingDown("the server is shutting down: send the request elsewhere")
+        if self.front.book.num_homeless >= self._config.max_waiting:
+            raise QueueFull(f"{self._config.max_waiting} requests wait for an instance already; try again later")
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=params,
+            arrival_s=time.monotonic(),
+            priority=priority,
+            client=client,
+            cache_salt=cache_salt,
+            goals=goals,
+        )
+        caller = Caller(self._tokenizer, request)
+        self._callers[caller] = None
+        entry = self.front.submit(request, caller)
+        try:
+            while True:
+                delta = await caller.deltas.get()
+                if isinstance(delta, BaseException):
+                    raise delta
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self.front.drop(entry)
+            del self._callers[caller]
+            if not self._callers:
+                self._is_empty.set()
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def _note_finished(self, lifecycle: Lifecycle) -> None:
+        for callback in self._subscribers:
+            callback(lifecycle)
+
+    def _note_joined(self, slot: int | None) -> None:
+        if slot is not None:
+            self._launcher.note_joined(slot)
+            self._waiting_for.discard(slot)
+            self._change.set()
+
+    def _note_silent(self, slot: int | None) -> None:
+        if slot is not None:
+            self._launcher.note_silent(slot)
+
+    def _note_end(self) -> bool:
+        """A child ended, and may start again: not before all have joined, when one that cannot start is the end."""
+        words = self._launcher.last_words
+        slot = min(words, default=None)
+        if self._waiting_for and slot in self._waiting_for:
+            self._failure = UserError(f"instance {slot} did not start: {words[slot]}")
+        elif len(self._launcher.given_up) == len(self._launcher.tokens) and not len(self.front.book.roster):
+            self._failure = RuntimeError("no instance is left, and none starts any more")
+        self._change.set()
+        return self._failure is None

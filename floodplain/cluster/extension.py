@@ -1,0 +1,21 @@
+"""What the application of a server has more if many instances are behind it."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from floodplain.cluster.engine import ClusterEngine
+from floodplain.cluster.listing import listing_router
+from floodplain.cluster.metrics import ClusterMetrics
+from floodplain.server.app import Extension
+
+
+def extend_with(engine: ClusterEngine) -> Extension:
+    """Adds metrics of each instance, and ``/instances``."""
+
+    def extend(app: FastAPI, registry: CollectorRegistry) -> None:
+        registry.register(ClusterMetrics(engine.model_name, engine.front))
+        app.include_router(listing_router(engine.front))
+
+    return extend

@@ -1,0 +1,297 @@
+"""The front's side of all connections: instances dial in, get requests, and are taken for dead when they are."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from floodplain.cluster.book import MAX_FRUITLESS, Book, Entry
+from floodplain.cluster.facts import InstanceFacts, find_difference
+from floodplain.cluster.frames import MAX_HELLO_BYTES, FrameLink
+from floodplain.cluster.messages import (
+    Abort,
+    Beat,
+    Denied,
+    FrontBeat,
+    Hello,
+    InstanceMessage,
+    Leaving,
+    Refused,
+    Tokens,
+    Welcome,
+    error_of,
+    pack,
+    read_instance_message,
+    submit_of,
+)
+from floodplain.cluster.roster import Roster
+from floodplain.cluster.settings import BEATS_PER_TIMEOUT
+from floodplain.cluster.streams import Caller
+from floodplain.cluster.sums import StatsBook
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.request import Request
+from floodplain.lending.fields import WireError
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+MAX_STRANGERS = 64
+"""Connections that have not shown a token yet; more are hung up on."""
+
+
+class Front:
+    """See the module. Everything is called on one event loop.
+
+    Args:
+        silence_s: An instance that says nothing for so long is taken for dead.
+        tokens: Secrets that let an instance in, each with its slot, or None for one that was started elsewhere.
+        on_join: Called with the slot of an instance that joined.
+        on_silent: Called with the slot of one that was taken for dead by its silence.
+        on_finished: Called with each request that ended by ``stop`` or ``length``.
+
+    Attributes:
+        book: Requests and instances.
+        sums: Statistics of the instances.
+        first_facts: Of the instance that joined first; the others are like it.
+        num_ends: Lives that ended, by why.
+        num_moved: Requests that went on elsewhere, and
+        num_moved_tokens: tokens that were computed again for them, prompts included.
+        num_prompt_tokens: Prompt tokens of all requests that got a token, each once.
+        num_generated_tokens: Tokens that callers got.
+    """
+
+    def __init__(
+        self,
+        silence_s: float,
+        tokens: Mapping[str, int | None],
+        on_join: Callable[[int | None], None],
+        on_silent: Callable[[int | None], None],
+        on_finished: Callable[[Lifecycle], None],
+    ) -> None:
+        self.book = Book(Roster(silence_s))
+        self.sums = StatsBook()
+        self.first_facts: InstanceFacts | None = None
+        self.num_ends: Counter[str] = Counter()
+        self.num_moved = self.num_moved_tokens = self.num_prompt_tokens = self.num_generated_tokens = 0
+        self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
+        self._tokens = dict(tokens)
+        self._on_join, self._on_silent, self._on_finished = on_join, on_silent, on_finished
+        self._links: dict[int, FrameLink] = {}
+        self._callers: dict[int, Caller] = {}
+        self._num_strangers = 0
+        self._failure: BaseException | None = None
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """A bug of ours that keeps it from its work; None while all is well."""
+        ended = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
+        return next((error for error in ended if error is not None), self._failure)
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self, sock: socket.socket) -> None:
+        """Listen on a bound socket, and look after the instances."""
+        self._server = await asyncio.start_server(self._welcome, sock=sock)
+        self._tasks.add(asyncio.create_task(self._watch()))
+
+    async def close(self) -> None:
+        """Hang up on all instances, which then give up what they compute."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for link in list(self._links.values()):
+            link.abort()
+
+    async def _watch(self) -> None:
+        while True:
+            for epoch, link in list(self._links.items()):
+                link.send(pack(FrontBeat(epoch)))
+            for epoch in self.book.roster.find_silent(time.monotonic()):
+                self._end(epoch, "silent")
+            await asyncio.sleep(self._beat_s)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, caller: Caller) -> Entry:
+        """A request arrives; its caller gets what comes of it."""
+        entry = self.book.open(request)
+        self._callers[entry.number] = caller
+        self._place()
+        return entry
+
+    def drop(self, entry: Entry) -> None:
+        """Nobody reads it any more. Safe to call twice."""
+        self._callers.pop(entry.number, None)
+        where = self.book.close(entry)
+        if where is not None and where[0] in self._links:
+            self._links[where[0]].send(pack(Abort(*where)))
+
+    def _place(self) -> None:
+        now = time.monotonic()
+        for entry in self.book.place():
+            assert entry.epoch is not None and entry.ticket is not None
+            request = entry.as_request()
+            if entry.num_moves:
+                self.num_moved += 1
+                self.num_moved_tokens += entry.num_tokens
+            message = submit_of(request, entry.epoch, entry.ticket, now)
+            self._links[entry.epoch].send(pack(message, request.prompt_token_ids + request.known_token_ids))
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link, epoch = FrameLink(reader, writer), None
+        try:
+            hello = await self._read_hello(link)
+            epoch = None if hello is None else self._admit(hello, link)
+            if epoch is not None:
+                await self._listen(epoch, link)
+        except WireError as error:
+            logger.warning("an instance is hung up on: %s", error)
+        except asyncio.CancelledError:  # the event loop closes
+            link.abort()
+        except Exception as error:
+            self._failure = error
+            raise
+        finally:
+            if epoch is not None:
+                self._end(epoch, "hung_up")
+            await link.close()
+
+    async def _read_hello(self, link: FrameLink) -> Hello | None:
+        if self._num_strangers >= MAX_STRANGERS:
+            link.abort()
+            return None
+        self._num_strangers += 1
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                frame = await link.read(MAX_HELLO_BYTES)
+        except TimeoutError:
+            return None
+        finally:
+            self._num_strangers -= 1
+        if frame is None:
+            return None
+        hello = read_instance_message(frame[0])
+        if not isinstance(hello, Hello):
+            raise WireError("it did not say who it is")
+        return hello
+
+    def _admit(self, hello: Hello, link: FrameLink) -> int | None:
+        """The epoch of its life; None if it is not taken."""
+        slots = [slot for token, slot in self._tokens.items() if _is_equal(token, hello.token)]
+        if not slots:
+            link.send(pack(Denied("the front does not know this token: give the --instance-token-file that it has")))
+            return None
+        if self.first_facts is None and slots[0] is None:
+            return None  # it dials again: the front's own instances say first which model is served
+        problem = find_difference(self.first_facts or hello.facts, hello.facts)
+        if problem is not None:
+            link.send(pack(Denied(f"the front does not take this instance: {problem}")))
+            return None
+        self.first_facts = self.first_facts or hello.facts
+        instance = self.book.join(hello.facts, slots[0], time.monotonic())
+        self._links[instance.epoch] = link
+        link.send(pack(Welcome(instance.epoch, self._beat_s, self._silence_s)))
+        logger.info("instance %d joins: process %d on %s", instance.epoch, hello.facts.pid, hello.facts.host)
+        self._on_join(slots[0])
+        self._place()
+        return instance.epoch
+
+    async def _listen(self, epoch: int, link: FrameLink) -> None:
+        while (frame := await link.read()) is not None:
+            message = read_instance_message(frame[0])
+            if not isinstance(message, Hello) and message.epoch == epoch:
+                if not self.book.roster.hear(epoch, time.monotonic()):
+                    return
+                self._take(epoch, message)
+
+    def _end(self, epoch: int, why: str) -> None:
+        """An instance's life ends: what it had goes on elsewhere."""
+        instance = self.book.roster.get(epoch)
+        if instance is None:
+            return
+        self._links.pop(epoch).abort()
+        self.sums.retire(epoch)
+        if why == "silent":
+            self._on_silent(instance.slot)
+        why = "left" if instance.is_leaving and why != "silent" else why
+        self.num_ends[why] += 1
+        entries = self.book.end(epoch)
+        logger.info("instance %d is gone (%s); requests that go on elsewhere: %d", epoch, why, len(entries))
+        for entry in entries:
+            self._give_back(entry)
+        self._place()
+
+    def _give_back(self, entry: Entry) -> None:
+        if not self.book.give_back(entry):
+            caller = self._callers.pop(entry.number)
+            caller.fail(RuntimeError(f"{MAX_FRUITLESS} instances in a row ended under this request: it is given up"))
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def _take(self, epoch: int, message: InstanceMessage) -> None:
+        match message:
+            case Tokens():
+                self._take_tokens(message)
+            case Beat():
+                self.sums.note(epoch, message.stats)
+                self.book.roster.expect(epoch).num_blocks = message.stats.num_blocks
+            case Refused():
+                self._take_refusal(message)
+            case Leaving():
+                self.book.roster.expect(epoch).is_leaving = True
+            case Hello():
+                raise WireError("it says hello twice")
+
+    def _take_tokens(self, message: Tokens) -> None:
+        now = time.monotonic()
+        for row in message.rows:
+            entry = self.book.find(message.epoch, row.ticket)
+            if entry is None:
+                continue
+            if row.token is None:  # its instance stops
+                self._give_back(entry)
+                self._place()
+                continue
+            if not entry.tokens:
+                self.num_prompt_tokens += len(entry.request.prompt_token_ids)
+            self.num_generated_tokens += 1
+            self.book.take(entry, row.token)
+            caller = self._callers[entry.number]
+            reason = caller.take(row.token, row, now)
+            if reason is not None:
+                self._finish(entry, caller, is_known=row.finish_reason is not None)
+
+    def _finish(self, entry: Entry, caller: Caller, *, is_known: bool) -> None:
+        if is_known:
+            self._callers.pop(entry.number)
+            self.book.close(entry)
+        else:  # a stop string: only the text knows it
+            self.drop(entry)
+        self._on_finished(caller.lifecycle)
+
+    def _take_refusal(self, message: Refused) -> None:
+        entry = self.book.find(message.epoch, message.ticket)
+        if entry is None:
+            return
+        is_local = message.why == "full" or entry.num_moves > 0
+        if message.why == "stopping":
+            self._give_back(entry)
+        elif not (is_local and self.book.refuse(entry)):
+            self.book.close(entry)
+            self._callers.pop(entry.number).fail(error_of(message))
+        self._place()
+
+
+def _is_equal(secret: str, shown: str) -> bool:
+    return hmac.compare_digest(secret.encode(), shown.encode(errors="replace"))

@@ -1,0 +1,254 @@
+"""What the front and its instances say to each other.
+
+The first message of a connection is an instance's ``Hello``; the front answers ``Welcome`` or ``Denied``. From then on
+every message carries the epoch that the welcome gave, and one of another epoch counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from floodplain.cluster.codec import from_json, to_json
+from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.frames import pack_frame
+from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
+from floodplain.core.goals import Goals
+from floodplain.core.plan import TokenLogprobs
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.outputs import EngineStats
+from floodplain.lending.fields import WireError
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """An instance dials in. ``token`` is the secret that the front gave out."""
+
+    token: str
+    facts: InstanceFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """A life begins: ``epoch`` names it. Both sides speak every ``beat_s``; the front waits ``silence_s`` at most."""
+
+    epoch: int
+    beat_s: float
+    silence_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Denied:
+    """The front does not take the instance: ``reason`` says what to change."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Go on with a request. Its tokens, prompt and known ones, lie beside the message.
+
+    Attributes:
+        epoch: Of the instance.
+        ticket: Names the placement.
+        request_id: The client's name for it.
+        num_prompt: How many of the tokens are the prompt.
+        params: Without stop strings: the front finds them in the text.
+        age_s: Since it arrived at the front.
+        priority: As in ``core.request``, and so are the others.
+    """
+
+    epoch: int
+    ticket: int
+    request_id: str
+    num_prompt: int
+    params: SamplingParams
+    age_s: float
+    priority: int
+    client: str
+    cache_salt: str
+    goals: Goals
+    is_accepted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Nobody wants the request under this ticket any more."""
+
+    epoch: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrontBeat:
+    """The front is there."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """What a request gained in a step; see ``OutputDelta``. ``token`` is None where it ended without one."""
+
+    ticket: int
+    token: int | None
+    finish_reason: str | None
+    num_cached_tokens: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What the requests of an instance gained."""
+
+    epoch: int
+    rows: tuple[TokenRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The instance does not take a request: ``why`` is one of ``REFUSALS``, and the rest is the error's."""
+
+    epoch: int
+    ticket: int
+    why: str
+    message: str
+    field: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The instance is there, and this is how it is."""
+
+    epoch: int
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The instance takes nothing more, and exits when its requests have ended."""
+
+    epoch: int
+
+
+FrontMessage = Welcome | Denied | Submit | Abort | FrontBeat
+InstanceMessage = Hello | Tokens | Refused | Beat | Leaving
+_FROM_FRONT = {kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, FrontBeat)}
+_FROM_INSTANCE = {kind.__name__: kind for kind in (Hello, Tokens, Refused, Beat, Leaving)}
+REFUSALS: Mapping[str, type[UserError]] = {
+    "full": QueueFull,
+    "stopping": ShuttingDown,
+    "refused": RequestRefused,
+    "invalid": UserError,
+}
+
+
+def pack(message: FrontMessage | InstanceMessage, token_ids: tuple[int, ...] = ()) -> bytes:
+    """A message as a frame."""
+    kind = type(message).__name__
+    if isinstance(message, Tokens):  # the one that is sent in every step
+        return pack_frame({"kind": kind, "epoch": message.epoch, "rows": [_pack_row(row) for row in message.rows]})
+    return pack_frame({"kind": kind} | to_json(message), token_ids)
+
+
+def read_front_message(body: dict[str, object]) -> FrontMessage:
+    """What the front said.
+
+    Raises:
+        WireError: It is no message of this version.
+    """
+    message: FrontMessage = _read(body, _FROM_FRONT)
+    return message
+
+
+def read_instance_message(body: dict[str, object]) -> InstanceMessage:
+    """What an instance said.
+
+    Raises:
+        WireError: It is no message of this version.
+    """
+    if body.get("kind") == Tokens.__name__ and isinstance(epoch := body.get("epoch"), int):
+        rows = body.get("rows")
+        if not isinstance(rows, list):
+            raise WireError("Tokens has no rows")
+        return Tokens(epoch, tuple([_read_row(row) for row in rows]))
+    message: InstanceMessage = _read(body, _FROM_INSTANCE)
+    return message
+
+
+def _pack_row(row: TokenRow) -> list[object]:
+    logprobs = None if row.logprobs is None else to_json(row.logprobs)
+    return [row.ticket, row.token, row.finish_reason, row.num_cached_tokens, logprobs]
+
+
+def _read_row(row: object) -> TokenRow:
+    """By hand, since each token of each request passes here."""
+    match row:
+        case [int(ticket), int() | None as token, str() | None as reason, int(num_cached), logprobs]:
+            scores = None if logprobs is None else from_json(TokenLogprobs, logprobs)
+            return TokenRow(ticket, token, reason, num_cached, scores)
+    raise WireError("a row of Tokens has not its fields")
+
+
+def _read(body: dict[str, object], kinds: Mapping[str, type[Any]]) -> Any:
+    kind = body.pop("kind", None)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise WireError("a frame is no message of this version")
+    return from_json(kinds[kind], body)
+
+
+def submit_of(request: Request, epoch: int, ticket: int, now: float) -> Submit:
+    """The message that places a request.
+
+    Args:
+        request: With its known tokens, which lie beside the message.
+        epoch: Of the instance.
+        ticket: Of the placement.
+        now: On the clock of ``arrival_s``: clocks of machines differ, so the age is sent.
+    """
+    params = request.params
+    return Submit(
+        epoch=epoch,
+        ticket=ticket,
+        request_id=request.request_id,
+        num_prompt=len(request.prompt_token_ids),
+        params=replace(params, stop=()),
+        age_s=max(0.0, now - request.arrival_s),
+        priority=request.priority,
+        client=request.client,
+        cache_salt=request.cache_salt,
+        goals=request.goals,
+        is_accepted=request.is_accepted,
+    )
+
+
+def request_of(message: Submit, token_ids: tuple[int, ...], now: float) -> Request:
+    """The request that a message places, as its instance submits it."""
+    return Request(
+        request_id=message.request_id,
+        prompt_token_ids=token_ids[: message.num_prompt],
+        params=message.params,
+        arrival_s=now - message.age_s,
+        priority=message.priority,
+        client=message.client,
+        cache_salt=message.cache_salt,
+        goals=message.goals,
+        known_token_ids=token_ids[message.num_prompt :],
+        is_accepted=message.is_accepted,
+    )
+
+
+def refusal_of(error: UserError, epoch: int, ticket: int) -> Refused:
+    """What an instance says of a request that it does not take."""
+    why = next(name for name, cls in REFUSALS.items() if isinstance(error, cls))
+    field = error.field if isinstance(error, RequestRefused) else None
+    return Refused(epoch, ticket, why, str(error), field)
+
+
+def error_of(message: Refused) -> UserError:
+    """The same as an exception again."""
+    if message.why == "refused":
+        return RequestRefused(message.message, message.field)
+    return REFUSALS.get(message.why, UserError)(message.message)

@@ -1,0 +1,65 @@
+"""Metrics of the front and of each instance; names and meanings are those of ``docs/metrics.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from floodplain.cluster.front import Front
+
+END_REASONS = ("hung_up", "silent", "left")
+_GAUGES = {
+    "requests_running": ("Requests on the instance's device.", "num_running"),
+    "requests_waiting": ("Requests that wait there.", "num_waiting"),
+    "requests_swapped": ("Requests whose KV is swapped out there.", "num_swapped"),
+}
+_COUNTERS = {
+    "prompt_tokens": ("Prompt tokens of requests that started there.", "num_prompt_tokens"),
+    "generation_tokens": ("Tokens generated there.", "num_generated_tokens"),
+    "recomputed_tokens": ("Tokens computed again there after preemptions.", "num_recomputed_tokens"),
+}
+
+
+class ClusterMetrics(Collector):
+    """Collects on every scrape, beside ``ServingMetrics``, whose values are sums over instances.
+
+    Args:
+        model_name: The label of every sample.
+        front: Whose instances these are. Read on a scraper's thread: rows are taken as they stand.
+    """
+
+    def __init__(self, model_name: str, front: Front) -> None:
+        self._model_name = model_name.encode(errors="replace").decode()
+        self._front = front
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them, now."""
+        front = self._front
+        instances = list(front.book.roster)
+        num_leaving = sum(one.is_leaving for one in instances)
+        states = {("serving",): len(instances) - num_leaving, ("leaving",): num_leaving}
+        yield self._family(GaugeMetricFamily, "instances", "Instances by state.", states, "state")
+        ends = {(why,): front.num_ends[why] for why in END_REASONS}
+        yield self._family(CounterMetricFamily, "instance_ends", "Lives of instances that ended.", ends, "reason")
+        text = "Requests that went on in another instance."
+        yield self._family(CounterMetricFamily, "moved_requests", text, {(): front.num_moved})
+        text = "Tokens, prompts included, that were computed again for these."
+        yield self._family(CounterMetricFamily, "moved_tokens", text, {(): front.num_moved_tokens})
+        text = "Requests that wait for an instance."
+        yield self._family(GaugeMetricFamily, "requests_without_instance", text, {(): front.book.num_homeless})
+        stats = {one.epoch: front.sums.latest(one.epoch) for one in instances}
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (text, field) in table.items():
+                values = {(str(epoch),): getattr(one, field) for epoch, one in stats.items()}
+                yield self._family(kind, f"instance_{name}", text, values, "instance")
+        blocks = {(str(epoch), state): n for epoch, one in stats.items() for state, n in one.kv_blocks.items()}
+        yield self._family(GaugeMetricFamily, "instance_kv_blocks", "KV blocks.", blocks, "instance", "state")
+
+    def _family(self, kind: Any, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Metric:
+        family: Metric = kind(f"floodplain_{name}", text, labels=["model_name", *labels])
+        for key, value in values.items():
+            family.add_metric([self._model_name, *key], value)  # type: ignore[attr-defined]
+        return family

@@ -1,0 +1,51 @@
+"""An instance's side of ``launcher``: it reads its token from the front's pipe, and does not outlive the front."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from floodplain.core.errors import UserError
+from floodplain.web.bearer import read_secret_lines
+
+_PR_SET_PDEATHSIG = 1
+END_TIMEOUT_S = 5.0
+
+
+def read_token(source: str) -> str:
+    """The token of an instance.
+
+    Args:
+        source: A file of mode 0600, or ``-``: the first line of standard input. This process then ends when standard
+            input does, and with the process that started it.
+
+    Raises:
+        UserError: There is none, or others may read the file.
+    """
+    if source != "-":
+        lines = read_secret_lines(Path(source), "instance token file")
+        if not lines:
+            raise UserError(f"the instance token file {source} is empty: write the token into it")
+        return lines[0][1][-1]
+    _die_with_parent()
+    token = sys.stdin.readline().strip()
+    if not token:
+        raise UserError("--instance-token-file - needs a token on standard input")
+    threading.Thread(target=_end_with_input, name="floodplain-front", daemon=True).start()
+    return token
+
+
+def _die_with_parent() -> None:
+    """The kernel kills this process when the thread that started it ends: also if it is stopped."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(END_TIMEOUT_S)
+    os._exit(1)

@@ -1,0 +1,105 @@
+"""The instances that serve, each under an epoch that no other ever has. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.prefixes import PrefixMemory
+from floodplain.core.errors import InvariantError
+
+
+@dataclass(eq=False, slots=True)
+class Instance:
+    """One life of one instance: from joining until its connection ends or it is silent for too long.
+
+    Attributes:
+        epoch: Names this life.
+        facts: What it said of itself.
+        slot: The launcher's place for it; None if somebody else started it.
+        joined_s: When it joined.
+        heard_s: When it last said anything.
+        num_blocks: Blocks of its pool, as it said last.
+        num_demanded_blocks: Of the requests that are placed on it.
+        tickets: Their tickets.
+        is_leaving: It takes no more requests.
+        prefixes: What it was given.
+    """
+
+    epoch: int
+    facts: InstanceFacts
+    slot: int | None
+    joined_s: float
+    heard_s: float
+    num_blocks: int
+    prefixes: PrefixMemory
+    num_demanded_blocks: int = 0
+    tickets: set[int] = field(default_factory=set)
+    is_leaving: bool = False
+
+
+class Roster:
+    """Who is there.
+
+    Args:
+        silence_s: An instance that says nothing for so long is taken for dead.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._instances: dict[int, Instance] = {}
+        self._next_epoch = 1
+        self._looked_s: float | None = None
+
+    def __iter__(self) -> Iterator[Instance]:
+        """All instances, in the order in which they joined."""
+        return iter(list(self._instances.values()))
+
+    def __len__(self) -> int:
+        """Instances that are there."""
+        return len(self._instances)
+
+    def get(self, epoch: int) -> Instance | None:
+        """The instance of this epoch; None once its life has ended."""
+        return self._instances.get(epoch)
+
+    def expect(self, epoch: int) -> Instance:
+        """The instance of this epoch.
+
+        Raises:
+            InvariantError: There is none.
+        """
+        if epoch not in self._instances:
+            raise InvariantError(f"epoch {epoch} has ended")
+        return self._instances[epoch]
+
+    def join(self, facts: InstanceFacts, slot: int | None, now: float) -> Instance:
+        """An instance begins a life."""
+        epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
+        prefixes = PrefixMemory(facts.num_blocks)
+        instance = Instance(epoch, facts, slot, now, now, facts.num_blocks, prefixes)
+        self._instances[epoch] = instance
+        return instance
+
+    def hear(self, epoch: int, now: float) -> bool:
+        """It said something. False: its epoch has ended, and nothing that it says counts."""
+        instance = self._instances.get(epoch)
+        if instance is not None:
+            instance.heard_s = now
+        return instance is not None
+
+    def remove(self, epoch: int) -> Instance | None:
+        """Its life ends; None if it had ended."""
+        return self._instances.pop(epoch, None)
+
+    def find_silent(self, now: float) -> list[int]:
+        """Epochs of instances that have been silent for too long. Ask several times in ``silence_s``.
+
+        If this process itself was held up since it asked last, it has heard nobody, whoever spoke: all begin anew.
+        """
+        if self._looked_s is None or now - self._looked_s > self._silence_s / 2:
+            for instance in self._instances.values():
+                instance.heard_s = now
+        self._looked_s = now
+        return [one.epoch for one in self._instances.values() if now - one.heard_s > self._silence_s]

@@ -1,0 +1,128 @@
+"""The flags of many instances behind one endpoint; light to import, because the command line is built from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from floodplain.core.errors import UserError
+from floodplain.engine.config import EngineConfig
+from floodplain.web.listen import is_loopback
+
+MAX_INSTANCES = 256
+STANDARD_INPUT = "-"
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.5, 300.0
+BEATS_PER_TIMEOUT = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The front's own flags.
+
+    Raises:
+        UserError: A value is out of its range, or needs ``--instances``; the message names the flag.
+    """
+
+    instances: int | None = field(
+        default=None,
+        metadata={"help": "serve from so many processes behind this endpoint, each an engine with the engine flags"},
+    )
+    instance_address: str = field(
+        default="127.0.0.1:0",
+        metadata={"help": "where instances dial in; port 0 takes a free one", "metavar": "HOST:PORT"},
+    )
+    instance_token_file: Path | None = field(
+        default=None,
+        metadata={"help": "the token of instances that are started elsewhere, in a file of mode 0600"},
+    )
+    instance_timeout: float = field(
+        default=1.0,
+        metadata={"help": "seconds of silence after which an instance is taken for dead", "metavar": "S"},
+    )
+
+    def __post_init__(self) -> None:
+        if self.instances is None:
+            self._check_unused()
+            return
+        if not 1 <= self.instances <= MAX_INSTANCES:
+            raise UserError(f"--instances must be between 1 and {MAX_INSTANCES}, not {self.instances}")
+        host, _ = split_address(self.instance_address, "--instance-address")
+        if not is_loopback(host) and self.instance_token_file is None:
+            raise UserError(
+                f"--instance-address {self.instance_address} lets other machines in: give --instance-token-file FILE"
+            )
+        if not LEAST_TIMEOUT_S <= self.instance_timeout <= MOST_TIMEOUT_S:
+            limits = f"between {LEAST_TIMEOUT_S:g} and {MOST_TIMEOUT_S:g} seconds"
+            raise UserError(f"--instance-timeout must be {limits}, not {self.instance_timeout}")
+
+    def _check_unused(self) -> None:
+        for name, default in (("address", "127.0.0.1:0"), ("token_file", None), ("timeout", 1.0)):
+            if getattr(self, f"instance_{name}") != default:
+                flag = f"--instance-{name.replace('_', '-')}"
+                raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceConfig:
+    """The flags of one instance.
+
+    Raises:
+        UserError: A value is malformed; the message names the flag.
+    """
+
+    join: str = field(
+        metadata={"help": "where the front listens: its --instance-address", "metavar": "HOST:PORT"},
+    )
+    instance_token_file: str = field(
+        metadata={
+            "help": "the front's token, in a file of mode 0600; -: the first line of standard input, "
+            "whose end ends the instance",
+            "metavar": "FILE",
+        },
+    )
+    drain_timeout: float = field(
+        default=30.0, metadata={"help": "seconds that running requests get when the instance stops", "metavar": "S"}
+    )
+
+    def __post_init__(self) -> None:
+        split_address(self.join, "--join")
+        if not 0 <= self.drain_timeout <= 86400:
+            raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")
+
+
+def split_address(text: str, flag: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``; an IPv6 host stands in brackets.
+
+    Raises:
+        UserError: It is no address.
+    """
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not host or not port.isascii() or not port.isdigit() or int(port) >= 2**16:
+        raise UserError(f"{flag} must be HOST:PORT, not {text!r}")
+    return host, int(port)
+
+
+def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> EngineConfig:
+    """The engine flags of one of several instances on this machine: on GPUs each has its own.
+
+    Raises:
+        UserError: A flag is one engine's and cannot be several engines'.
+    """
+    for name in ("device_name", "coordinator"):
+        value = getattr(config, name)
+        if value is not None:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UserError(
+                f"{flag} is for one engine, and --instances {num_instances} gives the same flags to each: leave it "
+                "out, and start those that need it by floodplain instance --join"
+            )
+    if config.device == "cuda":
+        return replace(config, device=f"cuda:{index}")
+    if config.device.startswith("cuda") and num_instances > 1:
+        raise UserError(
+            f"--device {config.device} is one GPU, and --instances {num_instances} are as many engines: write "
+            "--device cuda, which gives each a GPU of its own"
+        )
+    return config

@@ -1,0 +1,76 @@
+"""One caller of the front: tokens become text here, so an instance may end and the text goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from floodplain.cluster.messages import TokenRow
+from floodplain.core.lifecycle import EventKind, Lifecycle
+from floodplain.core.request import FinishReason, Request
+from floodplain.engine.outputs import OutputDelta
+from floodplain.model.tokenizer import StreamDecoder, Tokenizer
+
+
+class Caller:
+    """Owner of the text of one request; everything is called on the event loop.
+
+    Args:
+        tokenizer: The model's.
+        request: As it arrived.
+
+    Attributes:
+        deltas: What the client has not read yet: deltas, or the exception that ends the stream.
+        lifecycle: Times as they are seen at the front.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        params = request.params
+        self.deltas: asyncio.Queue[OutputDelta | BaseException] = asyncio.Queue()
+        self.lifecycle = Lifecycle(request.arrival_s)
+        self._wants_logprobs = params.logprobs is not None
+        self._decoder = StreamDecoder(
+            tokenizer,
+            request.prompt_token_ids,
+            stop=params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def take(self, token: int, row: TokenRow, now: float) -> FinishReason | None:
+        """The next token comes; why the request ends with it, or None.
+
+        Args:
+            token: It.
+            row: What else was said of it.
+            now: On the clock of the request's arrival.
+        """
+        if not self.lifecycle.token_times_s:
+            self.lifecycle.num_cached_tokens = row.num_cached_tokens
+        self.lifecycle.token_times_s.append(now)
+        reason = None if row.finish_reason is None else FinishReason(row.finish_reason)
+        text = self._decoder.flush() if reason is FinishReason.STOP else self._decoder.push(token)
+        if reason is FinishReason.LENGTH and not self._decoder.is_stopped:
+            text += self._decoder.flush()
+        if self._decoder.is_stopped:
+            reason = FinishReason.STOP
+        if reason is not None:
+            self.lifecycle.record(EventKind.FINISHED, now)
+        logprobs = (row.logprobs,) if self._wants_logprobs and row.logprobs is not None else None
+        self.deltas.put_nowait(
+            OutputDelta(
+                text=text,
+                token_ids=(token,),
+                finish_reason=None if reason is None else reason.value,
+                logprobs=logprobs,
+                num_cached_tokens=self.lifecycle.num_cached_tokens,
+            )
+        )
+        return reason
+
+    def fail(self, error: BaseException) -> None:
+        """The request ends with an exception."""
+        self.deltas.put_nowait(error)
+
+    def abort(self) -> None:
+        """The request ends because the server stops."""
+        self.deltas.put_nowait(OutputDelta("", (), FinishReason.ABORT.value))

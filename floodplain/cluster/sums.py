@@ -1,0 +1,85 @@
+"""The statistics of all instances as those of one engine: what a dead one has counted stays counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+from floodplain.engine.outputs import EngineStats, ExpansionFacts
+
+_GAUGES = frozenset(
+    {"num_running", "num_waiting", "num_swapped", "kv_blocks", "kv_bytes", "cached_bytes", "num_blocks",
+     "num_used_blocks", "lease_bytes"}
+)  # fmt: skip
+"""Fields that say how it is now; all others count since the start."""
+_MOST_RECALLS = 4096
+
+
+class StatsBook:
+    """The last word of each instance, and what those have counted that are gone."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, EngineStats] = {}
+        self._gone = EngineStats()
+        self._recall_times_s: deque[float] = deque(maxlen=_MOST_RECALLS)
+
+    def note(self, epoch: int, stats: EngineStats) -> None:
+        """An instance says how it is."""
+        before = self._latest.get(epoch, EngineStats())
+        num_new = min(stats.num_recalls - before.num_recalls, len(stats.recall_times_s))
+        self._recall_times_s.extend(stats.recall_times_s[len(stats.recall_times_s) - max(0, num_new) :])
+        self._latest = {**self._latest, epoch: stats}  # a scrape on another thread reads the old one to its end
+
+    def retire(self, epoch: int) -> None:
+        """An instance is gone: its gauges are nothing, its counters stay."""
+        last = self._latest.get(epoch)
+        if last is not None:
+            blank = EngineStats()
+            counters = replace(last, **{name: getattr(blank, name) for name in _GAUGES})
+            self._gone = _add([self._gone, counters])
+            self._latest = {key: stats for key, stats in self._latest.items() if key != epoch}
+
+    def latest(self, epoch: int) -> EngineStats:
+        """What an instance said last; zeros if it has said nothing."""
+        return self._latest.get(epoch, EngineStats())
+
+    def total(self) -> EngineStats:
+        """The sum of all. May be called on any thread."""
+        total = _add([self._gone, *self._latest.values()])
+        return replace(total, recall_times_s=tuple(self._recall_times_s))
+
+
+def _add(all_stats: Iterable[EngineStats]) -> EngineStats:
+    many = list(all_stats)
+    values = {
+        item.name: _add_values([getattr(one, item.name) for one in many])
+        for item in fields(EngineStats)
+        if item.name not in ("recall_times_s", "expansion")
+    }
+    return EngineStats(**values, expansion=_add_expansion(many))
+
+
+def _add_values(values: list[Any]) -> Any:
+    if not isinstance(values[0], dict):
+        return sum(values)
+    total: dict[Any, Any] = {}
+    for each in values:
+        for key, number in each.items():
+            total[key] = total.get(key, 0) + number
+    return total
+
+
+def _add_expansion(many: list[EngineStats]) -> ExpansionFacts:
+    """Bytes and times add up; of those that live, the expansion is the mean, and streamed layers are the most."""
+    facts = [one.expansion for one in many]
+    living = [one.expansion for one in many if one.num_blocks] or [ExpansionFacts()]
+    return ExpansionFacts(
+        expansion=sum(one.expansion for one in living) / len(living),
+        num_streamed=max(one.num_streamed for one in living),
+        loaded_bytes=sum(one.loaded_bytes for one in facts),
+        written_bytes=sum(one.written_bytes for one in facts),
+        stall_s=sum(one.stall_s for one in facts),
+        host_bytes=sum(one.host_bytes for one in living),
+    )

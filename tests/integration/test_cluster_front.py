@@ -1,0 +1,260 @@
+"""The front over real sockets: who is let in, where requests go, and what becomes of them when instances end."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from floodplain.cluster.front import MAX_STRANGERS
+from floodplain.cluster.messages import Abort, Leaving, Refused, Submit, TokenRow, Tokens
+from floodplain.core.errors import QueueFull, RequestRefused
+from tests.support.cluster_peers import OUTSIDE, OWN, Stage, reference, stage, until
+
+
+def on_stage(play: Callable[[Stage], Awaitable[None]], silence_s: float = 60.0) -> None:
+    async def run() -> None:
+        async with stage(silence_s) as some:
+            await play(some)
+            some.front.book.check_integrity()
+
+    asyncio.run(run())
+
+
+async def read_all(caller: Any) -> tuple[list[int], str, str | None]:
+    """Tokens, text and the reason of the end."""
+    tokens: list[int] = []
+    text = ""
+    while True:
+        delta = await caller.deltas.get()
+        if isinstance(delta, BaseException):
+            raise delta
+        tokens += delta.token_ids
+        text += delta.text
+        if delta.finish_reason is not None:
+            return tokens, text, delta.finish_reason
+
+
+# -- who is let in -----------------------------------------------------------------------------------------------------
+
+
+def test_strangers_and_unlike_instances_are_told_why_and_get_no_epoch() -> None:
+    async def play(some: Stage) -> None:
+        early = await some.join(OUTSIDE)
+        assert (early.epoch, early.denied) == (0, "")  # hung up on: it may dial again
+        assert (await some.join("wrong")).denied.startswith("the front does not know this token")
+        assert (await some.join(OWN)).epoch == 1
+        assert "start it with --dtype float32" in (await some.join(OUTSIDE, dtype="bfloat16")).denied
+        assert "its model is not the others'" in (await some.join(OUTSIDE, fingerprint="g")).denied
+        assert (await some.join(OUTSIDE)).epoch == 2
+        assert some.joined == [0, None]
+
+    on_stage(play)
+
+
+def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
+    async def play(some: Stage) -> None:
+        for data in (b"GET / HTTP/1.1\r\n\r\n", struct.pack("!II", 2**31, 0), struct.pack("!II", 2, 0) + b"{}"):
+            peer = await some.dial()
+            peer.link.send(data)
+            assert await peer.read() is None
+        first = await some.dial()
+        first.say(Leaving(1))
+        assert await first.read() is None
+        silent = [await some.dial() for _ in range(MAX_STRANGERS)]
+        assert await (await some.dial()).read() is None  # one too many
+        silent[0].link.abort()
+        assert len(some.front.book.roster) == 0
+
+    on_stage(play)
+
+
+def test_an_instance_that_says_nonsense_loses_its_requests_to_another() -> None:
+    async def play(some: Stage) -> None:
+        one = await some.join()
+        entry, caller = some.ask(max_tokens=3)
+        await one.read()
+        two = await some.join()
+        one.link.send(struct.pack("!II", 1, 0) + b"x")
+        assert isinstance(await two.read(), Submit)
+        two.step(entry.ticket, 3)
+        assert (await read_all(caller))[0] == reference(entry.request)
+        assert some.front.num_ends == {"hung_up": 1}
+
+    on_stage(play)
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
+    """Each of several instances gives a few tokens and hangs up; a stop string lies across the move."""
+
+    async def play(some: Stage) -> None:
+        entry, caller = some.ask(max_tokens=20)
+        stopped, stopped_caller = some.ask(max_tokens=20, stop=("".join(map(chr, reference(entry.request)[4:9])),))
+        for _ in range(10):
+            peer = await some.join()
+            while len(peer.requests) < (not entry_ended(caller)) + (not entry_ended(stopped_caller)):
+                await peer.read()
+            for ticket in list(peer.requests):
+                peer.step(ticket, min(2, 20 - len(peer.tokens[ticket]) + 5))
+            peer.link.abort()
+            await until(lambda: not len(some.front.book.roster))
+        tokens, text, reason = await read_all(caller)
+        assert (tokens, text, reason) == (
+            reference(entry.request),
+            "".join(map(chr, reference(entry.request))),
+            "length",
+        )
+        tokens, text, reason = await read_all(stopped_caller)
+        assert (text, reason) == ("".join(map(chr, reference(stopped.request)[:4])), "stop")
+        assert some.front.num_moved > 5 and some.front.num_generated_tokens == 20 + len(tokens)
+        assert len(some.finished) == 2
+
+    def entry_ended(caller: Any) -> bool:
+        return caller.lifecycle.events[-1][1].value == "finished"
+
+    on_stage(play)
+
+
+def test_requests_that_wait_for_an_instance_get_the_first_that_comes() -> None:
+    async def play(some: Stage) -> None:
+        one = await some.join()
+        one.link.abort()
+        await until(lambda: not len(some.front.book.roster))
+        entries = [some.ask(max_tokens=1) for _ in range(3)]
+        assert some.front.book.num_homeless == 3
+        two = await some.join()
+        for entry, caller in entries:
+            assert isinstance(await two.read(), Submit)
+            two.step(entry.ticket)
+            assert (await read_all(caller))[2] == "length"
+
+    on_stage(play)
+
+
+def test_a_full_instance_passes_the_request_on_and_only_all_full_is_429() -> None:
+    async def play(some: Stage) -> None:
+        one, two = await some.join(), await some.join()
+        entry, caller = some.ask(max_tokens=1)
+        await one.read()
+        one.say(Refused(one.epoch, entry.ticket, "full", "many wait", None))
+        assert isinstance(await two.read(), Submit)
+        two.say(Refused(two.epoch, entry.ticket, "full", "many wait", None))
+        with pytest.raises(QueueFull, match="many wait"):
+            await read_all(caller)
+        entry, caller = some.ask(max_tokens=1)
+        message = await one.read()
+        one.say(Refused(one.epoch, message.ticket, "refused", "too long", "prompt"))
+        with pytest.raises(RequestRefused, match="too long"):
+            await read_all(caller)
+        assert len(some.front.book) == 0
+
+    on_stage(play)
+
+
+def test_a_request_that_moved_is_never_refused_because_many_wait() -> None:
+    async def play(some: Stage) -> None:
+        one = await some.join()
+        entry, caller = some.ask(max_tokens=2)
+        await one.read()
+        assert not one.requests[entry.ticket].is_accepted
+        two = await some.join()
+        one.link.abort()
+        await two.read()
+        assert two.requests[entry.ticket].is_accepted
+        two.step(entry.ticket, 2)
+        await read_all(caller)
+
+    on_stage(play)
+
+
+def test_who_hangs_up_is_aborted_where_it_runs() -> None:
+    async def play(some: Stage) -> None:
+        one = await some.join()
+        entry, _ = some.ask(max_tokens=9)
+        await one.read()
+        ticket = entry.ticket
+        some.front.drop(entry)
+        some.front.drop(entry)
+        assert isinstance(await one.read(), Abort) and one.aborted == [ticket]
+        one.step(ticket)  # too late: nobody listens
+        other, caller = some.ask(max_tokens=1)
+        await one.read()
+        one.step(other.ticket)
+        assert (await read_all(caller))[0] == reference(other.request)
+
+    on_stage(play)
+
+
+def test_a_request_under_which_instances_end_is_given_up() -> None:
+    async def play(some: Stage) -> None:
+        _, caller = some.ask(max_tokens=9)
+        for _ in range(3):
+            peer = await some.join()
+            await peer.read()
+            peer.link.abort()
+            await until(lambda: not len(some.front.book.roster))
+        with pytest.raises(RuntimeError, match="3 instances in a row ended under this request"):
+            await read_all(caller)
+
+    on_stage(play)
+
+
+def test_an_instance_that_leaves_keeps_its_requests_and_gets_no_more() -> None:
+    async def play(some: Stage) -> None:
+        one = await some.join()
+        entry, caller = some.ask(max_tokens=2)
+        await one.read()
+        one.say(Leaving(one.epoch))
+        two = await some.join()
+        await until(lambda: some.front.book.roster.expect(one.epoch).is_leaving)
+        other, _ = some.ask(max_tokens=2)
+        assert (await two.read()).ticket == other.ticket
+        one.step(entry.ticket, 2)
+        assert (await read_all(caller))[0] == reference(entry.request)
+        one.link.abort()
+        await until(lambda: some.front.num_ends == {"left": 1})
+        two.say(Tokens(two.epoch, (TokenRow(other.ticket, None, None, 0, None),)))  # it cannot go on
+        assert (await two.read()).ticket == other.ticket > entry.number
+
+    on_stage(play)
+
+
+# -- silence -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
+    async def play(some: Stage) -> None:
+        one = await some.join()
+        entry, caller = some.ask(max_tokens=2)
+        await one.read()
+        one.step(entry.ticket)
+        old_ticket = entry.ticket
+        await until(lambda: some.front.num_ends == {"silent": 1})
+        assert some.silent == [0]
+        one.step(old_ticket)  # it wakes, and says what it computed
+        assert await one.read() is None
+        two = await some.join()
+        assert two.epoch > one.epoch
+        await two.read()
+        two.step(entry.ticket)
+        assert (await read_all(caller))[0] == reference(entry.request)
+
+    on_stage(play, silence_s=0.1)
+
+
+def test_beats_keep_an_instance_alive() -> None:
+    async def play(some: Stage) -> None:
+        one, two = await some.join(), await some.join()
+        while some.front.num_ends != {"silent": 1}:
+            one.beat(num_blocks=33)
+            await asyncio.sleep(0.002)
+        assert [row.epoch for row in some.front.book.roster] == [one.epoch] and two.epoch
+        assert some.front.book.roster.expect(one.epoch).num_blocks == 33
+
+    on_stage(play, silence_s=0.2)

@@ -1,0 +1,221 @@
+"""``floodplain serve --instances 2`` as real processes, killed and stopped under streaming clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from floodplain.cli.main import main
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.llm import LLM
+from tests.integration.test_cluster_children import is_alive
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+VERB = [sys.executable, "-c", "import sys; from floodplain.cli.main import main; sys.exit(main())"]
+MODEL = "dummy:tiny-llama"
+ENGINE = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 1024}
+FLAGS = ["--dtype", "float32", "--kv-memory", "1MiB", "--max-model-len", "1024"]
+PROMPT = list(range(3, 40))
+NUM_TOKENS = 300
+START_TIMEOUT_S = 120.0
+
+
+class Front:
+    """A front of two instances."""
+
+    def __init__(self, folder: Path) -> None:
+        self.token_file = folder / "token"
+        self.token_file.write_text("outside\n")
+        self.token_file.chmod(0o600)
+        self.log = folder / "log"
+        command = [*VERB, "serve", MODEL, *FLAGS, "--port", "0", "--format", "json", "--instances", "2"]
+        command += ["--instance-token-file", str(self.token_file)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()
+        self.url = json.loads(line)["url"]
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
+
+    def listing(self) -> Any:
+        return httpx.get(f"{self.url}/instances").json()
+
+    def rows(self) -> list[Any]:
+        return list(self.listing()["instances"])
+
+    def wait_full(self) -> list[Any]:
+        """Both instances, once they serve."""
+        found: Any = wait_until(lambda: len(rows := self.rows()) == 2 and rows, timeout_s=START_TIMEOUT_S)
+        return list(found)
+
+    def busy(self) -> Any:
+        """The only instance that has a request."""
+        (row,) = (row for row in self.rows() if row["requests"])
+        return row
+
+    def stream(self, prompt: list[int] = PROMPT, at: int = -1, do: Any = None, **how: Any) -> list[int]:
+        """The tokens of a streamed completion; ``do`` is called when ``at`` of them have come."""
+        tokens: list[int] = []
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        options = {"temperature": 0.0, "max_tokens": NUM_TOKENS} | how
+        chunks = self.client.completions.create(model=MODEL, prompt=prompt, stream=True, extra_body=extra, **options)
+        for chunk in chunks:
+            tokens += chunk.choices[0].token_ids or []  # type: ignore[attr-defined]
+            if len(tokens) == at:
+                do()
+        return tokens
+
+    def kill_busy(self) -> None:
+        os.kill(self.busy()["pid"], signal.SIGKILL)
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[Front]:
+    front = Front(folder)
+    try:
+        yield front
+    finally:
+        front.client.close()
+        front.process.kill()
+        front.process.wait()
+        assert front.process.stdout is not None
+        front.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    with started(tmp_path_factory.mktemp("front")) as one:
+        yield one
+
+
+def one_engine(prompts: list[list[int]], **how: Any) -> list[list[int]]:
+    """What one engine without a front gives."""
+    params = SamplingParams(ignore_eos=True, **{"temperature": 0.0, "max_tokens": NUM_TOKENS} | how)
+    with LLM(MODEL, **ENGINE) as llm:  # type: ignore[arg-type]
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_streams_have_the_tokens_of_one_engine_and_use_both_instances(front: Front) -> None:
+    prompts = [[3 + index, *PROMPT] for index in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        streamed = list(threads.map(lambda prompt: front.stream(prompt, max_tokens=40), prompts))
+    assert streamed == one_engine(prompts, max_tokens=40)
+    wait_until(lambda: all(row["generated_tokens"] >= 40 for row in front.rows()))
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}])
+def test_a_kill_in_the_middle_of_a_stream_costs_no_token(front: Front, how: dict[str, Any]) -> None:
+    before = {row["epoch"] for row in front.wait_full()}
+    moved = front.listing()["moved_requests"]
+    tokens = front.stream(at=100, do=front.kill_busy, **how)
+    assert [tokens] == one_engine([PROMPT], **how)
+    assert front.listing()["moved_requests"] == moved + 1
+    after = {row["epoch"] for row in front.wait_full()}  # a new one has joined
+    assert len(before & after) == 1 and max(after) > max(before)
+
+
+def test_a_stopped_instance_loses_its_requests_and_joins_anew_when_it_wakes(front: Front) -> None:
+    front.wait_full()
+    stopped: list[Any] = []
+
+    def stop() -> None:
+        stopped.append(front.busy())
+        os.kill(stopped[0]["pid"], signal.SIGSTOP)
+
+    try:
+        tokens = front.stream(at=100, do=stop)  # ends, though its instance is silent and its connection stands
+    finally:
+        os.kill(stopped[0]["pid"], signal.SIGCONT)
+    assert [tokens] == one_engine([PROMPT])
+    rows = front.wait_full()
+    (again,) = (row for row in rows if row["pid"] == stopped[0]["pid"])
+    assert again["epoch"] > stopped[0]["epoch"] and front.listing()["ends"]["silent"] == 1
+    assert [front.stream()] == one_engine([PROMPT])
+
+
+def test_an_unlike_instance_is_refused_in_one_line(front: Front) -> None:
+    address = joined_address(front)
+    flags = ["--join", address, "--instance-token-file", str(front.token_file)]
+    command = [*VERB, "instance", MODEL, *flags, *FLAGS, "--dtype", "bfloat16", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_TIMEOUT_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "floodplain: the front does not take this instance: --dtype bfloat16 is not the others' float32: "
+        "start it with --dtype float32\n"
+    )
+
+
+def joined_address(front: Front) -> str:
+    """Where the instances dialled in, as their command says."""
+    words = Path(f"/proc/{front.rows()[0]['pid']}/cmdline").read_bytes().decode().split("\0")
+    return words[words.index("--join") + 1]
+
+
+def test_refusals_keep_their_status(front: Front) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        front.client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5000)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="not in the vocabulary"):
+        front.client.completions.create(model=MODEL, prompt=[3, 100000], max_tokens=5)
+
+
+def test_metrics_are_per_instance_and_in_sum(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = front.wait_full()
+    text = httpx.get(f"{front.url}/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    running = [s for s in samples if s.name == "floodplain_instance_requests_running"]
+    assert {sample.labels["instance"] for sample in running} == {str(row["epoch"]) for row in rows}
+    values = {sample.name: sample.value for sample in samples if set(sample.labels) == {"model_name"}}
+    assert values["floodplain_generation_tokens_total"] >= 6 * 40
+    assert values["floodplain_time_to_first_token_seconds_count"] >= 6
+    assert main(["instances", "--base-url", front.url]) == 0
+    shown = capsys.readouterr().out
+    assert all(str(row["pid"]) in shown for row in rows) and "requests moved: " in shown
+    assert main(["instances", "--base-url", "http://127.0.0.1:1"]) == 1
+
+
+def test_a_signal_lets_streams_end_and_leaves_no_process(front: Front) -> None:
+    pids = [row["pid"] for row in front.wait_full()]
+    tokens = front.stream(at=50, do=lambda: front.process.send_signal(signal.SIGTERM))
+    assert [tokens] == one_engine([PROMPT])
+    assert front.process.wait(30) == 0
+    assert not any(is_alive(pid) for pid in pids)
+    assert "Traceback" not in front.log.read_text()
+
+
+def test_a_signal_while_instances_load_ends_all() -> None:
+    command = [*VERB, "serve", MODEL, "--instances", "1", *FLAGS, "--port", "0", "-q"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        pids = [int(pid) for pid in wait_until(lambda: children.read_text().split(), timeout_s=START_TIMEOUT_S)]
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (0, "", "")
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_an_instance_that_cannot_start_is_one_line() -> None:
+    command = [*VERB, "serve", MODEL, "--instances", "1", "--kv-memory", "1KiB", "--port", "0", "-q"]
+    command += ["--max-model-len", "1024"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_TIMEOUT_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("floodplain: instance 0 did not start: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,290 @@
+"""The front's book under any order of joins, deaths, stops, late and repeated messages: no wrong token, none lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from floodplain.cluster.book import MAX_FRUITLESS, Book, Entry
+from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.roster import Roster
+from floodplain.core.request import Request
+from tests.support.loops import make_request, next_token, reference_output
+
+FACTS = InstanceFacts("1", "f", "float32", 64, 4, 12, "host", 1)
+SILENCE_S = 1.0
+MAX_MODEL_LEN = 64
+
+
+@dataclass
+class Said:
+    """A message on its way to the front; it may come late, twice, or never."""
+
+    epoch: int
+    ticket: int
+    token: int | None
+
+
+@dataclass
+class FakeInstance:
+    """A process: it goes on from what it was told, whatever the front believes of it."""
+
+    epoch: int
+    is_stopped: bool = False
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+
+
+class BookMachine(RuleBasedStateMachine):
+    """Requests come, instances compute, die, stop and wake; messages come in any order between instances."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.book = Book(Roster(SILENCE_S))
+        self.now = 0.0
+        self.processes: dict[int, FakeInstance] = {}
+        self.zombies: list[FakeInstance] = []
+        self.wire: list[Said] = []
+        self.past: list[Said] = []
+        self.live: dict[int, Entry] = {}
+        self.outputs: dict[int, list[int]] = {}
+        self.requests: dict[int, Request] = {}
+        self.ended: dict[int, str] = {}
+        self.join()
+
+    # -- instances -------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.processes) < 4)
+    @rule()
+    def join(self) -> None:
+        one = self.book.join(FACTS, None, self.now)
+        assert one.epoch not in self.processes and all(one.epoch != zombie.epoch for zombie in self.zombies)
+        self.processes[one.epoch] = FakeInstance(one.epoch)
+        self.place()
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data())
+    def die(self, data: Any) -> None:
+        """Its connection ends; what it had said before may or may not have come."""
+        epoch = data.draw(st.sampled_from(sorted(self.processes)))
+        self.bury(epoch)
+        del self.processes[epoch]
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data())
+    def stop(self, data: Any) -> None:
+        self.processes[data.draw(st.sampled_from(sorted(self.processes)))].is_stopped = True
+
+    @rule()
+    def pass_time(self) -> None:
+        """Everybody who can speaks; who is stopped is silent for too long, and wakes later with an old epoch."""
+        for _ in range(7):
+            self.now += SILENCE_S / 4
+            for epoch, one in self.processes.items():
+                if not one.is_stopped:
+                    assert self.book.roster.hear(epoch, self.now)
+            for epoch in self.book.roster.find_silent(self.now):
+                assert self.processes[epoch].is_stopped
+                self.bury(epoch)
+                self.zombies.append(self.processes.pop(epoch))
+        assert not any(one.is_stopped for one in self.processes.values())
+
+    @precondition(lambda self: any(zombie.tokens for zombie in self.zombies))
+    @rule()
+    def wake(self) -> None:
+        """A stopped instance goes on where it was: it says more tokens in its old epoch."""
+        zombie = next(zombie for zombie in self.zombies if zombie.tokens)
+        for ticket, tokens in zombie.tokens.items():
+            tokens.append(next_token(tuple(tokens)))
+            self.wire.append(Said(zombie.epoch, ticket, tokens[-1]))
+        zombie.tokens.clear()
+
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data())
+    def leave(self, data: Any) -> None:
+        epoch = data.draw(st.sampled_from(sorted(self.processes)))
+        self.book.roster.expect(epoch).is_leaving = True
+
+    def bury(self, epoch: int) -> None:
+        for entry in self.book.end(epoch):
+            if not self.book.give_back(entry):
+                assert entry.num_fruitless >= MAX_FRUITLESS
+                self.finish(entry, "given up")
+        assert self.book.end(epoch) == []
+        self.place()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.live) < 6)
+    @rule(
+        prompt=st.lists(st.integers(0, 22), min_size=1, max_size=9).map(tuple),
+        max_tokens=st.integers(1, 9),
+        priority=st.sampled_from([0, 0, 1]),
+    )
+    def submit(self, prompt: tuple[int, ...], max_tokens: int, priority: int) -> None:
+        request = replace(
+            make_request("r", prompt, self.now, max_tokens=max_tokens, ignore_eos=True), priority=priority
+        )
+        entry = self.book.open(request)
+        self.live[entry.number], self.outputs[entry.number] = entry, []
+        self.requests[entry.number] = request
+        self.place()
+
+    def place(self) -> None:
+        for entry in self.book.place():
+            assert entry.epoch is not None and entry.ticket is not None
+            assert not self.book.roster.expect(entry.epoch).is_leaving
+            known = entry.as_request()
+            assert list(known.known_token_ids) == self.outputs[entry.number]
+            self.processes[entry.epoch].tokens[entry.ticket] = [*known.prompt_token_ids, *known.known_token_ids]
+
+    @precondition(lambda self: any(one.tokens and not one.is_stopped for one in self.processes.values()))
+    @rule(data=st.data())
+    def compute(self, data: Any) -> None:
+        """A step of one instance: each of its requests gets a token, or one of them is given back."""
+        busy = sorted(epoch for epoch, one in self.processes.items() if one.tokens and not one.is_stopped)
+        one = self.processes[data.draw(st.sampled_from(busy))]
+        for ticket, tokens in one.tokens.items():
+            tokens.append(next_token(tuple(tokens)))
+            self.wire.append(Said(one.epoch, ticket, tokens[-1]))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def hang_up(self, data: Any) -> None:
+        entry = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        where = self.book.close(entry)
+        assert self.book.close(entry) is None
+        if where is not None:
+            self.processes[where[0]].tokens.pop(where[1], None)
+        self.finish(entry, "hung up")
+
+    @precondition(lambda self: self.live and self.processes)
+    @rule(data=st.data())
+    def refuse(self, data: Any) -> None:
+        entry = self.live[data.draw(st.sampled_from(sorted(self.live)))]
+        if entry.epoch is None or self.outputs[entry.number]:
+            return
+        self.processes[entry.epoch].tokens.pop(entry.ticket or 0, None)
+        if self.book.refuse(entry):
+            self.place()
+        else:
+            self.finish(entry, "refused")
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.wire)
+    @rule(is_repeated=st.booleans(), num=st.integers(1, 5))
+    def deliver(self, is_repeated: bool, num: int) -> None:
+        """In the order of each connection; sometimes one more that came before, as only a forged peer would send."""
+        for said in self.wire[:num]:
+            self.hear(said)
+        self.past += self.wire[:num]
+        del self.wire[:num]
+        if is_repeated:
+            for said in self.past:
+                if said.epoch not in self.processes:
+                    self.hear(said)
+
+    def hear(self, said: Said) -> None:
+        entry = self.find(said)
+        if entry is None or said.token is None:
+            return
+        self.book.take(entry, said.token)
+        self.outputs[entry.number].append(said.token)
+        if len(self.outputs[entry.number]) == entry.request.params.max_tokens:
+            assert entry.epoch is not None and entry.ticket is not None
+            self.processes[entry.epoch].tokens.pop(entry.ticket, None)
+            self.book.close(entry)
+            self.finish(entry, "done")
+
+    def find(self, said: Said) -> Entry | None:
+        return self.book.find(said.epoch, said.ticket)
+
+    def finish(self, entry: Entry, how: str) -> None:
+        del self.live[entry.number]
+        self.ended[entry.number] = how
+
+    # -- laws ------------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def every_request_is_in_one_place(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        self.book.check_integrity()
+        assert len(self.book) == len(self.live)
+        for entry in self.live.values():
+            if any(not one.is_leaving for one in self.book.roster):
+                assert entry.epoch in {one.epoch for one in self.book.roster}
+
+    @invariant()
+    def no_token_is_wrong(self) -> None:
+        for number, output in getattr(self, "outputs", {}).items():
+            wanted = reference_output(self.requests[number], MAX_MODEL_LEN)
+            assert output == wanted[: len(output)]
+            if self.ended.get(number) == "done":
+                assert output == wanted
+
+    def teardown(self) -> None:
+        """One more instance, and everything that still lives ends with its own tokens."""
+        if not hasattr(self, "book"):
+            return
+        for epoch in list(self.processes):
+            self.bury(epoch)
+            del self.processes[epoch]
+        self.join()
+        (one,) = self.processes.values()
+        while self.live:
+            assert one.tokens
+            for ticket, tokens in list(one.tokens.items()):
+                tokens.append(next_token(tuple(tokens)))
+                self.hear(Said(one.epoch, ticket, tokens[-1]))
+            self.no_token_is_wrong()
+        self.book.check_integrity()
+        assert len(self.book) == 0 == sum(one.num_demanded_blocks for one in self.book.roster)
+
+
+class TrustfulMachine(BookMachine):
+    """The control: a front that believes whatever names one of its requests, whoever says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_ticket: dict[int, Entry] = {}
+
+    def place(self) -> None:
+        super().place()
+        for entry in self.live.values():
+            if entry.ticket is not None:
+                self.by_ticket[entry.ticket] = entry
+
+    def find(self, said: Said) -> Entry | None:
+        entry = self.by_ticket.get(said.ticket)
+        return entry if entry is not None and entry.number in self.live and entry.epoch is not None else None
+
+
+TestBook = BookMachine.TestCase
+
+
+def test_a_front_that_believes_old_epochs_is_found_out() -> None:
+    """Negative control: a story by hand, in which a stopped instance wakes and speaks of a request that has moved."""
+    wrong = []
+    for machine in (BookMachine(), TrustfulMachine()):
+        machine.begin()
+        machine.submit((1, 2, 3), 9, 0)
+        first = machine.processes[1]
+        for ticket, tokens in first.tokens.items():
+            tokens.append(next_token(tuple(tokens)))
+            machine.wire.append(Said(1, ticket, tokens[-1]))
+        first.is_stopped = True
+        machine.join()
+        machine.pass_time()
+        machine.deliver(False, 5)  # what it had said, too late: the request goes on elsewhere without it
+        (two,) = machine.processes.values()
+        for ticket, tokens in two.tokens.items():
+            tokens.append(next_token(tuple(tokens)))
+            machine.wire.append(Said(two.epoch, ticket, tokens[-1]))
+        machine.deliver(False, 5)
+        (output,) = machine.outputs.values()
+        wrong.append(output != reference_output(machine.requests[1], MAX_MODEL_LEN)[: len(output)])
+    assert wrong == [False, True]

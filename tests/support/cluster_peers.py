@@ -1,0 +1,152 @@
+"""A front without processes: peers on real sockets that say what the test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.frames import FrameLink
+from floodplain.cluster.front import Front
+from floodplain.cluster.messages import (
+    Abort,
+    Beat,
+    Hello,
+    Submit,
+    TokenRow,
+    Tokens,
+    Welcome,
+    pack,
+    read_front_message,
+    request_of,
+)
+from floodplain.cluster.streams import Caller
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.request import Request
+from floodplain.engine.outputs import EngineStats
+from floodplain.model.tokenizer import ByteTokenizer
+from floodplain.web.listen import bind
+from tests.support.loops import make_request
+
+FACTS = InstanceFacts("1", "f", "float32", 256, 4, 64, "host", 1)
+OWN, OUTSIDE = "own-secret", "outside-secret"
+
+
+def next_letter(tokens: tuple[int, ...]) -> int:
+    """The 'model': a letter that depends on all tokens before it."""
+    return ord("a") + sum((place + 1) * token for place, token in enumerate(tokens)) % 26
+
+
+def reference(request: Request) -> list[int]:
+    """What the request must give if nothing ends it before its length."""
+    tokens = list(request.prompt_token_ids)
+    for _ in range(request.params.max_tokens or 0):
+        tokens.append(next_letter(tuple(tokens)))
+    return tokens[len(request.prompt_token_ids) :]
+
+
+@dataclass
+class Peer:
+    """One instance, driven by hand."""
+
+    link: FrameLink
+    epoch: int = 0
+    requests: dict[int, Request] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    aborted: list[int] = field(default_factory=list)
+    denied: str = ""
+
+    async def read(self) -> Any:
+        """The next message that is no beat; None if the front has hung up."""
+        while (frame := await self.link.read()) is not None:
+            message = read_front_message(frame[0])
+            match message:
+                case Submit():
+                    request = request_of(message, frame[1], 0.0)
+                    self.requests[message.ticket] = request
+                    self.tokens[message.ticket] = [*request.prompt_token_ids, *request.known_token_ids]
+                case Abort():
+                    self.aborted.append(message.ticket)
+                case Welcome():
+                    self.epoch = message.epoch
+                case _ if type(message).__name__ == "FrontBeat":
+                    continue
+            return message
+        return None
+
+    def say(self, message: Any) -> None:
+        self.link.send(pack(message))
+
+    def beat(self, num_blocks: int = 64) -> None:
+        self.say(Beat(self.epoch, EngineStats(num_blocks=num_blocks)))
+
+    def step(self, ticket: int, num_tokens: int = 1) -> None:
+        """So many tokens of one request."""
+        rows = []
+        for _ in range(num_tokens):
+            tokens, request = self.tokens[ticket], self.requests[ticket]
+            tokens.append(next_letter(tuple(tokens)))
+            num_output = len(tokens) - len(request.prompt_token_ids)
+            reason = "length" if num_output == request.params.max_tokens else None
+            rows.append(TokenRow(ticket, tokens[-1], reason, 0, None))
+        self.say(Tokens(self.epoch, tuple(rows)))
+
+
+class Stage:
+    """A front, and peers that dial in."""
+
+    def __init__(self, silence_s: float) -> None:
+        self.finished: list[Lifecycle] = []
+        self.joined: list[int | None] = []
+        self.silent: list[int | None] = []
+        tokens = {OWN: 0, OUTSIDE: None}
+        self.front = Front(silence_s, tokens, self.joined.append, self.silent.append, self.finished.append)
+        self.sock = bind("127.0.0.1", 0)
+        self._peers: list[Peer] = []
+
+    async def dial(self) -> Peer:
+        """A connection that has said nothing."""
+        reader, writer = await asyncio.open_connection(*self.sock.getsockname()[:2])
+        self._peers.append(Peer(FrameLink(reader, writer)))
+        return self._peers[-1]
+
+    async def join(self, token: str = OWN, **facts: Any) -> Peer:
+        """One that said hello, and what it was answered."""
+        peer = await self.dial()
+        peer.say(Hello(token, replace(FACTS, **facts)))
+        answer = await peer.read()
+        peer.denied = getattr(answer, "reason", "")
+        return peer
+
+    def ask(self, prompt: bytes = b"hello", **params: Any) -> tuple[Any, Caller]:
+        """A request of a client: its entry, and where its deltas come."""
+        request = make_request("r", tuple(prompt), asyncio.get_running_loop().time(), **params)
+        caller = Caller(ByteTokenizer(256), request)
+        return self.front.submit(request, caller), caller
+
+    async def close(self) -> None:
+        await self.front.close()
+        for peer in self._peers:
+            await peer.link.close()
+        self.sock.close()
+
+
+@asynccontextmanager
+async def stage(silence_s: float = 60.0) -> AsyncIterator[Stage]:
+    """A front that listens; a bound in time keeps a bug from hanging the suite."""
+    some = Stage(silence_s)
+    async with asyncio.timeout(20):
+        await some.front.start(some.sock)
+        try:
+            yield some
+        finally:
+            await some.close()
+
+
+async def until(condition: Any) -> None:
+    """Let the loop run until it is so."""
+    while not condition():
+        await asyncio.sleep(0.001)

@@ -1,0 +1,180 @@
+"""Small parts of the front: who is silent, what adds up, when a child starts again, which flags do not go together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.cli.instance import environment_of_instances, instance_command
+from floodplain.cli.options import Parser, add_dataclass_flags, dataclass_from, resolve
+from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.prefixes import PrefixMemory
+from floodplain.cluster.restarts import CALM_S, FIRST_DELAY_S, MAX_FAILED_STARTS, MOST_DELAY_S, Restarts
+from floodplain.cluster.roster import Roster
+from floodplain.cluster.settings import ClusterConfig, InstanceConfig, config_of_instance, split_address
+from floodplain.cluster.sums import StatsBook
+from floodplain.core.errors import UserError
+from floodplain.core.hashing import BlockKey
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats, ExpansionFacts
+
+FACTS = InstanceFacts("1", "f", "float32", 64, 4, 12, "host", 1)
+
+# -- silence -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_is_silent_for_too_long_is_found_and_who_speaks_is_not() -> None:
+    roster = Roster(silence_s=1.0)
+    silent, speaks = roster.join(FACTS, None, 0.0), roster.join(FACTS, None, 0.0)
+    for tick in range(1, 12):
+        now = tick * 0.2
+        roster.hear(speaks.epoch, now)
+        assert roster.find_silent(now) == ([silent.epoch] if now > 1.2 else [])
+    roster.remove(silent.epoch)
+    assert not roster.hear(silent.epoch, 9.0) and roster.hear(speaks.epoch, 9.0)
+    assert roster.join(FACTS, None, 9.0).epoch > speaks.epoch
+
+
+@given(st.lists(st.floats(0.0, 0.5), min_size=1, max_size=30), st.floats(2.0, 100.0))
+def test_a_front_that_was_held_up_takes_nobody_for_dead(gaps_s: list[float], held_up_s: float) -> None:
+    roster = Roster(silence_s=1.0)
+    one = roster.join(FACTS, None, 0.0)
+    now = 0.0
+    for gap_s in gaps_s:
+        now += gap_s
+        roster.hear(one.epoch, now)
+        assert roster.find_silent(now) == []
+    now += held_up_s
+    assert roster.find_silent(now) == []  # what it said meanwhile lies in the socket
+    roster.hear(one.epoch, now + 0.1)
+    assert roster.find_silent(now + 0.4) == []
+    # if it says nothing even now, that is silence
+    late = [now + 0.4 + tick * 0.25 for tick in range(1, 6)]
+    assert [roster.find_silent(when) for when in late][-1] == [one.epoch]
+
+
+def test_prefixes_are_leading_keys_and_the_oldest_are_forgotten() -> None:
+    memory = PrefixMemory(max_keys=3)
+    a, b, c, d = (BlockKey(bytes([n])) for n in range(4))
+    memory.note([a, b])
+    assert memory.count_known([a, b, c]) == 2 and memory.count_known([b, a]) == 2 and memory.count_known([c, a]) == 0
+    memory.note([c, a, d])
+    assert (memory.count_known([b]), memory.count_known([a, c, d])) == (0, 3)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 50), st.booleans()), max_size=30))
+def test_counters_never_fall_whoever_dies(story: list[tuple[int, int, bool]]) -> None:
+    book, counted, epoch_of = StatsBook(), 0, {slot: slot for slot in range(1, 5)}
+    latest: dict[int, int] = {}
+    for slot, number, dies in story:
+        epoch = epoch_of[slot]
+        before = book.total()
+        latest[epoch] = latest.get(epoch, 0) + number
+        counted += number
+        book.note(epoch, EngineStats(num_steps=latest[epoch], num_running=2, swap_bytes={("out", "host"): number}))
+        if dies:
+            book.retire(epoch)
+            epoch_of[slot] += 10
+        total = book.total()
+        assert total.num_steps == counted >= before.num_steps
+    living = {epoch for epoch in latest if epoch in epoch_of.values()}
+    assert book.total().num_running == 2 * len(living)
+
+
+def test_recalls_are_counted_once_and_expansions_are_a_mean() -> None:
+    book = StatsBook()
+    one = EngineStats(num_blocks=1, num_recalls=1, recall_times_s=(0.5,), expansion=ExpansionFacts(3.0, 2, 10))
+    book.note(1, one)
+    book.note(2, EngineStats(num_blocks=1, num_recalls=1, recall_times_s=(0.25,)))
+    book.note(1, replace(one, num_recalls=2, recall_times_s=(0.5, 0.75)))
+    total = book.total()
+    assert (total.num_recalls, total.recall_times_s) == (3, (0.5, 0.25, 0.75))
+    assert (total.expansion.expansion, total.expansion.num_streamed, total.expansion.loaded_bytes) == (2.0, 2, 10)
+    book.retire(1)
+    total = book.total()
+    assert (total.num_recalls, total.expansion.expansion, total.expansion.loaded_bytes) == (3, 1.0, 10)
+
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.none() | st.floats(0, 1000), max_size=60))
+def test_restarts_are_bounded_and_begin_anew_after_calm(lives_s: list[float | None]) -> None:
+    restarts, num_failed, before_s = Restarts(), 0, 0.0
+    for life_s in lives_s:
+        delay_s = restarts.next_delay_s(life_s)
+        num_failed = num_failed + 1 if life_s is None else 0
+        assert (delay_s is None) == (num_failed >= MAX_FAILED_STARTS)
+        if delay_s is None:
+            return
+        assert FIRST_DELAY_S <= delay_s <= MOST_DELAY_S
+        if life_s is not None and life_s >= CALM_S:
+            assert delay_s == FIRST_DELAY_S
+        elif before_s:
+            assert delay_s == min(MOST_DELAY_S, 2 * before_s)
+        before_s = delay_s
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+def test_flags_that_contradict_are_one_line_that_says_why() -> None:
+    engine = EngineConfig(model="m")
+    for wrong, words in (
+        ({"instances": 0}, "--instances must be between 1 and 256, not 0"),
+        ({"instance_timeout": 2.0}, "--instance-timeout needs --instances"),
+        ({"instance_token_file": Path("f")}, "--instance-token-file needs --instances"),
+        ({"instances": 2, "instance_timeout": 0.1}, "--instance-timeout must be between 0.5 and 300 seconds"),
+        ({"instances": 2, "instance_address": "nowhere"}, "--instance-address must be HOST:PORT, not 'nowhere'"),
+        ({"instances": 2, "instance_address": "0.0.0.0:7"}, "lets other machines in: give --instance-token-file"),
+    ):
+        with pytest.raises(UserError, match=words):
+            ClusterConfig(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--join must be HOST:PORT"):
+        InstanceConfig(join="host:99999", instance_token_file="f")
+    with pytest.raises(UserError, match="--device-name gpu is for one engine, and --instances 2 gives the same"):
+        config_of_instance(replace(engine, device_name="gpu"), 2, 0)
+    with pytest.raises(UserError, match="--coordinator http://c is for one engine"):
+        config_of_instance(replace(engine, coordinator="http://c", lend="auto"), 2, 0)
+    with pytest.raises(UserError, match="--device cuda:1 is one GPU, and --instances 2 are as many engines"):
+        config_of_instance(replace(engine, device="cuda:1"), 2, 0)
+    devices = [config_of_instance(replace(engine, device="cuda"), 2, index).device for index in range(2)]
+    assert devices == ["cuda:0", "cuda:1"]
+    assert config_of_instance(engine, 2, 1) == engine
+
+
+def test_addresses_are_split_at_their_port() -> None:
+    assert split_address("h:1", "--f") == ("h", 1) and split_address("[::1]:65535", "--f") == ("::1", 65535)
+
+
+def test_the_command_of_an_instance_says_all_flags_and_no_secret() -> None:
+    """Read again by the verb's own parser, it is the configuration that it was made from."""
+    config = EngineConfig(
+        model="m", policy="fcfs", kv_memory=2**20, pack_weights=False, swap="none", seed=3, kv_expansion="1.5"
+    )
+    command = instance_command(config, is_quiet=True)
+    begin = command.index("instance") + 1
+    parser = Parser(prog="instance")
+    parser.add_argument("-q", "--quiet", action="store_true")
+    add_dataclass_flags(parser, InstanceConfig)
+    add_dataclass_flags(parser, EngineConfig)
+    args = resolve(parser, [*command[begin:], "--join", "127.0.0.1:1"], {})
+    assert dataclass_from(args, EngineConfig) == config
+    assert args.instance_token_file == "-"
+
+
+def test_children_get_no_flag_by_a_variable() -> None:
+    environ = {"PATH": "p", "FLOODPLAIN_PORT": "1", "FLOODPLAIN_NO_FLASHINFER": "1"}
+    assert environment_of_instances(environ, 3) == {
+        "PATH": "p",
+        "FLOODPLAIN_NO_FLASHINFER": "1",
+        "OMP_NUM_THREADS": "3",
+    }
+    assert environment_of_instances({"OMP_NUM_THREADS": "7"}, 3) == {"OMP_NUM_THREADS": "7"}

@@ -1,0 +1,211 @@
+"""Messages between the front and its instances: what is written is read again, and nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.cluster.facts import InstanceFacts, find_difference
+from floodplain.cluster.frames import MAX_HELLO_BYTES, FrameLink, pack_frame
+from floodplain.cluster.messages import (
+    Abort,
+    Beat,
+    Hello,
+    Refused,
+    TokenRow,
+    Tokens,
+    Welcome,
+    error_of,
+    pack,
+    read_front_message,
+    read_instance_message,
+    refusal_of,
+    request_of,
+    submit_of,
+)
+from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
+from floodplain.core.goals import Goals
+from floodplain.core.plan import TokenLogprobs
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.outputs import EngineStats, ExpansionFacts
+from floodplain.lending.fields import WireError
+
+FACTS = InstanceFacts("1.0", "abc", "float32", 256, 16, 64, "host", 7)
+
+
+def body_of(frame: bytes) -> tuple[dict[str, Any], tuple[int, ...]]:
+    num_text, num_ids = struct.unpack("!II", frame[:8])
+    assert len(frame) == 8 + num_text + num_ids
+    return json.loads(frame[8 : 8 + num_text]), struct.unpack(f"<{num_ids // 4}i", frame[8 + num_text :])
+
+
+rows = st.builds(
+    TokenRow,
+    ticket=st.integers(1, 10**9),
+    token=st.none() | st.integers(0, 10**6),
+    finish_reason=st.sampled_from([None, "stop", "length"]),
+    num_cached_tokens=st.integers(0, 10**6),
+    logprobs=st.none()
+    | st.builds(
+        TokenLogprobs,
+        chosen=st.floats(max_value=0, allow_nan=False),
+        top=st.lists(st.tuples(st.integers(0, 99), st.floats(max_value=0, allow_nan=False)), max_size=3).map(tuple),
+    ),
+)
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.none() | st.integers(5, 99),
+    min_tokens=st.integers(0, 5),
+    temperature=st.floats(0, 2),
+    seed=st.none() | st.integers(-(2**63), 2**64 - 1),
+    stop=st.lists(st.text(min_size=1), max_size=2).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
+)
+requests = st.builds(
+    Request,
+    request_id=st.text(),
+    prompt_token_ids=st.lists(st.integers(0, 2**31 - 1), min_size=1).map(tuple),
+    params=params,
+    arrival_s=st.just(90.0),
+    priority=st.integers(-5, 5),
+    client=st.text(),
+    cache_salt=st.text(),
+    goals=st.builds(Goals, ttft_s=st.none() | st.floats(0.1, 9)),
+    known_token_ids=st.lists(st.integers(0, 2**31 - 1)).map(tuple),
+    is_accepted=st.booleans(),
+)
+
+
+@given(st.lists(rows, max_size=4).map(tuple))
+def test_tokens_are_read_as_they_were_written(some: tuple[TokenRow, ...]) -> None:
+    message = Tokens(3, some)
+    assert read_instance_message(body_of(pack(message))[0]) == message
+
+
+@given(requests)
+def test_a_request_arrives_with_all_that_was_said_of_it(request: Request) -> None:
+    """But for its stop strings, which the front looks for; and its age stands for its arrival."""
+    message = submit_of(request, epoch=4, ticket=5, now=100.0)
+    body, token_ids = body_of(pack(message, request.prompt_token_ids + request.known_token_ids))
+    read: Any = read_front_message(body)
+    again = request_of(read, token_ids, now=7.0)
+    assert (read.epoch, read.ticket, again.arrival_s, again.params.stop) == (4, 5, -3.0, ())
+    for name in set(Request.__dataclass_fields__) - {"arrival_s", "params"}:
+        assert getattr(again, name) == getattr(request, name)
+    for name in set(SamplingParams.__dataclass_fields__) - {"stop"}:
+        assert getattr(again.params, name) == getattr(request.params, name)
+
+
+def test_statistics_arrive_whole() -> None:
+    stats = EngineStats(
+        num_running=3,
+        kv_blocks={"free": 2},
+        swap_bytes={("out", "host"): 5, ("in", "peer"): 6},
+        recall_times_s=(0.5, 1.0),
+        expansion=ExpansionFacts(1.5, limited="why"),
+    )
+    assert read_instance_message(body_of(pack(Beat(1, stats)))[0]) == Beat(1, stats)
+    assert read_instance_message(body_of(pack(Beat(1, EngineStats())))[0]) == Beat(1, EngineStats())
+
+
+@pytest.mark.parametrize(
+    "error", [QueueFull("full"), ShuttingDown("bye"), RequestRefused("long", field="prompt"), UserError("odd")]
+)
+def test_a_refusal_arrives_as_the_same_exception(error: UserError) -> None:
+    read: Any = read_instance_message(body_of(pack(refusal_of(error, 1, 2)))[0])
+    again = error_of(read)
+    assert (type(again), str(again), getattr(again, "field", None)) == (
+        type(error),
+        str(error),
+        getattr(error, "field", None),
+    )
+
+
+@given(st.data())
+def test_a_damaged_message_is_refused_or_is_another_message(data: st.DataObject) -> None:
+    """Any field missing, replaced or added: a WireError, and never another exception."""
+    message = data.draw(
+        st.sampled_from(
+            [
+                Hello("t", FACTS),
+                Beat(1, EngineStats(kv_blocks={"free": 1})),
+                Tokens(1, (TokenRow(1, 2, None, 0, TokenLogprobs(-1.0, ((1, -1.0),))),)),
+                Refused(1, 2, "full", "m", None),
+            ]
+        )
+    )
+    body = body_of(pack(message))[0]
+    junk = data.draw(st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers()) | st.just({}))
+    target = body
+    while isinstance(target, dict) and target:
+        name = data.draw(st.sampled_from(sorted(target)))
+        if isinstance(target[name], dict) and target[name] and data.draw(st.booleans()):
+            target = target[name]
+        else:
+            target[name] = junk
+            break
+    try:
+        read = read_instance_message(body)
+    except WireError as error:
+        assert "\n" not in str(error)
+    else:
+        assert type(read) in (Hello, Beat, Tokens, Refused)
+
+
+def test_what_only_the_front_says_is_nothing_from_an_instance() -> None:
+    for message in (Welcome(1, 0.2, 1.0), Abort(1, 2)):
+        body = body_of(pack(message))[0]
+        with pytest.raises(WireError, match="no message of this version"):
+            read_instance_message(dict(body))
+        assert read_front_message(body) == message
+
+
+def read_bytes(data: bytes, max_bytes: int) -> Any:
+    async def read() -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await FrameLink(reader, None).read(max_bytes)  # type: ignore[arg-type]
+
+    return asyncio.run(read())
+
+
+def test_frames_end_where_they_say_and_are_bounded() -> None:
+    frame = pack_frame({"a": 1}, (5, -6))
+    assert read_bytes(frame, 100) == ({"a": 1}, (5, -6))
+    for cut in range(len(frame)):
+        assert read_bytes(frame[:cut], 100) is None
+    with pytest.raises(WireError, match="a frame of 16 bytes, of which 15 are allowed"):
+        read_bytes(pack_frame({"a": 12}, (5, 6)), 15)
+    with pytest.raises(WireError, match="of which 16384"):
+        read_bytes(struct.pack("!II", 2**32 - 1, 2**32 - 4), MAX_HELLO_BYTES)  # nothing of it is waited for
+    for text in (b"[1]", b"{", b"\xff", b"[" * 50000, b'{"a": ' + b"9" * 5000 + b"}"):
+        with pytest.raises(WireError, match="no JSON"):
+            read_bytes(struct.pack("!II", len(text), 0) + text, 2**17)
+    with pytest.raises(WireError):
+        read_bytes(struct.pack("!II", 2, 3) + b"{}abc", 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("version", "2.0", "it is Floodplain 2.0, and the others are 1.0"),
+        ("dtype", "bfloat16", "start it with --dtype float32"),
+        ("block_tokens", 8, "start it with --block-tokens 16"),
+        ("fingerprint", "other", "its model is not the others'"),
+        ("max_model_len", 255, "it serves 255 tokens a request, and the others 256: give it more --kv-memory"),
+    ],
+)
+def test_an_unlike_instance_is_told_what_to_change(name: str, value: object, words: str) -> None:
+    fields = {item: getattr(FACTS, item) for item in InstanceFacts.__dataclass_fields__}
+    problem = find_difference(FACTS, InstanceFacts(**fields | {name: value}))
+    assert problem is not None and words in problem and "\n" not in problem
+    assert find_difference(FACTS, InstanceFacts(**fields | {"num_blocks": 5, "max_model_len": 999, "pid": 1})) is None
