@@ -1,0 +1,174 @@
+"""A profile as a picture, as AQUA draws its own (Figures 3, 4 and 7). What a profile does not say is not drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from floodplain.files.profile import Profile
+from floodplain.observe.profile_panels import Curve, Point, draw_panels, finish, mark_result
+from floodplain.observe.style import COLOURS, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PAPER_MODEL, PAPER_SWAP_GB = "yi-34b", {2.0: 6.0, 3.0: 15.0, 5.0: 40.0}
+"""Swap space by burst factor: AQUA, section 9.4, Yi-34B on arXiv with one A100."""
+_ORANGE = COLOURS[4]
+_GREY = "#888888"
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def draw_profile(profile: Profile) -> Figure | None:
+    """Draw what was tried, and the result; None if no try has numbers that this kind of picture shows."""
+    with styled():
+        return _KINDS[profile.kind](profile)
+
+
+def _draw_media(profile: Profile) -> Figure | None:
+    rows = [row for row in profile.tries if _has(row, "batch", "throughput")]
+    known = [row for row in rows if _has(row, "free_bytes")]
+    unit, name = _unit([row["free_bytes"] for row in known])
+    threshold = profile.result.get("threshold_bytes")
+    curves = [
+        Curve(
+            "throughput\n(items/s)",
+            _points(rows, "batch", "throughput"),
+            errors=[row["throughput"] * (row.get("spread") or 0.0) / 2 for row in _by(rows, "batch")],
+        ),
+        Curve(
+            f"free memory\n({name})",
+            _points(known, "batch", "free_bytes", 1 / unit),
+            limit=None if threshold is None else (threshold / unit, "threshold of a producer"),
+        ),
+    ]
+    figure = draw_panels(profile, "Throughput and free memory by batch", "batch", curves)
+    for panel in [] if figure is None else figure.axes:
+        mark_result(panel, profile.result["batch"], "knee")
+        if (limit := profile.result.get("limit_batch")) is not None:
+            panel.axvspan(limit, 2 * limit, color="#f0f0f0", zorder=-1, label="out of memory")
+        _scale_batches(panel, [int(row["batch"]) for row in rows], limit)
+    return finish(figure)
+
+
+def _draw_llm(profile: Profile) -> Figure | None:
+    rows = [row for row in profile.tries if _has(row, "rate_rps")]
+    pool, settings = profile.result.get("kv_bytes"), profile.settings
+    free = (
+        []
+        if pool is None
+        else [(row["rate_rps"], pool - row["peak_kv_bytes"]) for row in rows if _has(row, "peak_kv_bytes")]
+    )
+    unit, name = _unit([value for _, value in free])
+    threshold = profile.result.get("threshold_bytes")
+    curves = [
+        _latency("TTFT p99\n(s)", rows, "ttft_p99_s", 1.0, _goal(settings, "ttft", 1e-3)),
+        _latency("ITL p99\n(ms)", rows, "itl_p99_s", 1e3, _goal(settings, "itl", 1.0)),
+        Curve(
+            f"free KV\n({name})",
+            [(rate, value / unit) for rate, value in free],
+            limit=None if threshold is None else (threshold / unit, "threshold of a producer"),
+        ),
+    ]
+    figure = draw_panels(profile, "Latency and free KV memory by request rate", "requests per second", curves)
+    for panel in figure.axes if figure is not None and profile.result["rate_rps"] else []:
+        mark_result(panel, profile.result["rate_rps"], "highest rate within the goals")
+    return finish(figure)
+
+
+def _latency(
+    label: str, rows: Sequence[Mapping[str, Any]], key: str, factor: float, limit: tuple[float, str] | None
+) -> Curve:
+    missed = [row for row in rows if row.get("verdict") == "missed"]
+    points = [_points(part, "rate_rps", key, factor) for part in (rows, missed)]
+    return Curve(label, points[0], limit=limit, missed=points[1])
+
+
+def _draw_swap(profile: Profile) -> Figure | None:
+    points = [
+        (float(row["factor"]), float(row["needs_bytes"])) for row in profile.tries if _has(row, "factor", "needs_bytes")
+    ]
+    is_papers = PAPER_MODEL in profile.subject.lower()
+    unit, name = _unit([value for _, value in points] + [1e9 * value for value in PAPER_SWAP_GB.values() if is_papers])
+    curve = Curve(f"swap space\n({name})", sorted((factor, value / unit) for factor, value in points), "this profile")
+    figure = draw_panels(profile, "Swap space that bursts need", "burst, times the stable rate", [curve])
+    if figure is not None:
+        figure.axes[0].margins(x=0.05, y=0.1)
+    if figure is not None and is_papers:
+        factors, sizes = zip(*PAPER_SWAP_GB.items(), strict=True)
+        figure.axes[0].plot(
+            factors, [1e9 * size / unit for size in sizes], color=_ORANGE, marker="s", linestyle="--",
+            label="AQUA, section 9.4 (Yi-34B, arXiv)",
+        )  # fmt: skip
+    return finish(figure)
+
+
+def _draw_step(profile: Profile) -> Figure | None:
+    rows = [row for row in profile.tries if _has(row, "step_s", "fitted_s")]
+    points = [(1e3 * row["step_s"], 1e3 * row["fitted_s"]) for row in rows]
+    figure = draw_panels(
+        profile, "Steps, measured and fitted", "measured (ms)", [Curve("fitted\n(ms)", points, is_joined=False)], 3.4
+    )
+    if figure is None:
+        return None
+    (panel,) = figure.axes
+    low, high = (edge(value for point in points for value in point) for edge in (min, max))
+    panel.plot([low, high], [low, high], color=_GREY, linestyle="--", linewidth=1.0, label="equal")
+    if low > 0:
+        _scale_times(panel)
+    return finish(figure)
+
+
+_KINDS: Mapping[str, Callable[[Profile], Figure | None]] = {
+    "llm": _draw_llm, "media": _draw_media, "swap": _draw_swap, "step": _draw_step,
+}  # fmt: skip
+
+
+def _scale_times(panel: Axes) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.margins(0.05)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _scale_batches(panel: Axes, batches: Sequence[int], limit: int | None) -> None:
+    """Logarithmic, with the doublings named."""
+    from matplotlib.ticker import NullFormatter
+
+    largest = max([*batches, *([] if limit is None else [limit])])
+    doublings = [2**k for k in range(largest.bit_length() + 1) if 2**k <= largest]
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(doublings, [str(each) for each in doublings])
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.set_xlim(0.93, largest * (1.08 if limit is None else 1.3))
+
+
+def _goal(settings: Mapping[str, Any], name: str, factor: float) -> tuple[float, str] | None:
+    """A goal in ms as a limit; those of ``--goodput`` stand there alone."""
+    goals = dict(each.split(":", 1) for each in settings.get("goodput") or ())
+    value = goals.get(name) if goals else settings.get(f"{name}_ms")
+    return None if value is None else (factor * float(value), "goal")
+
+
+def _has(row: Mapping[str, Any], *keys: str) -> bool:
+    return all(isinstance(row.get(key), int | float) for key in keys)
+
+
+def _by(rows: Sequence[Mapping[str, Any]], key: str) -> list[Mapping[str, Any]]:
+    return sorted(rows, key=lambda row: float(row[key]))
+
+
+def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str, factor: float = 1.0) -> list[Point]:
+    return [(float(row[x]), factor * row[y]) for row in _by(rows, x) if _has(row, y)]
+
+
+def _unit(values: Sequence[float]) -> tuple[float, str]:
+    """The largest unit of which the largest value has at least a half."""
+    largest = max(values, default=0.0)
+    return next((unit for unit in _UNITS if largest >= unit[0] / 2), (1.0, "bytes"))
