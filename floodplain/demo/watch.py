@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING
+
+from floodplain.observe.scraped import Scraped
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 PERIOD_S = 0.25
+_PREFIX = "floodplain_"
 _IDLE_STATES = ("free", "cached")
 """Of blocks that no request needs now."""
 
@@ -95,24 +97,6 @@ async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> 
             await look()
 
 
-class _Families:
-    """Samples of a Prometheus text by name, those of one name added up unless labels tell them apart."""
-
-    def __init__(self, text: str) -> None:
-        from prometheus_client.parser import text_string_to_metric_families
-
-        self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                self._samples[sample.name.removeprefix("floodplain_")].append((sample.labels, sample.value))
-
-    def sum(self, name: str, **labels: str) -> float:
-        return sum(value for found, value in self._samples[name] if labels.items() <= found.items())
-
-    def by(self, name: str, label: str) -> Iterator[tuple[str, float]]:
-        return ((found[label], value) for found, value in self._samples[name])
-
-
 async def _scrape(session: aiohttp.ClientSession, url: str) -> str:
     async with session.get(f"{url}/metrics") as response:
         response.raise_for_status()
@@ -121,7 +105,7 @@ async def _scrape(session: aiohttp.ClientSession, url: str) -> str:
 
 def sample_of(time_s: float, lender_text: str, borrower_text: str) -> LendingSample:
     """What both servers' ``/metrics`` say."""
-    producer, consumer = _Families(lender_text), _Families(borrower_text)
+    producer, consumer = Scraped(lender_text, _PREFIX), Scraped(borrower_text, _PREFIX)
     pool_bytes, blocks = producer.sum("kv_bytes", tier="local"), dict(producer.by("kv_blocks", "state"))
     used = sum(count for state, count in blocks.items() if state not in _IDLE_STATES)
     return LendingSample(
