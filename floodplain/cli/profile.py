@@ -6,7 +6,7 @@ import argparse
 from importlib import import_module
 from typing import Any
 
-VERBS = ("media", "show")
+VERBS = ("llm", "media", "show")
 """In the order of ``--help``. ``floodplain/cli/profile_NAME.py`` holds one, as ``cli.main`` describes it."""
 
 

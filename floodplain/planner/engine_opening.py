@@ -1,0 +1,55 @@
+"""An engine in this process, as a target to profile."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from floodplain.bench.engine_target import EngineTarget
+from floodplain.bench.offline import hardware_report
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.outputs import EngineStats
+from floodplain.planner.kv_use import KvUse
+from floodplain.planner.measured import Opened
+
+LOOK_S = 0.1
+
+
+@asynccontextmanager
+async def open_engine(config: EngineConfig) -> AsyncIterator[Opened]:
+    """An engine that has started; it is closed when the context ends.
+
+    Raises:
+        UserError: A flag or a file is bad.
+    """
+    # The load waits in line, not at the door: nothing is refused for the length of the queue.
+    engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
+
+    async def read() -> KvUse:
+        return use_of(engine.stats())
+
+    await engine.start()
+    try:
+        yield Opened(
+            name=engine.model_name,
+            machine=hardware_report(config.device, engine.engine.links).name,
+            tokenizer=engine.tokenizer,
+            target=EngineTarget(engine),
+            read=read,
+            look_s=LOOK_S,
+        )
+    finally:
+        await engine.close()
+
+
+def use_of(stats: EngineStats) -> KvUse:
+    """What an engine's statistics say of its KV."""
+    pool_bytes = stats.kv_bytes["local"]
+    return KvUse(
+        used_bytes=pool_bytes * stats.num_used_blocks // max(1, stats.num_blocks),
+        pool_bytes=pool_bytes,
+        num_live=stats.num_running + stats.num_waiting + stats.num_swapped,
+    )

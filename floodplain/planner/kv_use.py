@@ -1,0 +1,83 @@
+"""How much KV a target has in use, looked at over and over while a try runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from floodplain.core.errors import UserError
+
+IDLE_S = 30.0
+"""A target must be idle within so many seconds before each try."""
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """A target's KV pool at one moment.
+
+    Attributes:
+        used_bytes: What requests hold; cached prefixes that no request holds are free.
+        pool_bytes: The whole pool.
+        num_live: Requests that run, wait or are swapped out.
+    """
+
+    used_bytes: int
+    pool_bytes: int
+    num_live: int
+
+
+ReadUse = Callable[[], Awaitable[KvUse]]
+
+
+@dataclass(slots=True)
+class PeakUse:
+    """The most that was in use at any look."""
+
+    used_bytes: int = 0
+    pool_bytes: int = 0
+
+    def note(self, use: KvUse) -> None:
+        """Take in a look."""
+        self.used_bytes = max(self.used_bytes, use.used_bytes)
+        self.pool_bytes = max(self.pool_bytes, use.pool_bytes)
+
+
+@asynccontextmanager
+async def watching(read: ReadUse, period_s: float) -> AsyncIterator[PeakUse]:
+    """Look every ``period_s`` seconds while the context is open, and once before.
+
+    Raises:
+        UserError: From ``read``; the context then ends with it.
+    """
+    peak = PeakUse()
+    peak.note(await read())
+
+    async def look() -> None:
+        while True:
+            await asyncio.sleep(period_s)
+            peak.note(await read())
+
+    task = asyncio.create_task(look())
+    try:
+        yield peak
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def wait_until_idle(read: ReadUse, name: str, timeout_s: float = IDLE_S) -> None:
+    """Return when no request is alive.
+
+    Raises:
+        UserError: There still is one after ``timeout_s``.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            while (await read()).num_live:
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise UserError(f"{name} serves other requests: profile it while it has no other load") from None

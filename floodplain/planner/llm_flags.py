@@ -1,0 +1,129 @@
+"""The flags of ``floodplain profile llm``, and which of them contradict each other or those of engine and workload."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from floodplain.core.errors import UserError
+from floodplain.engine.config import EngineConfig
+from floodplain.workload.goodput import parse_goodput
+from floodplain.workload.spec import WorkloadSpec
+
+DEFAULT_THRESHOLD_BYTES = 10 * 10**9
+"""AQUA's: a producer has more than this to spare."""
+DEFAULT_TTFT_MS, DEFAULT_ITL_MS = 1000.0, 100.0
+"""AQUA's goals for chat, at the 99th percentile."""
+_SERVER_FLAGS = ("model", "dtype", "seed")
+_VIRTUAL_FLAGS = (
+    "model", "dtype", "seed", "policy", "slice", "ttft_goal", "tpot_goal", "pace", "max_gap", "fair_by", "kv_memory",
+    "block_tokens", "max_batched_tokens", "max_num_seqs", "max_model_len", "enable_prefix_caching", "swap",
+    "swap_memory", "hardware",
+)  # fmt: skip
+"""Flags of an engine that say something of a server, or of the loop in virtual time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmProfileConfig:
+    """The flags of the verb itself.
+
+    Raises:
+        UserError: A value is out of its range, or two flags contradict each other.
+    """
+
+    out: Path | None = field(default=None, metadata={"help": "write the profile to this JSON file"})
+    base_url: str | None = field(
+        default=None,
+        metadata={"help": "profile the OpenAI server there, ours or vLLM, which calls its model MODEL (default: an "
+                          "engine in this process)"},
+    )  # fmt: skip
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "with --base-url, model with its tokenizer and shape (default: MODEL)"}
+    )
+    api_key_file: Path | None = field(default=None, metadata={"help": "with --base-url, file with the key to send"})
+    kv_block_bytes: int | None = field(
+        default=None,
+        metadata={"help": "with --base-url of vLLM, bytes of a KV block on one GPU (default: by the model's shape)",
+                  "size": True},
+    )  # fmt: skip
+    steps: Path | None = field(
+        default=None,
+        metadata={"help": "profile in virtual time, with steps as in this file of floodplain profile step; MODEL gives "
+                          "the shape, --kv-memory the pool"},
+    )  # fmt: skip
+    rates: tuple[float, ...] = field(
+        default=(0.5, 10.0), metadata={"help": "lowest and highest requests per second (default: 0.5 10)"}
+    )
+    rate_step: float = field(default=0.5, metadata={"help": "requests per second between two rates"})
+    try_seconds: float = field(default=60.0, metadata={"help": "seconds in which the requests of a try arrive"})
+    tries: int = field(default=5, metadata={"help": "most tries of one rate"})
+    confidence: float = field(default=0.9, metadata={"help": "a result that says it is sure is right so often"})
+    ttft_ms: float = field(default=DEFAULT_TTFT_MS, metadata={"help": "goal of a first token, in ms"})
+    itl_ms: float = field(default=DEFAULT_ITL_MS, metadata={"help": "goal of the time between two tokens, in ms"})
+    goodput: tuple[str, ...] = field(
+        default=(), metadata={"help": "instead of both: goals of a request in ms, ttft:MS tpot:MS e2el:MS"}
+    )
+    share: float = field(
+        default=0.99, metadata={"help": "part of the requests, and of the times between tokens, within the goals"}
+    )
+    threshold: int = field(
+        default=DEFAULT_THRESHOLD_BYTES,
+        metadata={"help": "a producer has more than this to spare (default: 10GB)", "size": True},
+    )
+
+    def __post_init__(self) -> None:
+        if len(self.rates) != 2:
+            raise UserError(f"--rates takes the lowest and the highest rate, not {len(self.rates)} numbers")
+        for name in ("ttft_ms", "itl_ms"):
+            if not 0 < getattr(self, name) < 1e9:
+                raise UserError(f"--{name.replace('_', '-')} must be above 0, not {getattr(self, name):g}")
+        if self.goodput and (self.ttft_ms, self.itl_ms) != (DEFAULT_TTFT_MS, DEFAULT_ITL_MS):
+            raise UserError("--goodput names all goals itself: leave out --ttft-ms and --itl-ms")
+        parse_goodput(self.goodput)
+        if self.base_url is not None and self.steps is not None:
+            raise UserError("--base-url measures a server and --steps computes: leave one of them out")
+        for name in ("tokenizer", "api_key_file", "kv_block_bytes"):
+            if getattr(self, name) is not None and self.base_url is None:
+                raise UserError(f"--{name.replace('_', '-')} is of a server: give its address with --base-url")
+
+    def check_engine(self, engine: EngineConfig) -> None:
+        """Refuse flags of an engine that say nothing of what is profiled.
+
+        Raises:
+            UserError: There is one.
+        """
+        if self.base_url is not None:
+            _refuse_others(engine, _SERVER_FLAGS, "a server has its own; leave it out with --base-url")
+        elif self.steps is not None:
+            _refuse_others(engine, _VIRTUAL_FLAGS, "nothing computes in virtual time; leave it out with --steps")
+            if engine.kv_memory is None:
+                raise UserError("--steps needs --kv-memory: nothing says how large the KV pool is")
+            if engine.swap == "peer":
+                raise UserError("--swap peer borrows from neighbours, and in virtual time there are none: use host")
+        elif engine.coordinator is not None:
+            raise UserError("--coordinator: an engine is profiled alone, with all of its memory: leave it out")
+
+
+def check_load(spec: WorkloadSpec) -> None:
+    """Refuse flags of a workload that the search decides.
+
+    Raises:
+        UserError: There is one.
+    """
+    cuts = spec.trace is not None or (spec.prompts is not None and spec.lengths is None)
+    for name, is_given, instead in (
+        ("request_rate", math.isfinite(spec.request_rate), "give --rates"),
+        ("num_prompts", spec.num_prompts is not None, "give --try-seconds"),
+        ("burst_factor", spec.burst_factor != 1.0, "tries have one rate each; see floodplain profile swap"),
+        ("speedup", spec.speedup != 1.0, "a trace is stretched to each rate: give --rates"),
+        ("limit", spec.limit is not None and not cuts, "give --try-seconds"),
+    ):
+        if is_given:
+            raise UserError(f"--{name.replace('_', '-')} does not go with a search for the rate: {instead}")
+
+
+def _refuse_others(engine: EngineConfig, known: tuple[str, ...], why: str) -> None:
+    for item in fields(engine):
+        if item.name not in known and getattr(engine, item.name) != item.default:
+            raise UserError(f"--{item.name.replace('_', '-')}: {why}")

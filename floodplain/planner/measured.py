@@ -1,0 +1,127 @@
+"""A target whose answers are measured: an engine in this process, or a server over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from floodplain.core.errors import UserError
+from floodplain.planner.goals import TryGoals
+from floodplain.planner.kv_use import ReadUse, wait_until_idle, watching
+from floodplain.planner.live_try import run_try
+from floodplain.planner.targets import Load, Seen
+from floodplain.workload.client import run_load
+from floodplain.workload.goals import NUM_SAMPLES, sample_requests
+from floodplain.workload.prompts import PromptTokenizer
+from floodplain.workload.records import LoadTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What is ready to answer.
+
+    Attributes:
+        name: What errors call it.
+        machine: What it runs on.
+        tokenizer: Of its model.
+        target: Answers requests.
+        read: Looks at its KV.
+        look_s: Seconds between two looks.
+    """
+
+    name: str
+    machine: str
+    tokenizer: PromptTokenizer
+    target: LoadTarget
+    read: ReadUse
+    look_s: float
+
+
+class MeasuredTarget:
+    """A ``Target`` in real time. Use it as a context manager: it opens and closes what answers.
+
+    Args:
+        opening: Opens it, on an event loop that is this object's own and that only runs during tries.
+        load: What is sent.
+        goals: A try ends when they are out of reach.
+    """
+
+    is_virtual = False
+
+    def __init__(self, opening: AbstractAsyncContextManager[Opened], load: Load, goals: TryGoals) -> None:
+        self._opening = opening
+        self._load = load
+        self._goals = goals
+        self._runner = asyncio.Runner()
+        self._opened: Opened | None = None
+
+    def __enter__(self) -> Self:
+        """Open it, and send a few requests to warm it up.
+
+        Raises:
+            UserError: It cannot be opened, or answers none of them.
+        """
+        self._runner.__enter__()
+        try:
+            self._opened = self._runner.run(self._opening.__aenter__())
+        except BaseException:
+            self._runner.close()
+            raise
+        try:
+            self._runner.run(self._warm_up())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what answers."""
+        try:
+            self._runner.run(self._opening.__aexit__(None, None, None))
+        finally:
+            self._runner.close()
+
+    @property
+    def machine(self) -> str:
+        """See ``Target``."""
+        return self._ready.machine
+
+    def run(self, rate: float, seed: int, duration_s: float) -> Seen:
+        """See ``Target``."""
+        return self._runner.run(self._run(rate, seed, duration_s))
+
+    @property
+    def _ready(self) -> Opened:
+        if self._opened is None:
+            raise RuntimeError("enter MeasuredTarget (with) before use")
+        return self._opened
+
+    async def _warm_up(self) -> None:
+        ready = self._ready
+        samples = sample_requests(self._load.make(ready.tokenizer, 1.0, self._load.spec.seed, NUM_SAMPLES + 1.0))
+        records = await run_load(ready.target, samples, progress=False)
+        errors = [record.error for record in records if record.error is not None]
+        if len(errors) == len(records):
+            raise UserError(f"{ready.name} answers no request: {errors[0]}")
+
+    async def _run(self, rate: float, seed: int, duration_s: float) -> Seen:
+        ready = self._ready
+        requests = self._load.make(ready.tokenizer, rate, seed, duration_s)
+        await wait_until_idle(ready.read, ready.name)
+        async with watching(ready.read, ready.look_s) as peak:
+            answers, is_cut, error = await run_try(ready.target, requests, self._goals)
+        return Seen(
+            answers=answers,
+            is_cut=is_cut,
+            peak_kv_bytes=peak.used_bytes,
+            kv_bytes=peak.pool_bytes,
+            error=error,
+        )

@@ -1,0 +1,211 @@
+"""AQUA-PROFILER for a language model (AQUA, section 4.1): its highest rate within the goals, and the KV it leaves idle.
+
+Free bytes are those of the KV pool that no request held at that rate. Memory of the device outside the pool is not
+counted: an engine lends pages of its pool alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from floodplain.core.errors import UserError
+from floodplain.files.profile import Profile
+from floodplain.planner.goals import Score, TryGoals
+from floodplain.planner.repeats import RepeatedTries
+from floodplain.planner.search import Ended, Found, find_rate, rate_grid
+from floodplain.planner.targets import Seen, Target
+
+MOST_TRY_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What is searched for, and how surely.
+
+    Attributes:
+        rates: The lowest and the highest, in requests per second.
+        rate_step: Between two rates.
+        try_s: Seconds in which the requests of a try arrive.
+        tries: Most tries of a rate.
+        confidence: A result that says it is sure is wrong with at most the rest of the probability.
+        seed: Of the first try.
+        goals: Of a try.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+
+    rates: tuple[float, float]
+    rate_step: float
+    try_s: float
+    tries: int
+    confidence: float
+    seed: int
+    goals: TryGoals
+
+    def __post_init__(self) -> None:
+        if not 0 < self.try_s <= MOST_TRY_S:
+            raise UserError(f"--try-seconds must be above 0 and at most {MOST_TRY_S:g}, not {self.try_s:g}")
+        if not 0 < self.confidence < 1:
+            raise UserError(f"--confidence must lie between 0 and 1, not {self.confidence:g}")
+        rate_grid(*self.rates, self.rate_step)
+        _ = self.test
+
+    @property
+    def test(self) -> RepeatedTries:
+        """Of one rate. The answer rests on two of them, so each has half of the error."""
+        return RepeatedTries(self.tries, (1 - self.confidence) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One try, and how it went."""
+
+    rate: float
+    seed: int
+    seen: Seen
+    score: Score
+
+    def row(self) -> dict[str, Any]:
+        """As a profile has it. Latencies of a try that was cut are those until then, waits included."""
+        return {
+            "rate_rps": self.rate,
+            "seed": self.seed,
+            "verdict": "met" if self.score.meets else "missed",
+            "good_share": self.score.good_share,
+            "gap_share": self.score.gap_share,
+            "ttft_p99_s": self.score.ttft_p99_s,
+            "itl_p99_s": self.score.itl_p99_s,
+            "peak_kv_bytes": self.seen.peak_kv_bytes,
+            "cut": self.seen.is_cut,
+            "failed": self.score.num_failed,
+        }
+
+
+class Profiler:
+    """Tries a target until its highest rate is found.
+
+    Args:
+        target: What is tried.
+        search: What for.
+        progress: Show a line on standard error.
+    """
+
+    def __init__(self, target: Target, search: Search, *, progress: bool) -> None:
+        self.tries: list[Try] = []
+        self._target = target
+        self._search = search
+        self._progress = progress
+
+    def run(self) -> Found:
+        """Search."""
+        search = self._search
+        with tqdm(unit="try", disable=not self._progress) as bar:
+            return find_rate(rate_grid(*search.rates, search.rate_step), lambda rate: self._try(rate, bar), search.test)
+
+    def _try(self, rate: float, bar: tqdm[Any]) -> bool:
+        bar.set_postfix_str(f"{rate:g} requests/s, {self._tell(rate)}")
+        seed = self._search.seed + len(self.tries)
+        seen = self._target.run(rate, seed, self._search.try_s)
+        score = self._search.goals.score(seen.answers, is_cut=seen.is_cut)
+        self.tries.append(Try(rate, seed, seen, score))
+        bar.update()
+        return score.meets
+
+    def _tell(self, rate: float) -> str:
+        before = [one.score.meets for one in self.tries if one.rate == rate]
+        return f"{sum(before)} of {len(before)} tries met the goals" if before else "first try"
+
+
+def profile_llm(
+    target: Target,
+    search: Search,
+    *,
+    subject: str,
+    settings: Mapping[str, Any],
+    threshold_bytes: int,
+    progress: bool = False,
+    warn: Callable[[str], None],
+) -> Profile:
+    """Profile a target.
+
+    Args:
+        target: A model with its requests.
+        search: What is searched for.
+        subject: The model.
+        settings: What else was asked for.
+        threshold_bytes: A producer has more than this to spare.
+        progress: Show a line on standard error.
+        warn: Is told in one line each what a reader should know.
+
+    Raises:
+        UserError: The target does not answer any more.
+    """
+    profiler = Profiler(target, search, progress=progress)
+    found = profiler.run()
+    at_rate = [one for one in profiler.tries if one.rate == (found.rate or search.rates[0])]
+    for line in remarks(found, profiler.tries, search):
+        warn(line)
+    return Profile(
+        kind="llm",
+        subject=subject,
+        machine=target.machine,
+        is_virtual=target.is_virtual,
+        settings=dict(settings),
+        result=_result(found, at_rate, threshold_bytes),
+        tries=[one.row() for one in profiler.tries],
+        errors=_errors(found, at_rate, search),
+    )
+
+
+def _result(found: Found, at_rate: Sequence[Try], threshold_bytes: int) -> dict[str, Any]:
+    peak_bytes = max(one.seen.peak_kv_bytes for one in at_rate)
+    pool_bytes = max(one.seen.kv_bytes for one in at_rate)
+    free_bytes = max(0, pool_bytes - peak_bytes) if found.rate else 0
+    return {
+        "rate_rps": found.rate,
+        "peak_kv_bytes": peak_bytes,
+        "kv_bytes": pool_bytes,
+        "free_bytes": free_bytes,
+        "role": "producer" if free_bytes > threshold_bytes else "consumer",
+        "threshold_bytes": threshold_bytes,
+        "ended_by": found.ended.value,
+    }
+
+
+def _errors(found: Found, at_rate: Sequence[Try], search: Search) -> dict[str, Any]:
+    """How sure the result is; spreads are over the tries at its rate."""
+    peaks = [one.seen.peak_kv_bytes for one in at_rate]
+    waits = [one.score.ttft_p99_s for one in at_rate if one.score.ttft_p99_s is not None]
+    undecided = [rate for rate, judgement in found.judgements.items() if not judgement.is_sure]
+    return {
+        "confidence": search.confidence,
+        "is_sure": found.is_sure,
+        "undecided_rps": undecided,
+        "tries_at_rate": len(at_rate),
+        "peak_kv_spread_bytes": max(peaks) - min(peaks),
+        "ttft_p99_spread_s": max(waits) - min(waits) if waits else None,
+    }
+
+
+def remarks(found: Found, tries: Sequence[Try], search: Search) -> list[str]:
+    """What a reader should know beside the numbers, a line each."""
+    lines = []
+    if found.ended is Ended.RANGE:
+        lines.append(f"the range ended, not the model: {found.rate:g} requests/s meets the goals; raise --rates")
+    if found.ended is Ended.NO_RATE:
+        lines.append(f"not even {search.rates[0]:g} requests/s meets the goals: lower --rates, or loosen the goals")
+    if not found.is_sure:
+        rates = ", ".join(f"{rate:g}" for rate, judgement in found.judgements.items() if not judgement.is_sure)
+        fewest = search.test.fewest_sure_tries
+        why = f"{search.tries} tries are too few for --confidence" if fewest is None else "its tries disagree"
+        lines.append(f"the result is not sure at {rates} requests/s, since {why}: raise --tries")
+    failed = sum(one.score.num_failed for one in tries)
+    if failed:
+        error = next(one.seen.error for one in tries if one.seen.error is not None)
+        lines.append(f"{failed} requests failed, the first with: {error}")
+    return lines

@@ -1,0 +1,95 @@
+"""What a server's ``/metrics`` say of its KV: ours, or vLLM's.
+
+Ours counts blocks and bytes. vLLM (``vllm:kv_cache_usage_perc``, before 0.9 ``vllm:gpu_cache_usage_perc``) says a part
+of its blocks, whose number and size are labels of ``vllm:cache_config_info``; it does not say what a block weighs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from floodplain.core.errors import UserError
+from floodplain.observe.scraped import Scraped
+from floodplain.planner.kv_use import KvUse
+
+VLLM_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
+_VLLM_CONFIG = "vllm:cache_config_info"
+_VLLM_LIVE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_swapped")
+_MODEL_DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
+_OUR_LIVE = tuple(f"floodplain_requests_{state}" for state in ("running", "waiting", "swapped"))
+_OUR_BLOCKS, _OUR_BYTES = "floodplain_kv_blocks", "floodplain_kv_bytes"
+_FREE_STATES = ("free", "cached")
+"""Of blocks that no request holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmBlocks:
+    """What vLLM does not say of its blocks.
+
+    Attributes:
+        block_bytes: Of a block in all layers, on one GPU; None: as ``token_bytes`` says.
+        token_bytes: Of a token's KV in all layers, by the shape of the model.
+    """
+
+    block_bytes: int | None
+    token_bytes: int
+
+    def weigh(self, config: Mapping[str, str]) -> int:
+        """Bytes of a block.
+
+        Raises:
+            UserError: They do not follow from the model's shape.
+        """
+        if self.block_bytes is not None:
+            return self.block_bytes
+        dtype = config.get("cache_dtype", "auto")
+        if dtype not in _MODEL_DTYPES:
+            raise UserError(f"the server's KV is {dtype}: give the bytes of a block with --kv-block-bytes")
+        return self.token_bytes * _count(config, "block_size")
+
+
+def kv_use_of(metrics: Scraped, vllm: VllmBlocks) -> KvUse:
+    """The KV of a server now.
+
+    Raises:
+        UserError: Its metrics do not say.
+    """
+    if _OUR_BLOCKS in metrics:
+        return _our_use(metrics)
+    for name in VLLM_USAGE:
+        if name in metrics:
+            return _vllm_use(metrics, name, vllm)
+    raise UserError(f"its /metrics have neither {_OUR_BLOCKS} nor {VLLM_USAGE[0]}, so its KV use is not known")
+
+
+def _our_use(metrics: Scraped) -> KvUse:
+    blocks = dict(metrics.by(_OUR_BLOCKS, "state"))
+    num_blocks = round(sum(blocks.values()))
+    num_free = round(sum(blocks.get(state, 0.0) for state in _FREE_STATES))
+    pool_bytes = round(metrics.sum(_OUR_BYTES, tier="local"))
+    return KvUse(
+        used_bytes=pool_bytes * (num_blocks - num_free) // max(1, num_blocks),
+        pool_bytes=pool_bytes,
+        num_live=round(sum(map(metrics.sum, _OUR_LIVE))),
+    )
+
+
+def _vllm_use(metrics: Scraped, usage: str, vllm: VllmBlocks) -> KvUse:
+    if len(metrics.samples(usage)) > 1:
+        raise UserError("it is several engines behind one address: profile one of them")
+    config = next((labels for labels, _ in metrics.samples(_VLLM_CONFIG)), {})
+    num_blocks, block_bytes = _count(config, "num_gpu_blocks"), vllm.weigh(config)
+    num_used = round(metrics.sum(usage) * (num_blocks - 1))  # vLLM keeps one block, which belongs to no request
+    return KvUse(
+        used_bytes=num_used * block_bytes,
+        pool_bytes=num_blocks * block_bytes,
+        num_live=round(sum(map(metrics.sum, _VLLM_LIVE))),
+    )
+
+
+def _count(config: Mapping[str, str], label: str) -> int:
+    text = config.get(label, "")
+    if not text.isdecimal() or not int(text):
+        raise UserError(f"its /metrics have no {_VLLM_CONFIG} with {label}, so its KV pool is not known")
+    return int(text)

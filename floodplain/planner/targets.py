@@ -1,0 +1,102 @@
+"""What is profiled: anything that can be tried at a rate, and says what its clients saw and how much KV that took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from floodplain.core.errors import UserError
+from floodplain.planner.goals import Answer
+from floodplain.workload.prompts import PromptTokenizer
+from floodplain.workload.records import LoadRequest
+from floodplain.workload.spec import MAX_REQUESTS, WorkloadSpec, build
+from floodplain.workload.traces import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one try showed.
+
+    Attributes:
+        answers: What clients saw, one for each request that was sent.
+        is_cut: The try ended when its goals were out of reach.
+        peak_kv_bytes: Most KV that requests held.
+        kv_bytes: The KV pool.
+        error: Why the first request that failed did.
+    """
+
+    answers: Sequence[Answer]
+    is_cut: bool = False
+    peak_kv_bytes: int
+    kv_bytes: int
+    error: str | None = None
+
+
+class Target(Protocol):
+    """One model on one device, or one server."""
+
+    @property
+    def machine(self) -> str:
+        """What it runs on, for the profile."""
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether its time is computed instead of measured."""
+
+    def run(self, rate: float, seed: int, duration_s: float) -> Seen:
+        """Send requests at a rate for so long, to an idle target, and wait for their answers.
+
+        Args:
+            rate: Requests per second.
+            seed: Of arrivals, lengths and texts.
+            duration_s: Seconds until the last request arrives.
+
+        Raises:
+            UserError: It does not answer any more, or serves other requests too.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent to a target.
+
+    Attributes:
+        spec: The workload flags; the rate, the number of requests and the seed are those of each try.
+        trace: What ``spec.trace`` holds, if it names a file.
+    """
+
+    spec: WorkloadSpec
+    trace: Trace | None = None
+
+    def make(self, tokenizer: PromptTokenizer, rate: float, seed: int, duration_s: float) -> list[LoadRequest]:
+        """The requests of one try: at least one, the last arriving at the end.
+
+        Without a trace the arrivals have the flags' burstiness. With one they are a piece of it, as long as it takes,
+        that begins where the seed says; its arrivals are stretched to the rate.
+
+        Raises:
+            UserError: There would be too many, or one of them would be too long.
+        """
+        count = max(1, round(rate * duration_s))
+        if count > MAX_REQUESTS:
+            raise UserError(f"a try of {duration_s:g} s at {rate:g} requests/s has too many requests: shorten it")
+        spec = replace(self.spec, seed=seed % 2**63, goodput=())
+        if self.trace is None:
+            return build(replace(spec, request_rate=rate, num_prompts=count), tokenizer)
+        return build(replace(spec, limit=None), tokenizer, _piece(self.trace, count, rate, seed))
+
+
+def _piece(trace: Trace, count: int, rate: float, seed: int) -> Trace:
+    """``count`` rows that follow each other, from the beginning again after the end, at exactly this mean rate."""
+    start = int(np.random.default_rng(seed).integers(len(trace.rows)))
+    rows = [trace.rows[(start + offset) % len(trace.rows)] for offset in range(count + 1)]
+    mean_gap_s = trace.rows[-1].arrival_s / len(trace.rows)
+    gaps_s = [b.arrival_s - a.arrival_s if b.arrival_s >= a.arrival_s else mean_gap_s for a, b in pairwise(rows)]
+    scale = count / rate / total if (total := sum(gaps_s)) > 0 else 0.0
+    arrivals_s = np.cumsum(gaps_s) * scale
+    return Trace(tuple(replace(row, arrival_s=float(when)) for row, when in zip(rows[1:], arrivals_s, strict=True)))

@@ -1,0 +1,125 @@
+"""What a try sends, and what servers' metrics say of their KV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from floodplain.core.errors import UserError
+from floodplain.engine.outputs import EngineStats
+from floodplain.observe.metrics import ServingMetrics
+from floodplain.observe.scraped import Scraped
+from floodplain.planner.kv_use import KvUse
+from floodplain.planner.server_kv import VLLM_USAGE, VllmBlocks, kv_use_of
+from floodplain.planner.targets import Load
+from floodplain.workload.spec import WorkloadSpec
+from floodplain.workload.trace_row import TraceRow
+from floodplain.workload.traces import Trace
+from tests.fakes.engine import ByteTokenizer
+from tests.support.vllm_like import CONFIG, metrics_text
+
+VLLM = VllmBlocks(None, token_bytes=1000)
+BYTES = ByteTokenizer()
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_try_has_exactly_the_rate_and_lasts_as_long_as_asked() -> None:
+    requests = Load(WorkloadSpec()).make(BYTES, 4.0, 7, 12.5)
+    assert len(requests) == 50
+    assert requests[-1].arrival_s == pytest.approx(12.5)
+
+
+def test_other_seeds_have_other_requests_and_the_same_seed_the_same() -> None:
+    load = Load(WorkloadSpec(max_input=50))
+    assert load.make(BYTES, 2.0, 1, 5.0) == load.make(BYTES, 2.0, 1, 5.0)
+    assert load.make(BYTES, 2.0, 1, 5.0) != load.make(BYTES, 2.0, 2, 5.0)
+
+
+def test_a_short_try_has_a_request() -> None:
+    assert len(Load(WorkloadSpec()).make(BYTES, 0.5, 0, 0.1)) == 1
+
+
+def trace(count: int, gap_s: float = 2.0) -> Trace:
+    return Trace(tuple(TraceRow(gap_s * index**1.5, 1 + index, 1) for index in range(count)))
+
+
+def test_a_piece_of_a_trace_is_stretched_to_the_rate_and_begins_where_the_seed_says() -> None:
+    load = Load(WorkloadSpec(trace=Path("t.csv")), trace(40))
+    pieces = [load.make(BYTES, 5.0, seed, 4.0) for seed in range(20)]
+    for piece in pieces:
+        assert len(piece) == 20
+        assert piece[-1].arrival_s == pytest.approx(4.0)
+        lengths = [len(request.prompt_token_ids) for request in piece]
+        assert set(np.diff(lengths)) <= {1, -39}  # rows that follow each other, perhaps from the beginning again
+        assert all(np.diff([request.arrival_s for request in piece]) >= 0)
+    assert len({len(piece[0].prompt_token_ids) for piece in pieces}) > 5
+
+
+def test_a_trace_of_one_moment_arrives_at_once() -> None:
+    load = Load(WorkloadSpec(trace=Path("t.csv")), trace(3, gap_s=0.0))
+    assert [request.arrival_s for request in load.make(BYTES, 2.0, 0, 4.0)] == [0.0] * 8
+
+
+def test_a_try_of_too_many_requests_is_refused() -> None:
+    with pytest.raises(UserError, match="too many requests"):
+        Load(WorkloadSpec()).make(BYTES, 1e6, 0, 1e3)
+
+
+# -- KV in use ---------------------------------------------------------------------------------------------------------
+
+
+def test_our_metrics_say_what_the_engine_said() -> None:
+    stats = EngineStats(
+        num_running=1,
+        num_waiting=2,
+        num_swapped=4,
+        kv_blocks={"free": 3, "cached": 2, "owned": 13, "loading": 1, "draining": 1},
+        kv_bytes={"local": 20_000, "host": 777},
+    )
+    registry = CollectorRegistry()
+    registry.register(ServingMetrics("m", lambda: stats))
+    use = kv_use_of(Scraped(generate_latest(registry).decode()), VLLM)
+    assert use == KvUse(used_bytes=15_000, pool_bytes=20_000, num_live=7)
+
+
+@pytest.mark.parametrize("usage", VLLM_USAGE)
+@pytest.mark.parametrize("num_used", [0, 1, 29, 100])
+def test_vllm_says_a_part_of_all_blocks_but_its_own(usage: str, num_used: int) -> None:
+    use = kv_use_of(Scraped(metrics_text(num_used, 3, usage)), VLLM)
+    assert use == KvUse(used_bytes=num_used * 16_000, pool_bytes=101 * 16_000, num_live=3)
+    given = kv_use_of(Scraped(metrics_text(num_used, 3, usage)), VllmBlocks(512, token_bytes=1000))
+    assert (given.used_bytes, given.pool_bytes) == (num_used * 512, 101 * 512)
+
+
+def test_swap_space_of_our_plug_in_is_not_vllms_pool() -> None:
+    ours = '# TYPE floodplain_kv_bytes gauge\nfloodplain_kv_bytes{engine="0",model_name="m",tier="host"} 5.0\n'
+    assert kv_use_of(Scraped(metrics_text(10) + ours), VLLM) == kv_use_of(Scraped(metrics_text(10)), VLLM)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "neither floodplain_kv_blocks nor vllm:kv_cache_usage_perc"),
+        (metrics_text(1, config=""), "no vllm:cache_config_info with num_gpu_blocks"),
+        (metrics_text(1, config=CONFIG.replace('"101"', '"None"')), "num_gpu_blocks"),
+        (metrics_text(1, config=CONFIG.replace('block_size="16",', "")), "block_size"),
+        (metrics_text(1, config=CONFIG.replace('"auto"', '"fp8_e4m3"')), "fp8_e4m3: give .* --kv-block-bytes"),
+        (
+            metrics_text(1).replace("# HELP vllm:cache", 'vllm:kv_cache_usage_perc{engine="1"} 0\n# HELP vllm:cache'),
+            "several engines",
+        ),
+    ],
+)
+def test_metrics_that_do_not_say_it_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        kv_use_of(Scraped(text), VLLM)
+
+
+def test_the_type_of_kv_does_not_matter_where_a_block_is_weighed_by_hand() -> None:
+    text = metrics_text(1, config=CONFIG.replace('"auto"', '"fp8_e4m3"'))
+    assert kv_use_of(Scraped(text), VllmBlocks(512, token_bytes=1000)).used_bytes == 512
