@@ -7,10 +7,12 @@ and its context. What a batch costs once, whatever is in it, is mostly the loadi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
-from floodplain.core.errors import InvariantError
+from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.plan import StepPlan
 from floodplain.core.request import SeqId
 
@@ -133,6 +135,15 @@ class StepTimer:
         return self._cost.time_s(self._meter.measure(plan))
 
 
-def read_cost(parts: Mapping[str, float]) -> StepCost:
-    """The cost that a mapping says, by the names of parts; what it does not name costs nothing."""
-    return StepCost(**{name: float(parts[name]) for name in PARTS if name in parts})
+def read_cost(result: Mapping[str, Any]) -> StepCost:
+    """The cost that the result of a step profile says: its ``parts`` if it has them, else the line beside them.
+
+    Raises:
+        UserError: A part is no time.
+    """
+    parts = result.get("parts", result)
+    named = {name: parts[name] for name in PARTS if name in parts}
+    for name, value in named.items():
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise UserError(f"{name} of a step must be a number of seconds from 0 on, not {value!r:.40}")
+    return StepCost(**{name: float(value) for name, value in named.items()})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from floodplain.core.errors import InvariantError
+from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.plan import PrefillChunk, StepPlan
 from floodplain.core.request import SeqId
 from floodplain.cost.step_time import LINE_PARTS, PARTS, StepCost, StepTimer, StepWork, WorkMeter, read_cost
@@ -133,3 +133,17 @@ def test_with_the_parts_of_a_line_it_is_that_line() -> None:
     line.environment.run()
     assert run.elapsed_s == pytest.approx(line.elapsed_s)
     assert StepLine(1.0, 0.1, 7.0).time_s(StepPlan(0, prefills=(chunk(A, 9, 1),))) == pytest.approx(1.1)
+
+
+LINE_OF = {"base_s": 0.5, "decode_s": 0.25, "prefill_token_s": 0.125}
+
+
+def test_a_profile_says_its_parts_or_else_its_line() -> None:
+    assert read_cost(LINE_OF) == StepCost(**LINE_OF)
+    assert read_cost({**LINE_OF, "parts": {"base_s": 1, "chunk_s": 2.0}}) == StepCost(base_s=1.0, chunk_s=2.0)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "1", None])
+def test_a_part_that_is_no_time_is_refused(value: object) -> None:
+    with pytest.raises(UserError, match="self_pair_s of a step must be a number"):
+        read_cost({**LINE_OF, "parts": {"self_pair_s": value}})
