@@ -1,8 +1,9 @@
 """The time of a step as a sum of named parts (KunServe, section 4.3, Eq. 1-3). Pure.
 
 A chunk of ``n`` prompt tokens with ``p`` tokens before it costs its attention to those (``n p`` pairs), its attention
-to itself (``n (n + 1) / 2`` pairs), what ``n`` tokens cost in all matrices, and a constant. A decode costs a constant
-and its context. What a batch costs once, whatever is in it, is mostly the loading of parameters.
+to itself (``n (n + 1) / 2`` pairs), what ``n`` tokens cost in all matrices, and a constant. Beyond the paper, the KV of
+the ``p`` tokens is read, which is most of what a short chunk behind a long prefix takes. A decode costs a constant and
+its context. What a batch costs once, whatever is in it, is mostly the loading of parameters.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class StepWork:
         num_chunks: Runs of several prompt tokens of one sequence.
         prefill_tokens: Tokens of all chunks.
         self_pairs: Pairs of tokens of one chunk that attend to each other.
+        prefix_tokens: Tokens before the chunks, whose KV is read.
         prefix_pairs: Pairs of a chunk's token and a token before the chunk.
     """
 
@@ -35,6 +37,7 @@ class StepWork:
     num_chunks: int = 0
     prefill_tokens: int = 0
     self_pairs: int = 0
+    prefix_tokens: int = 0
     prefix_pairs: int = 0
 
     @classmethod
@@ -51,6 +54,7 @@ class StepWork:
             num_chunks=len(chunks),
             prefill_tokens=sum(tokens for _, tokens in chunks),
             self_pairs=sum(tokens * (tokens + 1) // 2 for _, tokens in chunks),
+            prefix_tokens=sum(before for before, _ in chunks),
             prefix_pairs=sum(before * tokens for before, tokens in chunks),
         )
 
@@ -71,6 +75,7 @@ class StepCost:
         chunk_s: For each chunk.
         prefill_token_s: For each token of a chunk: matrices (Eq. 1, FFN).
         self_pair_s: For each pair within a chunk (Eq. 1, self-attention).
+        prefix_token_s: For each token before a chunk: its KV is read once, however short the chunk.
         prefix_pair_s: For each pair of a chunk's token and one before the chunk (Eq. 1, prefix attention).
     """
 
@@ -80,6 +85,7 @@ class StepCost:
     chunk_s: float = 0.0
     prefill_token_s: float = 0.0
     self_pair_s: float = 0.0
+    prefix_token_s: float = 0.0
     prefix_pair_s: float = 0.0
 
     def parts_s(self, work: StepWork) -> dict[str, float]:

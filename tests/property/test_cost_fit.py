@@ -17,7 +17,7 @@ from tests.support.examples import examples
 
 SCALES = {
     "base_s": 1e-2, "decode_s": 1e-3, "context_token_s": 1e-6, "chunk_s": 1e-3, "prefill_token_s": 1e-4,
-    "self_pair_s": 1e-7, "prefix_pair_s": 1e-7,
+    "self_pair_s": 1e-7, "prefix_token_s": 1e-5, "prefix_pair_s": 1e-7,
 }  # fmt: skip
 """About what each part costs a small model on a CPU."""
 

@@ -18,7 +18,7 @@ from tests.support.examples import examples
 A, B = SeqId(0), SeqId(1)
 COST = StepCost(
     base_s=0.01, decode_s=0.002, context_token_s=1e-5, chunk_s=0.001, prefill_token_s=1e-4, self_pair_s=1e-7,
-    prefix_pair_s=2e-7,
+    prefix_token_s=3e-5, prefix_pair_s=2e-7,
 )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ def test_a_step_is_the_sum_of_its_named_parts() -> None:
         "chunk_s": pytest.approx(0.002),
         "prefill_token_s": pytest.approx(14e-4),
         "self_pair_s": pytest.approx((55 + 10) * 1e-7),
+        "prefix_token_s": pytest.approx(50 * 3e-5),
         "prefix_pair_s": pytest.approx(200 * 2e-7),
     }
     assert COST.time_s(work) == pytest.approx(sum(COST.parts_s(work).values()))
