@@ -95,6 +95,11 @@ class Engine:
         self._finished: list[tuple[SeqId, Lifecycle, FinishReason]] = []
 
     @property
+    def executor(self) -> Executor:
+        """What runs the loop's plans, and plans of others only in an engine that never serves a request."""
+        return self._executor
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a request, prompt and output."""
         return self.loop.state.config.max_model_len

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from floodplain.core.sizes import format_size
@@ -28,7 +28,16 @@ def format_fact(key: str, value: Any) -> str:
 
 
 def _facts(profile: Profile) -> list[tuple[str, Any]]:
-    return [(key, value) for part in (profile.result, profile.errors) for key, value in part.items()]
+    return list(_flat({**profile.result, **profile.errors}))
+
+
+def _flat(mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(key, value) of all values; keys of a mapping within it follow its own key and a point."""
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", each) for inner, each in _flat(value))
+        else:
+            yield key, value
 
 
 def _tries(profile: Profile) -> str:

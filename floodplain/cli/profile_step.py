@@ -1,0 +1,52 @@
+"""``floodplain profile step MODEL``: what the steps of an engine cost, part by part."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.engine.config import EngineConfig
+from floodplain.files.results import check_writable, writing
+from floodplain.observe.terminal import say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConfig:
+    """The flags of the verb beside the engine's."""
+
+    out: Path = field(metadata={"help": "write the profile to this JSON file"})
+    shapes: int = field(default=64, metadata={"help": "steps of so many sizes"})
+    repeats: int = field(default=5, metadata={"help": "measure each at most so often; its median counts"})
+    step_seconds: float = field(default=60.0, metadata={"help": "measure for at most so many seconds", "metavar": "S"})
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    step = add_verb(verbs, "step", "Measure steps of an engine, and fit what they cost.")
+    add_dataclass_flags(step, StepConfig)
+    add_dataclass_flags(step, EngineConfig, "engine flags")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, fit, write; 0."""
+    config, engine = dataclass_from(args, StepConfig), dataclass_from(args, EngineConfig)
+    check_writable(config.out)
+
+    from tqdm import tqdm
+
+    from floodplain.observe.profile import describe_profile
+    from floodplain.observe.strict_json import save_result, to_json
+    from floodplain.planner.step_profile import StepGrid, profile_steps
+
+    grid = StepGrid(num_shapes=config.shapes, num_repeats=config.repeats, limit_s=config.step_seconds)
+    with tqdm(total=grid.num_shapes * grid.num_repeats, desc="steps", disable=args.quiet) as progress:
+        profile = profile_steps(engine, grid, progress.update)
+    try:
+        with writing(config.out):
+            save_result(config.out, profile.to_json())
+    finally:  # what cannot be saved is shown all the same
+        say(to_json(profile.to_json()) if args.format == "json" else describe_profile(profile))
+    return 0
