@@ -65,6 +65,14 @@ class BackupTable:
         """Whole backups that nobody keeps."""
         return len(self._idle[tier])
 
+    def num_kept(self, tier: Tier) -> int:
+        """Slots in which something lies that is needed, or is being copied."""
+        return self.slots[tier].num_taken - len(self._idle[tier])
+
+    def kept_slots(self, tier: Tier) -> set[int]:
+        """Their numbers."""
+        return set(self.slots[tier].taken) - {backup.location.slot for backup in self._idle[tier]}
+
     @property
     def is_at_rest(self) -> bool:
         """Whether nobody keeps a backup and no copy touches one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from enum import Enum
 
@@ -105,6 +105,11 @@ class SlotLedger:
     def num_taken(self) -> int:
         """Slots that were given and not freed."""
         return len(self._taken)
+
+    @property
+    def taken(self) -> Set[int]:
+        """Slots that were given and not freed, as they are at any time."""
+        return self._taken
 
     def add(self, slots: Iterable[int]) -> None:
         """There are more slots.

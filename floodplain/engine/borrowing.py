@@ -53,7 +53,7 @@ def open_borrowers(
     peer_tier = near_layers = None
     if peer is not None:
         share = LeaseShare(client, shares)
-        peer_tier = PeerTier(share, peer.memory, peer.slots, peer.mover, loop.relocations, look_s)
+        peer_tier = PeerTier(share, peer.memory, peer.slots, peer.mover, loop.relocations, look_s, config.lease_idle)
     if expansion is not None and config.expansion_tier == "peer":
         memory = backend.open_peer_memory() if peer is None else peer.memory
         near_layers = NearLayers(

@@ -9,7 +9,13 @@ from typing import Any, get_args, get_type_hints
 from floodplain.core.errors import SettingRefused, UserError
 from floodplain.cost.link import LINKS
 from floodplain.engine.expansion_flags import EXPANSION_TIERS, check_expansion, read_expansion
-from floodplain.engine.lease_flags import DEFAULT_LEND_AFTER_S, DEFAULT_RECALL_DEADLINE_S, check_leases, read_lend
+from floodplain.engine.lease_flags import (
+    DEFAULT_LEASE_IDLE_S,
+    DEFAULT_LEND_AFTER_S,
+    DEFAULT_RECALL_DEADLINE_S,
+    check_leases,
+    read_lend,
+)
 from floodplain.policy.registry import POLICIES
 from floodplain.policy.settings import FAIR_BY, SLICE_STEPS, SharingSettings, settings_for
 
@@ -130,6 +136,9 @@ class EngineConfig:
     )  # fmt: skip
     lease_look: float | None = _flag(  # type: ignore[assignment]
         None, "seconds between two looks of the step loop at its leases (default: 0.05 to lend, 0.02 to borrow)"
+    )
+    lease_idle: float = _flag(  # type: ignore[assignment]
+        DEFAULT_LEASE_IDLE_S, "with --swap peer, seconds without use after which a lease is returned; 0 keeps all"
     )
     kv_expansion: str = _flag(  # type: ignore[assignment]
         "off", "let layers of the KV cache stream, so that its memory holds X times as many blocks, or as pays: auto",

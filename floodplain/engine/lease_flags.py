@@ -13,6 +13,9 @@ from floodplain.policy.lending import LendingSettings
 DEFAULT_LEND_AFTER_S = LendingSettings().calm_s
 MIN_LEND_AFTER_S, MAX_LEND_AFTER_S = 0.1, 86400.0
 MIN_LOOK_S, MAX_LOOK_S = 0.001, 1.0
+DEFAULT_LEASE_IDLE_S = 30.0
+"""As long as the load is remembered by which a lender offers."""
+MIN_LEASE_IDLE_S, MAX_LEASE_IDLE_S = 0.1, 86400.0
 DEFAULT_RECALL_DEADLINE_S = DEADLINE_S
 MIN_RECALL_DEADLINE_S, MAX_RECALL_DEADLINE_S = 0.5, 86400.0
 """Consumers take their last resort a quarter of a second before the deadline."""
@@ -35,6 +38,8 @@ class LeaseFlags(Protocol):
     def lend_after(self) -> float: ...  # noqa: D102
     @property
     def recall_deadline(self) -> float: ...  # noqa: D102
+    @property
+    def lease_idle(self) -> float: ...  # noqa: D102
     @property
     def profile(self) -> str | None: ...  # noqa: D102
     @property
@@ -71,6 +76,7 @@ def check_leases(flags: LeaseFlags) -> None:
         )
     _check_range("--lend-after", flags.lend_after, MIN_LEND_AFTER_S, MAX_LEND_AFTER_S)
     _check_range("--recall-deadline", flags.recall_deadline, MIN_RECALL_DEADLINE_S, MAX_RECALL_DEADLINE_S)
+    _check_idle(flags)
     if flags.lend == "off":
         _check_lends_nothing(flags)
     if flags.profile is not None and flags.lend != "auto":
@@ -89,6 +95,19 @@ def _check_alone(flags: LeaseFlags, lent_bytes: int | None) -> None:
         raise UserError("--lease-look needs --coordinator: without one there are no leases to look at")
     if flags.coordinator_token_file is not None:
         raise UserError("--coordinator-token-file needs --coordinator: there is nobody to show the token to")
+
+
+def _check_idle(flags: LeaseFlags) -> None:
+    if flags.lease_idle != 0 and not MIN_LEASE_IDLE_S <= flags.lease_idle <= MAX_LEASE_IDLE_S:
+        raise UserError(
+            f"--lease-idle must be between {MIN_LEASE_IDLE_S:g} and {MAX_LEASE_IDLE_S:g} s, or 0 to return nothing, "
+            f"not {flags.lease_idle}"
+        )
+    if flags.lease_idle != DEFAULT_LEASE_IDLE_S and flags.swap != "peer":
+        raise UserError(
+            f"--lease-idle says when to return what was borrowed, and --swap {flags.swap} borrows nothing: leave one "
+            "of them out"
+        )
 
 
 def _check_lends_nothing(flags: LeaseFlags) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
@@ -15,6 +16,7 @@ from floodplain.core.tiers import Tier
 from floodplain.leases.client import LeaseClient
 from floodplain.leases.rows import Shard
 from floodplain.leases.states import Lease, LeaseId
+from floodplain.lending.idle_chunks import ChunkUse, IdleChunks
 from floodplain.memory.peer.memory import PeerMemory
 from floodplain.memory.peer.slot_mover import SlotMover
 from floodplain.memory.peer.slots import PeerSlots
@@ -69,6 +71,7 @@ class PeerTier:
         mover: Between these slots and the host's; started.
         relocations: Of the loop.
         look_s: Seconds between two looks at the leases.
+        idle_s: A chunk that was not used for so long is returned; 0 keeps all.
 
     Attributes:
         totals: What happened since the start.
@@ -82,11 +85,13 @@ class PeerTier:
         mover: SlotMover,
         relocations: Relocations,
         look_s: float = LOOK_S,
+        idle_s: float = 0.0,
     ) -> None:
         self.totals = PeerTotals()
         self._look_s = look_s
         self._client, self._memory, self._slots, self._mover = client, memory, slots, mover
         self._relocations = relocations
+        self._idle = IdleChunks(idle_s, slots.chunk_slots, slots.max_chunks)
         self._next_look_s = float("-inf")
         self._pending: set[int] = set()
         self._lock = threading.Lock()  # over the two below, which the last resort changes too
@@ -104,6 +109,8 @@ class PeerTier:
         if now >= self._next_look_s:
             self._next_look_s = now + self._look_s
             self.look()
+            if self._idle.is_due(now):
+                self._return_idle(now)
 
     def look(self) -> None:
         """The same, however short ago the last look was."""
@@ -171,6 +178,16 @@ class PeerTier:
             self.totals.num_returned += 1
         self._leaving.discard(lease_id)
 
+    def _return_idle(self, now: float) -> None:
+        """Give back what nobody has used for a while. Prefixes there that nobody keeps are forgotten."""
+        with self._lock:
+            held = {lease_id: chunk for lease_id, chunk in self._held.items() if lease_id not in self._leaving}
+        num_kept = Counter(slot // self._slots.chunk_slots for slot in self._relocations.kept_slots(Tier.PEER))
+        uses = {lease_id: ChunkUse(self._slots.num_copies(chunk), num_kept[chunk]) for lease_id, chunk in held.items()}
+        for lease_id in self._idle.choose(now, uses, self._relocations.is_needed):
+            self._relocations.retire_slots(Tier.PEER, self._slots.slots_of(held[lease_id]))
+            self._give_back(lease_id)
+
     def _force(self, lease_id: LeaseId) -> None:
         """On any thread: the memory goes now. What the loop believes to lie there is buried at its next boundary."""
         with self._lock:
@@ -231,13 +248,17 @@ class PeerTier:
         return next(is_free, None)
 
     def _ask(self) -> None:
-        """Want as many chunks as there can be, a few at a time; none while somebody wants some back."""
+        """Want as many chunks as there is use for, a few at a time; none while somebody wants some back."""
         self._pending &= set(self._client.pending())
         if self._leaving:
             return
+        num_chunks, between = len(self._held) + len(self._forced), self._relocations
+        self._idle.note_room(num_chunks, between.num_available(Tier.PEER), between.is_needed)
+        num_missing = self._idle.num_wanted - num_chunks - len(self._pending)
+        for _ in range(min(-num_missing, len(self._pending))):
+            self._client.cancel(self._pending.pop())
         page_bytes = self._memory.page_bytes
         shard = Shard(-(-self._slots.chunk_bytes // page_bytes) * page_bytes)
-        num_missing = self._slots.max_chunks - len(self._held) - len(self._forced) - len(self._pending)
         for _ in range(min(num_missing, MOST_PENDING - len(self._pending))):
             self._pending.add(self._client.ask([shard]))
 

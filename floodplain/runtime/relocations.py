@@ -52,6 +52,20 @@ class Relocations:
         """Relocations that were not answered."""
         return len(self._in_flight)
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether anything in swap space is needed by a sequence, or is being copied."""
+        backups = self._keeper.backups
+        return any(backups.num_kept(tier) for tier in backups.slots)
+
+    def num_available(self, tier: Tier) -> int:
+        """Slots in which nothing lies, or only what nobody needs."""
+        return self._keeper.backups.num_available(tier)
+
+    def kept_slots(self, tier: Tier) -> set[int]:
+        """The other ones. Takes as long as there are."""
+        return self._keeper.backups.kept_slots(tier)
+
     def add_slots(self, tier: Tier, slots: Iterable[int]) -> None:
         """A lease was allocated: there is more room."""
         self._keeper.backups.add_slots(tier, slots)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from random import Random
 from threading import Lock
 from typing import Any
@@ -94,6 +94,25 @@ def test_an_llm_between_two_calls_gives_back_what_it_borrowed(monkeypatch: pytes
         wait_until(lambda: neighbour.taken_pages == NUM_PAGES)
         assert tokens_of(llm) == expected
         assert tier_of(llm.engine).totals.num_forced == 0
+
+
+def test_leases_that_an_llm_does_not_use_are_returned_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "IDLE_S", 0.05)  # between two looks of an LLM that nobody calls
+    with neighbourhood(monkeypatch) as (neighbour, config), make_llm(replace(config, lease_idle=0.2)) as llm:
+        totals = tier_of(llm.engine).totals
+        wait_until(lambda: totals.num_granted == NUM_PAGES)
+        wait_until(lambda: not neighbour.taken_pages)
+        assert totals.num_granted == NUM_PAGES, "nothing was asked for again meanwhile"
+        expected = tokens_of(llm)
+
+        def calls_and_borrows() -> bool:
+            assert tokens_of(llm) == expected
+            return neighbour.taken_pages > 0
+
+        for _ in range(2):
+            wait_until(calls_and_borrows)
+            wait_until(lambda: not neighbour.taken_pages)
+            assert totals.num_forced == 0
 
 
 def tokens_of(llm: LLM) -> list[list[int]]:

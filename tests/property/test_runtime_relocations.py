@@ -7,7 +7,7 @@ away with all that lies in it, at any boundary; copies end in any order, and tho
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 
 import pytest
@@ -20,6 +20,8 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.plan import Decision, Relocation, StepPlan, Transfer, TransferKind
 from floodplain.core.tiers import Link, Location, SlotLedger, Tier
 from floodplain.core.view import View
+from floodplain.leases.states import LeaseId
+from floodplain.lending.idle_chunks import ChunkUse, IdleChunks
 from floodplain.runtime.loop import Loop
 from floodplain.runtime.relocations import Relocations
 from floodplain.runtime.state import LoopConfig, LoopState
@@ -27,6 +29,7 @@ from tests.support.examples import examples
 from tests.support.loops import EOS, FakeExecutor, RandomPolicy, make_request, reference_output
 
 CHUNK_SLOTS, NUM_CHUNKS = 3, 3
+IDLE_S = 8.0
 MAX_MODEL_LEN = 64
 
 
@@ -61,6 +64,8 @@ class Neighbourhood:
         self.executor = FakeExecutor(block_tokens=4)
         self.relocations: list[Relocation] = []
         self.chunks: dict[int, bool] = {}  # those with memory, and whether they are leaving
+        self.idle = IdleChunks(IDLE_S, CHUNK_SLOTS, NUM_CHUNKS)
+        self.num_copies: Counter[int] = Counter()
         self.seen: Counter[str] = Counter()
         self.now = 0.0
 
@@ -107,10 +112,29 @@ class Neighbourhood:
             between.retire_slots(Tier.PEER, self._slots(chunk))
         elif dice < 0.28 and chunk in self.chunks:
             self._tear_away(chunk)
+        if self.idle.is_due(self.now):
+            self._return_idle()
         for leaving in [chunk for chunk, is_leaving in self.chunks.items() if is_leaving]:
             self._empty(leaving)
         if dice > 0.9:
             self._begin(between.bring_nearer(Tier.HOST, Tier.PEER, 2), "nearer")
+
+    def _return_idle(self) -> None:
+        """What was not used for a while goes at once: nothing that is needed or under way lies there."""
+        between = self.loop.relocations
+        num_kept = Counter(slot // CHUNK_SLOTS for slot in between.kept_slots(Tier.PEER))
+        uses = {
+            LeaseId(str(chunk)): ChunkUse(self.num_copies[chunk], num_kept[chunk])
+            for chunk, is_leaving in self.chunks.items()
+            if not is_leaving
+        }
+        for lease_id in self.idle.choose(self.now, uses, between.is_needed):
+            chunk = int(lease_id)
+            self.seen["returned with a prefix in it"] += bool(between.count_taken(Tier.PEER, self._slots(chunk)))
+            between.retire_slots(Tier.PEER, self._slots(chunk))
+            assert not between.count_taken(Tier.PEER, self._slots(chunk)), "something in use was returned"
+            self.seen["returned idle"] += 1
+            self._remove_memory(chunk)
 
     def _empty(self, chunk: int) -> None:
         slots = self._slots(chunk)
@@ -156,12 +180,17 @@ class Neighbourhood:
             for place, one in enumerate(transfer.locations)
             if not self._has_memory(one) or (is_in and self._key(one) not in self.executor.slots)
         ]
+        self._note_copies(transfer.locations)
         self.executor.copy(transfer, lost)
         self.seen["failed"] += bool(lost)
         return lost
 
+    def _note_copies(self, locations: Iterable[Location]) -> None:
+        self.num_copies.update({one.slot // CHUNK_SLOTS for one in locations if one.tier is Tier.PEER})
+
     def _relocate(self, relocation: Relocation) -> list[int]:
         lost = []
+        self._note_copies([*relocation.sources, *relocation.targets])
         for place, (source, target) in enumerate(zip(relocation.sources, relocation.targets, strict=True)):
             is_whole = self._has_memory(target) and self._key(source) in self.executor.slots
             if is_whole:
@@ -190,7 +219,10 @@ def test_everything_happens_there() -> None:
         world = Neighbourhood(seed, num_host_slots=12)
         world.run(num_requests=20)
         seen += world.seen
-    wanted = {"nearer", "evacuated", "emptied", "torn away with something in it", "failed", "moved"}
+    wanted = {
+        "nearer", "evacuated", "emptied", "torn away with something in it", "failed", "moved", "returned idle",
+        "returned with a prefix in it",
+    }  # fmt: skip
     assert wanted <= {name for name, count in seen.items() if count}
 
 
@@ -205,6 +237,10 @@ def what_is_torn_away_is_still_believed_in(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Relocations, "abandon", lambda between, tier, slots: None)
     patch.setattr(Neighbourhood, "_has_memory", stale)
+
+
+def whatever_lies_in_a_chunk_it_counts_as_idle(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Relocations, "kept_slots", lambda between, tier: set())
 
 
 def slots_are_given_away_while_somebody_reads_them(patch: pytest.MonkeyPatch) -> None:
@@ -223,6 +259,7 @@ def slots_are_given_away_while_somebody_reads_them(patch: pytest.MonkeyPatch) ->
     [
         memory_goes_before_it_is_empty,
         what_is_torn_away_is_still_believed_in,
+        whatever_lies_in_a_chunk_it_counts_as_idle,
         slots_are_given_away_while_somebody_reads_them,
     ],
 )

@@ -17,6 +17,7 @@ from floodplain.policy.settings import SLICE_STEPS, SharingSettings, settings_fo
 
 NO_SWAP = {"swap": "none"}
 URL = {"coordinator": "http://127.0.0.1:8100"}
+PEER = URL | {"swap": "peer"}
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,10 @@ URL = {"coordinator": "http://127.0.0.1:8100"}
         (URL | {"lend": "auto", "recall_deadline": "3"}, "^--recall-deadline must be a number, not '3'$"),
         ({"profile": "p.json"}, "^--profile says what --lend auto starts from, and --lend is off: change one of them$"),
         (URL | {"lend": "64MiB", "profile": "p.json"}, "^--profile says what --lend auto starts from, and --lend is"),
+        ({"lease_idle": 2.0}, "^--lease-idle says when to return what was borrowed, and --swap host borrows nothing: "),
+        (PEER | {"lease_idle": 0.01}, "^--lease-idle must be between 0.1 and 86400 s, or 0 to return nothing, not"),
+        (PEER | {"lease_idle": math.inf}, "^--lease-idle must be between 0.1 and 86400 s, or 0 to return nothing, not"),
+        (PEER | {"lease_idle": "off"}, "^--lease-idle must be a number, not 'off'$"),
         ({"lease_look": 0.1}, "^--lease-look needs --coordinator: without one there are no leases to look at$"),
         (URL | {"lease_look": 2.0}, "^--lease-look must be between 0.001 and 1 s, not 2.0: rarer looks would let"),
         (URL | {"lease_look": 0}, "^--lease-look must be between 0.001 and 1 s, not 0"),
@@ -179,3 +184,8 @@ def test_the_recall_deadline_is_a_flag_as_others_are(tmp_path: Path) -> None:
     assert read(in_file, {}) == 3
     assert read(in_file, in_environ) == 4
     assert read([*in_file, "--recall-deadline", "5"], in_environ) == 5
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1, 30.0, 86400])
+def test_borrowed_memory_is_returned_after_a_while_or_never(seconds: float) -> None:
+    assert EngineConfig(model="m", lease_idle=seconds, **PEER).lease_idle == seconds  # type: ignore[arg-type]

@@ -36,6 +36,7 @@ class PeerSlots(DigestedSlots):
         self.chunk_slots, self.max_chunks = chunk_slots, max_chunks
         self._changed = threading.Condition()
         self._num_users = np.zeros(max_chunks, dtype=np.int64)
+        self._num_copies = np.zeros(max_chunks, dtype=np.int64)
         self._extents: dict[int, Extent] = {}
         self._bases = np.zeros(max_chunks, dtype=np.uint64)  # whoever began to use a chunk finds it here to the end
         self._is_usable = np.zeros(max_chunks, dtype=np.bool_)  # whoever begins looks here
@@ -48,6 +49,10 @@ class PeerSlots(DigestedSlots):
     def slots_of(self, chunk: int) -> range:
         """The numbers of a chunk's slots."""
         return range(chunk * self.chunk_slots, (chunk + 1) * self.chunk_slots)
+
+    def num_copies(self, chunk: int) -> int:
+        """Copies that have begun to read or write a chunk, ever."""
+        return int(self._num_copies[chunk])
 
     def add(self, chunk: int, extent: Extent) -> None:
         """Make an extent the memory of a chunk; it belongs to the slots from now on.
@@ -101,6 +106,7 @@ class PeerSlots(DigestedSlots):
             is_there = self._is_usable[chunks]
             used = np.unique(chunks[is_there])
             self._num_users[used] += 1
+            self._num_copies[used] += 1
         try:
             yield is_there
         finally:

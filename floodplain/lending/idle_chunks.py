@@ -1,0 +1,91 @@
+"""Which chunks of slots a borrower returns since nobody has used them for a while, and how many it wants. Pure.
+
+It wants all that there may be, until one has been idle: from then on what it has, and more when there is too little
+room. It returns a chunk only where a whole chunk's room stays, and wants more only when less than half of one is left.
+So a use that does not change neither returns nor asks, and leases do not come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from floodplain.leases.states import LeaseId
+
+CHECKS_PER_IDLE = 8
+"""So often it is looked in the time after which a chunk is idle: each costs a walk over the slots that are taken."""
+MOST_MORE = 4
+"""Chunks that are wanted at a time beyond those that are there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkUse:
+    """What is seen of a chunk at one moment.
+
+    Attributes:
+        num_copies: That have begun to read or write there, ever.
+        num_kept: Of its slots, those in which something lies that somebody needs, or is being copied.
+    """
+
+    num_copies: int
+    num_kept: int
+
+
+class IdleChunks:
+    """See the module.
+
+    Args:
+        idle_s: Seconds without use after which a chunk is returned; 0 keeps all.
+        chunk_slots: Slots of a chunk.
+        max_chunks: Chunks that can ever be.
+
+    Attributes:
+        num_wanted: How many chunks there should be.
+    """
+
+    def __init__(self, idle_s: float, chunk_slots: int, max_chunks: int) -> None:
+        self.num_wanted = max_chunks
+        self._idle_s, self._chunk_slots, self._max_chunks = idle_s, chunk_slots, max_chunks
+        self._used: dict[LeaseId, tuple[int, float]] = {}  # copies when it was seen to be used last, and when that was
+        self._next_check_s = float("-inf")
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to look at the chunks."""
+        return self._idle_s > 0 and now >= self._next_check_s
+
+    def choose(self, now: float, chunks: Mapping[LeaseId, ChunkUse], is_needed: bool) -> list[LeaseId]:
+        """Leases to return now: of idle chunks, whose slots can all be given up at once.
+
+        Args:
+            now: The clock.
+            chunks: Those that are there to stay, by their leases: a chunk's number comes again, with other memory.
+            is_needed: Whether anybody needs anything in swap space. If so, room for one more chunk's slots stays.
+        """
+        self._next_check_s = now + self._idle_s / CHECKS_PER_IDLE
+        self._note_uses(now, chunks)
+        idle = [lease_id for lease_id in chunks if now - self._used[lease_id][1] >= self._idle_s]
+        num_free = sum(self._chunk_slots - use.num_kept for use in chunks.values())
+        num_spare = num_free // self._chunk_slots - is_needed
+        returned = sorted(idle, key=lambda lease_id: self._used[lease_id][1])[: max(0, num_spare)]
+        if returned:
+            self.num_wanted = len(chunks) - len(returned)
+        return returned
+
+    def note_room(self, num_chunks: int, num_free: int, is_needed: bool) -> None:
+        """Want more, if what there is does not do.
+
+        Args:
+            num_chunks: Those that are there.
+            num_free: Their slots that nobody needs.
+            is_needed: As above.
+        """
+        if is_needed and 2 * num_free < self._chunk_slots:
+            more = max(1, min(num_chunks, MOST_MORE))
+            self.num_wanted = max(self.num_wanted, min(self._max_chunks, num_chunks + more))
+
+    def _note_uses(self, now: float, chunks: Mapping[LeaseId, ChunkUse]) -> None:
+        before, self._used = self._used, {}
+        for lease_id, use in chunks.items():
+            num_copies, used_s = before.get(lease_id, (-1, now))
+            is_used = bool(use.num_kept) or use.num_copies != num_copies
+            self._used[lease_id] = use.num_copies, now if is_used else used_s
