@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from floodplain.core.errors import UserError
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.metrics import ServingMetrics
 from floodplain.observe.scraped import Scraped
-from floodplain.planner.kv_use import KvUse
+from floodplain.planner.kv_use import KvUse, wait_until_idle, watching
 from floodplain.planner.server_kv import VLLM_USAGE, VllmBlocks, kv_use_of
 from floodplain.planner.targets import Load
 from floodplain.workload.spec import WorkloadSpec
@@ -123,3 +125,41 @@ def test_metrics_that_do_not_say_it_are_refused(text: str, complaint: str) -> No
 def test_the_type_of_kv_does_not_matter_where_a_block_is_weighed_by_hand() -> None:
     text = metrics_text(1, config=CONFIG.replace('"auto"', '"fp8_e4m3"'))
     assert kv_use_of(Scraped(text), VllmBlocks(512, token_bytes=1000)).used_bytes == 512
+
+
+# -- looking at it -----------------------------------------------------------------------------------------------------
+
+
+class Looks:
+    """Shows one use after the other; then fails, as a server that has gone."""
+
+    def __init__(self, *uses: KvUse) -> None:
+        self._uses: Iterator[KvUse] = iter(uses)
+
+    async def __call__(self) -> KvUse:
+        for use in self._uses:
+            return use
+        raise UserError("gone")
+
+
+def test_the_peak_is_the_most_of_all_looks_and_a_look_that_fails_ends_the_try() -> None:
+    async def watch() -> None:
+        looks = Looks(KvUse(1, 9, 1), KvUse(7, 10, 2), KvUse(3, 10, 1))
+        with pytest.raises(UserError, match="gone"):
+            async with watching(looks, 0.0) as peak:
+                while peak.used_bytes < 7:
+                    await asyncio.sleep(0)
+                for _ in range(10):
+                    await asyncio.sleep(0)
+        assert (peak.used_bytes, peak.pool_bytes) == (7, 10)
+
+    asyncio.run(watch())
+
+
+def test_a_target_with_other_requests_is_refused() -> None:
+    async def read() -> KvUse:
+        return KvUse(0, 10, num_live=1)
+
+    with pytest.raises(UserError, match="http://x serves other requests"):
+        asyncio.run(wait_until_idle(read, "http://x", timeout_s=0.0))
+    asyncio.run(wait_until_idle(Looks(KvUse(0, 10, 0)), "http://x"))
