@@ -19,7 +19,7 @@ from floodplain.coordinator.desk import Desk, NotLeading
 from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
 from floodplain.coordinator.origin import LOOPBACK_ONLY, OriginGate, OwnNames
-from floodplain.coordinator.requests import MAX_WAIT_S, MessageBatch, Name
+from floodplain.coordinator.requests import MessageBatch, Name, NewsQuery
 from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing
 from floodplain.leases.messages import Heartbeat, Message
 from floodplain.leases.rows import Reply
@@ -52,9 +52,6 @@ ERRORS = describe_errors(
     }
 )
 AnyName = Annotated[Name, Path()]
-WatchedName = Annotated[Name, Query()]
-Mark = Annotated[str, Query(max_length=64, description="Of the last answer; empty the first time.")]
-WaitS = Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds, at most.")]
 
 
 class LeaseRoutes:
@@ -104,16 +101,14 @@ class LeaseRoutes:
         view = await self._desk.ask(jobs.look(self._desk.service))
         return await WRITERS.run(lambda: _json(jobs.encode_view(view, self._desk.service.ttl_s)))
 
-    async def wait_for_news(
-        self, member: WatchedName, request: Request, mark: Mark = "", wait_s: WaitS = 20
-    ) -> Response:
+    async def wait_for_news(self, query: Annotated[NewsQuery, Query()], request: Request) -> Response:
         """Answer once a lease of that member is recalled, released or lost, or has expired; or when ``wait_s`` is over.
 
         It is a hint to send a heartbeat now. Give the ``mark`` of the last answer; one request of a member may wait.
         """
-        if not _caller_of(request).may_say(Heartbeat(member, 0)):
-            raise ApiError(403, f"this token may not watch {member}", code="forbidden")
-        return _json(encode_news(await self._desk.wait_for_news(member, mark, wait_s)))
+        if not _caller_of(request).may_say(Heartbeat(query.member, 0)):
+            raise ApiError(403, f"this token may not watch {query.member}", code="forbidden")
+        return _json(encode_news(await self._desk.wait_for_news(query.member, query.mark, query.wait_s)))
 
     async def forget_member(self, name: AnyName, request: Request) -> Response:
         """A device will not come back: what was lent on it is lost."""

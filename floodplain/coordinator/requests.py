@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from floodplain.leases import messages as core
 from floodplain.leases.rows import Shard
@@ -170,3 +170,13 @@ class MessageBatch(_Part):
     """Messages, handled in their order and committed together."""
 
     messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class NewsQuery(BaseModel):
+    """Whose news is waited for."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    member: Name
+    mark: Annotated[str, Field(max_length=64, description="Of the last answer; empty the first time.")] = ""
+    wait_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S, description="Seconds, at most.")] = 20.0

@@ -36,6 +36,12 @@ def beatless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(news_watch, "FIRST_PAUSE_S", 0.05)
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCoordinator]:
+    with coordinating(open_store(tmp_path_factory.mktemp("store"))) as coordinator:
+        yield coordinator
+
+
 class Pair:
     """A device that is lent, and a process that has taken all of it; both are real members."""
 
@@ -170,6 +176,21 @@ def test_tokens_watch_their_own_members_alone(tmp_path: Path) -> None:
         assert refused.status_code == 403
         assert error_of(refused)["message"] == "this token may not watch bob"
         assert wait_for_news(running, "bob", "guess").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"wait": 1}, "wait is not a supported field"), ({"wait_s": 61}, "wait_s"), ({"wait_s": "nan"}, "wait_s"),
+        ({"mark": "x" * 65}, "mark"), ({"member": "a/b"}, "member"),
+    ],
+)  # fmt: skip
+def test_a_bad_query_is_one_line_that_says_what_to_change(
+    query: dict[str, Any], message: str, running: RunningCoordinator
+) -> None:
+    response = wait_for_news(running, **{"member": "bob", **query})
+    assert response.status_code == 400
+    assert message in error_of(response)["message"]
 
 
 def test_one_request_of_a_member_waits_and_so_many_members(tmp_path: Path) -> None:
