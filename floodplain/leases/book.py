@@ -114,7 +114,7 @@ class LeaseBook:
     def count_told(self, messages: Iterable[Message]) -> int:
         """About as many leases an answer to these messages would list, beside those that it grants."""
         greeted = {message.name for message in messages if isinstance(message, Join | Heartbeat)}
-        asked = {(message.name, message.number) for message in messages if isinstance(message, Request)}
+        asked = {(each.name, each.generation, each.number) for each in messages if isinstance(each, Request)}
         return sum(len(self.roster.leases_of(name)) for name in greeted) + sum(
             len(self.rows.of_request(*request)) for request in asked
         )

@@ -30,7 +30,7 @@ def request(
         limits: What a consumer may ask for, and have.
     """
     known = table.members[message.name]
-    granted = table.of_request(message.name, message.number)
+    granted = table.of_request(message.name, message.generation, message.number)
     if granted:
         return Reply(Outcome.APPLIED, known, tuple(granted))
     if message.number <= known.last_request:

@@ -56,7 +56,7 @@ class LeaseTable:
         self.freed: dict[LeaseId, Lease] = {}
         self._on_device: defaultdict[str, dict[LeaseId, Lease]] = defaultdict(dict)
         self._of_consumer: defaultdict[str, dict[LeaseId, Lease]] = defaultdict(dict)
-        self._of_request: defaultdict[tuple[str, int], list[LeaseId]] = defaultdict(list)
+        self._of_request: defaultdict[tuple[str, int, int], list[LeaseId]] = defaultdict(list)
         self._leased_bytes: defaultdict[str, int] = defaultdict(int)
         self._changed_members: dict[str, Member] = {}
         self._forgotten: dict[str, None] = {}
@@ -74,9 +74,9 @@ class LeaseTable:
         """Leases that a consumer was granted."""
         return tuple(self._of_consumer[consumer].values()) if consumer in self._of_consumer else ()
 
-    def of_request(self, consumer: str, request: int) -> Sequence[Lease]:
-        """Leases that answered a request, as far as they have not ended."""
-        return tuple(self.leases[lease_id] for lease_id in self._of_request.get((consumer, request), ()))
+    def of_request(self, consumer: str, generation: int, request: int) -> Sequence[Lease]:
+        """Leases that answered a request of one incarnation of a consumer, as far as they have not ended."""
+        return tuple(self.leases[lease_id] for lease_id in self._of_request.get((consumer, generation, request), ()))
 
     def leased_bytes(self, producer: str) -> int:
         """Bytes of a producer that are leased or owed."""
@@ -125,7 +125,7 @@ class LeaseTable:
             self._remove(lease)
             return
         if lease.lease_id not in self.leases:
-            self._of_request[lease.consumer, lease.request].append(lease.lease_id)
+            self._of_request[lease.consumer, lease.generation, lease.request].append(lease.lease_id)
             self._leased_bytes[lease.producer] += lease.num_bytes
         self.leases[lease.lease_id] = lease
         if lease.state in FREED:
@@ -191,7 +191,7 @@ class LeaseTable:
         self.freed.pop(lease.lease_id, None)
         del self._on_device[lease.producer][lease.lease_id]
         del self._of_consumer[lease.consumer][lease.lease_id]
-        request = lease.consumer, lease.request
+        request = lease.consumer, lease.generation, lease.request
         self._of_request[request].remove(lease.lease_id)
         if not self._of_request[request]:
             del self._of_request[request]

@@ -96,6 +96,17 @@ def test_a_lease_is_shown_to_its_ends_alone() -> None:
     assert (reply.outcome, reply.leases, reply.member) == (Outcome.CONFLICT, (), None)
 
 
+def test_requests_of_a_new_life_are_not_answered_with_leases_of_an_old_one() -> None:
+    """Both number from one, and the old lease is owed until its producer looks."""
+    desk = Desk()
+    [old] = desk.grant(1, 4)
+    desk.say(Leave("c", 1))
+    assert desk.say(Join("c", "c-2")).outcome is Outcome.APPLIED
+    [new] = desk.grant(1, 3)
+    assert (new.generation, new.num_bytes, new.state) == (2, 3, LeaseState.GRANTED)
+    assert set(desk.book.rows.leases) == {old.lease_id, new.lease_id}
+
+
 # -- members that are gone ---------------------------------------------------------------------------------------------
 
 
