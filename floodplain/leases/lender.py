@@ -48,6 +48,9 @@ class Lender:
     def say(self, own_bytes: int, foreign_bytes: int) -> Recall | Observe | Offer | None:
         """The one thing to say now: want bytes back, have seen bytes free, put bytes up; the first that applies.
 
+        An offer that was not answered may still arrive. If less is wanted by now, what is put up is said again: the one
+        of the two that comes second is stale.
+
         Args:
             own_bytes: What its own pool takes of the device.
             foreign_bytes: What others hold there, seen after the last answer came.
@@ -60,8 +63,8 @@ class Lender:
             return Recall(row.name, row.stamp, row.offered_bytes - wanted, self.deadline_s)
         if self._is_settled(foreign_bytes):
             return Observe(row.name, row.stamp, foreign_bytes)
-        wanted = min(wanted, self.capacity_bytes - own_bytes)
-        if wanted <= row.offered_bytes:
+        wanted = max(min(wanted, self.capacity_bytes - own_bytes), row.offered_bytes)
+        if wanted == self.promised_bytes == row.offered_bytes:
             return None
         self._offered = (row.stamp, max(wanted, self._offered_at(row.stamp)))
         return Offer(row.name, row.stamp, wanted)
@@ -76,7 +79,7 @@ class Lender:
         if row is None or not self.member.has_joined:
             return None
         leased = sum(lease.num_bytes for lease in self.member.lent() if not lease.has_ended)
-        if leased < row.offered_bytes:
+        if leased < self.promised_bytes:
             return Offer(row.name, row.stamp, leased)
         return Observe(row.name, row.stamp, foreign_bytes) if self._is_settled(foreign_bytes) else None
 
@@ -85,7 +88,7 @@ class Lender:
         """Whether nothing is put up but what consumers count on: then there is nothing to say before it leaves."""
         row = self.member.row
         counted_on = sum(lease.num_bytes for lease in self.member.lent() if not (lease.is_owed or lease.has_ended))
-        return row is None or row.offered_bytes == counted_on
+        return row is None or self.promised_bytes == counted_on
 
     def _offered_at(self, stamp: Stamp) -> int:
         """The most that it has offered of a row as it stands: each of those messages may still arrive."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from floodplain.leases.book import LeaseBook
 from floodplain.leases.borrower import Borrower
+from floodplain.leases.lender import Lender
 from floodplain.leases.member import MemberSide
-from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Offer, Report, Request
-from floodplain.leases.rows import Shard
-from floodplain.leases.states import LeaseId, LeaseState
+from floodplain.leases.messages import Heartbeat, Join, Message, Observe, Offer, Recall, Report, Request
+from floodplain.leases.rows import Reply, Shard
+from floodplain.leases.states import LeaseId, LeaseState, Outcome
 
 TTL_S = 10.0
 
@@ -97,6 +98,61 @@ def test_who_allocated_what_was_settled_meanwhile_frees_when_it_hears_nothing_of
         desk.say(desk.side.greeting(), TTL_S + 1.0)
     assert lease_id not in desk.side.known
     assert desk.borrower.to_free() == {lease_id: float("-inf")}
+
+
+class LenderDesk:
+    """A book, and a lender that has joined and has said an offer that is still under way."""
+
+    def __init__(self) -> None:
+        self.book = LeaseBook(TTL_S, now=0.0)
+        self.side = MemberSide("p", "p-1", TTL_S)
+        self.lender = Lender(self.side, capacity_bytes=16, deadline_s=1.0)
+        self.say(self.side.greeting())
+        self.lender.target_bytes = 10
+        said = self.lender.say(own_bytes=6, foreign_bytes=0)
+        assert isinstance(said, Offer)
+        self.late = said
+        self.lender.target_bytes = 0
+
+    def say(self, message: Message) -> Reply:
+        """It arrives at once, and so does the answer."""
+        reply = self.book.handle(message, 0.0)
+        self.side.learn(message, reply, 0.0, 0.0)
+        return reply
+
+    def say_next(self) -> Message | None:
+        """What the lender has to say, which arrives."""
+        message = self.lender.say(own_bytes=6, foreign_bytes=0)
+        if message is not None:
+            self.say(message)
+        return message
+
+
+def test_an_offer_that_is_not_wanted_any_more_and_comes_late_is_stale() -> None:
+    desk = LenderDesk()
+    assert desk.lender.promised_bytes == 10
+    assert isinstance(desk.say_next(), Offer)
+    assert desk.lender.promised_bytes == 0, "its pool may have the bytes again"
+    assert desk.book.handle(desk.late, 0.0).outcome is Outcome.STALE
+    assert desk.say_next() is None
+
+
+def test_an_offer_that_arrived_and_whose_answer_was_lost_is_withdrawn() -> None:
+    desk = LenderDesk()
+    assert desk.book.handle(desk.late, 0.0).outcome is Outcome.APPLIED
+    assert isinstance(desk.say_next(), Offer), "and learns that it is stale"
+    assert desk.lender.promised_bytes == 10
+    assert isinstance(desk.say_next(), Recall)
+    assert desk.lender.promised_bytes == desk.book.rows.members["p"].offered_bytes == 0
+
+
+def test_an_offer_that_may_still_come_is_withdrawn_by_last_words() -> None:
+    desk = LenderDesk()
+    assert not desk.lender.has_said_all
+    last = desk.lender.say_last(foreign_bytes=0)
+    assert last == Offer("p", desk.side.stamp, 0)
+    desk.say(last)
+    assert desk.lender.has_said_all and desk.book.handle(desk.late, 0.0).outcome is Outcome.STALE
 
 
 def test_a_crowd_of_requests_is_said_in_parts_after_what_became_of_leases() -> None:
