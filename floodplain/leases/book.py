@@ -11,7 +11,7 @@ has freed it, and it is put up again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -88,6 +88,9 @@ class LeaseBook:
     def handle_all(self, messages: Sequence[Message], now: float, speaker: Speaker = ANYBODY) -> list[Reply]:
         """What becomes of each message, in their order, at ``now``.
 
+        Nothing is granted of what a member has put up before this book has heard the member: what it has withdrawn
+        while no coordinator answered is in its first batch.
+
         A member that joins or beats is told its leases as they are after all of the messages, and once: replies of one
         member share one tuple of leases, and so do copies of a request. So an answer is no longer than what its members
         have, however often they ask.
@@ -98,7 +101,12 @@ class LeaseBook:
             speaker: Who sends them.
         """
         granted: dict[tuple[str, int, int], Reply] = {}
-        replies = [self._handle_one(message, now, speaker, granted) for message in messages]
+        changing = {message.name for message in messages if isinstance(message, Offer | Recall)}
+        replies = []
+        for message in messages:
+            replies.append(self._handle_one(message, now, speaker, granted))
+            if _confirms_offer(message, replies[-1], changing):
+                self.roster.heard.add(message.name)
         greeted = {m.name for m, r in zip(messages, replies, strict=True) if _is_greeted(m, r)}
         told = {name: self.roster.leases_of(name) for name in greeted}
         self._time_recalls({lease.lease_id for reply in replies for lease in reply.leases}, now)
@@ -212,10 +220,10 @@ class LeaseBook:
         return borrowing.request(self.rows, message, self._free_for(message), self.limits)
 
     def _free_for(self, request: Request) -> dict[str, int]:
-        """What each producer that lives has put up and not leased, for this consumer, best first."""
+        """What each producer that this book has heard has put up and not leased, for this consumer, best first."""
         consumer, most = request.name, self.limits.max_leases_on_device - len(request.shards)
         allowed = self.rows.lenders if self.may_borrow_from is None else self.may_borrow_from.get(consumer, ())
-        names = (name for name in allowed if name != consumer and name in self.roster.living)
+        names = (name for name in allowed if name != consumer and name in self.roster.heard)
         return {name: self.rows.unleased_bytes(name) for name in names if self.rows.count_on_device(name) <= most}
 
     def _due_of(self, leases: Sequence[Lease], now: float) -> dict[LeaseId, float]:
@@ -235,6 +243,22 @@ class LeaseBook:
                 self._due_s.setdefault(lease_id, now + (lease.deadline_s or 0.0))
             else:
                 self._due_s.pop(lease_id, None)
+
+
+def _confirms_offer(message: Message, reply: Reply, changing: Collection[str]) -> bool:
+    """Whether its sender wants to lend what its row says.
+
+    A member that beats and wants bytes back says both together. If its recall is stale, it has not said how much yet.
+
+    Args:
+        message: Of a batch.
+        reply: To it.
+        changing: Names of members that change in the batch what they put up.
+    """
+    says_so = isinstance(message, Offer | Recall) or (
+        isinstance(message, Join | Heartbeat) and message.name not in changing
+    )
+    return says_so and reply.outcome is Outcome.APPLIED
 
 
 def _is_greeted(message: Message, reply: Reply) -> bool:

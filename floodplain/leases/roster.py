@@ -20,12 +20,16 @@ class Roster:
         ttl_s: Seconds of silence after which a member is taken for dead.
         now: The clock; later, if those who live were told that they would for longer than the TTL.
         limits: How many members it remembers, and for how long.
+
+    Attributes:
+        heard: Names of members that live, and that have said since ``now`` what they put up: its bytes may be granted.
     """
 
     def __init__(self, table: LeaseTable, ttl_s: float, now: float, limits: LeaseLimits = DEFAULT_LIMITS) -> None:
         self.table = table
         self.ttl_s = ttl_s
         self.limits = limits
+        self.heard: set[str] = set()
         self._ended_s: dict[str, float] = {}
         self._seen_s = {name: now for name, member in table.members.items() if member.instance}
 
@@ -115,6 +119,7 @@ class Roster:
         The rows of its producers change, so that nobody settles by a look from before: it may have allocated since.
         """
         self._seen_s.pop(name, None)
+        self.heard.discard(name)
         for lease in self.table.of_consumer(name):
             if lease.allows(LeaseEvent.EXPIRE):
                 self.table.owe(lease.after(LeaseEvent.EXPIRE))

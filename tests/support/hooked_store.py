@@ -60,6 +60,13 @@ class HookedStore(Store):
         kept = [Lease(**{**row, "state": LeaseState(row["state"])}) for row in leases]
         return {member.name: member for member in members}, {lease.lease_id: lease for lease in kept}
 
+    def clear(self) -> None:
+        """Forget all rows, and who led, unhooked."""
+        with self._engine.begin() as connection:
+            connection.execute(BOOK.update().values(ttl_s=0.0, leader=""))
+            connection.execute(MEMBERS.delete())
+            connection.execute(LEASES.delete())
+
     def epoch_now(self) -> int:
         """Whose turn it is, unhooked."""
         with self._engine.connect() as connection:

@@ -100,6 +100,7 @@ class LeaseWorld:
         assert not self.stored_leases, f"still lent: {self.stored_leases}"
         assert not self.engines.foreign_bytes().total(), "bytes stay taken"
         for name, process in self.engines.processes.items():
+            assert name in self.stored_members, f"{name} lives, and is no member"
             offered = self.stored_members[name].offered_bytes
             assert not offered, f"{name} still puts up {offered} bytes"
             assert not process.is_producer or process.own_bytes == CAPACITY, "a producer did not get its bytes back"

@@ -314,7 +314,7 @@ def test_no_restart_with_another_ttl_breaks_what_a_member_was_told(
 ) -> None:
     """Who was answered is taken for alive for the TTL that it was told, whoever leads by then, and with what TTL."""
     clock = Clock()
-    forget_everything(store)
+    store.clear()
     service = leading(store, clock, first_ttl_s)
     alive_until_s = clock.now + first_ttl_s
     told(service, Join("ann", "i1"))
@@ -334,15 +334,6 @@ def test_no_restart_with_another_ttl_breaks_what_a_member_was_told(
             service.tick()
         if clock.now <= alive_until_s:
             assert service.serve([lambda book, _: "ann" in book.roster.living]) == [True]
-
-
-def forget_everything(store: HookedStore) -> None:
-    from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS
-
-    with store._engine.begin() as connection:
-        connection.execute(BOOK.update().values(ttl_s=0.0, leader=""))
-        connection.execute(MEMBERS.delete())
-        connection.execute(LEASES.delete())
 
 
 def test_after_the_grace_for_an_older_ttl_the_new_one_counts(store: HookedStore, clock: Clock) -> None:
