@@ -96,13 +96,22 @@ class LlmProfileConfig:
         if self.base_url is not None:
             _refuse_others(engine, _SERVER_FLAGS, "a server has its own; leave it out with --base-url")
         elif self.steps is not None:
-            _refuse_others(engine, _VIRTUAL_FLAGS, "nothing computes in virtual time; leave it out with --steps")
-            if engine.kv_memory is None:
-                raise UserError("--steps needs --kv-memory: nothing says how large the KV pool is")
-            if engine.swap == "peer":
-                raise UserError("--swap peer borrows from neighbours, and in virtual time there are none: use host")
+            check_virtual_engine(engine)
         elif engine.coordinator is not None:
             raise UserError("--coordinator: an engine is profiled alone, with all of its memory: leave it out")
+
+
+def check_virtual_engine(engine: EngineConfig) -> None:
+    """Refuse flags of an engine that say nothing in virtual time.
+
+    Raises:
+        UserError: There is one, or the size of the KV pool is missing.
+    """
+    _refuse_others(engine, _VIRTUAL_FLAGS, "nothing computes in virtual time; leave it out with --steps")
+    if engine.kv_memory is None:
+        raise UserError("--steps needs --kv-memory: nothing says how large the KV pool is")
+    if engine.swap == "peer":
+        raise UserError("--swap peer borrows from neighbours, and in virtual time there are none: use host")
 
 
 def check_load(spec: WorkloadSpec) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from floodplain.core.errors import RequestRefused
-from floodplain.core.request import Request
-from floodplain.core.sampling import SamplingParams
 from floodplain.cost.step_time import StepCost, StepTimer
 from floodplain.engine.config import EngineConfig
 from floodplain.model.weights.open_model import ModelSource
 from floodplain.planner.goals import Answer
 from floodplain.planner.targets import Load, Seen
 from floodplain.planner.virtual_device import make_device
+from floodplain.planner.virtual_requests import servable, to_request
 from floodplain.policy.registry import make_policy
 from floodplain.sim.serving import serve
 from floodplain.workload.prompts import PromptTokenizer
-from floodplain.workload.records import LoadRequest
 
 
 class VirtualTarget:
@@ -45,8 +42,8 @@ class VirtualTarget:
 
     def run(self, rate: float, seed: int, duration_s: float) -> Seen:
         """See ``Target``."""
-        asked = [_request(one) for one in self._load.make(self._tokenizer, rate, seed, duration_s)]
-        served, error = self._take(asked)
+        asked = [to_request(one) for one in self._load.make(self._tokenizer, rate, seed, duration_s)]
+        served, error = servable(asked, self._device)
         device = replace(self._device, step_time_s=StepTimer(self._cost).time_s)  # it follows the plans of one loop
         done = serve(served, make_policy(self._config.policy, self._config.sharing_settings()), device)
         answers = [Answer(sent_s=life.arrival_s, token_times_s=life.token_times_s) for life in done.lifecycles]
@@ -58,25 +55,3 @@ class VirtualTarget:
             kv_bytes=self._device.num_blocks * block_bytes,
             error=error,
         )
-
-    def _take(self, requests: list[Request]) -> tuple[list[Request], str | None]:
-        """(requests that can be served at all, why the first of the others cannot)."""
-        loop = self._device.make_loop(make_policy(self._config.policy), 0)
-        taken, error = [], None
-        for request in requests:
-            try:
-                loop.check(request)
-                taken.append(request)
-            except RequestRefused as refusal:
-                error = error or str(refusal)
-        return taken, error
-
-
-def _request(asked: LoadRequest) -> Request:
-    """Outputs end by their length: no step samples anything that could end them."""
-    return Request(
-        request_id=asked.request_id,
-        prompt_token_ids=asked.prompt_token_ids,
-        params=SamplingParams(temperature=0.0, max_tokens=asked.max_tokens, ignore_eos=True),
-        arrival_s=asked.arrival_s,
-    )

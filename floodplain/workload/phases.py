@@ -48,15 +48,27 @@ def quiet_burst_quiet(
 def phase_arrivals(
     phases: Sequence[Phase], num_requests: int, burstiness: float, rng: np.random.Generator
 ) -> FloatArray:
-    """Draw ``num_requests`` arrival times under the phases' rates.
-
-    Arrivals of rate 1 are drawn, and time is stretched between them by the inverse of the expected number of arrivals
-    so far (the time-change theorem of point processes). Requests beyond the last phase go on at its rate.
+    """Draw ``num_requests`` arrival times under the phases' rates. Requests beyond the last phase go on at its rate.
 
     Returns:
         ``[num_requests]`` seconds, never decreasing.
     """
-    unit_times = arrival_times(num_requests, 1.0, burstiness, rng)
+    return in_phases(arrival_times(num_requests, 1.0, burstiness, rng), phases)
+
+
+def in_phases(unit_times: FloatArray, phases: Sequence[Phase]) -> FloatArray:
+    """Arrivals of rate 1 as arrivals under the phases' rates.
+
+    Time is stretched between them by the inverse of the expected number of arrivals so far (the time-change theorem of
+    point processes).
+
+    Args:
+        unit_times: ``[n]``, never decreasing.
+        phases: In their order.
+
+    Returns:
+        ``[n]`` seconds, never decreasing.
+    """
     starts_s = np.cumsum([0.0, *(phase.duration_s for phase in phases[:-1])])
     if not np.isfinite(starts_s).all():
         raise UserError("only the last phase may be endless")
