@@ -6,7 +6,7 @@ import argparse
 from importlib import import_module
 from typing import Any
 
-VERBS = ("llm", "media", "step", "show")
+VERBS = ("llm", "media", "swap", "step", "show")
 """In the order of ``--help``. ``floodplain/cli/profile_NAME.py`` holds one, as ``cli.main`` describes it."""
 
 

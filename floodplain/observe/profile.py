@@ -9,6 +9,9 @@ from floodplain.core.sizes import format_size
 from floodplain.files.profile import Profile
 from floodplain.observe.table import format_table
 
+_SHORT = len("1234KiB")
+_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (1, "B"))
+
 
 def describe_profile(profile: Profile) -> str:
     """What was measured, on what and when; the result; what was tried."""
@@ -21,10 +24,19 @@ def describe_profile(profile: Profile) -> str:
 def format_fact(key: str, value: Any) -> str:
     """A value as people read it: sizes by the name of their key, numbers with four digits."""
     if key.endswith("_bytes") and isinstance(value, int):
-        return f"-{format_size(-value)}" if value < 0 else format_size(value)
+        return f"-{_size(-value)}" if value < 0 else _size(value)
     if isinstance(value, float):
         return f"{value:.4g}"
     return "" if value is None else str(value)
+
+
+def _size(num_bytes: int) -> str:
+    """Exactly, if that is short; else with four digits."""
+    exact = format_size(num_bytes)
+    if len(exact) <= _SHORT:
+        return exact
+    unit, name = next((unit, name) for unit, name in _UNITS if num_bytes >= unit)
+    return f"{num_bytes / unit:.4g}{name}"
 
 
 def _facts(profile: Profile) -> list[tuple[str, Any]]:

@@ -68,10 +68,11 @@ class Peaks:
         """Take in a step that has been planned: its blocks and slots are allocated, and none is freed yet."""
         in_use = state.ledger.num_blocks - state.ledger.num_available
         slots = sum(slots.num_taken - state.backups.num_idle(tier) for tier, slots in state.backups.slots.items())
-        swapped = sum(len(seq.backups) + (seq.tail is not None) for seq in state.swapped)
         self.pool_blocks = max(self.pool_blocks, in_use)
         self.swap_slots = max(self.swap_slots, slots)
-        self.swapped_blocks = max(self.swapped_blocks, swapped)
+        if sum(len(backups) for backups in state.swapped_backups()) > self.swapped_blocks:
+            swapped = {backup for backups in state.swapped_backups() for backup in backups}  # prefixes they share, once
+            self.swapped_blocks = max(self.swapped_blocks, len(swapped))
 
 
 @dataclass(frozen=True, slots=True)

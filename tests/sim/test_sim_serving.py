@@ -55,10 +55,16 @@ def test_one_request_alone_needs_its_own_blocks_and_no_swap_space(num_prompt: in
     assert (peaks.pool_blocks, peaks.swap_slots, peaks.swapped_blocks) == (-(-num_tokens // 4), 0, 0)
 
 
-@given(num_requests=st.integers(1, 40), num_slots=st.integers(0, 60), policy=st.sampled_from(POLICIES))
+@given(
+    num_requests=st.integers(1, 40),
+    num_slots=st.integers(0, 60),
+    policy=st.sampled_from(POLICIES),
+    num_shared=st.sampled_from([0, 7]),
+)
 @settings(max_examples=examples(40), deadline=None)
-def test_no_peak_is_above_what_there_is(num_requests: int, num_slots: int, policy: str) -> None:
-    peaks = served(make_burst(num_requests, interval_s=0.005), policy, Machine(num_slots=num_slots)).peaks
+def test_no_peak_is_above_what_there_is(num_requests: int, num_slots: int, policy: str, num_shared: int) -> None:
+    requests = make_burst(num_requests, interval_s=0.005, num_shared=num_shared)
+    peaks = served(requests, policy, Machine(num_slots=num_slots)).peaks
     assert 0 < peaks.pool_blocks <= 40
     assert peaks.swapped_blocks <= peaks.swap_slots <= num_slots
 

@@ -1,0 +1,44 @@
+"""``floodplain profile swap MODEL``: the swap space that bursts, cached prefixes and long contexts need."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.engine.config import EngineConfig
+from floodplain.files.results import check_writable, writing
+from floodplain.observe.terminal import say
+from floodplain.planner.swap_flags import SwapProfileConfig
+from floodplain.workload.spec import WorkloadSpec
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its flags."""
+    parser = add_verb(verbs, "swap", "Compute the swap space that bursts, cached prefixes and long contexts need.")
+    add_dataclass_flags(parser, SwapProfileConfig)
+    add_dataclass_flags(parser, EngineConfig, "engine flags")
+    add_dataclass_flags(parser, WorkloadSpec, "workload flags")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the bursts in virtual time; 0."""
+    config, engine = dataclass_from(args, SwapProfileConfig), dataclass_from(args, EngineConfig)
+    spec = dataclass_from(args, WorkloadSpec)
+    config.check_engine(engine)
+    config.check_load(spec)
+    if config.out is not None:
+        check_writable(config.out)
+
+    from floodplain.observe.profile import describe_profile
+    from floodplain.observe.strict_json import save_result, to_json
+    from floodplain.planner.swap_run import run_profile
+
+    profile = run_profile(config, engine, spec, progress=not args.quiet)
+    try:
+        if config.out is not None:
+            with writing(config.out):
+                save_result(config.out, profile.to_json())
+    finally:  # what cannot be saved is shown all the same
+        say(to_json(profile.to_json()) if args.format == "json" else describe_profile(profile))
+    return 0

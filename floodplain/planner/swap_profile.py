@@ -1,0 +1,189 @@
+"""AQUA-PROFILER for consumers (AQUA, sections 4.1 and 9.4): the swap space that bursts, prefixes and contexts need.
+
+Bursts are served in virtual time with a swap space that cannot run out. What is counted is the most of it in use:
+backups that preempted requests need, and those that the policy wrote ahead for requests on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from floodplain.core.request import Request
+from floodplain.cost.step_time import StepCost, StepTimer
+from floodplain.engine.config import EngineConfig
+from floodplain.files.profile import Profile
+from floodplain.model.weights.open_model import ModelSource
+from floodplain.observe.profile_plot import PAPER_MODEL, PAPER_SWAP_GB
+from floodplain.planner.targets import Load
+from floodplain.planner.virtual_device import make_device
+from floodplain.planner.virtual_requests import servable, to_request
+from floodplain.policy.registry import make_policy
+from floodplain.sim.serving import Served, VirtualDevice, serve
+from floodplain.workload.phases import Phase, in_phases
+from floodplain.workload.prompts import PromptTokenizer
+
+NUM_BEFORE = 25
+"""Requests at the stable rate before a burst, as in AQUA, section 9.1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bursts:
+    """What is tried.
+
+    Attributes:
+        stable_rate: Requests per second that the model keeps up with.
+        factors: Rates of the bursts, over it.
+        seconds: How long a burst lasts. The stable rate goes on for as long after it.
+        num_tries: Of each.
+        seed: Of the first try.
+    """
+
+    stable_rate: float
+    factors: tuple[float, ...]
+    seconds: float
+    num_tries: int
+    seed: int
+
+    def phases(self, factor: float) -> tuple[Phase, ...]:
+        """Before the burst, the burst, and after it."""
+        rate = self.stable_rate
+        return Phase(NUM_BEFORE / rate, rate), Phase(self.seconds, factor * rate), Phase(self.seconds, rate)
+
+
+class BurstServer:
+    """Serves bursts on the device that an engine's flags describe.
+
+    Args:
+        config: The engine flags; ``kv_memory`` is given.
+        source: The model, for its shape and its tokenizer.
+        cost: What steps cost.
+        load: The requests; the bursts say when they arrive.
+
+    Raises:
+        UserError: The pool is too small for one request.
+    """
+
+    def __init__(self, config: EngineConfig, source: ModelSource, cost: StepCost, load: Load) -> None:
+        self._config = config
+        self._cost = cost
+        self._load = load
+        self._tokenizer: PromptTokenizer = source.load_tokenizer()
+        self._device = make_device(config, source.config, StepTimer(cost).time_s)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one KV block."""
+        return self._device.config.block_bytes
+
+    def bytes_of(self, num_prompts: int, num_tokens: int) -> int:
+        """KV of so many prompts of at most so many tokens, in whole blocks."""
+        return num_prompts * -(-num_tokens // self._device.block_tokens) * self.block_bytes
+
+    def try_burst(self, bursts: Bursts, factor: float, seed: int) -> dict[str, Any]:
+        """One burst; what came of it."""
+        asked = burst_requests(self._load, self._tokenizer, bursts.phases(factor), seed)
+        requests, _ = servable(asked, self._device)
+        policy = make_policy(self._config.policy, self._config.sharing_settings())
+        served = serve(requests, policy, self._roomy_device(requests))
+        peaks = served.peaks
+        return {
+            "factor": factor,
+            "seed": seed,
+            "needs_bytes": peaks.swap_slots * self.block_bytes,
+            "swapped_bytes": peaks.swapped_blocks * self.block_bytes,
+            "peak_kv_bytes": peaks.pool_blocks * self.block_bytes,
+            "requests": len(requests),
+            "refused": len(asked) - len(requests),
+            "preempted": served.counters.preemptions["swap"],
+            "ttft_p99_s": _ttft_p99_s(served),
+        }
+
+    def _roomy_device(self, requests: list[Request]) -> VirtualDevice:
+        """A device whose swap space holds all that these requests will ever have, for one loop."""
+        block_tokens = self._device.block_tokens
+        lengths = [len(one.prompt_token_ids) + (one.params.max_tokens or 0) for one in requests]
+        num_slots = sum(-(-length // block_tokens) for length in lengths)
+        return replace(self._device, step_time_s=StepTimer(self._cost).time_s, num_swap_slots=num_slots)
+
+
+def profile_swap(
+    server: BurstServer,
+    bursts: Bursts,
+    chosen: float,
+    *,
+    cached: tuple[int, int],
+    long: tuple[int, int],
+    subject: str,
+    machine: str,
+    settings: dict[str, Any],
+    on_try: Callable[[], object] = lambda: None,
+) -> Profile:
+    """Try all bursts.
+
+    Args:
+        server: Serves them.
+        bursts: What is tried.
+        chosen: The burst that swap space is needed for.
+        cached: (prompts, tokens of the longest) to keep as prefixes.
+        long: The same of contexts that do not fit the device.
+        subject: The model.
+        machine: What the cost of its steps is of.
+        settings: What was asked for.
+        on_try: Called after each try.
+    """
+    rows = []
+    for factor in bursts.factors:
+        for number in range(bursts.num_tries):
+            rows.append(_beside_paper(server.try_burst(bursts, factor, bursts.seed + number), subject))
+            on_try()
+    needs = {factor: [row["needs_bytes"] for row in rows if row["factor"] == factor] for factor in bursts.factors}
+    parts = {
+        "burst_bytes": max(needs[chosen]),
+        "cached_bytes": server.bytes_of(*cached),
+        "long_bytes": server.bytes_of(*long),
+    }
+    return Profile(
+        kind="swap",
+        subject=subject,
+        machine=machine,
+        is_virtual=True,
+        settings=settings,
+        result={
+            "stable_rate_rps": bursts.stable_rate,
+            "needs_bytes": sum(parts.values()),
+            "burst_factor": chosen,
+            **parts,
+            "bursts": {f"{factor:g}x_bytes": max(found) for factor, found in needs.items()},
+        },
+        tries=rows,
+        errors={"least_bytes": min(needs[chosen]), "most_bytes": max(needs[chosen])},
+    )
+
+
+def burst_requests(load: Load, tokenizer: PromptTokenizer, phases: tuple[Phase, ...], seed: int) -> list[Request]:
+    """Requests of a load that arrive at the phases' rates until the last one ends.
+
+    Raises:
+        UserError: There would be too many.
+    """
+    count = math.ceil(sum(phase.duration_s * phase.rate for phase in phases))
+    asked = load.make(tokenizer, 1.0, seed, count)
+    arrivals_s = in_phases(np.array([one.arrival_s for one in asked]), phases)
+    return [replace(to_request(one), arrival_s=float(when)) for one, when in zip(asked, arrivals_s, strict=True)]
+
+
+def _beside_paper(row: dict[str, Any], subject: str) -> dict[str, Any]:
+    """The row, with what AQUA's authors found for the same burst if the model is theirs."""
+    if PAPER_MODEL not in subject.lower() or row["factor"] not in PAPER_SWAP_GB:
+        return row
+    return {**row, "paper_bytes": round(1e9 * PAPER_SWAP_GB[row["factor"]])}
+
+
+def _ttft_p99_s(served: Served) -> float:
+    times = [life.ttft_s for life in served.lifecycles if life.ttft_s is not None]
+    return float(np.quantile(times, 0.99)) if times else 0.0
