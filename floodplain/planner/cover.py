@@ -11,8 +11,8 @@ from floodplain.planner.classes import Counts, Problem
 from floodplain.planner.mixes import Integers, MixTable
 from floodplain.planner.solver import Deadline, Floats, Program, Solved, Status, solve
 
-NUM_NARROW, NUM_TRIES = 300, 4
-"""Mixes that are tried first: those that cost the least when servers may be divided."""
+NARROW = (300, 300, 600, 600)
+"""How many mixes are tried first, in each try: those that cost the least when servers may be divided."""
 GB = 1e9
 
 
@@ -71,9 +71,11 @@ class Coverer:
         The status is OPTIMAL only where ``relaxed`` shows that no cover matches more.
         """
         cheapest = np.round(relaxed.reduced_costs, 6)
-        for seed in range(NUM_TRIES if len(table) > NUM_NARROW else 0):
+        for seed, width in enumerate(NARROW):
+            if width >= len(table):
+                break
             best_first = np.lexsort((np.random.default_rng(seed).random(len(table)), cheapest))
-            narrow = table.where(best_first[:NUM_NARROW])
+            narrow = table.where(best_first[:width])
             status, cover = self._pick(narrow, -narrow.matched_bytes / GB)
             if cover is not None:
                 return status, cover
