@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from floodplain.files.profile import Profile
+from floodplain.observe.profile import SIZE_UNITS
 from floodplain.observe.profile_panels import Curve, Point, draw_panels, finish, mark_result
 from floodplain.observe.style import COLOURS, styled
 
@@ -17,7 +18,6 @@ PAPER_MODEL, PAPER_SWAP_GB = "yi-34b", {2.0: 6.0, 3.0: 15.0, 5.0: 40.0}
 """Swap space by burst factor: AQUA, section 9.4, Yi-34B on arXiv with one A100."""
 _ORANGE = COLOURS[4]
 _GREY = "#888888"
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def draw_profile(profile: Profile) -> Figure | None:
@@ -171,4 +171,4 @@ def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str, factor: float = 1
 def _unit(values: Sequence[float]) -> tuple[float, str]:
     """The largest unit of which the largest value has at least a half."""
     largest = max(values, default=0.0)
-    return next((unit for unit in _UNITS if largest >= unit[0] / 2), (1.0, "bytes"))
+    return next((unit for unit in SIZE_UNITS if largest >= unit[0] / 2), SIZE_UNITS[-1])
