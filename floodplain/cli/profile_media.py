@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import torch
 
     from floodplain.files.profile import Profile
-    from floodplain.planner.media import MediaFindings
-    from floodplain.planner.media_targets import BatchRun
-    from floodplain.planner.meters import MemoryMeter
+    from floodplain.profiler.media import MediaFindings
+    from floodplain.profiler.media_targets import BatchRun
+    from floodplain.profiler.meters import MemoryMeter
 
 DTYPES = ("float32", "bfloat16", "float16")
 THRESHOLD_BYTES = 10 * 10**9
@@ -123,9 +123,9 @@ def measure(config: MediaConfig) -> Profile:
     Raises:
         UserError: What is to be measured cannot be opened, fails, or does not fit.
     """
-    from floodplain.planner.knee import KneeSettings
-    from floodplain.planner.media import MediaSettings, profile_media
-    from floodplain.planner.meters import open_meter
+    from floodplain.profiler.knee import KneeSettings
+    from floodplain.profiler.media import MediaSettings, profile_media
+    from floodplain.profiler.meters import open_meter
 
     knee = KneeSettings(tolerance=config.tolerance, max_batch=config.max_batch, resolution=config.resolution)
     settings = MediaSettings(knee=knee, warmup=config.warmup, repeats=config.repeats, min_seconds=config.min_seconds)
@@ -147,7 +147,7 @@ def _device(config: MediaConfig) -> torch.device:
 def _open(config: MediaConfig, device: torch.device, usual_dtype: torch.dtype) -> BatchRun:
     import torch
 
-    from floodplain.planner import media_targets
+    from floodplain.profiler import media_targets
 
     torch.manual_seed(config.seed)
     dtype = None if config.dtype is None else media_targets.DTYPES[config.dtype]

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     from floodplain.observe.profile import describe_profile
     from floodplain.observe.strict_json import save_result, to_json
-    from floodplain.planner.step_profile import StepGrid, profile_steps
+    from floodplain.profiler.step_profile import StepGrid, profile_steps
 
     grid = StepGrid(num_shapes=config.shapes, num_repeats=config.repeats, limit_s=config.step_seconds)
     with tqdm(total=grid.num_shapes * grid.num_repeats, desc="steps", disable=args.quiet) as progress:

@@ -9,7 +9,7 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.engine.config import EngineConfig
 from floodplain.files.results import check_writable, writing
 from floodplain.observe.terminal import say
-from floodplain.planner.swap_flags import SwapProfileConfig
+from floodplain.profiler.swap_flags import SwapProfileConfig
 from floodplain.workload.spec import WorkloadSpec
 
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     from floodplain.observe.profile import describe_profile
     from floodplain.observe.strict_json import save_result, to_json
-    from floodplain.planner.swap_run import run_profile
+    from floodplain.profiler.swap_run import run_profile
 
     profile = run_profile(config, engine, spec, progress=not args.quiet)
     try:

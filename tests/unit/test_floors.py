@@ -24,7 +24,7 @@ FLOORS = [
     ["runtime"],
     ["lending"],
     ["coordinator", "engine", "plugins", "sim"],
-    ["server", "bench", "cluster", "planner"],
+    ["server", "bench", "cluster", "planner", "profiler"],
     ["demo"],
     ["cli"],
 ]
@@ -152,7 +152,7 @@ TELLS_KINDS_APART = {
     "model/attention/paged_prefill.py": "FlashInfer is for CUDA alone",
     "model/native/ops.py": "so are our C++ kernels for CPUs",
     "model/network/linear.py": "so are oneDNN's products",
-    "planner/meters.py": "what is profiled need not be an engine of ours: no backend is opened for it",
+    "profiler/meters.py": "what is profiled need not be an engine of ours: no backend is opened for it",
     "engine/config.py": "links are emulated on CPUs alone",
     "cluster/settings.py": "each of several instances has a GPU of its own",
     "plugins/vllm/cache_blocks.py": "vLLM runs on other devices, too",

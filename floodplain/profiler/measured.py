@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Self
 
 from floodplain.core.errors import UserError
-from floodplain.planner.goals import TryGoals
-from floodplain.planner.kv_use import ReadUse, wait_until_idle, watching
-from floodplain.planner.live_try import run_try
-from floodplain.planner.targets import Load, Seen
+from floodplain.profiler.goals import TryGoals
+from floodplain.profiler.kv_use import ReadUse, wait_until_idle, watching
+from floodplain.profiler.live_try import run_try
+from floodplain.profiler.targets import Load, Seen
 from floodplain.workload.client import run_load
 from floodplain.workload.goals import NUM_SAMPLES, sample_requests
 from floodplain.workload.prompts import PromptTokenizer

@@ -12,8 +12,8 @@ from floodplain.bench.offline import hardware_report
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats
-from floodplain.planner.kv_use import KvUse
-from floodplain.planner.measured import Opened
+from floodplain.profiler.kv_use import KvUse
+from floodplain.profiler.measured import Opened
 
 LOOK_S = 0.1
 

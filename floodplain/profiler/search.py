@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from floodplain.core.errors import UserError
-from floodplain.planner.repeats import Judgement, RepeatedTries
+from floodplain.profiler.repeats import Judgement, RepeatedTries
 
 MOST_RATES = 10_000
 _DIGITS = 9

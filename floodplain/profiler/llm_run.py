@@ -15,15 +15,15 @@ from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile, read_profile
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.terminal import complain
-from floodplain.planner.engine_opening import open_engine
-from floodplain.planner.goals import TryGoals
-from floodplain.planner.llm_flags import LlmProfileConfig
-from floodplain.planner.measured import MeasuredTarget
-from floodplain.planner.profile_llm import Search, profile_llm
-from floodplain.planner.server_kv import VllmBlocks
-from floodplain.planner.server_opening import ServerAddress, open_server
-from floodplain.planner.targets import Load, Target
-from floodplain.planner.virtual_target import VirtualTarget
+from floodplain.profiler.engine_opening import open_engine
+from floodplain.profiler.goals import TryGoals
+from floodplain.profiler.llm_flags import LlmProfileConfig
+from floodplain.profiler.llm_profile import Search, profile_llm
+from floodplain.profiler.measured import MeasuredTarget
+from floodplain.profiler.server_kv import VllmBlocks
+from floodplain.profiler.server_opening import ServerAddress, open_server
+from floodplain.profiler.targets import Load, Target
+from floodplain.profiler.virtual_target import VirtualTarget
 from floodplain.server.auth import read_keys
 from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.spec import WorkloadSpec

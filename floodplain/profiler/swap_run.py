@@ -14,9 +14,9 @@ from floodplain.cost.step_time import LINE_PARTS, StepCost, read_cost
 from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile, read_profile
 from floodplain.model.weights.open_model import open_model
-from floodplain.planner.swap_flags import SwapProfileConfig
-from floodplain.planner.swap_profile import Bursts, BurstServer, profile_swap
-from floodplain.planner.targets import Load
+from floodplain.profiler.swap_flags import SwapProfileConfig
+from floodplain.profiler.swap_profile import Bursts, BurstServer, profile_swap
+from floodplain.profiler.targets import Load
 from floodplain.workload.spec import WorkloadSpec
 from floodplain.workload.traces import Trace
 

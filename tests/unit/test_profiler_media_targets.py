@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from floodplain.core.errors import UserError
-from floodplain.planner.media_targets import _batch_arguments, open_callable, open_module, open_pipeline
+from floodplain.profiler.media_targets import _batch_arguments, open_callable, open_module, open_pipeline
 
 CPU = torch.device("cpu")
 SOURCE = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
-from floodplain.planner.llm_flags import check_virtual_engine
+from floodplain.profiler.llm_flags import check_virtual_engine
 from floodplain.workload.spec import WorkloadSpec
 
 _LINE = "seconds of a step, of each decode in it, and of each prompt token"

@@ -12,8 +12,8 @@ import torch
 
 from floodplain.core.errors import UserError
 from floodplain.memory.host_memory import available_bytes
-from floodplain.planner import meters
-from floodplain.planner.meters import CudaMeter, HostMeter, open_meter
+from floodplain.profiler import meters
+from floodplain.profiler.meters import CudaMeter, HostMeter, open_meter
 
 MIB, GIB = 2**20, 2**30
 

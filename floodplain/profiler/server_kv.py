@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
 from floodplain.observe.scraped import Scraped
-from floodplain.planner.kv_use import KvUse
+from floodplain.profiler.kv_use import KvUse
 
 VLLM_USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 _VLLM_CONFIG = "vllm:cache_config_info"

@@ -16,8 +16,8 @@ from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile
 from floodplain.memory.backend_choice import choose_backend
-from floodplain.planner.step_grid import draw_shapes
-from floodplain.planner.step_recorder import RecordedStep, StepRecorder, limits_of, record_rows
+from floodplain.profiler.step_grid import draw_shapes
+from floodplain.profiler.step_recorder import RecordedStep, StepRecorder, limits_of, record_rows
 
 _NUM_WARM_UP = 8
 """Steps that are run and not measured: kernels are compiled and caches filled on first use."""

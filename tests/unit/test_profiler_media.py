@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
-from floodplain.planner.knee import KneeSettings
-from floodplain.planner.media import (
+from floodplain.profiler.knee import KneeSettings
+from floodplain.profiler.media import (
     FITS,
     NOT_TRIED,
     OUT_OF_MEMORY,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from floodplain.core.errors import UserError
 from floodplain.observe.scraped import Scraped
-from floodplain.planner.kv_use import KvUse
-from floodplain.planner.measured import Opened
-from floodplain.planner.server_kv import VllmBlocks, kv_use_of
+from floodplain.profiler.kv_use import KvUse
+from floodplain.profiler.measured import Opened
+from floodplain.profiler.server_kv import VllmBlocks, kv_use_of
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.prompts import PromptTokenizer
 

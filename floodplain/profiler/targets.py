@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from floodplain.core.errors import UserError
-from floodplain.planner.goals import Answer
+from floodplain.profiler.goals import Answer
 from floodplain.workload.prompts import PromptTokenizer
 from floodplain.workload.records import LoadRequest
 from floodplain.workload.spec import MAX_REQUESTS, WorkloadSpec, build

@@ -7,11 +7,11 @@ from dataclasses import replace
 from floodplain.cost.step_time import StepCost, StepTimer
 from floodplain.engine.config import EngineConfig
 from floodplain.model.weights.open_model import ModelSource
-from floodplain.planner.goals import Answer
-from floodplain.planner.targets import Load, Seen
-from floodplain.planner.virtual_device import make_device
-from floodplain.planner.virtual_requests import servable, to_request
 from floodplain.policy.registry import make_policy
+from floodplain.profiler.goals import Answer
+from floodplain.profiler.targets import Load, Seen
+from floodplain.profiler.virtual_device import make_device
+from floodplain.profiler.virtual_requests import servable, to_request
 from floodplain.sim.serving import serve
 from floodplain.workload.prompts import PromptTokenizer
 

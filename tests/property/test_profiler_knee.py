@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
-from floodplain.planner.knee import Knee, KneeSettings, find_knee, next_batch
+from floodplain.profiler.knee import Knee, KneeSettings, find_knee, next_batch
 from tests.support.examples import examples
 
 Curve = Callable[[int], float]

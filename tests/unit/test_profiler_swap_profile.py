@@ -14,9 +14,9 @@ from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.profile import format_fact
-from floodplain.planner.swap_flags import SwapProfileConfig
-from floodplain.planner.swap_profile import NUM_BEFORE, Bursts, BurstServer, burst_requests, profile_swap
-from floodplain.planner.targets import Load
+from floodplain.profiler.swap_flags import SwapProfileConfig
+from floodplain.profiler.swap_profile import NUM_BEFORE, Bursts, BurstServer, burst_requests, profile_swap
+from floodplain.profiler.targets import Load
 from floodplain.workload.spec import WorkloadSpec
 
 BURSTS = Bursts(stable_rate=2.0, factors=(2.0, 3.0), seconds=10.0, num_tries=2, seed=7)

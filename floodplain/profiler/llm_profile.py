@@ -14,10 +14,10 @@ from tqdm import tqdm
 
 from floodplain.core.errors import UserError
 from floodplain.files.profile import Profile
-from floodplain.planner.goals import Score, TryGoals
-from floodplain.planner.repeats import RepeatedTries
-from floodplain.planner.search import Ended, Found, find_rate, rate_grid
-from floodplain.planner.targets import Seen, Target
+from floodplain.profiler.goals import Score, TryGoals
+from floodplain.profiler.repeats import RepeatedTries
+from floodplain.profiler.search import Ended, Found, find_rate, rate_grid
+from floodplain.profiler.targets import Seen, Target
 
 MOST_TRY_S = 86400.0
 

@@ -19,10 +19,10 @@ from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile
 from floodplain.model.weights.open_model import ModelSource
 from floodplain.observe.profile_plot import PAPER_MODEL, PAPER_SWAP_GB
-from floodplain.planner.targets import Load
-from floodplain.planner.virtual_device import make_device
-from floodplain.planner.virtual_requests import servable, to_request
 from floodplain.policy.registry import make_policy
+from floodplain.profiler.targets import Load
+from floodplain.profiler.virtual_device import make_device
+from floodplain.profiler.virtual_requests import servable, to_request
 from floodplain.sim.serving import Served, VirtualDevice, serve
 from floodplain.workload.phases import Phase, in_phases
 from floodplain.workload.prompts import PromptTokenizer

@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 from floodplain.core.errors import UserError
-from floodplain.planner.goals import Answer, TryGoals
+from floodplain.profiler.goals import Answer, TryGoals
 from floodplain.workload.client import run_load
 from floodplain.workload.records import LoadRequest, LoadTarget, RequestFailed, RequestRecord, TokenChunk
 

@@ -15,8 +15,8 @@ import torch
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import format_size
 from floodplain.files.parsing import reason_of
-from floodplain.planner.knee import Knee, KneeSettings, find_knee, next_batch
-from floodplain.planner.meters import MemoryMeter
+from floodplain.profiler.knee import Knee, KneeSettings, find_knee, next_batch
+from floodplain.profiler.meters import MemoryMeter
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from floodplain.core.errors import UserError
 from floodplain.engine.outputs import EngineStats
 from floodplain.observe.metrics import ServingMetrics
 from floodplain.observe.scraped import Scraped
-from floodplain.planner.kv_use import KvUse, wait_until_idle, watching
-from floodplain.planner.server_kv import VLLM_USAGE, VllmBlocks, kv_use_of
-from floodplain.planner.targets import Load
+from floodplain.profiler.kv_use import KvUse, wait_until_idle, watching
+from floodplain.profiler.server_kv import VLLM_USAGE, VllmBlocks, kv_use_of
+from floodplain.profiler.targets import Load
 from floodplain.workload.spec import WorkloadSpec
 from floodplain.workload.trace_row import TraceRow
 from floodplain.workload.traces import Trace

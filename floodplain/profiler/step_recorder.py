@@ -19,7 +19,7 @@ from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.cost.fit import StepRow
 from floodplain.engine.shell import Engine
-from floodplain.planner.step_grid import StepLimits, StepShape
+from floodplain.profiler.step_grid import StepLimits, StepShape
 
 _TOKEN = 0
 _REQUEST = Request(request_id="step", prompt_token_ids=(_TOKEN,), params=SamplingParams(temperature=0.0), arrival_s=0.0)
