@@ -13,7 +13,6 @@ from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.files.profile import Profile
 from floodplain.model.weights.open_model import open_model
-from floodplain.observe.profile import format_fact
 from floodplain.profiler.swap_flags import SwapProfileConfig
 from floodplain.profiler.swap_profile import NUM_BEFORE, Bursts, BurstServer, burst_requests, profile_swap
 from floodplain.profiler.targets import Load
@@ -97,11 +96,3 @@ def test_whole_blocks_of_the_longest_prompt_count_for_each() -> None:
 def test_flags_out_of_range_are_refused(flags: dict[str, Any], complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         SwapProfileConfig(**({} if not flags or "step_line" in flags else {"step_line": (0.1, 0.1, 0.1)}), **flags)
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "shown"),
-    [(512 * 2**20, "512MiB"), (6 * 10**9, "6GB"), (15 * 10**9 + 1, "15GB"), (-(8 * 2**30), "-8GiB"), (7, "7B")],
-)
-def test_sizes_are_shown_with_four_digits_at_most(num_bytes: int, shown: str) -> None:
-    assert format_fact("needs_bytes", num_bytes) == shown
