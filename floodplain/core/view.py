@@ -155,6 +155,7 @@ class View:
         completion_step: The first step that was planned after the last request ended, if one has; else -1.
         depth: The most outstanding steps, this one included.
         outstanding_tokens: How many tokens each outstanding step computes, oldest first.
+        outstanding_chunks: (first position, tokens) of each prompt's chunk in them.
     """
 
     step: int
@@ -177,3 +178,4 @@ class View:
     completion_step: int = -1
     depth: int = 1
     outstanding_tokens: tuple[int, ...] = ()
+    outstanding_chunks: tuple[tuple[int, int], ...] = ()

@@ -3,7 +3,7 @@
 One token budget per step is shared by decodes and prefill chunks. When a running sequence finds no free block, the
 latest arrival is preempted and will recompute; nothing new starts in such a step. Otherwise waiting requests start in
 order of arrival, until the first one that does not fit. With swap space, a prefix that lies there is a hit, too.
-Where several steps may be outstanding, each computes other sequences (see ``policy.microbatch``).
+Where several steps may be outstanding, each has its share of all work (see ``policy.microbatch``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import count_spare_blocks
-from floodplain.policy.microbatch import microbatch_budget
+from floodplain.policy.microbatch import MicrobatchRule, can_go_on
 from floodplain.policy.prefixes import pays_to_fetch, prefix_backup
 
 
@@ -27,14 +27,16 @@ class FcfsPolicy:
 
     Args:
         saves_prefixes: Whether cached prefixes that the device is about to forget go to swap space, if there is some.
+        microbatches: How work is divided where several steps may be outstanding.
     """
 
     name = "fcfs"
     waiting_window = 64
     keeps_goals = False
 
-    def __init__(self, *, saves_prefixes: bool = False) -> None:
+    def __init__(self, *, saves_prefixes: bool = False, microbatches: MicrobatchRule | None = None) -> None:
         self._saves_prefixes = saves_prefixes
+        self._microbatches = microbatches or MicrobatchRule()
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """(priority, arrival, id): a preempted request is older than those that wait, so it is first again."""
@@ -42,7 +44,7 @@ class FcfsPolicy:
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         """One step of FCFS."""
-        step = _Step(view)
+        step = _Step(view, self._microbatches)
         step.schedule_running()
         if not step.is_short_of_blocks:
             step.admit_waiting()
@@ -57,10 +59,9 @@ class FcfsPolicy:
 class _Step:
     """Scratch state of one decision: what is left of the token budget and of the blocks."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, rule: MicrobatchRule) -> None:
         self._view = view
-        self._budget = microbatch_budget(view)
-        self._busy = view.outstanding if view.depth > 1 else frozenset()
+        self._budget = rule.open_budget(view)
         self._blocks = view.num_available_blocks
         self._num_kept = len(view.running)  # the later ones are preempted, or held back until they can be
         self._decodes: list[SeqId] = []
@@ -83,18 +84,21 @@ class _Step:
 
     def schedule_running(self) -> None:
         """Give every running sequence its next token or chunk, oldest first, making room at the expense of the last."""
-        step, decodes = self._view.step, self._decodes
+        step, decodes, budget = self._view.step, self._decodes, self._budget
         rows: Iterable[tuple[int, SequenceView]] = enumerate(self._view.running)
-        if self._busy:
-            rows = [(index, row) for index, row in rows if row.seq_id not in self._busy]
+        if self._view.outstanding:
+            rows = [(index, row) for index, row in rows if can_go_on(self._view, row)]
         for index, row in rows:
-            if index >= self._num_kept or not self._budget:
+            if index >= self._num_kept or not budget.num_tokens:
                 break
             if not row.is_decoding:
                 self._schedule_chunk(index, row)
             elif step < row.end_step and (step < row.block_due_step or self._can_take(1, index)):
                 decodes.append(row.seq_id)
-                self._budget -= 1
+                if budget.is_shared:
+                    budget.pay(row.num_scheduled, 1)
+                else:
+                    budget.num_tokens -= 1
 
     def admit_waiting(self) -> None:
         """Start waiting sequences in order, each with as large a chunk as the budget allows."""
@@ -104,11 +108,11 @@ class _Step:
                 if not self._fetch(row):
                     return
                 continue
-            num_tokens = min(row.num_remaining - row.num_cached_tokens, self._budget)
+            num_tokens = self._budget.most(row.num_cached_tokens, row.num_remaining - row.num_cached_tokens)
             num_blocks = self._blocks_for(row.num_cached_tokens + num_tokens) - row.num_shared_blocks
             if not num_tokens or num_blocks > self._blocks:
                 return
-            self._budget -= num_tokens
+            self._budget.pay(row.num_cached_tokens, num_tokens)
             self._blocks -= num_blocks
             self._admissions.append(Chunk(row.seq_id, num_tokens))
 
@@ -131,12 +135,12 @@ class _Step:
     def _schedule_chunk(self, index: int, row: SequenceView) -> None:
         """Decodes that come later keep their tokens: a long prompt must not stop the streams, whatever its priority."""
         others = self._view.running[index + 1 :]
-        num_decodes = sum(later.is_decoding and later.seq_id not in self._busy for later in others)
-        num_tokens = max(0, min(row.num_remaining, self._budget - num_decodes))
+        num_decodes = sum(later.is_decoding and can_go_on(self._view, later) for later in others)
+        num_tokens = self._budget.most(row.num_scheduled, row.num_remaining, num_decodes)
         num_blocks = self._blocks_for(row.num_scheduled + num_tokens) - row.num_blocks
         if num_tokens and self._can_take(num_blocks, index):
             self._chunks.append(Chunk(row.seq_id, num_tokens))
-            self._budget -= num_tokens
+            self._budget.pay(row.num_scheduled, num_tokens)
 
     def _can_take(self, num_blocks: int, index: int) -> bool:
         """Take blocks for running sequence ``index``, preempting later ones at need, in the end itself.

@@ -1,35 +1,142 @@
-"""Tokens of one step where several may be outstanding, each over other sequences.
+"""What one step may compute where several may be outstanding: its share of all work.
 
-The batch of one outstanding step is a microbatch. Work is divided evenly over them: a pipeline is as slow as the
-largest one. Sequences of outstanding steps are skipped, but stay in the view: a policy that does not see all of them
-takes the wrong one for the latest, and two sequences can preempt each other for ever.
+The batch of one outstanding step is a microbatch, and a pipeline is as slow as the dearest one. Streams of outstanding
+steps are skipped, since their next token is not known, but stay in the view: a policy that does not see all of them
+takes the wrong one for the latest, and two sequences can preempt each other for ever. A prompt needs no token that is
+not known: its chunks may follow each other through the stages.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
-from floodplain.core.view import View
+from floodplain.core.view import SequenceView, View
+from floodplain.policy.lookahead import ChunkCost, Piece, count_parts, halve, most_tokens, total_cost
+
+Split = Literal["even", "halving", "tokens"]
+
+_SLACK = 1e-9
+"""Of a share: sums of floats that should be equal are not."""
 
 
-def microbatch_budget(view: View) -> int:
-    """Most tokens of the next step: all of ``max_batched_tokens`` if no other step may be outstanding.
+def count_tokens(prefix: int, num_tokens: int) -> float:
+    """The token-count rule as a price: a token is a token, wherever it stands."""
+    return float(num_tokens)
 
-    Else an equal share of all work, that of outstanding steps included. A prompt may have more, up to all of it: its
-    rest could not run beside it, so that a share alone would halve it in each step.
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchRule:
+    """How work is divided over microbatches.
+
+    Attributes:
+        split: ``even`` makes parts of equal cost, ``tokens`` of equal tokens, ``halving`` is the paper's.
+        chunk_cost: What a piece costs; ``tokens`` does not ask.
+        least_tokens: More than one part for each stage only if parts have as many tokens.
     """
-    if view.depth == 1:
-        return view.max_batched_tokens
-    pieces = list(_pieces(view))
-    share = -(-(sum(pieces) + sum(view.outstanding_tokens)) // view.depth)
-    return min(view.max_batched_tokens, max([share, *pieces]))
+
+    split: Split = "tokens"
+    chunk_cost: ChunkCost = count_tokens
+    least_tokens: int = 256
+
+    @property
+    def crumb_tokens(self) -> int:
+        """A prompt is not cut if fewer tokens would be left of it: they would cost a step of their own."""
+        return self.least_tokens // 8
+
+    def open_budget(self, view: View) -> Budget:
+        """What the next step may compute: all of ``max_batched_tokens`` if no other step may be outstanding.
+
+        Else a share of all work, that of outstanding steps included: streams then stay evenly divided.
+        """
+        if view.depth == 1:
+            return Budget(view.max_batched_tokens)
+        cost = count_tokens if self.split == "tokens" else self.chunk_cost
+        pieces = [*_running_pieces(view), *_waiting_pieces(view)]
+        done = [Piece(start, num_tokens) for start, num_tokens in view.outstanding_chunks]
+        num_parts = count_parts(
+            sum(piece.num_tokens for piece in pieces) + sum(piece.num_tokens for piece in done),
+            view.depth,
+            self.least_tokens,
+        )
+        share = (total_cost(pieces, cost) + total_cost(done, cost)) / num_parts
+        if self.split == "halving":
+            share = min(share, total_cost(halve(pieces, self.least_tokens, cost), cost))
+        elif self.split == "tokens":
+            share = math.ceil(share)
+        return Budget(view.max_batched_tokens, share, cost, self.crumb_tokens)
 
 
-def _pieces(view: View) -> Iterator[int]:
-    """Tokens that each sequence outside outstanding steps could compute now: a stream one, a prompt all of its rest."""
+class Budget:
+    """What is left of one step.
+
+    Args:
+        num_tokens: Most tokens.
+        share: Most cost; the last stream may exceed it.
+        cost: Of a piece.
+        crumb_tokens: See ``MicrobatchRule``.
+
+    Attributes:
+        num_tokens: Tokens that it may still compute; 0 when its share is spent.
+        is_shared: Whether there is a share: a stream must then be paid for by ``pay``, not by its token alone.
+    """
+
+    __slots__ = ("_cost", "_crumb_tokens", "_least", "_share", "is_shared", "num_tokens")
+
+    def __init__(
+        self, num_tokens: int, share: float = math.inf, cost: ChunkCost = count_tokens, crumb_tokens: int = 0
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.is_shared = share < math.inf
+        self._share, self._cost, self._crumb_tokens = share, cost, crumb_tokens
+        self._least = share * _SLACK
+
+    def pay(self, prefix: int, num_tokens: int) -> None:
+        """A sequence computes so many tokens."""
+        self.num_tokens -= num_tokens
+        if self.is_shared:
+            self._share -= self._cost(prefix, num_tokens)
+            if self._share <= self._least:
+                self.num_tokens = 0
+
+    def most(self, prefix: int, wanted: int, num_reserved: int = 0) -> int:
+        """How many of the ``wanted`` tokens of a prompt it may compute.
+
+        Args:
+            prefix: Tokens before them.
+            wanted: All that are left of the prompt.
+            num_reserved: Tokens that are kept for streams.
+        """
+        num_tokens = max(0, min(wanted, self.num_tokens - num_reserved))
+        if not num_tokens or not self.is_shared:
+            return num_tokens
+        limit = self._share - num_reserved * self._cost(prefix, 1)
+        num_fitting = max(1, most_tokens(prefix, num_tokens, limit, self._cost))
+        return num_tokens if num_tokens - num_fitting <= self._crumb_tokens else num_fitting
+
+
+def can_go_on(view: View, row: SequenceView) -> bool:
+    """Whether a running sequence can compute beside the outstanding steps: a stream of one waits for its token."""
+    return not (row.is_decoding and row.seq_id in view.outstanding and view.depth > 1)
+
+
+def _running_pieces(view: View) -> Iterator[Piece]:
+    """Streams, whether a step is outstanding for them or not, and what is left of prompts."""
     for row in view.running:
-        if row.seq_id not in view.outstanding:
-            yield int(view.step < row.end_step) if row.is_decoding else row.num_remaining
+        if not row.is_decoding:
+            yield Piece(row.num_scheduled, row.num_remaining)
+        elif view.step < row.end_step or row.seq_id in view.outstanding:
+            yield Piece(row.num_scheduled, 1)
+
+
+def _waiting_pieces(view: View) -> Iterator[Piece]:
+    """Prompts that can start now: places and blocks are there."""
     num_free_seqs = max(0, view.max_num_seqs - len(view.running) - len(view.loading))
+    num_blocks = view.num_available_blocks
     for row in view.waiting[:num_free_seqs]:
-        yield row.num_remaining - row.num_cached_tokens
+        num_blocks -= -(-row.num_tokens // view.block_tokens) - row.num_shared_blocks
+        if num_blocks < 0:
+            return
+        yield Piece(row.num_cached_tokens, row.num_remaining - row.num_cached_tokens)

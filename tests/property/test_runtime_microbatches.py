@@ -1,4 +1,4 @@
-"""FCFS where 2 to 4 steps may be outstanding: each computes other sequences, and every story ends.
+"""FCFS where 2 to 4 steps may be outstanding: no stream is in two of them, and every story ends, by every rule.
 
 The loop's integrity is checked after every call, and every output is compared with a reference that has no engine: the
 same tokens as at depth 1. The control hides what is outstanding from the policy, and two requests preempt each other
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from floodplain.core.plan import Decision, StepPlan, Wait
 from floodplain.core.view import View
 from floodplain.policy.fcfs import FcfsPolicy
-from floodplain.policy.microbatch import microbatch_budget
+from floodplain.policy.microbatch import MicrobatchRule
 from tests.support.bursts import Recorder
 from tests.support.driver import Driver
 from tests.support.examples import examples
@@ -25,19 +25,38 @@ from tests.support.loops import make_loop
 from tests.support.turns import Story, Teller, make_story
 
 
-class CheckedFcfs(FcfsPolicy):
-    """FCFS; counts decisions beside outstanding steps, and checks that they name nothing that is in one."""
+def dear(prefix: int, num_tokens: int) -> float:
+    """Attention costs as much as the rest after four tokens."""
+    return num_tokens + num_tokens * (prefix + num_tokens / 2) / 4
 
-    def __init__(self) -> None:
-        super().__init__(saves_prefixes=True)
-        self.num_overlaps = 0
+
+RULES = [
+    MicrobatchRule(),
+    MicrobatchRule("tokens", least_tokens=3),
+    MicrobatchRule("even", dear, least_tokens=3),
+    MicrobatchRule("even", dear, least_tokens=16),
+    MicrobatchRule("halving", dear, least_tokens=4),
+]
+
+
+class CheckedFcfs(FcfsPolicy):
+    """FCFS; counts decisions beside outstanding steps, and checks that no stream is in one of those: its next token is
+    not known. A prompt's chunks may follow each other.
+    """
+
+    def __init__(self, rule: MicrobatchRule | None = None) -> None:
+        super().__init__(saves_prefixes=True, microbatches=rule)
+        self.num_overlaps = self.num_followers = 0
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
         decision = super().decide(view, now, rng)
-        chosen = {*decision.decodes, *(chunk.seq_id for chunk in decision.chunks + decision.admissions)}
-        assert not chosen & view.outstanding
+        followers = {chunk.seq_id for chunk in decision.chunks} & view.outstanding
+        assert not {*decision.decodes, *(chunk.seq_id for chunk in decision.admissions)} & view.outstanding
+        assert not followers & {row.seq_id for row in view.running if row.is_decoding}
         assert len(view.outstanding_tokens) < view.depth
-        self.num_overlaps += bool(chosen and view.outstanding)
+        is_working = bool(decision.decodes or decision.chunks or decision.admissions)
+        self.num_overlaps += bool(is_working and view.outstanding)
+        self.num_followers += len(followers)
         return decision
 
 
@@ -55,20 +74,22 @@ def make_deep_story(seed: int, depth: int) -> Story:
 
 
 @settings(max_examples=examples(40))
-@given(seed=st.integers(0, 2**32), depth=st.sampled_from([2, 3, 4]))
-def test_every_story_ends_with_the_tokens_of_an_undisturbed_run(seed: int, depth: int) -> None:
-    Teller(make_deep_story(seed, depth), CheckedFcfs()).tell()
+@given(seed=st.integers(0, 2**32), depth=st.sampled_from([2, 3, 4]), rule=st.sampled_from(RULES))
+def test_every_story_ends_with_the_tokens_of_an_undisturbed_run(seed: int, depth: int, rule: MicrobatchRule) -> None:
+    Teller(make_deep_story(seed, depth), CheckedFcfs(rule)).tell()
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_steps_overlap_and_requests_are_preempted(depth: int) -> None:
-    num_overlaps = num_preemptions = 0
+    num_overlaps = num_preemptions = num_followers = 0
     for seed in range(10):
-        policy = CheckedFcfs()
+        policy = CheckedFcfs(RULES[seed % len(RULES)])
         driver = Teller(make_deep_story(seed, depth), policy).tell()
         num_overlaps += policy.num_overlaps
+        num_followers += policy.num_followers
         num_preemptions += driver.loop.counters.preemptions["recompute"]
     assert num_overlaps > 300
+    assert num_followers > 20
     assert num_preemptions > 20
 
 
@@ -101,7 +122,7 @@ def test_at_depth_one_a_step_has_all_tokens() -> None:
     driver = Driver(make_loop(policy=policy, max_batched_tokens=11))
     driver.submit(range(5), max_tokens=4)
     driver.run()
-    assert {microbatch_budget(view) for view, _, _ in policy.seen} == {11}
+    assert {MicrobatchRule("even").open_budget(view).num_tokens for view, _, _ in policy.seen} == {11}
 
 
 # -- negative control ------------------------------------------------------------------------------------------------

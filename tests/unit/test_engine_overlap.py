@@ -25,8 +25,8 @@ class LateExecutor(FakeExecutor):
         self._submitted: deque[StepPlan] = deque()
 
     def submit(self, plan: StepPlan) -> None:
-        mine = set(members(plan))
-        assert not any(mine & set(members(other)) for other in self._submitted), "a sequence is in two steps"
+        mine = set(plan.decodes)
+        assert not any(mine & set(members(other)) for other in self._submitted), "a stream is in two steps"
         self._submitted.append(plan)
         self.most_outstanding = max(self.most_outstanding, len(self._submitted))
 
