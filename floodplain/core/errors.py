@@ -1,4 +1,4 @@
-"""Kinds of error: the user's, which say what to change; results that cannot be written; and ours, never caught.
+"""Kinds of error: the user's, which say what to change; peers and results that are lost; and ours, never caught.
 
 Scarcity (no free block, no free page) is neither: it is a value that the caller must handle.
 """
@@ -50,6 +50,10 @@ class QueueFull(UserError):
 
 class ShuttingDown(UserError):
     """The engine accepts nothing new (the server answers 503)."""
+
+
+class PeerLost(Exception):
+    """Another process that computes with this one is gone, or speaks nonsense: what they did together is over."""
 
 
 class WriteFailed(Exception):
