@@ -1,0 +1,163 @@
+"""Batches of step plans: what a runner remembers of each sequence, as the rows of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from floodplain.core.plan import PrefillChunk, StepPlan
+from floodplain.core.request import SeqId
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.slots import IntArray, SequenceSlots
+from floodplain.model.batch import ForwardBatch, PrefillSegment
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """Where a batch's tokens lie.
+
+    Attributes:
+        single: Rows of sequences that feed one token, in the order of the batch.
+        runs: The chunks of several tokens, behind them.
+        slot_mapping: Where each token's KV goes, int64 [T].
+    """
+
+    single: IntArray
+    runs: Sequence[PrefillChunk]
+    slot_mapping: IntArray
+
+
+class Batches:
+    """Owner of what a runner remembers between steps. Plans are applied in their order.
+
+    Args:
+        device: Where batches lie.
+        block_tokens: Tokens in a block.
+        max_model_len: Most tokens of a sequence.
+
+    Attributes:
+        slots: Block tables, positions and last tokens of sequences.
+    """
+
+    def __init__(self, device: torch.device, *, block_tokens: int, max_model_len: int) -> None:
+        self.slots = SequenceSlots(max_blocks=-(-max_model_len // block_tokens))
+        self._device = device
+        self._block_tokens = block_tokens
+        self._params: dict[SeqId, SamplingParams] = {}
+        self._decodes: tuple[SeqId, ...] = ()
+        self._decode_rows: IntArray = np.zeros(0, dtype=np.int64)
+        self._sampled: tuple[SeqId, ...] = ()
+        self._sampled_rows: IntArray = self._decode_rows
+        self._sampled_params: list[SamplingParams] = []
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in what the plan says of sequences."""
+        for seq_id in plan.released:
+            self.slots.release(seq_id)
+            self._params.pop(seq_id, None)
+        for update in plan.tables:
+            self.slots.update_table(update)
+        for chunk in plan.prefills:
+            if chunk.request is not None:
+                if chunk.seq_id not in self._params:  # admitted again after a preemption, it goes on counting
+                    row = self.slots.row(chunk.seq_id)
+                    self.slots.num_generated[row] = len(chunk.request.known_token_ids)
+                self._params[chunk.seq_id] = chunk.request.params
+        if plan.decodes is not self._decodes:
+            self._decodes = plan.decodes
+            self._decode_rows = self.slots.rows(plan.decodes)
+
+    def make(self, plan: StepPlan) -> tuple[ForwardBatch, BatchRows] | None:
+        """Decodes first, then the chunks; all arithmetic on arrays. None if the plan computes nothing."""
+        slots, block_tokens = self.slots, self._block_tokens
+        if not plan.decodes and not plan.prefills:
+            return None
+        rows = self._rows_of_one_token(plan)
+        positions = slots.positions[rows]
+        max_context = int(positions.max()) + 1 if len(rows) else 0
+        token_ids, all_rows, all_positions = [slots.last_tokens[rows]], [rows], [positions]
+        runs = [chunk for chunk in plan.prefills if len(chunk.token_ids) > 1]
+        for chunk in runs:
+            count = len(chunk.token_ids)
+            token_ids.append(np.array(chunk.token_ids, dtype=np.int64))
+            all_rows.append(np.full(count, slots.row(chunk.seq_id)))
+            all_positions.append(np.arange(chunk.start, chunk.start + count))
+        row, position = np.concatenate(all_rows), np.concatenate(all_positions)
+        slot_mapping = slots.tables[row, position // block_tokens] * block_tokens + position % block_tokens
+        batch = ForwardBatch(
+            token_ids=self._tensor(np.concatenate(token_ids)),
+            positions=self._tensor(position),
+            slot_mapping=self._tensor(slot_mapping),
+            block_tables=self._tensor(slots.tables[rows, : -(-max_context // block_tokens)]),
+            context_lens=self._tensor(positions + 1),
+            max_context_len=max_context,
+            prefills=self._segments(runs, len(rows)),
+            logits_rows=self._tensor(_logits_rows(plan)),
+        )
+        return batch, BatchRows(rows, runs, slot_mapping)
+
+    def advance(self, plan: StepPlan) -> None:
+        """The plan's batch is computed: the next tokens stand behind it."""
+        slots = self.slots
+        slots.positions[self._decode_rows] += 1
+        for chunk in plan.prefills:
+            slots.positions[slots.row(chunk.seq_id)] = chunk.start + len(chunk.token_ids)
+
+    def sampled(self, plan: StepPlan) -> tuple[IntArray, list[SamplingParams]]:
+        """The rows of ``plan.sampled``, and how each samples."""
+        sampled = plan.sampled
+        if sampled != self._sampled:
+            self._sampled = sampled
+            self._sampled_rows = self.slots.rows(sampled)
+            self._sampled_params = [self._params[seq_id] for seq_id in sampled]
+        return self._sampled_rows, self._sampled_params
+
+    def take_tokens(self, rows: IntArray, tokens: npt.NDArray[np.int64]) -> None:
+        """Sampled tokens: what these rows feed next."""
+        self.slots.last_tokens[rows] = tokens
+        self.slots.num_generated[rows] += 1
+
+    def _rows_of_one_token(self, plan: StepPlan) -> IntArray:
+        """Rows that feed one token: the decodes, then the chunks of one token, which are decodes in all but name.
+
+        Whoever comes back from swap space computes such a chunk: many in each step when turns are taken.
+        """
+        slots, singles = self.slots, [chunk for chunk in plan.prefills if len(chunk.token_ids) == 1]
+        if not singles:
+            return self._decode_rows
+        rows = np.array([slots.row(chunk.seq_id) for chunk in singles], dtype=np.int64)
+        slots.last_tokens[rows] = [chunk.token_ids[0] for chunk in singles]
+        slots.positions[rows] = [chunk.start for chunk in singles]
+        return np.concatenate((self._decode_rows, rows))
+
+    def _segments(self, chunks: Sequence[PrefillChunk], first_row: int) -> tuple[PrefillSegment, ...]:
+        segments = []
+        for chunk in chunks:
+            context_len = chunk.start + len(chunk.token_ids)
+            num_blocks = -(-context_len // self._block_tokens)
+            table = self._tensor(self.slots.tables[self.slots.row(chunk.seq_id), :num_blocks])
+            segments.append(PrefillSegment(first_row, len(chunk.token_ids), context_len, table))
+            first_row += len(chunk.token_ids)
+        return tuple(segments)
+
+    def _tensor(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _logits_rows(plan: StepPlan) -> IntArray:
+    """The rows of the batch whose logits are sampled, in the order of ``plan.sampled``.
+
+    Chunks of one token stand behind the decodes, longer ones behind those; of a chunk its last row counts.
+    """
+    ends, single = [], len(plan.decodes)
+    row = single + sum(len(chunk.token_ids) == 1 for chunk in plan.prefills)
+    for chunk in plan.prefills:
+        is_single = len(chunk.token_ids) == 1
+        single, row = (single + 1, row) if is_single else (single, row + len(chunk.token_ids))
+        if chunk.samples:
+            ends.append((single if is_single else row) - 1)
+    return np.concatenate((np.arange(len(plan.decodes)), np.array(ends, dtype=np.int64)))
