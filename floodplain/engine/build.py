@@ -17,6 +17,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.expansion import open_expansion, open_layer_slots
 from floodplain.engine.expansion_plan import plan_expansion
+from floodplain.engine.model_load import load_model, reachable, torch_dtype
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
@@ -35,8 +36,6 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_slots import LayerSlots
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
-from floodplain.model.network.linear import can_pack
-from floodplain.model.network.load import load_decoder
 from floodplain.model.sampler import Sampler
 from floodplain.model.weights.fingerprint import fingerprint_kv
 from floodplain.model.weights.open_model import ModelSource, open_model
@@ -51,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     """Bytes of the keys and values of one token, all layers."""
-    return config.shape.kv_bytes_per_token(_torch_dtype(dtype).itemsize)
+    return config.shape.kv_bytes_per_token(torch_dtype(dtype).itemsize)
 
 
 def build_engine(config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None) -> Engine:
@@ -66,17 +65,17 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
         UserError: The model cannot be read, the device is not there, memory is too small for one request, or the
             coordinator refuses.
     """
-    backend, dtype = choose_backend(torch.device(config.device)), _torch_dtype(config.dtype)
+    backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
     client = None if config.coordinator is None else open_client(config.coordinator, config.coordinator_token_file)
     name, steady = config.device_name or default_device_name(), read_steady_state(config.profile)
     source = open_model(config.model, config.seed)
     tokenizer = source.load_tokenizer()
-    eos_token_ids = _reachable(tokenizer.eos_token_ids, source.config.shape.vocab_size)
+    eos_token_ids = reachable(tokenizer.eos_token_ids, source.config.shape.vocab_size)
     with ExitStack() as on_failure:
         memory = DeviceMemory(config, source.config, backend, dtype, name if _is_shared(config) else None)
         on_failure.callback(memory.close)
         policy = policy or make_policy(config.policy, config.sharing_settings())
-        model = _load(config, source, memory, backend.torch_device, dtype)
+        model = load_model(config, source, memory, backend.torch_device, dtype)
         num_blocks = memory.count_pool_blocks()
         plan = plan_expansion(config, memory.layout, num_blocks, memory.quantum_blocks, available_bytes())
         limits = find_limits(config, source.config, plan.sure_blocks, memory.layout.block_bytes, steady)
@@ -119,26 +118,6 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
 def _is_shared(config: EngineConfig) -> bool:
     """Whether neighbours may look for the device."""
     return config.lends or config.device_name is not None
-
-
-def _reachable(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """The tokens that the model has logits for: files name others as well, such as -1 for none."""
-    return frozenset(token for token in token_ids if 0 <= token < vocab_size)
-
-
-def _load(
-    config: EngineConfig, source: ModelSource, memory: DeviceMemory, device: torch.device, dtype: torch.dtype
-) -> Decoder:
-    is_packed = config.pack_weights and can_pack(dtype, device)
-    return load_decoder(
-        source.config,
-        source,
-        dtype=dtype,
-        device=device,
-        block_tokens=config.block_tokens,
-        allocate=None if is_packed else memory.allocate_parameters,
-        is_packed=is_packed,
-    )
 
 
 def _make_runner(
@@ -224,8 +203,3 @@ def _make_neighbours(
         lender = PoolLender(lent_pool, policy, agent.membership, lambda: agent.can_offer, times, lent_pool.guest_bytes)
     borrowers = borrow(agent.membership)
     return Neighbours(agent, lent_pool, lender, borrowers.peer_tier, borrowers.near_layers)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    return dtypes[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,14 +70,15 @@ class Decoder:
         dtype: Of parameters, activations and KV.
         device: Where it runs.
         layer_buffers: Each layer's parameters, which may go and come back at a boundary; empty when they were packed
-            for the CPU.
+            for the CPU. Of a stage: those of its layers alone.
+        held: The layers that were loaded: all, or those of a stage of a pipeline.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         stem: Stem,
-        layers: Sequence[Layer],
+        layers: Mapping[int, Layer],
         head: Projection,
         attention: AttentionBackend,
         *,
@@ -90,14 +91,15 @@ class Decoder:
         self.device = device
         self.layer_buffers = list(layer_buffers)
         self._stem = stem
-        self._layers = list(layers)
+        self.held = range(min(layers), max(layers) + 1)
+        self._layers = dict(layers)
         self._head = head
         self._attention = attention
 
     @property
     def num_layers(self) -> int:
         """Layers of the whole model."""
-        return len(self._layers)
+        return self.config.shape.num_layers
 
     def forward(
         self, batch: ForwardBatch, kv_layers: Sequence[torch.Tensor], hooks: LayerHooks | None = None
@@ -164,5 +166,7 @@ class Decoder:
 
     def _expect_parameters(self, index: int) -> None:
         """Touching memory that is not there would end the process, and what is not filled computes nonsense."""
-        if self.layer_buffers and not self.layer_buffers[index].is_filled:
+        if index not in self.held:
+            raise InvariantError(f"layer {index} is to run, and only layers {self.held} were loaded")
+        if self.layer_buffers and not self.layer_buffers[index - self.held.start].is_filled:
             raise InvariantError(f"layer {index} is to run, and its parameters are not there")

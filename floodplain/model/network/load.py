@@ -62,6 +62,7 @@ def load_decoder(
     block_tokens: int,
     allocate: Allocate | None = None,
     is_packed: bool = False,
+    only: range | None = None,
 ) -> Decoder:
     """Load a model.
 
@@ -74,6 +75,7 @@ def load_decoder(
         allocate: Gives each layer its buffer; by default torch does.
         is_packed: Repack weight matrices for the CPU (see ``linear.can_pack``). Products are much faster, but the
             layers then have no buffers and their parameters cannot move or go; ``allocate`` must be None.
+        only: The layers of a stage of a pipeline, adjacent ones; None loads all.
 
     Raises:
         UserError: Weights are missing, unreadable or of another shape.
@@ -86,14 +88,14 @@ def load_decoder(
     native = native_ops(device, dtype)
     ops = layer_ops(native)
     _, stem_params = load_buffer(family.stem_specs(config), source, dtype, _torch_allocate(device))
-    layers, buffers = [], []
-    for index in range(shape.num_layers):
+    layers, buffers = {}, []
+    for index in range(shape.num_layers) if only is None else only:
         buffer, params = load_buffer(family.layer_specs(config, index), source, dtype, allocate)
         if is_packed:
             params = {name: param.clone() if param.dim() == 1 else param for name, param in params.items()}
         else:
             buffers.append(buffer)
-        layers.append(family.make_layer(config, params, project, ops))
+        layers[index] = family.make_layer(config, params, project, ops)
     return Decoder(
         config,
         family.make_stem(config, stem_params, ops),
@@ -118,7 +120,7 @@ def fill_layer(model: Decoder, index: int, source: WeightSource) -> None:
     if not model.layer_buffers:
         raise InvariantError("a packed layer has no buffer to load")
     specs = _FAMILIES[model.config.shape.family].layer_specs(model.config, index)
-    fill_buffer(model.layer_buffers[index], specs, source, model.dtype)
+    fill_buffer(model.layer_buffers[index - model.held.start], specs, source, model.dtype)
 
 
 def _load_head(

@@ -1,0 +1,158 @@
+"""Puts one stage of a pipeline together: some layers of a model, and a KV pool for these.
+
+What the other layers would take is the pool's: with one flag ``--kv-memory`` a stage has as much memory as an instance
+that holds the whole model.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import UserError
+from floodplain.core.sizes import format_size
+from floodplain.cost.model_shape import ModelShape
+from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.device_memory import DeviceMemory
+from floodplain.engine.model_load import load_model, reachable, torch_dtype
+from floodplain.engine.pool_limits import find_limits
+from floodplain.engine.stage_runner import StageRunner
+from floodplain.memory.backend_choice import choose_backend
+from floodplain.memory.kv_pool import KVPool
+from floodplain.model.network.decoder import Decoder
+from floodplain.model.sampler import Sampler
+from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.weights.fingerprint import fingerprint_kv
+from floodplain.model.weights.open_model import open_model
+
+logger = logging.getLogger(__name__)
+
+_SOME_BYTES = 2**30
+"""Of KV, where no flag says how much: stages have the same, so the cut does not depend on it."""
+
+
+def cut_model(config: EngineConfig, shape: ModelShape, num_stages: int) -> tuple[range, ...]:
+    """The layers of each stage; every process that asks gets the same answer.
+
+    Raises:
+        UserError: The model has fewer layers than that.
+    """
+    if shape.num_layers < num_stages:
+        raise UserError(
+            f"{config.model} has {shape.num_layers} layers, too few for a pipeline of {num_stages} stages: "
+            f"lower --instances to {shape.num_layers} at most"
+        )
+    dtype_bytes = torch_dtype(config.dtype).itemsize
+    layer_bytes = shape.layer_bytes(dtype_bytes)
+    memory = StageMemory(
+        num_bytes=(config.kv_memory or _SOME_BYTES) + shape.num_layers * layer_bytes,
+        layer_bytes=layer_bytes,
+        block_bytes=2 * shape.kv_size * dtype_bytes * config.block_tokens,
+    )
+    return split_layers(shape.num_layers, [memory] * num_stages, head_layers(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one process holds of a pipeline, however often the pipeline is formed anew. ``close`` it.
+
+    Attributes:
+        config: The engine flags, resolved.
+        shape: Of the whole model.
+        model: The stage's layers; embedding and head are in all stages.
+        pool: The KV of these layers.
+        memory: Behind both.
+        tokenizer: The model's.
+        eos_token_ids: Tokens that end a request.
+        fingerprint: Of the whole model.
+        max_model_len: What a request may have here, if the other stages have as many blocks.
+    """
+
+    config: EngineConfig
+    shape: ModelShape
+    model: Decoder
+    pool: KVPool
+    memory: DeviceMemory
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    fingerprint: str
+    max_model_len: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its pool."""
+        return self.pool.num_blocks
+
+    @property
+    def layers(self) -> range:
+        """The layers that it computes."""
+        return self.model.held
+
+    def make_runner(self, max_model_len: int) -> StageRunner:
+        """A runner that knows no sequence yet.
+
+        Args:
+            max_model_len: Of the pipeline.
+        """
+        sampler = Sampler(self.eos_token_ids, self.config.seed)
+        block_tokens = self.config.block_tokens
+        return StageRunner(
+            self.model, self.pool.layers, sampler, block_tokens=block_tokens, max_model_len=max_model_len
+        )
+
+    def make_ledger(self, num_blocks: int) -> BlockLedger:
+        """The ledger of so many blocks, of which each stage has its layers' part; all are free."""
+        return BlockLedger(num_blocks, self.config.block_tokens, caches_prefixes=self.config.enable_prefix_caching)
+
+    def close(self) -> None:
+        """Give all memory back; no runner may run any more."""
+        self.memory.close()
+
+
+def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
+    """Load one stage of a model, and map its KV pool.
+
+    Args:
+        config: The engine flags.
+        stage: From 0.
+        num_stages: All of them.
+
+    Raises:
+        UserError: The model cannot be read, has too few layers, or memory is too small for one request.
+    """
+    backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
+    source = open_model(config.model, config.seed)
+    shape = source.config.shape
+    layers = cut_model(config, shape, num_stages)[stage]
+    own_config = replace(source.config, shape=replace(shape, num_layers=len(layers)))
+    if config.kv_memory is not None:
+        spare_bytes = (shape.num_layers - len(layers)) * shape.layer_bytes(dtype.itemsize)
+        config = replace(config, kv_memory=config.kv_memory + spare_bytes)
+    with ExitStack() as on_failure:
+        memory = DeviceMemory(config, own_config, backend, dtype)
+        on_failure.callback(memory.close)
+        model = load_model(config, source, memory, backend.torch_device, dtype, only=layers)
+        num_blocks = memory.count_pool_blocks()
+        limits = find_limits(config, source.config, num_blocks, memory.layout.block_bytes)
+        pool, _ = memory.open_pool(num_blocks, num_blocks)
+        fingerprint = fingerprint_kv(source, config.device, config.dtype, config.block_tokens)
+        tokenizer = source.load_tokenizer()
+        on_failure.pop_all()
+    size = format_size(pool.num_blocks * memory.layout.block_bytes)
+    logger.info("stage %d has layers %d to %d, and %s of KV", stage, layers.start, layers.stop - 1, size)
+    return Stage(
+        config=replace(config, max_model_len=limits.max_model_len),
+        shape=shape,
+        model=model,
+        pool=pool,
+        memory=memory,
+        tokenizer=tokenizer,
+        eos_token_ids=reachable(tokenizer.eos_token_ids, shape.vocab_size),
+        fingerprint=fingerprint,
+        max_model_len=limits.max_model_len,
+    )

@@ -1,0 +1,147 @@
+"""Stages of a pipeline inside one process: their tokens are those of one engine, and a layer left out is noticed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.plan import StepPlan, StepResult
+from floodplain.core.request import Request
+from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
+from floodplain.engine.build import build_engine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.stage_build import Stage, build_stage, cut_model
+from floodplain.engine.stage_runner import StageRunner
+from floodplain.model.weights.open_model import open_model
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.microbatch import MicrobatchRule
+from floodplain.runtime.loop import Loop
+from floodplain.runtime.state import LoopConfig, LoopState
+from tests.support.loops import make_request
+
+MODEL = "dummy:tiny-deep"
+CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_memory=2**22, max_model_len=512, swap="none", policy="fcfs")
+SHAPE = open_model(MODEL).config.shape
+GREEDY: dict[str, Any] = {"ignore_eos": True}
+
+
+@contextmanager
+def stages_of(num_stages: int, config: EngineConfig = CONFIG) -> Iterator[list[Stage]]:
+    with ExitStack() as stack:
+        stages = []
+        for index in range(num_stages):
+            stages.append(build_stage(config, index, num_stages))
+            stack.callback(stages[-1].close)
+        yield stages
+
+
+def requests(number: int, **params: Any) -> list[Request]:
+    how = GREEDY | params
+    prompts = [tuple((7 * n + 3 * i) % 256 for i in range(5 + 29 * n % 200)) for n in range(number)]
+    return [make_request(str(n), prompt, float(n), max_tokens=8 + n % 9, **how) for n, prompt in enumerate(prompts)]
+
+
+class Chain:
+    """Stages one after the other; steps are collected as late as the loop allows."""
+
+    def __init__(self, runners: Sequence[StageRunner]) -> None:
+        self._runners = runners
+        self._under_way: deque[tuple[StepPlan, StepResult]] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        x: torch.Tensor | StepResult | None = None
+        for runner in self._runners:
+            assert not isinstance(x, StepResult)
+            x = runner.run(plan, x)
+        assert isinstance(x, StepResult)
+        self._under_way.append((plan, x))
+
+    def collect(self) -> StepResult:
+        plan, result = self._under_way.popleft()
+        if len(self._runners) > 1:
+            self._runners[0].take_tokens(plan, result.token_ids)
+        return result
+
+
+def serve(stages: Sequence[Stage], asked: Sequence[Request], num_blocks: int, split: Any = "even") -> list[list[int]]:
+    rule = MicrobatchRule(split, ChunkPrice(cost_by_shape(SHAPE)), least_tokens=32)
+    policy = FcfsPolicy(microbatches=rule)
+    config = LoopConfig(max_model_len=512, max_batched_tokens=128, max_num_seqs=8, depth=len(stages))
+    loop = Loop(LoopState(config, stages[0].make_ledger(num_blocks), policy), policy)
+    chain = Chain([stage.make_runner(512) for stage in stages])
+    outputs: dict[int, list[int]] = {int(loop.submit(request)): [] for request in asked}
+    now = num_out = 0
+    while loop.has_unfinished:
+        now += 1
+        plan = loop.next_plan(float(now))
+        if isinstance(plan, StepPlan):
+            chain.submit(plan)
+            num_out += 1
+            continue
+        out = loop.complete(chain.collect(), float(now))
+        for seq_id, token in zip(out.seq_ids, out.token_ids, strict=True):
+            outputs[seq_id].append(token)
+    assert loop.counters.num_recomputed_tokens or num_blocks > 100
+    return list(outputs.values())
+
+
+def one_engine(asked: Sequence[Request]) -> list[list[int]]:
+    engine = build_engine(CONFIG)
+    outputs = {engine.add(request): list[int]() for request in asked}
+    while engine.has_unfinished:
+        for seq_id, delta in engine.step():
+            outputs[seq_id] += delta.token_ids
+    engine.close()
+    return list(outputs.values())
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_tokens_are_those_of_one_engine_also_through_preemptions(num_stages: int) -> None:
+    asked = requests(12)
+    expected = one_engine(asked)
+    with stages_of(num_stages) as stages:
+        assert [layer for stage in stages for layer in stage.layers] == list(range(SHAPE.num_layers))
+        for num_blocks, split in ((40, "even"), (128, "tokens"), (128, "halving")):
+            assert serve(stages, asked, num_blocks, split) == expected
+
+
+def test_seeded_samples_and_shortest_outputs_are_those_of_one_engine() -> None:
+    asked = [
+        replace(one, params=replace(one.params, temperature=1.0, seed=5, min_tokens=4, ignore_eos=False))
+        for one in requests(8)
+    ]
+    with stages_of(2) as stages:
+        assert serve(stages, asked, 128) == one_engine(asked)
+
+
+def test_a_stage_that_skips_a_layer_is_noticed() -> None:
+    asked = requests(4)
+    with stages_of(2) as stages:
+        model = stages[1].model
+        model.held = range(model.held.start, model.held.stop)[1:]
+        assert serve(stages, asked, 128) != one_engine(asked)
+
+
+def test_layers_of_other_stages_are_not_loaded_and_their_memory_is_kv() -> None:
+    plain = replace(CONFIG, pack_weights=False)
+    with stages_of(2, plain) as stages:
+        stage = stages[1]
+        block_bytes = SHAPE.kv_bytes_per_token(4) * CONFIG.block_tokens
+        spare_bytes = (SHAPE.num_layers - len(stage.layers)) * SHAPE.layer_bytes(4)
+        own_bytes = block_bytes * len(stage.layers) // SHAPE.num_layers
+        assert stage.num_blocks >= (2**22 + spare_bytes) // own_bytes
+        assert len(stage.memory.layer_buffers) == len(stage.layers)
+        with pytest.raises(InvariantError, match="layer 0 is to run, and only layers"):
+            stage.model._expect_parameters(0)
+
+
+def test_too_few_layers_are_one_line() -> None:
+    with pytest.raises(UserError, match="dummy:tiny-llama has 2 layers, too few for a pipeline of 3 stages: lower"):
+        cut_model(EngineConfig(model="dummy:tiny-llama"), open_model("dummy:tiny-llama").config.shape, 3)
