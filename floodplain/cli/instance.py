@@ -7,12 +7,21 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.variables import NO_FLAGS, PREFIX
-from floodplain.cluster.settings import STANDARD_INPUT, InstanceConfig, split_address
+from floodplain.cluster.settings import (
+    STANDARD_INPUT,
+    InstanceConfig,
+    config_of_pipeline,
+    split_address,
+    split_stage,
+)
 from floodplain.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from floodplain.cluster.dialer import Member
 
 _VERB = "import sys; from floodplain.cli.main import main; sys.exit(main())"
 
@@ -37,17 +46,38 @@ def run(args: argparse.Namespace) -> int:
 
     token = read_token(instance_config.instance_token_file)
 
-    from floodplain.cluster.instance import Instance
-    from floodplain.engine.async_engine import AsyncEngine
+    from floodplain.cluster.dialer import Dialer
 
-    engine = AsyncEngine.from_config(config)
-    asyncio.run(Instance(engine, host, port, token, instance_config.drain_timeout).run())
+    member = _open_member(config, instance_config)
+    asyncio.run(Dialer(member, host, port, token, instance_config.drain_timeout).run())
     return 0
 
 
-def instance_command(config: EngineConfig, *, is_quiet: bool) -> list[str]:
-    """The command of a child of the front, without the address; its token comes by standard input."""
+def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Member:
+    if instance_config.stage is None:
+        from floodplain.cluster.instance import Replica
+        from floodplain.engine.async_engine import AsyncEngine
+
+        return Replica(AsyncEngine.from_config(config))
+    from floodplain.cluster.stage_member import open_stage
+
+    place, num_stages = split_stage(instance_config.stage)
+    return open_stage(config_of_pipeline(config), place, num_stages, instance_config.microbatches)
+
+
+def instance_command(
+    config: EngineConfig, *, is_quiet: bool, stage: str | None = None, microbatches: str = "even"
+) -> list[str]:
+    """The command of a child of the front, without the address; its token comes by standard input.
+
+    Args:
+        config: Its engine flags.
+        is_quiet: Whether it logs nothing.
+        stage: As ``--stage``.
+        microbatches: As ``--microbatches``.
+    """
     command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT]
+    command += [] if stage is None else [f"--stage={stage}", f"--microbatches={microbatches}"]
     for item in fields(EngineConfig):
         value = getattr(config, item.name)
         flag = item.name.replace("_", "-")

@@ -90,6 +90,7 @@ def describe(listing: Mapping[str, Any]) -> str:
             str(row["epoch"]),
             row["host"],
             str(row["pid"]),
+            "-" if row["stage"] is None else str(row["stage"]),
             row["state"],
             f"{row['age_s']:.0f} s",
             str(row["requests"]),
@@ -98,7 +99,7 @@ def describe(listing: Mapping[str, Any]) -> str:
         ]
         for row in listing["instances"]
     ]
-    names = ["instance", "host", "pid", "state", "since", "requests", "blocks", "tokens"]
+    names = ["instance", "host", "pid", "stage", "state", "since", "requests", "blocks", "tokens"]
     table = format_table(names, rows) if rows else "no instance is there"
     ends = ", ".join(f"{why} {number}" for why, number in sorted(listing["ends"].items())) or "none"
     waiting = listing["without_instance"]

@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import socket
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cluster.settings import ClusterConfig, config_of_instance, split_address
+from floodplain.cluster.settings import ClusterConfig, config_of_instance, config_of_pipeline, split_address
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.terminal import announce
@@ -88,15 +88,28 @@ def _open_cluster(
     from floodplain.cluster.parent import read_token
     from floodplain.web.listen import bind
 
+    is_pipeline, split = cluster_config.pipeline, cluster_config.microbatches
+    if is_pipeline:
+        config = config_of_pipeline(config)
+        logger.info("a pipeline serves by arrival (--policy fcfs), without swap space")
     configs = [config_of_instance(config, num_instances, index) for index in range(num_instances)]
+    stages = [f"{index}/{num_instances}" if is_pipeline else None for index in range(num_instances)]
     token_file = cluster_config.instance_token_file
     token = None if token_file is None else read_token(str(token_file))
-    sock: socket.socket = bind(*split_address(cluster_config.instance_address, "--instance-address"))
-    return ClusterEngine(
-        config,
-        sock,
-        commands=[instance_command(one, is_quiet=is_quiet) for one in configs],
-        environment=environment_of_instances(os.environ, share_cores(num_instances)),
-        outside_token=token,
-        silence_s=cluster_config.instance_timeout,
-    )
+    with ExitStack() as on_failure:
+        sock: socket.socket = bind(*split_address(cluster_config.instance_address, "--instance-address"))
+        on_failure.callback(sock.close)
+        engine = ClusterEngine(
+            config,
+            sock,
+            commands=[
+                instance_command(one, is_quiet=is_quiet, stage=stage, microbatches=split)
+                for one, stage in zip(configs, stages, strict=True)
+            ],
+            environment=environment_of_instances(os.environ, share_cores(num_instances)),
+            outside_token=token,
+            silence_s=cluster_config.instance_timeout,
+            is_pipeline=is_pipeline,
+        )
+        on_failure.pop_all()
+    return engine

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.facts import InstanceFacts, StageFacts
 from floodplain.cluster.roster import Instance, Roster
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey, extend_keys, root_key
@@ -81,10 +81,10 @@ class Book:
         """Live requests that wait for an instance."""
         return len(self._homeless)
 
-    def join(self, facts: InstanceFacts, slot: int | None, now: float) -> Instance:
+    def join(self, facts: InstanceFacts, slot: int | None, now: float, stage: StageFacts | None = None) -> Instance:
         """An instance begins a life; of the first one all others must be like (``find_difference``)."""
         self._facts = self._facts or facts
-        return self.roster.join(facts, slot, now)
+        return self.roster.join(facts, slot, now, stage)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class Book:
     def place(self) -> list[Entry]:
         """Place whom an instance can be found for, by priority and arrival; those are returned, to be sent there."""
         placed = []
-        if self._homeless and any(not one.is_leaving for one in self.roster):
+        if self._homeless and any(one.takes_requests for one in self.roster):
             for entry in sorted(self._homeless.values(), key=lambda one: (one.request.priority, one.number)):
                 epoch = choose_instance(self._views(entry), self._count_blocks(entry))
                 if epoch is not None:
@@ -131,7 +131,7 @@ class Book:
         if entry.epoch is not None:
             entry.refused_by.add(entry.epoch)
         self._take_back(entry)
-        others = {one.epoch for one in self.roster if not one.is_leaving} - entry.refused_by
+        others = {one.epoch for one in self.roster if one.takes_requests} - entry.refused_by
         if others:
             self._homeless[entry.number] = entry
         return bool(others)
@@ -166,7 +166,7 @@ class Book:
                 one.epoch, one.num_blocks, one.num_demanded_blocks, len(one.tickets), one.prefixes.count_known(keys)
             )
             for one in self.roster
-            if not one.is_leaving and one.epoch not in entry.refused_by
+            if one.takes_requests and one.epoch not in entry.refused_by
         ]
 
     def _put(self, entry: Entry, instance: Instance) -> None:

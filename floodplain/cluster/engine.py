@@ -20,6 +20,7 @@ from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.engine.stage_build import cut_model
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import open_model
 
@@ -36,9 +37,10 @@ class ClusterEngine:
         environment: Of these processes.
         outside_token: Lets instances in that were started elsewhere; None: there are none.
         silence_s: An instance that says nothing for so long is taken for dead.
+        is_pipeline: Its own instances are the stages of one pipeline.
 
     Raises:
-        UserError: The model cannot be read.
+        UserError: The model cannot be read, or has fewer layers than there are stages.
     """
 
     def __init__(
@@ -50,15 +52,20 @@ class ClusterEngine:
         environment: Mapping[str, str],
         outside_token: str | None,
         silence_s: float,
+        is_pipeline: bool = False,
     ) -> None:
         self._config, self._sock = config, sock
-        self._tokenizer = open_model(config.model, config.seed).load_tokenizer()
+        source = open_model(config.model, config.seed)
+        if is_pipeline:
+            cut_model(config, source.config.shape, len(commands))
+        self._tokenizer = source.load_tokenizer()
         self._launcher = Launcher(commands, environment, self._note_end)
         tokens: dict[str, int | None] = dict(self._launcher.tokens)
         if outside_token is not None:
             tokens[outside_token] = None
         self._subscribers: list[Callable[[Lifecycle], None]] = []
-        self.front = Front(silence_s, tokens, self._note_joined, self._note_silent, self._note_finished)
+        num_stages = len(commands) if is_pipeline else None
+        self.front = Front(silence_s, tokens, self._note_joined, self._note_silent, self._note_finished, num_stages)
         self._waiting_for = set(range(len(commands)))
         self._change = asyncio.Event()
         self._callers: dict[Caller, None] = {}
@@ -106,12 +113,12 @@ class ClusterEngine:
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the instances, and return when all have joined, one cannot (``failure``), or it is to drain."""
+        """Start the instances, and return when all serve, one cannot (``failure``), or it is to drain."""
         await self.front.start(self._sock)
         host, port = self._sock.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self._launcher.start(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        while self._waiting_for and self._failure is None and not self._is_draining:
+        while (self._waiting_for or not self.front.is_ready) and self._failure is None and not self._is_draining:
             await self._change.wait()
             self._change.clear()
 

@@ -30,6 +30,23 @@ class InstanceFacts:
     pid: int
 
 
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """What an instance says of itself that holds some layers only.
+
+    Attributes:
+        stage: Which part of the pipeline it is, from 0, and
+        num_stages: of how many.
+        host: Where it listens for the stage before, and
+        port: on which port.
+    """
+
+    stage: int
+    num_stages: int
+    host: str
+    port: int
+
+
 def find_difference(first: InstanceFacts, other: InstanceFacts) -> str | None:
     """Why ``other`` cannot serve beside ``first``, and what to change; None if it can."""
     if other.version != first.version:

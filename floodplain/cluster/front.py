@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from floodplain.cluster.book import MAX_FRUITLESS, Book, Entry
-from floodplain.cluster.facts import InstanceFacts, find_difference
-from floodplain.cluster.frames import MAX_HELLO_BYTES, FrameLink
+from floodplain.cluster.door import Door
+from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.forming import Forming, find_problem
+from floodplain.cluster.frames import FrameLink
 from floodplain.cluster.messages import (
     Abort,
     Beat,
     Denied,
+    Formed,
     FrontBeat,
     Hello,
     InstanceMessage,
@@ -39,10 +42,6 @@ from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 5.0
-MAX_STRANGERS = 64
-"""Connections that have not shown a token yet; more are hung up on."""
-
 
 class Front:
     """See the module. Everything is called on one event loop.
@@ -53,6 +52,7 @@ class Front:
         on_join: Called with the slot of an instance that joined.
         on_silent: Called with the slot of one that was taken for dead by its silence.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
+        num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
 
     Attributes:
         book: Requests and instances.
@@ -72,6 +72,7 @@ class Front:
         on_join: Callable[[int | None], None],
         on_silent: Callable[[int | None], None],
         on_finished: Callable[[Lifecycle], None],
+        num_stages: int | None = None,
     ) -> None:
         self.book = Book(Roster(silence_s))
         self.sums = StatsBook()
@@ -79,11 +80,15 @@ class Front:
         self.num_ends: Counter[str] = Counter()
         self.num_moved = self.num_moved_tokens = self.num_prompt_tokens = self.num_generated_tokens = 0
         self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
-        self._tokens = dict(tokens)
+        self._door = Door(tokens)
+        self._forming: Forming | None = None
+        if num_stages is not None:
+            self._forming = Forming(
+                num_stages, self.book.roster, lambda epoch, form: self._links[epoch].send(pack(form))
+            )
         self._on_join, self._on_silent, self._on_finished = on_join, on_silent, on_finished
         self._links: dict[int, FrameLink] = {}
         self._callers: dict[int, Caller] = {}
-        self._num_strangers = 0
         self._failure: BaseException | None = None
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,6 +98,11 @@ class Front:
         """A bug of ours that keeps it from its work; None while all is well."""
         ended = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         return next((error for error in ended if error is not None), self._failure)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests were ever served, or could have been: of a pipeline, all stages were linked once."""
+        return self.first_facts is not None and (self._forming is None or self._forming.max_model_len is not None)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -151,7 +161,7 @@ class Front:
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link, epoch = FrameLink(reader, writer), None
         try:
-            hello = await self._read_hello(link)
+            hello = await self._door.read_hello(link)
             epoch = None if hello is None else self._admit(hello, link)
             if epoch is not None:
                 await self._listen(epoch, link)
@@ -167,43 +177,28 @@ class Front:
                 self._end(epoch, "hung_up")
             await link.close()
 
-    async def _read_hello(self, link: FrameLink) -> Hello | None:
-        if self._num_strangers >= MAX_STRANGERS:
-            link.abort()
-            return None
-        self._num_strangers += 1
-        try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
-                frame = await link.read(MAX_HELLO_BYTES)
-        except TimeoutError:
-            return None
-        finally:
-            self._num_strangers -= 1
-        if frame is None:
-            return None
-        hello = read_instance_message(frame[0])
-        if not isinstance(hello, Hello):
-            raise WireError("it did not say who it is")
-        return hello
-
     def _admit(self, hello: Hello, link: FrameLink) -> int | None:
         """The epoch of its life; None if it is not taken."""
-        slots = [slot for token, slot in self._tokens.items() if _is_equal(token, hello.token)]
+        slots = self._door.find_slots(hello.token)
         if not slots:
             link.send(pack(Denied("the front does not know this token: give the --instance-token-file that it has")))
             return None
-        if self.first_facts is None and slots[0] is None:
+        if slots[0] is None and not self.is_ready:
             return None  # it dials again: the front's own instances say first which model is served
-        problem = find_difference(self.first_facts or hello.facts, hello.facts)
+        problem = find_problem(hello, slots[0], self.first_facts, self._forming)
         if problem is not None:
             link.send(pack(Denied(f"the front does not take this instance: {problem}")))
             return None
         self.first_facts = self.first_facts or hello.facts
-        instance = self.book.join(hello.facts, slots[0], time.monotonic())
+        instance = self.book.join(hello.facts, slots[0], time.monotonic(), hello.stage)
         self._links[instance.epoch] = link
         link.send(pack(Welcome(instance.epoch, self._beat_s, self._silence_s)))
         logger.info("instance %d joins: process %d on %s", instance.epoch, hello.facts.pid, hello.facts.host)
         self._on_join(slots[0])
+        if self._forming is not None and instance.stage is not None:
+            older = self._forming.join(instance)
+            if older is not None:
+                self._end(older, "hung_up")
         self._place()
         return instance.epoch
 
@@ -230,6 +225,8 @@ class Front:
         logger.info("instance %d is gone (%s); requests that go on elsewhere: %d", epoch, why, len(entries))
         for entry in entries:
             self._give_back(entry)
+        for other in [] if self._forming is None else self._forming.end(epoch):
+            self._end(other, "pipeline")
         self._place()
 
     def _give_back(self, entry: Entry) -> None:
@@ -245,13 +242,23 @@ class Front:
                 self._take_tokens(message)
             case Beat():
                 self.sums.note(epoch, message.stats)
-                self.book.roster.expect(epoch).num_blocks = message.stats.num_blocks
+                instance = self.book.roster.expect(epoch)
+                instance.num_blocks = message.stats.num_blocks or instance.num_blocks  # a stage alone has no ledger
             case Refused():
                 self._take_refusal(message)
             case Leaving():
                 self.book.roster.expect(epoch).is_leaving = True
+            case Formed():
+                self._take_formed(message)
             case Hello():
                 raise WireError("it says hello twice")
+
+    def _take_formed(self, message: Formed) -> None:
+        if self._forming is None or self.first_facts is None or not self._forming.link(message):
+            return
+        self.first_facts = replace(self.first_facts, max_model_len=self._forming.max_model_len or 0)
+        self._on_join(self.book.roster.expect(message.epoch).slot)
+        self._place()
 
     def _take_tokens(self, message: Tokens) -> None:
         now = time.monotonic()
@@ -291,7 +298,3 @@ class Front:
             self.book.close(entry)
             self._callers.pop(entry.number).fail(error_of(message))
         self._place()
-
-
-def _is_equal(secret: str, shown: str) -> bool:
-    return hmac.compare_digest(secret.encode(), shown.encode(errors="replace"))

@@ -17,6 +17,7 @@ class InstanceRow(BaseModel):
     slot: int | None
     host: str
     pid: int
+    stage: int | None
     state: str
     age_s: float
     requests: int
@@ -48,7 +49,8 @@ def list_instances(front: Front, now: float) -> Listing:
                 slot=one.slot,
                 host=one.facts.host,
                 pid=one.facts.pid,
-                state="leaving" if one.is_leaving else "serving",
+                stage=None if one.stage is None else one.stage.stage,
+                state=one.state,
                 age_s=now - one.joined_s,
                 requests=len(one.tickets),
                 running=stats.num_running,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from floodplain.cluster.codec import from_json, to_json
-from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.facts import InstanceFacts, StageFacts
 from floodplain.cluster.frames import pack_frame
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.goals import Goals
@@ -24,10 +24,11 @@ from floodplain.lending.fields import WireError
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """An instance dials in. ``token`` is the secret that the front gave out."""
+    """An instance dials in. ``token`` is the secret that the front gave out; ``stage`` is None if it needs no other."""
 
     token: str
     facts: InstanceFacts
+    stage: StageFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,29 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """All stages of a pipeline are there: link up. The instance answers ``Formed``, or ends this life.
+
+    Attributes:
+        epoch: Of the instance.
+        number: Of the pipeline; no other one ever has it.
+        secret: That its members show each other, hexadecimal.
+        num_blocks: KV blocks that all members have.
+        max_model_len: Tokens of a request for which all have room.
+        host: Where the next stage listens (of the last one: the first), and
+        port: on which port.
+    """
+
+    epoch: int
+    number: int
+    secret: str
+    num_blocks: int
+    max_model_len: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class FrontBeat:
     """The front is there."""
 
@@ -133,10 +157,18 @@ class Leaving:
     epoch: int
 
 
-FrontMessage = Welcome | Denied | Submit | Abort | FrontBeat
-InstanceMessage = Hello | Tokens | Refused | Beat | Leaving
-_FROM_FRONT = {kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, FrontBeat)}
-_FROM_INSTANCE = {kind.__name__: kind for kind in (Hello, Tokens, Refused, Beat, Leaving)}
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A stage is linked with its neighbours in the pipeline of this number."""
+
+    epoch: int
+    number: int
+
+
+FrontMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat
+InstanceMessage = Hello | Tokens | Refused | Beat | Leaving | Formed
+_FROM_FRONT = {kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat)}
+_FROM_INSTANCE = {kind.__name__: kind for kind in (Hello, Tokens, Refused, Beat, Leaving, Formed)}
 REFUSALS: Mapping[str, type[UserError]] = {
     "full": QueueFull,
     "stopping": ShuttingDown,

@@ -9,8 +9,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from floodplain.cluster.front import Front
+from floodplain.cluster.roster import STATES
 
-END_REASONS = ("hung_up", "silent", "left")
+END_REASONS = ("hung_up", "silent", "left", "pipeline")
 _GAUGES = {
     "requests_running": ("Requests on the instance's device.", "num_running"),
     "requests_waiting": ("Requests that wait there.", "num_waiting"),
@@ -39,8 +40,7 @@ class ClusterMetrics(Collector):
         """All of them, now."""
         front = self._front
         instances = list(front.book.roster)
-        num_leaving = sum(one.is_leaving for one in instances)
-        states = {("serving",): len(instances) - num_leaving, ("leaving",): num_leaving}
+        states = {(state,): sum(one.state == state for one in instances) for state in STATES}
         yield self._family(GaugeMetricFamily, "instances", "Instances by state.", states, "state")
         ends = {(why,): front.num_ends[why] for why in END_REASONS}
         yield self._family(CounterMetricFamily, "instance_ends", "Lives of instances that ended.", ends, "reason")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.facts import InstanceFacts, StageFacts
 from floodplain.cluster.prefixes import PrefixMemory
 from floodplain.core.errors import InvariantError
+
+STATES = ("serving", "forming", "leaving")
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +26,8 @@ class Instance:
         num_demanded_blocks: Of the requests that are placed on it.
         tickets: Their tickets.
         is_leaving: It takes no more requests.
+        stage: Its part of a pipeline; None if it needs no other.
+        is_linked: Of a stage: its pipeline is formed.
         prefixes: What it was given.
     """
 
@@ -37,6 +41,20 @@ class Instance:
     num_demanded_blocks: int = 0
     tickets: set[int] = field(default_factory=set)
     is_leaving: bool = False
+    stage: StageFacts | None = None
+    is_linked: bool = False
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it is given new ones: of a pipeline, only the first stage."""
+        return self.state == "serving" and (self.stage is None or not self.stage.stage)
+
+    @property
+    def state(self) -> str:
+        """One of ``STATES``: a stage is forming until all others are there, too."""
+        if self.is_leaving:
+            return "leaving"
+        return "serving" if self.stage is None or self.is_linked else "forming"
 
 
 class Roster:
@@ -74,11 +92,12 @@ class Roster:
             raise InvariantError(f"epoch {epoch} has ended")
         return self._instances[epoch]
 
-    def join(self, facts: InstanceFacts, slot: int | None, now: float) -> Instance:
+    def join(self, facts: InstanceFacts, slot: int | None, now: float, stage: StageFacts | None = None) -> Instance:
         """An instance begins a life."""
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         prefixes = PrefixMemory(facts.num_blocks)
         instance = Instance(epoch, facts, slot, now, now, facts.num_blocks, prefixes)
+        instance.stage = stage
         self._instances[epoch] = instance
         return instance
 

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import get_args
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
+from floodplain.policy.microbatch import Split
 from floodplain.web.listen import is_loopback
 
 MAX_INSTANCES = 256
 STANDARD_INPUT = "-"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.5, 300.0
 BEATS_PER_TIMEOUT = 5
+
+
+SPLITS = get_args(Split)
+_NO_SWAP = "its stages have no swap space"
+_NOT_IN_PIPELINES = {
+    "policy": "it serves by arrival, since turns are taken in swap space",
+    "swap": _NO_SWAP,
+    "swap_memory": _NO_SWAP,
+    "peer_memory": _NO_SWAP,
+    "hardware": _NO_SWAP,
+    "lend": "its stages lend nothing",
+    "kv_expansion": "layers of its stages do not stream",
+}
+_TAKEN_IN_PIPELINES = {"policy": ("fcfs",), "swap": ("none",)}
+_DEFAULTS = {item.name: item.default for item in fields(EngineConfig)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +57,27 @@ class ClusterConfig:
         metadata={"help": "seconds of silence after which an instance is taken for dead", "metavar": "S"},
     )
 
+    pipeline: bool = field(
+        default=False,
+        metadata={"help": "let the instances be the stages of one pipeline: each holds some layers, and has their KV "
+                          "and that of what it does not hold as its pool"},
+    )  # fmt: skip
+    microbatches: str = field(
+        default="even",
+        metadata={"help": "how a pipeline divides work: into parts of equal cost, by halving it, or by tokens",
+                  "choices": SPLITS},
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
+        if self.microbatches not in SPLITS:
+            raise UserError(f"--microbatches must be one of {', '.join(SPLITS)}, not {self.microbatches!r}")
         if self.instances is None:
             self._check_unused()
             return
+        if self.pipeline and self.instances == 1:
+            raise UserError("--pipeline needs --instances 2 or more: each instance is one of its stages")
+        if self.microbatches != "even" and not self.pipeline:
+            raise UserError(f"--microbatches {self.microbatches} needs --pipeline: nothing else has microbatches")
         if not 1 <= self.instances <= MAX_INSTANCES:
             raise UserError(f"--instances must be between 1 and {MAX_INSTANCES}, not {self.instances}")
         host, _ = split_address(self.instance_address, "--instance-address")
@@ -56,6 +90,9 @@ class ClusterConfig:
             raise UserError(f"--instance-timeout must be {limits}, not {self.instance_timeout}")
 
     def _check_unused(self) -> None:
+        if self.pipeline or self.microbatches != "even":
+            flag = "--pipeline" if self.pipeline else f"--microbatches {self.microbatches}"
+            raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
         for name, default in (("address", "127.0.0.1:0"), ("token_file", None), ("timeout", 1.0)):
             if getattr(self, f"instance_{name}") != default:
                 flag = f"--instance-{name.replace('_', '-')}"
@@ -80,12 +117,23 @@ class InstanceConfig:
             "metavar": "FILE",
         },
     )
+    stage: str | None = field(
+        default=None,
+        metadata={"help": "of the front's own instances: which stage of its pipeline this is, from 0, of how many",
+                  "metavar": "STAGE/STAGES"},
+    )  # fmt: skip
+    microbatches: str = field(
+        default="even",
+        metadata={"help": "of the front's own instances: how the first stage divides work", "choices": SPLITS},
+    )
     drain_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running requests get when the instance stops", "metavar": "S"}
     )
 
     def __post_init__(self) -> None:
         split_address(self.join, "--join")
+        if self.stage is not None:
+            split_stage(self.stage)
         if not 0 <= self.drain_timeout <= 86400:
             raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")
 
@@ -102,6 +150,34 @@ def split_address(text: str, flag: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or int(port) >= 2**16:
         raise UserError(f"{flag} must be HOST:PORT, not {text!r}")
     return host, int(port)
+
+
+def split_stage(text: str) -> tuple[int, int]:
+    """The number of a stage, and of all stages, of ``STAGE/STAGES``.
+
+    Raises:
+        UserError: It is no stage.
+    """
+    parts = text.split("/")
+    if len(parts) == 2 and all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):
+        stage, num_stages = int(parts[0]), int(parts[1])
+        if stage < num_stages and 2 <= num_stages <= MAX_INSTANCES:
+            return stage, num_stages
+    raise UserError(f"--stage must be STAGE/STAGES, as 0/2, not {text!r}")
+
+
+def config_of_pipeline(config: EngineConfig) -> EngineConfig:
+    """The engine flags of all stages: first come first served, without swap space.
+
+    Raises:
+        UserError: A flag asks for what a pipeline does not have.
+    """
+    for name, why in _NOT_IN_PIPELINES.items():
+        value = getattr(config, name)
+        if value not in (_DEFAULTS[name], *_TAKEN_IN_PIPELINES.get(name, ())):
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UserError(f"{flag} does not go with --pipeline: {why}; leave one of them out")
+    return replace(config, policy="fcfs", swap="none")
 
 
 def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> EngineConfig:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from floodplain.core.errors import ShuttingDown, UserError
+from floodplain.core.errors import PeerLost, ShuttingDown, UserError
 from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
@@ -197,7 +197,10 @@ class AsyncEngine:
                 if deltas or ended:
                     self._call(self._dispatch, deltas, ended)
         except BaseException as error:  # whatever it is, callers must hear of it: nobody else watches this thread
-            logger.critical("the engine's thread died", exc_info=error)
+            if isinstance(error, PeerLost):
+                logger.warning("the engine stops: %s", error)
+            else:
+                logger.critical("the engine's thread died", exc_info=error)
             self._failure = error
             self._call(self._fail, error)
 

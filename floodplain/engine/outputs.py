@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from floodplain.core.lifecycle import Lifecycle
@@ -84,6 +85,24 @@ class ExpansionFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineFacts:
+    """How busy the stages of a pipeline were; their idle time while steps were outstanding is the bubble.
+
+    Attributes:
+        active_s: Time in which steps were outstanding.
+        busy_s: Of it, what each stage computed, by its number.
+    """
+
+    active_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
+
+    def with_step(self, busy_s: Sequence[float], active_s: float) -> PipelineFacts:
+        """One more step, for which each stage computed so long, and so much more time with outstanding steps."""
+        total_s = {str(stage): self.busy_s.get(str(stage), 0.0) + one for stage, one in enumerate(busy_s)}
+        return PipelineFacts(self.active_s + active_s, total_s)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of gauges and counters since start; the source of ``/metrics`` and of timelines.
 
@@ -96,7 +115,8 @@ class EngineStats:
     is lent (``producer``) or borrowed (``consumer``) by (role, the other end); of ``num_recalls`` recalls that ended,
     ``recall_times_s`` has the seconds of the last; ``num_failed_growths`` counts failures to take back what was free.
     ``borrowed_leases`` counts what became of a consumer's leases (``lending.neighbours.LeaseFacts.num_borrowed``), and
-    ``failed_exchanges`` exchanges with the coordinator that failed, by problem.
+    ``failed_exchanges`` exchanges with the coordinator that failed, by problem. ``pipeline_s`` is the time in which
+    steps of a pipeline were outstanding, and ``stage_busy_s`` what each stage computed in it, by its number.
     """
 
     num_running: int = 0
@@ -128,3 +148,5 @@ class EngineStats:
     borrowed_leases: dict[str, int] = field(default_factory=dict)
     failed_exchanges: dict[str, int] = field(default_factory=dict)
     expansion: ExpansionFacts = ExpansionFacts()
+    stage_busy_s: dict[str, float] = field(default_factory=dict)
+    pipeline_s: float = 0.0

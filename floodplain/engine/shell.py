@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from floodplain.core.errors import RequestRefused
@@ -15,7 +16,7 @@ from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.expansion import Expansion
-from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta
+from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta, PipelineFacts
 from floodplain.engine.processor import OutputProcessor
 from floodplain.engine.snapshot import take_snapshot
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
@@ -48,6 +49,7 @@ class Engine:
         links: The facts of each link to swap space (see ``observe.run_facts.HardwareReport``).
         neighbours: Started; ``close`` closes them. None if it has none.
         expansion: How many layers of its KV stream. None: none ever does.
+        pipeline: How busy the stages were, of a pipeline.
         clock: Monotonic seconds.
 
     Attributes:
@@ -72,6 +74,7 @@ class Engine:
         links: Seq[Mapping[str, Any]] = (),
         neighbours: Neighbours | None = None,
         expansion: Expansion | None = None,
+        pipeline: Callable[[], PipelineFacts] = PipelineFacts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loop = loop
@@ -86,6 +89,7 @@ class Engine:
         self.is_stepping = False
         self._executor = executor
         self._swap_stats = swap_stats
+        self._pipeline = pipeline
         self._driver = StepDriver(loop)
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
@@ -261,7 +265,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; may be taken from another thread, between whose reads a step may run."""
-        return take_snapshot(
+        stats = take_snapshot(
             self.loop.state,
             self._swap_stats(),
             block_bytes=self._block_bytes,
@@ -270,3 +274,5 @@ class Engine:
             leases=LeaseFacts() if self.neighbours is None else self.neighbours.facts(),
             expansion=ExpansionFacts() if self.expansion is None else self.expansion.facts(),
         )
+        facts = self._pipeline()
+        return replace(stats, stage_busy_s=facts.busy_s, pipeline_s=facts.active_s)

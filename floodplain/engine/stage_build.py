@@ -6,9 +6,10 @@ that holds the whole model.
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -140,13 +141,15 @@ def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
         num_blocks = memory.count_pool_blocks()
         limits = find_limits(config, source.config, num_blocks, memory.layout.block_bytes)
         pool, _ = memory.open_pool(num_blocks, num_blocks)
+        config = replace(config, max_model_len=limits.max_model_len, kv_memory=pool.num_blocks * pool.block_bytes)
         fingerprint = fingerprint_kv(source, config.device, config.dtype, config.block_tokens)
         tokenizer = source.load_tokenizer()
         on_failure.pop_all()
-    size = format_size(pool.num_blocks * memory.layout.block_bytes)
+    logger.info("engine config %s", json.dumps(asdict(config)))
+    size = format_size(pool.num_blocks * pool.block_bytes)
     logger.info("stage %d has layers %d to %d, and %s of KV", stage, layers.start, layers.stop - 1, size)
     return Stage(
-        config=replace(config, max_model_len=limits.max_model_len),
+        config=config,
         shape=shape,
         model=model,
         pool=pool,

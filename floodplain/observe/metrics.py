@@ -86,6 +86,10 @@ class StatsView(Protocol):
     @property
     def expansion(self) -> ExpansionStats: ...  # noqa: D102
     @property
+    def stage_busy_s(self) -> Mapping[str, float]: ...  # noqa: D102
+    @property
+    def pipeline_s(self) -> float: ...  # noqa: D102
+    @property
     def num_prompt_tokens(self) -> int: ...  # noqa: D102
     @property
     def num_generated_tokens(self) -> int: ...  # noqa: D102
@@ -164,6 +168,7 @@ class ServingMetrics(Collector):
         yield from self._swap(stats)
         yield from self._leases(stats)
         yield from self._expansion(stats)
+        yield self._stages(stats)
         yield self._counter("prompt_tokens", "Prompt tokens of requests.", {(): stats.num_prompt_tokens})
         yield self._counter("generation_tokens", "Tokens generated.", {(): stats.num_generated_tokens})
         for histogram in (self._ttft, self._tpot, self._itl, self._e2e):
@@ -214,6 +219,14 @@ class ServingMetrics(Collector):
         yield self._counter("kv_stream_bytes", text, moved, "direction", "tier")
         text = "Time in which compute waited for layers that stream."
         yield self._counter("kv_stream_stall_seconds", text, {(): expansion.stall_s})
+
+    def _stages(self, stats: StatsView) -> Metric:
+        """Of a pipeline; without one, no sample."""
+        seconds: dict[tuple[str, ...], float] = {}
+        for stage, busy_s in stats.stage_busy_s.items():
+            seconds |= {(stage, "busy"): busy_s, (stage, "bubble"): max(0.0, stats.pipeline_s - busy_s)}
+        text = "Time in which steps of a pipeline were outstanding, by what a stage did."
+        return self._counter("stage_seconds", text, seconds, "stage", "state")
 
     def _gauge(self, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Metric:
         family = GaugeMetricFamily(f"floodplain_{name}", text, labels=["model_name", *labels])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster.front import MAX_STRANGERS
+from floodplain.cluster.door import MAX_STRANGERS
 from floodplain.cluster.messages import Abort, Leaving, Refused, Submit, TokenRow, Tokens
 from floodplain.core.errors import QueueFull, RequestRefused
 from tests.support.cluster_peers import OUTSIDE, OWN, Stage, reference, stage, until

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,101 +16,27 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from floodplain.cli.main import main
-from floodplain.core.sampling import SamplingParams
-from floodplain.engine.llm import LLM
 from tests.integration.test_cluster_children import is_alive
+from tests.support import front_process
+from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
 from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
-VERB = [sys.executable, "-c", "import sys; from floodplain.cli.main import main; sys.exit(main())"]
 MODEL = "dummy:tiny-llama"
 ENGINE = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 1024}
 FLAGS = ["--dtype", "float32", "--kv-memory", "1MiB", "--max-model-len", "1024"]
-PROMPT = list(range(3, 40))
-NUM_TOKENS, EARLY = 300, 5
-"""Of a stream, and after how many of them something happens to it: long before an instance has computed the rest."""
-START_TIMEOUT_S = 120.0
-
-
-class Front:
-    """A front of two instances."""
-
-    def __init__(self, folder: Path) -> None:
-        self.token_file = folder / "token"
-        self.token_file.write_text("outside\n")
-        self.token_file.chmod(0o600)
-        self.log = folder / "log"
-        command = [*VERB, "serve", MODEL, *FLAGS, "--port", "0", "--format", "json", "--instances", "2"]
-        command += ["--instance-token-file", str(self.token_file)]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.log.read_text()
-        self.url = json.loads(line)["url"]
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
-
-    def listing(self) -> Any:
-        return httpx.get(f"{self.url}/instances").json()
-
-    def rows(self) -> list[Any]:
-        return list(self.listing()["instances"])
-
-    def wait_full(self) -> list[Any]:
-        """Both instances, once they serve."""
-        found: Any = wait_until(lambda: len(rows := self.rows()) == 2 and rows, timeout_s=START_TIMEOUT_S)
-        return list(found)
-
-    def busy(self) -> Any:
-        """The only instance that has a request."""
-        (row,) = (row for row in self.rows() if row["requests"])
-        return row
-
-    def stream(self, prompt: list[int] = PROMPT, do: Any = None, **how: Any) -> list[int]:
-        """The tokens of a streamed completion; ``do`` is called once, when ``EARLY`` of them have come."""
-        tokens: list[int] = []
-        extra = {"ignore_eos": True, "return_token_ids": True}
-        options = {"temperature": 0.0, "max_tokens": NUM_TOKENS} | how
-        chunks = self.client.completions.create(model=MODEL, prompt=prompt, stream=True, extra_body=extra, **options)
-        for chunk in chunks:
-            tokens += chunk.choices[0].token_ids or []  # type: ignore[attr-defined]
-            if do is not None and len(tokens) >= EARLY:
-                do()
-                do = None
-        return tokens
-
-    def kill_busy(self) -> None:
-        os.kill(self.busy()["pid"], signal.SIGKILL)
-
-
-@contextmanager
-def started(folder: Path) -> Iterator[Front]:
-    front = Front(folder)
-    try:
-        yield front
-    finally:
-        front.client.close()
-        front.process.kill()
-        front.process.wait()
-        assert front.process.stdout is not None
-        front.process.stdout.close()
 
 
 @pytest.fixture(scope="module")
-def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with started(tmp_path_factory.mktemp("front")) as one:
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
+    with started(tmp_path_factory.mktemp("front"), MODEL, FLAGS) as one:
         yield one
 
 
 def one_engine(prompts: list[list[int]], **how: Any) -> list[list[int]]:
-    """What one engine without a front gives."""
-    params = SamplingParams(ignore_eos=True, **{"temperature": 0.0, "max_tokens": NUM_TOKENS} | how)
-    with LLM(MODEL, **ENGINE) as llm:  # type: ignore[arg-type]
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [output.outputs[0].token_ids for output in outputs]
+    return front_process.one_engine(MODEL, prompts, ENGINE, **how)
 
 
-def test_streams_have_the_tokens_of_one_engine_and_use_both_instances(front: Front) -> None:
+def test_streams_have_the_tokens_of_one_engine_and_use_both_instances(front: FrontProcess) -> None:
     prompts = [[3 + index, *PROMPT] for index in range(6)]
     with ThreadPoolExecutor(6) as threads:
         streamed = list(threads.map(lambda prompt: front.stream(prompt, max_tokens=40), prompts))
@@ -122,7 +45,7 @@ def test_streams_have_the_tokens_of_one_engine_and_use_both_instances(front: Fro
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}])
-def test_a_kill_in_the_middle_of_a_stream_costs_no_token(front: Front, how: dict[str, Any]) -> None:
+def test_a_kill_in_the_middle_of_a_stream_costs_no_token(front: FrontProcess, how: dict[str, Any]) -> None:
     before = {row["epoch"] for row in front.wait_full()}
     moved = front.listing()["moved_requests"]
     tokens = front.stream(do=front.kill_busy, **how)
@@ -132,7 +55,7 @@ def test_a_kill_in_the_middle_of_a_stream_costs_no_token(front: Front, how: dict
     assert len(before & after) == 1 and max(after) > max(before)
 
 
-def test_a_stopped_instance_loses_its_requests_and_joins_anew_when_it_wakes(front: Front) -> None:
+def test_a_stopped_instance_loses_its_requests_and_joins_anew_when_it_wakes(front: FrontProcess) -> None:
     front.wait_full()
     stopped: list[Any] = []
 
@@ -151,8 +74,8 @@ def test_a_stopped_instance_loses_its_requests_and_joins_anew_when_it_wakes(fron
     assert [front.stream()] == one_engine([PROMPT])
 
 
-def test_an_unlike_instance_is_refused_in_one_line(front: Front) -> None:
-    address = joined_address(front)
+def test_an_unlike_instance_is_refused_in_one_line(front: FrontProcess) -> None:
+    address = front.address()
     flags = ["--join", address, "--instance-token-file", str(front.token_file)]
     command = [*VERB, "instance", MODEL, *flags, *FLAGS, "--dtype", "bfloat16", "-q"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_TIMEOUT_S, check=False)
@@ -163,13 +86,7 @@ def test_an_unlike_instance_is_refused_in_one_line(front: Front) -> None:
     )
 
 
-def joined_address(front: Front) -> str:
-    """Where the instances dialled in, as their command says."""
-    words = Path(f"/proc/{front.rows()[0]['pid']}/cmdline").read_bytes().decode().split("\0")
-    return words[words.index("--join") + 1]
-
-
-def test_refusals_keep_their_status(front: Front) -> None:
+def test_refusals_keep_their_status(front: FrontProcess) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         front.client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5000)
     assert caught.value.code == "context_length_exceeded"
@@ -177,7 +94,7 @@ def test_refusals_keep_their_status(front: Front) -> None:
         front.client.completions.create(model=MODEL, prompt=[3, 100000], max_tokens=5)
 
 
-def test_metrics_are_per_instance_and_in_sum(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_are_per_instance_and_in_sum(front: FrontProcess, capsys: pytest.CaptureFixture[str]) -> None:
     rows = front.wait_full()
     text = httpx.get(f"{front.url}/metrics").text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
@@ -192,7 +109,7 @@ def test_metrics_are_per_instance_and_in_sum(front: Front, capsys: pytest.Captur
     assert main(["instances", "--base-url", "http://127.0.0.1:1"]) == 1
 
 
-def test_a_signal_lets_streams_end_and_leaves_no_process(front: Front) -> None:
+def test_a_signal_lets_streams_end_and_leaves_no_process(front: FrontProcess) -> None:
     pids = [row["pid"] for row in front.wait_full()]
     tokens = front.stream(do=lambda: front.process.send_signal(signal.SIGTERM))
     assert [tokens] == one_engine([PROMPT])

@@ -33,6 +33,7 @@ PROMISED = {
     "kv_near_layers": "gauge",
     "kv_stream_bytes_total": "counter",
     "kv_stream_stall_seconds_total": "counter",
+    "stage_seconds_total": "counter",
     "lease_recall_seconds": "histogram",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
@@ -55,6 +56,7 @@ LABELS = {
     "borrowed_leases_total": {"outcome"},
     "coordinator_failures_total": {"problem"},
     "kv_stream_bytes_total": {"direction", "tier"},
+    "stage_seconds_total": {"stage", "state"},
 }
 
 
@@ -75,6 +77,7 @@ def test_the_names_types_and_labels_are_the_promised_ones() -> None:
         lease_bytes={("producer", "b"): 5},
         borrowed_leases={"forced": 0},
         failed_exchanges={"malformed": 0},
+        stage_busy_s={"0": 1.0},
     )
     families = scrape(ServingMetrics("m", lambda: stats))
     assert {name.removeprefix("floodplain_"): f.type for name, f in families.items()} == PROMISED  # type: ignore[attr-defined]
@@ -94,6 +97,13 @@ def test_counters_and_gauges_are_the_engine_statistics_of_the_moment() -> None:
     assert (before, value_of(metrics, "floodplain_prompt_tokens_total")) == (10, 12)
     assert value_of(metrics, "floodplain_requests_running") == 2
     assert value_of(metrics, "floodplain_preemptions_total", mode="recompute") == 0
+
+
+def test_what_a_stage_does_not_compute_while_steps_are_outstanding_is_its_bubble() -> None:
+    metrics = ServingMetrics("m", lambda: EngineStats(pipeline_s=5.0, stage_busy_s={"0": 4.0, "1": 1.5}))
+    name = "floodplain_stage_seconds_total"
+    assert [value_of(metrics, name, stage="1", state=state) for state in ("busy", "bubble")] == [1.5, 3.5]
+    assert value_of(metrics, name, stage="0", state="bubble") == 1.0
 
 
 def test_swapping_is_seen_by_direction_tier_and_problem() -> None:

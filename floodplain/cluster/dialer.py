@@ -1,0 +1,123 @@
+"""The other end of the front's connections: dials it, again and again, and lives one life after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from typing import Protocol
+
+from floodplain.cluster.frames import FrameLink
+from floodplain.cluster.messages import Denied, Hello, Welcome, pack, read_front_message
+from floodplain.core.errors import UserError
+from floodplain.lending.fields import WireError
+
+logger = logging.getLogger(__name__)
+
+WELCOME_TIMEOUT_S = 10.0
+FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
+
+
+class Member(Protocol):
+    """What lives: an engine of its own, or a stage of a pipeline."""
+
+    async def start(self) -> None:
+        """Begin, before the first life."""
+        ...
+
+    async def close(self) -> None:
+        """End, after the last one."""
+        ...
+
+    def hello(self, token: str) -> Hello:
+        """What it says of itself."""
+        ...
+
+    async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
+        """One life; nothing of it is left when this returns.
+
+        Raises:
+            WireError: The front speaks nonsense.
+            BaseException: The process must end.
+        """
+        ...
+
+
+class Dialer:
+    """See the module.
+
+    Args:
+        member: Not yet started; ``run`` closes it.
+        host: Of the front, and
+        port: where it listens.
+        token: That the front knows.
+        drain_timeout_s: How long requests may go on when it is to stop.
+    """
+
+    def __init__(self, member: Member, host: str, port: int, token: str, drain_timeout_s: float) -> None:
+        self._member = member
+        self._address = host, port
+        self._token = token
+        self._drain_timeout_s = drain_timeout_s
+        self._is_stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve fronts, one after the other, until SIGTERM or SIGINT.
+
+        Raises:
+            UserError: The front does not take it.
+            BaseException: What ended the member.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._is_stopping.set)
+        await self._member.start()
+        try:
+            await self._dial()
+        finally:
+            await self._member.close()
+
+    async def _dial(self) -> None:
+        delay_s = FIRST_DELAY_S
+        while not self._is_stopping.is_set():
+            try:
+                reader, writer = await asyncio.open_connection(*self._address)
+            except OSError:
+                logger.info("no front listens at %s:%d; asking again", *self._address)
+            else:
+                if await self._serve(FrameLink(reader, writer)):
+                    delay_s = FIRST_DELAY_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_stopping.wait(), delay_s)
+            delay_s = min(MOST_DELAY_S, 2 * delay_s)
+
+    async def _serve(self, link: FrameLink) -> bool:
+        """One life: until the connection ends, or this process is to stop. Whether the front took it."""
+        try:
+            link.send(pack(self._member.hello(self._token)))
+            welcome = await _read_welcome(link)
+            if welcome is None:
+                return False
+            logger.info("joined as instance %d", welcome.epoch)
+            await self._member.live(link, welcome, self._is_stopping, self._drain_timeout_s)
+        except WireError as error:
+            logger.warning("the front is hung up on: %s", error)
+        finally:
+            await link.close()
+        return True
+
+
+async def _read_welcome(link: FrameLink) -> Welcome | None:
+    try:
+        async with asyncio.timeout(WELCOME_TIMEOUT_S):
+            frame = await link.read()
+    except TimeoutError:
+        return None
+    if frame is None:
+        return None
+    message = read_front_message(frame[0])
+    if isinstance(message, Denied):
+        raise UserError(message.reason)
+    if not isinstance(message, Welcome):
+        raise WireError("it does not welcome")
+    return message

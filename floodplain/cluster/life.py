@@ -1,0 +1,142 @@
+"""One life of an instance: from the front's welcome until the connection ends, or this process is to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+
+from floodplain.cluster.frames import FrameLink
+from floodplain.cluster.messages import (
+    Abort,
+    Beat,
+    FrontMessage,
+    InstanceMessage,
+    Leaving,
+    Submit,
+    TokenRow,
+    Tokens,
+    Welcome,
+    pack,
+    read_front_message,
+    refusal_of,
+    request_of,
+)
+from floodplain.core.errors import PeerLost, UserError
+from floodplain.core.request import FinishReason
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.lending.fields import WireError
+
+logger = logging.getLogger(__name__)
+
+FRONT_SILENCE_S = 10.0
+"""A front that says nothing for so long is hung up on, and dialled again."""
+
+
+class Life:
+    """One epoch. Nothing of it is left when ``run`` returns.
+
+    Args:
+        link: To the front.
+        welcome: What the front answered.
+        engine: Started; what computes.
+    """
+
+    def __init__(self, link: FrameLink, welcome: Welcome, engine: AsyncEngine | None) -> None:
+        self._engine, self._link = engine, link
+        self._epoch, self._beat_s = welcome.epoch, welcome.beat_s
+        self._streams: dict[int, asyncio.Task[None]] = {}
+        self._rows: list[TokenRow] = []
+        self._heard_s = time.monotonic()
+
+    async def run(self, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
+        """Return when the connection ends, or this process is to stop and its requests have ended.
+
+        Args:
+            is_stopping: Whether it is.
+            drain_timeout_s: How long requests may go on then.
+        """
+        listening = asyncio.create_task(self._listen())
+        beating = asyncio.create_task(self._beat())
+        stopping = asyncio.create_task(is_stopping.wait())
+        try:
+            await asyncio.wait((listening, beating, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not listening.done() and not beating.done():
+                self._send(Leaving(self._epoch))
+                await asyncio.wait((listening, asyncio.create_task(self._ended())), timeout=drain_timeout_s,
+                                   return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+        finally:
+            tasks = [listening, beating, stopping, *self._streams.values()]
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _listen(self) -> None:
+        while (frame := await self._link.read()) is not None:
+            self._heard_s = time.monotonic()
+            self._take(read_front_message(frame[0]), frame[1])
+
+    def _take(self, message: FrontMessage, token_ids: tuple[int, ...]) -> None:
+        match message:
+            case Submit() if message.epoch == self._epoch:
+                self._begin(message, token_ids)
+            case Abort() if message.epoch == self._epoch and message.ticket in self._streams:
+                self._streams[message.ticket].cancel()
+
+    async def _beat(self) -> None:
+        while time.monotonic() - self._heard_s < FRONT_SILENCE_S:
+            failure = self.find_failure()
+            if failure is not None:
+                raise failure
+            self._send(Beat(self._epoch, EngineStats() if self._engine is None else self._engine.stats()))
+            await asyncio.sleep(self._beat_s)
+        logger.warning("the front has been silent for %g s", FRONT_SILENCE_S)
+
+    def find_failure(self) -> BaseException | None:
+        """What ended the engine, if something did."""
+        return None if self._engine is None else self._engine.failure
+
+    async def _ended(self) -> None:
+        while self._streams:
+            await asyncio.wait(self._streams.values())
+
+    def _begin(self, message: Submit, token_ids: tuple[int, ...]) -> None:
+        task = asyncio.create_task(self._stream(message, token_ids))
+        self._streams[message.ticket] = task
+        task.add_done_callback(lambda _: self._streams.pop(message.ticket))  # one that never ran has no end of its own
+
+    async def _stream(self, message: Submit, token_ids: tuple[int, ...]) -> None:
+        request = request_of(message, token_ids, time.monotonic())
+        if self._engine is None:
+            raise WireError("a request comes before there is an engine")
+        try:
+            async with aclosing(self._engine.stream(request)) as deltas:
+                async for delta in deltas:
+                    self._add(message.ticket, delta)
+        except UserError as error:
+            self._send(refusal_of(error, self._epoch, message.ticket))
+        except RuntimeError:
+            if not isinstance(self.find_failure(), PeerLost):
+                raise
+
+    def _add(self, ticket: int, delta: OutputDelta) -> None:
+        """Rows of one step go out together: all streams of the step run before what is called soon."""
+        if not self._rows:
+            asyncio.get_running_loop().call_soon(self._flush)
+        token = delta.token_ids[0] if delta.token_ids else None
+        is_aborted = delta.finish_reason == FinishReason.ABORT.value
+        logprobs = delta.logprobs[0] if delta.logprobs else None
+        reason = None if is_aborted else delta.finish_reason
+        self._rows.append(TokenRow(ticket, None if is_aborted else token, reason, delta.num_cached_tokens, logprobs))
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        self._send(Tokens(self._epoch, tuple(rows)))
+
+    def _send(self, message: InstanceMessage) -> None:
+        self._link.send(pack(message))

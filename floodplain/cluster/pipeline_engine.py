@@ -1,0 +1,60 @@
+"""The engine of a pipeline's leader: a step loop as deep as there are stages, first come first served, without swap."""
+
+from __future__ import annotations
+
+from floodplain.cluster.pipeline_executor import PipelineExecutor
+from floodplain.cluster.plan_codec import PlanLimits
+from floodplain.engine.shell import Engine
+from floodplain.engine.stage_build import Stage
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.microbatch import MicrobatchRule
+from floodplain.runtime.loop import Loop
+from floodplain.runtime.state import LoopConfig, LoopState
+
+
+def plan_limits(stage: Stage, num_blocks: int, max_model_len: int) -> PlanLimits:
+    """What plans of a pipeline with so many blocks may name."""
+    return PlanLimits(
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        max_batched_tokens=stage.config.max_batched_tokens,
+        hidden_size=stage.shape.hidden_size,
+        vocab_size=stage.shape.vocab_size,
+        dtype=stage.model.dtype,
+    )
+
+
+def make_engine(
+    stage: Stage, executor: PipelineExecutor, limits: PlanLimits, num_stages: int, rule: MicrobatchRule
+) -> Engine:
+    """An engine over a pipeline that was just linked: no request, no cached prefix.
+
+    Args:
+        stage: The first one.
+        executor: Over all of them; the engine closes it.
+        limits: Of the pipeline.
+        num_stages: Of the pipeline.
+        rule: How work is divided over microbatches.
+    """
+    config, block_bytes = stage.config, stage.memory.layout.layer_block_bytes * stage.shape.num_layers
+    loop_config = LoopConfig(
+        max_model_len=limits.max_model_len,
+        max_batched_tokens=config.max_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_waiting=config.max_waiting,
+        depth=num_stages,
+        eos_token_ids=stage.eos_token_ids,
+        fingerprint=stage.fingerprint,
+        block_bytes=block_bytes,
+    )
+    policy = FcfsPolicy(microbatches=rule)
+    return Engine(
+        Loop(LoopState(loop_config, stage.make_ledger(limits.num_blocks), policy), policy, config.seed),
+        executor,
+        stage.tokenizer,
+        model_name=config.model,
+        config=config,
+        block_bytes=block_bytes,
+        vocab_size=stage.shape.vocab_size,
+        pipeline=executor.facts,
+    )

@@ -1,0 +1,160 @@
+"""The executor of a pipeline's leader, and the thread of its other stages."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from floodplain.cluster.plan_codec import PlanLimits, Travelling, pack_plan, pack_result, read_plan, read_result
+from floodplain.cluster.stage_link import StageLink
+from floodplain.core.errors import PeerLost
+from floodplain.core.plan import StepPlan, StepResult
+from floodplain.core.tiers import CopyTime
+from floodplain.engine.outputs import PipelineFacts
+from floodplain.engine.stage_runner import StageRunner
+
+logger = logging.getLogger(__name__)
+
+
+class PipelineExecutor:
+    """An ``Executor``: runs the first stage itself, sends activations on, and gets tokens from the last stage.
+
+    Args:
+        runner: Of the first stage.
+        outbound: To the second stage.
+        inbound: From the last one.
+        limits: What plans may name.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        outbound: StageLink,
+        inbound: StageLink,
+        limits: PlanLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner, self._limits = runner, limits
+        self._outbound, self._inbound = outbound, inbound
+        self._clock = clock
+        self._under_way: deque[StepPlan] = deque()
+        self._active_since_s = 0.0
+        self._facts = PipelineFacts()
+
+    def submit(self, plan: StepPlan) -> None:
+        """See ``Executor``. The first stage has run when this returns.
+
+        Raises:
+            PeerLost: Another stage is gone.
+        """
+        begin_s = self._clock()
+        if not self._under_way:
+            self._active_since_s = begin_s
+        self._under_way.append(plan)
+        x = self._runner.run(plan, None)
+        assert isinstance(x, torch.Tensor)
+        self._outbound.send(pack_plan(Travelling(plan, x, (self._clock() - begin_s,))))
+
+    def collect(self) -> StepResult:
+        """See ``Executor``.
+
+        Raises:
+            PeerLost: Another stage is gone.
+        """
+        plan = self._under_way.popleft()
+        result, busy_s = read_result(self._inbound.recv(), plan, self._limits.vocab_size)
+        self._runner.take_tokens(plan, result.token_ids)
+        now = self._clock()
+        self._facts = self._facts.with_step(busy_s, now - self._active_since_s)
+        self._active_since_s = now
+        return result
+
+    def facts(self) -> PipelineFacts:
+        """How busy stages were; may be asked on any thread."""
+        return self._facts
+
+    def poll_transfers(self) -> Sequence[tuple[int, Sequence[int]]]:
+        """See ``Executor``: a pipeline has no swap space."""
+        return ()
+
+    def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, Sequence[int]]]:
+        """See ``Executor``: a pipeline has no swap space."""
+        return ()
+
+    def take_copy_times(self) -> Sequence[CopyTime]:
+        """See ``Executor``: a pipeline has no swap space."""
+        return ()
+
+    def close(self) -> None:
+        """End the links."""
+        self._outbound.close()
+        self._inbound.close()
+
+
+class StageWorker:
+    """A stage behind the first, on a thread of its own: plans come in, and go on when its layers have run.
+
+    Args:
+        runner: Of the stage.
+        inbound: From the stage before.
+        outbound: To the next one; of the last one to the first.
+        limits: What plans may name.
+        clock: Monotonic seconds.
+
+    Attributes:
+        failure: Why the thread ended: ``PeerLost``, or a bug of ours; None while it runs.
+    """
+
+    def __init__(
+        self,
+        runner: StageRunner,
+        inbound: StageLink,
+        outbound: StageLink,
+        limits: PlanLimits,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self._runner, self._limits = runner, limits
+        self._inbound, self._outbound = inbound, outbound
+        self._clock = clock
+        self._thread = threading.Thread(target=self._run, name="floodplain-stage", daemon=True)
+
+    def start(self) -> None:
+        """Begin to take plans."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End both links, and wait for the thread."""
+        self._inbound.close()
+        self._outbound.close()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._pass_on(read_plan(self._inbound.recv(), self._limits))
+        except (
+            BaseException
+        ) as error:  # whatever it is, the event loop must hear of it: nothing else watches this thread
+            self.failure = error
+            if not isinstance(error, PeerLost):
+                logger.critical("the stage's thread died", exc_info=error)
+
+    def _pass_on(self, step: Travelling) -> None:
+        begin_s = self._clock()
+        try:
+            result = self._runner.run(step.plan, step.x)
+        except KeyError as error:
+            raise PeerLost(f"a plan names sequence {error}, which no plan before it began") from None
+        busy_s = (*step.busy_s, self._clock() - begin_s)
+        if isinstance(result, StepResult):
+            self._outbound.send(pack_result(result, busy_s))
+        else:
+            self._outbound.send(pack_plan(Travelling(step.plan, result, busy_s)))

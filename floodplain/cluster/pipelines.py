@@ -1,0 +1,93 @@
+"""Stages that join become a pipeline, and end together. No I/O, no clock.
+
+A pipeline is formed when all of its stages are there, under a number that no other one ever has. It serves when all
+members are linked. When the life of one ends, so do those of the others: the KV of its layers is gone for every
+request. They join anew, with their parameters, and the next pipeline is formed when the missing stage is there again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from floodplain.core.errors import InvariantError
+
+
+@dataclass(eq=False, slots=True)
+class Pipeline:
+    """One life of a pipeline.
+
+    Attributes:
+        number: Names it.
+        epochs: Of its members, by stage; the first one is the leader's, which is given the requests.
+        linked: Those that are linked with their neighbours.
+    """
+
+    number: int
+    epochs: tuple[int, ...]
+    linked: set[int] = field(default_factory=set)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it serves."""
+        return len(self.linked) == len(self.epochs)
+
+
+class PipelineBook:
+    """Owner of which stages are there, and of the pipelines of which they are members.
+
+    Args:
+        num_stages: Stages of each pipeline.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self._gathered: dict[int, int] = {}
+        self._pipelines: dict[int, Pipeline] = {}
+        self._next_number = 1
+
+    def join(self, epoch: int, stage: int) -> int | None:
+        """A stage is there, under a new epoch.
+
+        Returns:
+            The epoch of an older one that gathered for the same place, and whose life is over: it is silent, perhaps.
+        """
+        older = self._gathered.get(stage)
+        self._gathered[stage] = epoch
+        return older
+
+    def form(self) -> Pipeline | None:
+        """The next pipeline, if all of its stages are there."""
+        if len(self._gathered) < self.num_stages:
+            return None
+        epochs = tuple(self._gathered[stage] for stage in range(self.num_stages))
+        self._gathered.clear()
+        pipeline = Pipeline(self._next_number, epochs)
+        self._next_number += 1
+        self._pipelines[pipeline.number] = pipeline
+        return pipeline
+
+    def link(self, epoch: int, number: int) -> Pipeline | None:
+        """A member is linked. The pipeline, if it serves now; None if it does not yet, or is over."""
+        pipeline = self._pipelines.get(number)
+        if pipeline is None or epoch not in pipeline.epochs or pipeline.is_whole:
+            return None
+        pipeline.linked.add(epoch)
+        return pipeline if pipeline.is_whole else None
+
+    def end(self, epoch: int) -> list[int]:
+        """The life of an instance is over: the epochs of those whose lives end with it, last stage first."""
+        self._gathered = {stage: other for stage, other in self._gathered.items() if other != epoch}
+        ended = [pipeline for pipeline in self._pipelines.values() if epoch in pipeline.epochs]
+        for pipeline in ended:
+            del self._pipelines[pipeline.number]
+        return [other for pipeline in ended for other in reversed(pipeline.epochs) if other != epoch]
+
+    def check_integrity(self) -> None:
+        """Check that no epoch has two places.
+
+        Raises:
+            InvariantError: One has.
+        """
+        placed = [*self._gathered.values(), *(epoch for one in self._pipelines.values() for epoch in one.epochs)]
+        if len(placed) != len(set(placed)):
+            raise InvariantError("a stage is in two pipelines, or in one and waiting for one")

@@ -1,0 +1,192 @@
+"""A stage of a pipeline as a member of the front: it keeps its layers, and links up anew whenever a pipeline is formed.
+
+The first stage leads: it has the step loop, and is the one that the front gives requests. When a link ends, or the
+connection to the front, the pipeline is over: requests go on elsewhere from their tokens, or in the next pipeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import socket
+from collections.abc import Coroutine
+from typing import Any, cast
+
+from floodplain import __version__
+from floodplain.cluster.facts import InstanceFacts, StageFacts
+from floodplain.cluster.frames import FrameLink
+from floodplain.cluster.life import Life
+from floodplain.cluster.messages import Form, Formed, FrontMessage, Hello, Welcome
+from floodplain.cluster.pipeline_engine import make_engine, plan_limits
+from floodplain.cluster.pipeline_executor import PipelineExecutor, StageWorker
+from floodplain.cluster.stage_link import LinkKey, StageLink, accept_link, dial_link
+from floodplain.core.errors import PeerLost
+from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.compute_threads import release_compute_threads
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.stage_build import Stage, build_stage
+from floodplain.policy.microbatch import MicrobatchRule, Split
+from floodplain.web.listen import bind
+
+logger = logging.getLogger(__name__)
+
+LINK_TIMEOUT_S = 10.0
+"""A stage that is not linked with its neighbours after this time gives the pipeline up."""
+LINK_HOST = "127.0.0.1"
+"""Where stages listen for each other: all of them are the front's own, on its machine."""
+
+
+class StageMember:
+    """A ``Member`` with some layers.
+
+    Args:
+        stage: Loaded; ``close`` closes it.
+        place: Its number, from 0.
+        num_stages: Of the pipeline.
+        rule: How the leader divides work.
+    """
+
+    def __init__(self, stage: Stage, place: int, num_stages: int, rule: MicrobatchRule) -> None:
+        self.stage, self.place, self.num_stages, self.rule = stage, place, num_stages, rule
+        self.listener: socket.socket = bind(LINK_HOST, 0)
+
+    async def start(self) -> None:
+        """See ``Member``. This thread gives its compute threads up for the one that computes."""
+        release_compute_threads()
+        self.listener.listen()
+        self.listener.setblocking(False)
+
+    async def close(self) -> None:
+        """See ``Member``."""
+        self.listener.close()
+        self.stage.close()
+
+    def hello(self, token: str) -> Hello:
+        """See ``Member``."""
+        stage, (host, port) = self.stage, self.listener.getsockname()[:2]
+        facts = InstanceFacts(
+            version=__version__,
+            fingerprint=stage.fingerprint,
+            dtype=stage.config.dtype,
+            max_model_len=stage.max_model_len,
+            block_tokens=stage.config.block_tokens,
+            num_blocks=stage.num_blocks,
+            host=platform.node(),
+            pid=os.getpid(),
+        )
+        return Hello(token, facts, StageFacts(self.place, self.num_stages, host, port))
+
+    async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
+        """See ``Member``. A neighbour that is lost ends the life, and not the process."""
+        life = _StageLife(link, welcome, self)
+        try:
+            await life.run(is_stopping, drain_timeout_s)
+        except Exception as error:
+            failure = life.find_failure() or error
+            if not isinstance(failure, PeerLost):
+                raise
+            logger.warning("the pipeline is over: %s", failure)
+        finally:
+            await life.disband()
+
+
+def open_stage(config: EngineConfig, place: int, num_stages: int, split: str) -> StageMember:
+    """Load a stage.
+
+    Args:
+        config: The engine flags.
+        place: Its number, from 0.
+        num_stages: Of the pipeline.
+        split: As ``MicrobatchRule.split``.
+
+    Raises:
+        UserError: See ``build_stage``.
+    """
+    stage = build_stage(config, place, num_stages)
+    rule = MicrobatchRule(cast(Split, split), ChunkPrice(cost_by_shape(stage.shape)))
+    return StageMember(stage, place, num_stages, rule)
+
+
+class _StageLife(Life):
+    """One epoch of a stage, in which it is a member of one pipeline at most."""
+
+    def __init__(self, link: FrameLink, welcome: Welcome, member: StageMember) -> None:
+        super().__init__(link, welcome, None)
+        self._member = member
+        self._links: list[StageLink] = []
+        self._worker: StageWorker | None = None
+        self._forming: asyncio.Task[None] | None = None
+
+    def _take(self, message: FrontMessage, token_ids: tuple[int, ...]) -> None:
+        if isinstance(message, Form) and message.epoch == self._epoch and self._forming is None:
+            self._forming = asyncio.create_task(self._form(message))
+            return
+        super()._take(message, token_ids)
+
+    def find_failure(self) -> BaseException | None:
+        """What ended the pipeline, if something did."""
+        forming = self._forming
+        if forming is not None and forming.done() and not forming.cancelled() and forming.exception() is not None:
+            return forming.exception()
+        return super().find_failure() if self._worker is None else self._worker.failure
+
+    async def disband(self) -> None:
+        """End the links and what computes over them."""
+        if self._forming is not None:
+            self._forming.cancel()
+            await asyncio.gather(self._forming, return_exceptions=True)
+        for link in self._links:
+            await asyncio.to_thread(link.close)
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.close)
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def _form(self, form: Form) -> None:
+        """Link with both neighbours, and begin to compute.
+
+        Raises:
+            PeerLost: One is not there.
+        """
+        member = self._member
+        limits = plan_limits(member.stage, form.num_blocks, form.max_model_len)
+        runner = member.stage.make_runner(form.max_model_len)
+        inbound, outbound = await self._reach_neighbours(form, limits.max_data_bytes)
+        if member.place == 0:
+            executor = PipelineExecutor(runner, outbound, inbound, limits)
+            engine = AsyncEngine(make_engine(member.stage, executor, limits, member.num_stages, member.rule))
+            await engine.start()
+            self._engine = engine
+        else:
+            self._worker = StageWorker(runner, inbound, outbound, limits)
+            self._worker.start()
+        self._send(Formed(self._epoch, form.number))
+
+    async def _reach_neighbours(self, form: Form, max_data_bytes: int) -> tuple[StageLink, StageLink]:
+        """(from the stage before, to the next one)."""
+        member, secret = self._member, bytes.fromhex(form.secret)
+        before = LinkKey(secret, form.number, (member.place - 1) % member.num_stages)
+        own = LinkKey(secret, form.number, member.place)
+        tasks = [
+            asyncio.create_task(self._keep(accept_link(member.listener, before, max_data_bytes))),
+            asyncio.create_task(self._keep(dial_link(form.host, form.port, own, max_data_bytes))),
+        ]
+        try:
+            async with asyncio.timeout(LINK_TIMEOUT_S):
+                inbound, outbound = await asyncio.gather(*tasks)
+        except TimeoutError:
+            raise PeerLost(f"a neighbour in the pipeline did not link within {LINK_TIMEOUT_S:g} s") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return inbound, outbound
+
+    async def _keep(self, coming: Coroutine[Any, Any, StageLink]) -> StageLink:
+        """A link that comes, so that ``disband`` ends it whatever becomes of the other one."""
+        link = await coming
+        self._links.append(link)
+        return link

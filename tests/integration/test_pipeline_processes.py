@@ -1,0 +1,177 @@
+"""``floodplain serve --instances 2 --pipeline`` as real processes: one engine's tokens, whichever stage is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from floodplain.cli.main import main
+from tests.integration.test_cluster_children import is_alive
+from tests.support import front_process
+from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
+from tests.support.waiting import wait_until
+
+MODEL = "dummy:tiny-deep"
+ENGINE = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 1024}
+FLAGS = ["--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "1024", "--max-batched-tokens", "512"]
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
+    with started(tmp_path_factory.mktemp("front"), MODEL, [*FLAGS, "--pipeline"]) as one:
+        yield one
+
+
+def one_engine(prompts: list[list[int]], **how: Any) -> list[list[int]]:
+    return front_process.one_engine(MODEL, prompts, ENGINE, **how)
+
+
+@cache
+def expected() -> tuple[int, ...]:
+    """What one engine gives for the prompt of all that follows."""
+    return tuple(one_engine([PROMPT])[0])
+
+
+def wait_formed(front: FrontProcess) -> dict[int, Any]:
+    """The rows of both stages, once they serve."""
+
+    def find() -> Any:
+        rows = [row for row in front.rows() if row["state"] == "serving" and row["stage"] is not None]
+        return len(rows) == 2 and {row["stage"]: row for row in rows}
+
+    found: Any = wait_until(find, timeout_s=START_TIMEOUT_S)
+    return dict(found)
+
+
+def kill(front: FrontProcess, stage: int, number: int = signal.SIGKILL) -> int:
+    """Send a signal to a stage; its process id."""
+    (row,) = (row for row in front.rows() if row["stage"] == stage)
+    os.kill(row["pid"], number)
+    return int(row["pid"])
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}])
+def test_streams_have_the_tokens_of_one_engine(front: FrontProcess, how: dict[str, Any]) -> None:
+    prompts = [[(3 + 7 * index + 5 * place) % 256 for place in range(20 + 110 * index)] for index in range(6)]
+    with ThreadPoolExecutor(6) as threads:
+        streamed = list(threads.map(lambda prompt: front.stream(prompt, max_tokens=40, **how), prompts))
+    assert streamed == one_engine(prompts, max_tokens=40, **how)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_killed_stage_costs_no_token_and_the_pipeline_forms_anew(front: FrontProcess, stage: int) -> None:
+    before, moved = wait_formed(front), front.listing()["moved_requests"]
+    tokens = front.stream(do=lambda: kill(front, stage))
+    assert tokens == [*expected()]
+    assert front.listing()["moved_requests"] == moved + 1
+    after = wait_formed(front)
+    assert after[1 - stage]["pid"] == before[1 - stage]["pid"]  # it kept its layers, and linked up anew
+    assert after[stage]["pid"] != before[stage]["pid"] and after[0]["epoch"] > before[0]["epoch"]
+    assert front.stream(max_tokens=20) == [*expected()[:20]]
+
+
+def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_when_it_wakes(front: FrontProcess) -> None:
+    wait_formed(front)
+    stopped: list[int] = []
+
+    def stop() -> None:
+        stopped.append(kill(front, 1, signal.SIGSTOP))
+
+    with ThreadPoolExecutor(1) as threads:
+        streaming = threads.submit(front.stream, do=stop)
+        try:
+            wait_until(lambda: front.listing()["ends"].get("silent") == 1, timeout_s=START_TIMEOUT_S)
+        finally:
+            os.kill(stopped[0], signal.SIGCONT)
+        assert streaming.result() == [*expected()]
+    assert wait_formed(front)[1]["pid"] == stopped[0]
+
+
+def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess) -> None:
+    wait_formed(front)
+    flags = ["--join", front.address(), "--instance-token-file", str(front.token_file)]
+    beside = subprocess.Popen([*VERB, "instance", MODEL, *flags, *FLAGS, "--kv-memory", "8MiB", "-q"], cwd=ROOT)
+    try:
+        row = wait_until(lambda: next((one for one in front.rows() if one["pid"] == beside.pid), None), timeout_s=120)
+        assert isinstance(row, dict) and row["stage"] is None
+        with ThreadPoolExecutor(4) as threads:  # some on either
+            streaming = [threads.submit(front.stream, max_tokens=200) for _ in range(4)]
+            wait_until(lambda: all(one["requests"] for one in front.rows() if one["stage"] != 1), timeout_s=60)
+            kill(front, 1)
+            assert [one.result() for one in streaming] == [[*expected()[:200]]] * 4
+    finally:
+        beside.terminate()
+        assert beside.wait(30) == 0
+
+
+def test_metrics_say_how_long_stages_computed_and_idled(front: FrontProcess) -> None:
+    wait_formed(front)
+    text = httpx.get(f"{front.url}/metrics").text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    seconds = {
+        (sample.labels["stage"], sample.labels["state"]): sample.value
+        for sample in samples
+        if sample.name == "floodplain_stage_seconds_total"
+    }
+    assert seconds.keys() == {(stage, state) for stage in "01" for state in ("busy", "bubble")}
+    assert min(seconds.values()) > 0
+    whole = [seconds[stage, "busy"] + seconds[stage, "bubble"] for stage in "01"]
+    assert whole[0] == pytest.approx(whole[1])
+    ends = {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("instance_ends_total")}
+    assert ends["pipeline"] >= 3
+
+
+def test_a_stage_that_the_front_did_not_start_is_refused_in_one_line(front: FrontProcess) -> None:
+    flags = ["--join", front.address(), "--instance-token-file", str(front.token_file), "--stage", "1/2"]
+    command = [*VERB, "instance", MODEL, *flags, *FLAGS, "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_TIMEOUT_S, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "floodplain: the front does not take this instance: the stages of a pipeline are the front's own: "
+        "start this instance without --stage\n"
+    )
+
+
+def test_a_signal_lets_streams_end_and_leaves_no_process(front: FrontProcess) -> None:
+    pids = [row["pid"] for row in wait_formed(front).values()]
+    tokens = front.stream(do=lambda: front.process.send_signal(signal.SIGTERM))
+    assert tokens == [*expected()]
+    assert front.process.wait(30) == 0
+    assert not any(is_alive(pid) for pid in pids)
+    assert "Traceback" not in front.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--pipeline"], "--pipeline needs --instances: without it there is one engine, in this process"),
+        (
+            ["--instances", "1", "--pipeline"],
+            "--pipeline needs --instances 2 or more: each instance is one of its stages",
+        ),
+        (
+            ["--instances", "13", "--pipeline"],
+            "dummy:tiny-deep has 12 layers, too few for a pipeline of 13 stages: lower --instances to 12 at most",
+        ),
+        (["--instances", "2", "--microbatches", "tokens"], "--microbatches tokens needs --pipeline: nothing else has"),
+        (
+            ["--instances", "2", "--pipeline", "--policy", "cfs"],
+            "--policy cfs does not go with --pipeline: it serves by arrival, since turns are taken in swap space",
+        ),
+        (["--instances", "2", "--pipeline", "--kv-expansion", "2"], "--kv-expansion 2 does not go with --pipeline: "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(flags: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", MODEL, "--port", "0", "-q", *flags]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(f"floodplain: {line}") and said.err.count("\n") == 1

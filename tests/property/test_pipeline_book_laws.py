@@ -1,0 +1,111 @@
+"""Stages that join, link and end in any order: a pipeline is whole or over, and no epoch is in two."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.cluster.pipelines import Pipeline, PipelineBook
+from tests.support.examples import examples
+
+
+class World:
+    """Processes, one for each stage, that join under new epochs, and what a front must hold of them."""
+
+    def __init__(self, num_stages: int, book: PipelineBook) -> None:
+        self.book, self.num_stages = book, num_stages
+        self.stage_of: dict[int, int] = {}  # of living epochs
+        self.formed: dict[int, Pipeline] = {}
+        self.serving: set[int] = set()
+        self.next_epoch = 1
+
+    def join(self, stage: int) -> None:
+        epoch, self.next_epoch = self.next_epoch, self.next_epoch + 1
+        older = self.book.join(epoch, stage)
+        self.stage_of[epoch] = stage
+        pipeline = self.book.form()
+        if older is not None:
+            assert self.stage_of[older] == stage and not any(older in one.epochs for one in self.formed.values())
+            self.end(older)
+        if pipeline is not None:
+            assert pipeline.number not in self.formed
+            assert [self.stage_of[member] for member in pipeline.epochs] == list(range(self.num_stages))
+            self.formed[pipeline.number] = pipeline
+
+    def link(self, epoch: int, number: int) -> None:
+        pipeline = self.book.link(epoch, number)
+        if pipeline is not None:
+            assert pipeline.number not in self.serving and set(pipeline.linked) == set(pipeline.epochs)
+            assert all(member in self.stage_of for member in pipeline.epochs)
+            self.serving.add(pipeline.number)
+
+    def end(self, epoch: int) -> None:
+        """As the front does: those that end with it are ended in turn."""
+        if self.stage_of.pop(epoch, None) is None:
+            return
+        for other in self.book.end(epoch):
+            self.end(other)
+
+    def check(self) -> None:
+        self.book.check_integrity()
+        for pipeline in list(self.formed.values()):
+            living = [member in self.stage_of for member in pipeline.epochs]
+            assert all(living) or not any(living), "a member goes on alone"
+            if not all(living):
+                del self.formed[pipeline.number]
+                self.serving.discard(pipeline.number)
+
+
+def tell(seed: int, num_stages: int, book: PipelineBook) -> int:
+    """A story; how many pipelines served."""
+    world, dice, num_served = World(num_stages, book), Random(seed), 0
+    for _ in range(150):
+        event = dice.choice(["join", "join", "link", "link", "link", "end"])
+        epochs = list(range(1, world.next_epoch)) or [1]  # ended ones speak, too
+        if event == "join":
+            world.join(dice.randrange(num_stages))
+        elif event == "link":
+            numbers = [*world.formed, 1, 99]
+            number = dice.choice(numbers)
+            members = world.formed[number].epochs if number in world.formed else epochs
+            world.link(dice.choice([*members, *epochs[-2:]]), number)
+        elif dice.random() < 0.4:
+            world.end(dice.choice(epochs))
+        world.check()
+        num_served += len(world.serving)
+    return num_served
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(seed=st.integers(0, 2**32), num_stages=st.integers(2, 4))
+def test_a_pipeline_is_whole_or_over(seed: int, num_stages: int) -> None:
+    tell(seed, num_stages, PipelineBook(num_stages))
+
+
+def test_pipelines_serve_in_these_stories() -> None:
+    assert sum(tell(seed, 2, PipelineBook(2)) for seed in range(10)) > 100
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+class LetsMembersGoOn(PipelineBook):
+    def end(self, epoch: int) -> list[int]:
+        super().end(epoch)
+        return []
+
+
+class FormsTooSoon(PipelineBook):
+    def link(self, epoch: int, number: int) -> Pipeline | None:
+        super().link(epoch, number)
+        return self._pipelines.get(number)
+
+
+@pytest.mark.parametrize("kind", [LetsMembersGoOn, FormsTooSoon])
+def test_a_book_is_noticed_that(kind: type[PipelineBook]) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        for seed in range(20):
+            tell(seed, 2, kind(2))

@@ -1,0 +1,114 @@
+"""``floodplain serve --instances 2`` as real processes, for tests that kill instances under streaming clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.llm import LLM
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+VERB = [sys.executable, "-c", "import sys; from floodplain.cli.main import main; sys.exit(main())"]
+PROMPT = list(range(3, 40))
+NUM_TOKENS, EARLY = 300, 5
+"""Of a stream, and after how many of them something happens to it: long before an instance has computed the rest."""
+START_TIMEOUT_S = 120.0
+
+
+class FrontProcess:
+    """A front of two instances.
+
+    Args:
+        folder: For its log.
+        model: As on the command line.
+        flags: Of ``serve``.
+    """
+
+    def __init__(self, folder: Path, model: str, flags: Sequence[str]) -> None:
+        self.model = model
+        self.token_file = folder / "token"
+        self.token_file.write_text("outside\n")
+        self.token_file.chmod(0o600)
+        self.log = folder / "log"
+        command = [*VERB, "serve", model, *flags, "--port", "0", "--format", "json", "--instances", "2"]
+        command += ["--instance-token-file", str(self.token_file)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()
+        self.url = json.loads(line)["url"]
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
+
+    def listing(self) -> Any:
+        return httpx.get(f"{self.url}/instances").json()
+
+    def rows(self) -> list[Any]:
+        return list(self.listing()["instances"])
+
+    def wait_full(self) -> list[Any]:
+        """Both instances, once they serve."""
+        found: Any = wait_until(lambda: len(rows := self.rows()) == 2 and rows, timeout_s=START_TIMEOUT_S)
+        return list(found)
+
+    def busy(self) -> Any:
+        """The only instance that has a request."""
+        (row,) = (row for row in self.rows() if row["requests"])
+        return row
+
+    def stream(self, prompt: Sequence[int] = PROMPT, do: Callable[[], object] | None = None, **how: Any) -> list[int]:
+        """The tokens of a streamed completion; ``do`` is called once, when ``EARLY`` of them have come."""
+        tokens: list[int] = []
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        options = {"temperature": 0.0, "max_tokens": NUM_TOKENS} | how
+        chunks = self.client.completions.create(
+            model=self.model, prompt=list(prompt), stream=True, extra_body=extra, **options
+        )
+        for chunk in chunks:
+            tokens += chunk.choices[0].token_ids or []  # type: ignore[attr-defined]
+            if do is not None and len(tokens) >= EARLY:
+                do()
+                do = None
+        return tokens
+
+    def kill_busy(self) -> None:
+        os.kill(self.busy()["pid"], signal.SIGKILL)
+
+    def address(self) -> str:
+        """Where the instances dialled in, as their command says."""
+        words = Path(f"/proc/{self.rows()[0]['pid']}/cmdline").read_bytes().decode().split("\0")
+        return words[words.index("--join") + 1]
+
+
+@contextmanager
+def started(folder: Path, model: str, flags: Sequence[str]) -> Iterator[FrontProcess]:
+    """A front that serves, killed at the end."""
+    front = FrontProcess(folder, model, flags)
+    try:
+        yield front
+    finally:
+        front.client.close()
+        front.process.kill()
+        front.process.wait()
+        assert front.process.stdout is not None
+        front.process.stdout.close()
+
+
+def one_engine(model: str, prompts: Sequence[Sequence[int]], flags: dict[str, Any], **how: Any) -> list[list[int]]:
+    """What one engine without a front gives."""
+    params = SamplingParams(ignore_eos=True, **{"temperature": 0.0, "max_tokens": NUM_TOKENS} | how)
+    with LLM(model, **flags) as llm:
+        outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
