@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -62,22 +62,19 @@ def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Membe
     from floodplain.cluster.stage_member import open_stage
 
     place, num_stages = split_stage(instance_config.stage)
-    return open_stage(config_of_pipeline(config), place, num_stages, instance_config.microbatches)
+    split, profile = instance_config.microbatches, instance_config.step_profile
+    return open_stage(config_of_pipeline(config), place, num_stages, split, profile)
 
 
-def instance_command(
-    config: EngineConfig, *, is_quiet: bool, stage: str | None = None, microbatches: str = "even"
-) -> list[str]:
+def instance_command(config: EngineConfig, *, is_quiet: bool, stage_flags: Sequence[str] = ()) -> list[str]:
     """The command of a child of the front, without the address; its token comes by standard input.
 
     Args:
         config: Its engine flags.
         is_quiet: Whether it logs nothing.
-        stage: As ``--stage``.
-        microbatches: As ``--microbatches``.
+        stage_flags: What makes it a stage of a pipeline.
     """
-    command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT]
-    command += [] if stage is None else [f"--stage={stage}", f"--microbatches={microbatches}"]
+    command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT, *stage_flags]
     for item in fields(EngineConfig):
         value = getattr(config, item.name)
         flag = item.name.replace("_", "-")

@@ -80,6 +80,23 @@ def _open_engine(
     return engine, extend_with(engine)
 
 
+def stage_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[str]]:
+    """The flags that make each instance a stage of the pipeline; none without one.
+
+    Raises:
+        UserError: The step profile cannot be read.
+    """
+    if not cluster_config.pipeline:
+        return [[] for _ in range(num_instances)]
+    shared = [f"--microbatches={cluster_config.microbatches}"]
+    if cluster_config.step_profile is not None:
+        from floodplain.cluster.pipeline_engine import read_price
+
+        read_price(cluster_config.step_profile)
+        shared.append(f"--step-profile={cluster_config.step_profile}")
+    return [[f"--stage={index}/{num_instances}", *shared] for index in range(num_instances)]
+
+
 def _open_cluster(
     config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
 ) -> ClusterEngine:
@@ -88,12 +105,12 @@ def _open_cluster(
     from floodplain.cluster.parent import read_token
     from floodplain.web.listen import bind
 
-    is_pipeline, split = cluster_config.pipeline, cluster_config.microbatches
+    is_pipeline = cluster_config.pipeline
     if is_pipeline:
         config = config_of_pipeline(config)
         logger.info("a pipeline serves by arrival (--policy fcfs), without swap space")
     configs = [config_of_instance(config, num_instances, index) for index in range(num_instances)]
-    stages = [f"{index}/{num_instances}" if is_pipeline else None for index in range(num_instances)]
+    stages = stage_flags(cluster_config, num_instances)
     token_file = cluster_config.instance_token_file
     token = None if token_file is None else read_token(str(token_file))
     with ExitStack() as on_failure:
@@ -103,7 +120,7 @@ def _open_cluster(
             config,
             sock,
             commands=[
-                instance_command(one, is_quiet=is_quiet, stage=stage, microbatches=split)
+                instance_command(one, is_quiet=is_quiet, stage_flags=stage)
                 for one, stage in zip(configs, stages, strict=True)
             ],
             environment=environment_of_instances(os.environ, share_cores(num_instances)),

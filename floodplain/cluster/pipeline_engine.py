@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from floodplain.cluster.pipeline_executor import PipelineExecutor
 from floodplain.cluster.plan_codec import PlanLimits
+from floodplain.cost.pipeline import ChunkPrice
+from floodplain.cost.step_time import read_cost
 from floodplain.engine.shell import Engine
 from floodplain.engine.stage_build import Stage
+from floodplain.files.profile import read_profile
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule
 from floodplain.runtime.loop import Loop
@@ -22,6 +27,15 @@ def plan_limits(stage: Stage, num_blocks: int, max_model_len: int) -> PlanLimits
         vocab_size=stage.shape.vocab_size,
         dtype=stage.model.dtype,
     )
+
+
+def read_price(step_profile: Path) -> ChunkPrice:
+    """What work costs, by a profile of steps of one engine: parts of stages are as those of all layers.
+
+    Raises:
+        UserError: It cannot be read, or is of another kind.
+    """
+    return ChunkPrice(read_cost(read_profile(step_profile, "step").result))
 
 
 def make_engine(

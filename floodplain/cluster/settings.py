@@ -67,6 +67,11 @@ class ClusterConfig:
         metadata={"help": "how a pipeline divides work: into parts of equal cost, by halving it, or by tokens",
                   "choices": SPLITS},
     )  # fmt: skip
+    step_profile: Path | None = field(
+        default=None,
+        metadata={"help": "what a pipeline's work costs, from floodplain profile step (default: by the model's shape)",
+                  "metavar": "FILE"},
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.microbatches not in SPLITS:
@@ -76,8 +81,8 @@ class ClusterConfig:
             return
         if self.pipeline and self.instances == 1:
             raise UserError("--pipeline needs --instances 2 or more: each instance is one of its stages")
-        if self.microbatches != "even" and not self.pipeline:
-            raise UserError(f"--microbatches {self.microbatches} needs --pipeline: nothing else has microbatches")
+        for flag in [] if self.pipeline else self._find_pipeline_flags():
+            raise UserError(f"{flag} needs --pipeline: nothing else has microbatches")
         if not 1 <= self.instances <= MAX_INSTANCES:
             raise UserError(f"--instances must be between 1 and {MAX_INSTANCES}, not {self.instances}")
         host, _ = split_address(self.instance_address, "--instance-address")
@@ -89,9 +94,12 @@ class ClusterConfig:
             limits = f"between {LEAST_TIMEOUT_S:g} and {MOST_TIMEOUT_S:g} seconds"
             raise UserError(f"--instance-timeout must be {limits}, not {self.instance_timeout}")
 
+    def _find_pipeline_flags(self) -> list[str]:
+        flags = [] if self.microbatches == "even" else [f"--microbatches {self.microbatches}"]
+        return flags if self.step_profile is None else [*flags, f"--step-profile {self.step_profile}"]
+
     def _check_unused(self) -> None:
-        if self.pipeline or self.microbatches != "even":
-            flag = "--pipeline" if self.pipeline else f"--microbatches {self.microbatches}"
+        for flag in (["--pipeline"] if self.pipeline else []) + self._find_pipeline_flags():
             raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
         for name, default in (("address", "127.0.0.1:0"), ("token_file", None), ("timeout", 1.0)):
             if getattr(self, f"instance_{name}") != default:
@@ -125,6 +133,10 @@ class InstanceConfig:
     microbatches: str = field(
         default="even",
         metadata={"help": "of the front's own instances: how the first stage divides work", "choices": SPLITS},
+    )
+    step_profile: Path | None = field(
+        default=None,
+        metadata={"help": "of the front's own instances: what the first stage takes work to cost", "metavar": "FILE"},
     )
     drain_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running requests get when the instance stops", "metavar": "S"}

@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, cast
 
 from floodplain import __version__
@@ -19,7 +20,7 @@ from floodplain.cluster.facts import InstanceFacts, StageFacts
 from floodplain.cluster.frames import FrameLink
 from floodplain.cluster.life import Life
 from floodplain.cluster.messages import Form, Formed, FrontMessage, Hello, Welcome
-from floodplain.cluster.pipeline_engine import make_engine, plan_limits
+from floodplain.cluster.pipeline_engine import make_engine, plan_limits, read_price
 from floodplain.cluster.pipeline_executor import PipelineExecutor, StageWorker
 from floodplain.cluster.stage_link import LinkKey, StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
@@ -93,7 +94,7 @@ class StageMember:
             await life.disband()
 
 
-def open_stage(config: EngineConfig, place: int, num_stages: int, split: str) -> StageMember:
+def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, step_profile: Path | None) -> StageMember:
     """Load a stage.
 
     Args:
@@ -101,12 +102,14 @@ def open_stage(config: EngineConfig, place: int, num_stages: int, split: str) ->
         place: Its number, from 0.
         num_stages: Of the pipeline.
         split: As ``MicrobatchRule.split``.
+        step_profile: See ``read_price``.
 
     Raises:
-        UserError: See ``build_stage``.
+        UserError: See ``build_stage`` and ``read_price``.
     """
+    price = None if step_profile is None else read_price(step_profile)
     stage = build_stage(config, place, num_stages)
-    rule = MicrobatchRule(cast(Split, split), ChunkPrice(cost_by_shape(stage.shape)))
+    rule = MicrobatchRule(cast(Split, split), price or ChunkPrice(cost_by_shape(stage.shape)))
     return StageMember(stage, place, num_stages, rule)
 
 

@@ -16,19 +16,22 @@ SLACK = 0.1
 
 @dataclass(frozen=True, slots=True)
 class ChunkPrice:
-    """What a piece of one sequence's work costs: KunServe's Eq. 1, but for what each batch and each chunk cost once.
+    """What a piece of one sequence's work costs: KunServe's Eq. 1. What a batch costs once, evens out over batches.
 
     Attributes:
-        cost: Its parts, in any unit.
+        cost: The parts of a step, in any unit.
     """
 
     cost: StepCost
 
     def __call__(self, prefix: int, num_tokens: int) -> float:
         """The cost of ``num_tokens`` tokens behind ``prefix`` others."""
-        cost, num_pairs = self.cost, num_tokens * (num_tokens + 1) / 2
-        attention = cost.self_pair_s * num_pairs + cost.prefix_pair_s * prefix * num_tokens
-        return cost.prefill_token_s * num_tokens + attention
+        cost = self.cost
+        if num_tokens == 1:
+            return cost.decode_s + cost.context_token_s * (prefix + 1)
+        self_s = cost.self_pair_s * num_tokens * (num_tokens + 1) / 2
+        prefix_s = (cost.prefix_token_s + cost.prefix_pair_s * num_tokens) * prefix
+        return cost.chunk_s + cost.prefill_token_s * num_tokens + self_s + prefix_s
 
 
 def cost_by_shape(shape: ModelShape) -> StepCost:

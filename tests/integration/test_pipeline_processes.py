@@ -162,6 +162,11 @@ def test_a_signal_lets_streams_end_and_leaves_no_process(front: FrontProcess) ->
             ["--instances", "13", "--pipeline"],
             "dummy:tiny-deep has 12 layers, too few for a pipeline of 13 stages: lower --instances to 12 at most",
         ),
+        (
+            ["--instances", "2", "--step-profile", "x"],
+            "--step-profile x needs --pipeline: nothing else has microbatches",
+        ),
+        (["--instances", "2", "--pipeline", "--step-profile", "no.json"], "cannot read no.json"),
         (["--instances", "2", "--microbatches", "tokens"], "--microbatches tokens needs --pipeline: nothing else has"),
         (
             ["--instances", "2", "--pipeline", "--policy", "cfs"],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from floodplain.cost.model_shape import SHAPES
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
-from floodplain.cost.step_time import StepCost, StepTimer
+from floodplain.cost.step_time import StepCost, StepTimer, StepWork
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.lookahead import Piece, cut, halve, most_tokens, total_cost
 from floodplain.policy.microbatch import MicrobatchRule, Split
@@ -23,11 +23,13 @@ from tests.support.loops import make_loop, make_request
 PIECES = st.lists(st.builds(Piece, st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=8)
 
 
-def price_of(token: float, own_pair: float, prefix_pair: float) -> ChunkPrice:
-    return ChunkPrice(StepCost(prefill_token_s=token, self_pair_s=own_pair, prefix_pair_s=prefix_pair))
+def price_of(token: float, pair: float) -> ChunkPrice:
+    return ChunkPrice(
+        StepCost(decode_s=token, context_token_s=pair, prefill_token_s=token, self_pair_s=pair, prefix_pair_s=pair)
+    )
 
 
-PRICES = st.builds(price_of, st.floats(0.1, 2), st.floats(0, 0.6), st.floats(0, 0.3))
+PRICES = st.builds(price_of, st.floats(0.1, 2), st.floats(0, 0.3))
 
 
 def join(parts: list[list[Piece]]) -> list[Piece]:
@@ -112,14 +114,14 @@ def least_dearest(pieces: list[Piece], num_parts: int, price: ChunkPrice) -> flo
        token=st.floats(0.1, 2), pair=st.floats(0, 0.3), num_parts=st.integers(1, 4))  # fmt: skip
 def test_parts_of_equal_cost_are_as_even_as_any(pieces: list[Piece], token: float, pair: float, num_parts: int) -> None:
     """But for a token at each cut; a prefix costs what it costs inside of a chunk, so that cutting costs nothing."""
-    price = price_of(token, pair, pair)
+    price = price_of(token, pair)
     dearest = max(total_cost(part, price) for part in split_evenly(pieces, num_parts, price))
     dearest_token = max(price(piece.prefix + piece.num_tokens, 1) for piece in pieces)
     assert dearest <= least_dearest(pieces, num_parts, price) + num_parts * dearest_token
 
 
 def test_most_tokens_is_exact() -> None:
-    price = price_of(1.0, 1.0, 1.0)
+    price = price_of(1.0, 1.0)
     for limit in (0.0, 4.9, 5.0, 10.9, 11.0, 37.4, 1e9):
         expected = max((n for n in range(1, 31) if price(3, n) <= limit), default=0)
         assert most_tokens(3, 30, limit, price) == expected
@@ -159,6 +161,15 @@ def test_equal_cost_has_few_of_the_bubbles_of_equal_tokens_for_long_prompts(dept
 
 def test_short_prompts_lose_nothing() -> None:
     assert serve("even", SHORT, 2).span_s <= 1.01 * serve("tokens", SHORT, 2).span_s
+
+
+def test_the_price_of_a_piece_is_that_of_a_step_but_for_what_a_step_costs_once() -> None:
+    cost = StepCost(
+        base_s=100.0, decode_s=1.0, context_token_s=0.1, chunk_s=3.0, prefill_token_s=0.5, self_pair_s=0.01,
+        prefix_token_s=0.02, prefix_pair_s=0.03,
+    )  # fmt: skip
+    assert ChunkPrice(cost)(9, 1) == pytest.approx(cost.time_s(StepWork.of([10], [])) - 100)
+    assert ChunkPrice(cost)(9, 7) == pytest.approx(cost.time_s(StepWork.of([], [(9, 7)])) - 100)
 
 
 def test_one_stage_has_no_bubble() -> None:
