@@ -1,7 +1,7 @@
 """AQUA-PROFILER for consumers (AQUA, sections 4.1 and 9.4): the swap space that bursts, prefixes and contexts need.
 
-Bursts are served in virtual time with a swap space that cannot run out. What is counted is the most of it in use:
-backups that preempted requests need, and those that the policy wrote ahead for requests on the device.
+Bursts are served in virtual time with a swap space that cannot run out. What is counted is the most of it in use since
+the burst began: backups that preempted requests need, and those that the policy wrote ahead for requests on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from floodplain.policy.registry import make_policy
 from floodplain.profiler.targets import Load
 from floodplain.profiler.virtual_device import make_device
 from floodplain.profiler.virtual_requests import servable, to_request
-from floodplain.sim.serving import Served, VirtualDevice, serve
+from floodplain.runtime.state import LoopState
+from floodplain.sim.serving import Peaks, Served, VirtualDevice, serve
 from floodplain.workload.phases import Phase, in_phases
 from floodplain.workload.prompts import PromptTokenizer
 
@@ -89,8 +90,13 @@ class BurstServer:
         asked = burst_requests(self._load, self._tokenizer, bursts.phases(factor), seed)
         requests, _ = servable(asked, self._device)
         policy = make_policy(self._config.policy, self._config.sharing_settings())
-        served = serve(requests, policy, self._roomy_device(requests))
-        peaks = served.peaks
+        begin_s, peaks = bursts.phases(factor)[0].duration_s, Peaks()
+
+        def note(state: LoopState, now: float) -> None:
+            if now >= begin_s:
+                peaks.note(state)
+
+        served = serve(requests, policy, self._roomy_device(requests), on_step=note)
         return {
             "factor": factor,
             "seed": seed,
