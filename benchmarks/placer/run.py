@@ -1,6 +1,6 @@
 """How long the placer needs for clusters of models drawn from AQUA's Table 1, by their size.
 
-python benchmarks/placer/run.py                    # all sizes, about five minutes; writes result.json and curve.png
+python benchmarks/placer/run.py                    # all sizes, half a minute; writes result.json and curve.png
 python benchmarks/placer/run.py --sizes 16 128     # some sizes; prints them, and writes nothing
 """
 
