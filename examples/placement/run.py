@@ -27,7 +27,7 @@ FLOODPLAIN = str(Path(sys.executable).with_name("floodplain"))
 MODEL = "smollm2"
 CHAT, WRITER = ("--kv-memory", "384MiB"), ("--kv-memory", "24MiB")
 CHAT_LOAD = ("--max-input", "128", "--max-output", "64")
-WRITER_LOAD = ("--max-output", "150", "--ignore-eos")
+WRITER_LOAD = ("--max-input", "512", "--max-output", "150", "--ignore-eos")
 GOALS = ("--goodput", "ttft:5000", "tpot:500", "--share", "0.8", "--threshold", "100MB")
 """Of the chat model: what a laptop can keep, and how much must be idle for it to be a producer."""
 BURST = ("--request-rate", "8", "--num-prompts", "40")
@@ -48,7 +48,19 @@ def main() -> None:
 
 def profile(out: Path, try_s: float) -> None:
     """What the chat model can spare at the rate that it sustains, and what the writer needs in a burst."""
-    search = ("--rates", "0.5", "4", "--try-seconds", str(try_s), "--tries", "3", "--confidence", "0.7")
+    search = (
+        "--rates",
+        "1",
+        "16",
+        "--rate-step",
+        "3",
+        "--try-seconds",
+        str(try_s),
+        "--tries",
+        "3",
+        "--confidence",
+        "0.7",
+    )
     floodplain("profile", "llm", MODEL, *CHAT, *CHAT_LOAD, *GOALS, *search, "--out", out / "chat.json")
     floodplain("profile", "step", MODEL, *WRITER, "-q", "--step-seconds", "20", "--out", out / "steps.json")
     steps = ("--steps", out / "steps.json", "--request-rate", "1", "--burst", "2", "--burst-seconds", "10")
