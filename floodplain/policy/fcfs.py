@@ -93,10 +93,12 @@ class _Step:
                 break
             if not row.is_decoding:
                 self._schedule_chunk(index, row)
+            elif budget.is_shared and not budget.has_stream_room:
+                continue  # the next step's
             elif step < row.end_step and (step < row.block_due_step or self._can_take(1, index)):
                 decodes.append(row.seq_id)
                 if budget.is_shared:
-                    budget.pay(row.num_scheduled, 1)
+                    budget.pay_stream(row.num_scheduled)
                 else:
                     budget.num_tokens -= 1
 

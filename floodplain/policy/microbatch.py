@@ -49,24 +49,25 @@ class MicrobatchRule:
     def open_budget(self, view: View) -> Budget:
         """What the next step may compute: all of ``max_batched_tokens`` if no other step may be outstanding.
 
-        Else a share of all work, that of outstanding steps included: streams then stay evenly divided.
+        Else its share: of streams one part for each step that may be outstanding, since each stream is in one of them;
+        of prompts as many parts as they are worth. What outstanding steps compute is counted, too, so that streams stay
+        evenly divided.
         """
         if view.depth == 1:
             return Budget(view.max_batched_tokens)
         cost = count_tokens if self.split == "tokens" else self.chunk_cost
-        pieces = [*_running_pieces(view), *_waiting_pieces(view)]
+        streams, prompts = list(_stream_pieces(view)), [*_prompt_pieces(view), *_waiting_pieces(view)]
         done = [Piece(start, num_tokens) for start, num_tokens in view.outstanding_chunks]
-        num_parts = count_parts(
-            sum(piece.num_tokens for piece in pieces) + sum(piece.num_tokens for piece in done),
-            view.depth,
-            self.least_tokens,
-        )
-        share = (total_cost(pieces, cost) + total_cost(done, cost)) / num_parts
+        num_tokens = sum(piece.num_tokens for piece in (*prompts, *done))
+        num_parts = count_parts(num_tokens, view.depth, self.least_tokens)
+        stream_share = total_cost(streams, cost) / view.depth
+        share = stream_share + (total_cost(prompts, cost) + total_cost(done, cost)) / num_parts
         if self.split == "halving":
-            share = min(share, total_cost(halve(pieces, self.least_tokens, cost), cost))
+            share = min(share, total_cost(halve([*streams, *prompts], self.least_tokens, cost), cost))
+            stream_share = min(stream_share, share / 2 if prompts else share)
         elif self.split == "tokens":
-            share = math.ceil(share)
-        return Budget(view.max_batched_tokens, share, cost, self.crumb_tokens)
+            stream_share, share = math.ceil(stream_share), math.ceil(share)
+        return Budget(view.max_batched_tokens, share, stream_share, cost, self.crumb_tokens)
 
 
 class Budget:
@@ -75,23 +76,40 @@ class Budget:
     Args:
         num_tokens: Most tokens.
         share: Most cost; the last stream may exceed it.
+        stream_share: The part of it that is for streams, and their most.
         cost: Of a piece.
         crumb_tokens: See ``MicrobatchRule``.
 
     Attributes:
         num_tokens: Tokens that it may still compute; 0 when its share is spent.
-        is_shared: Whether there is a share: a stream must then be paid for by ``pay``, not by its token alone.
+        is_shared: Whether there is a share: a stream must then be paid for by ``pay_stream``, not by its token alone.
     """
 
-    __slots__ = ("_cost", "_crumb_tokens", "_least", "_share", "is_shared", "num_tokens")
+    __slots__ = ("_cost", "_crumb_tokens", "_least", "_share", "_stream_share", "is_shared", "num_tokens")
 
     def __init__(
-        self, num_tokens: int, share: float = math.inf, cost: ChunkCost = count_tokens, crumb_tokens: int = 0
+        self,
+        num_tokens: int,
+        share: float = math.inf,
+        stream_share: float = math.inf,
+        cost: ChunkCost = count_tokens,
+        crumb_tokens: int = 0,
     ) -> None:
         self.num_tokens = num_tokens
         self.is_shared = share < math.inf
-        self._share, self._cost, self._crumb_tokens = share, cost, crumb_tokens
+        self._share, self._stream_share = share, stream_share
+        self._cost, self._crumb_tokens = cost, crumb_tokens
         self._least = share * _SLACK
+
+    @property
+    def has_stream_room(self) -> bool:
+        """Whether one more stream may compute."""
+        return self.num_tokens > 0 and self._stream_share > self._least
+
+    def pay_stream(self, prefix: int) -> None:
+        """A stream computes its next token."""
+        self._stream_share -= self._cost(prefix, 1)
+        self.pay(prefix, 1)
 
     def pay(self, prefix: int, num_tokens: int) -> None:
         """A sequence computes so many tokens."""
@@ -107,14 +125,16 @@ class Budget:
         Args:
             prefix: Tokens before them.
             wanted: All that are left of the prompt.
-            num_reserved: Tokens that are kept for streams.
+            num_reserved: Streams that come later, and whose share is kept.
         """
+        if not self.is_shared:
+            return max(0, min(wanted, self.num_tokens - num_reserved))
+        kept = min(max(0.0, self._stream_share), num_reserved * self._cost(prefix, 1))
+        if not self.num_tokens or self._share - kept <= self._least:
+            return 0
         num_tokens = max(0, min(wanted, self.num_tokens - num_reserved))
-        if not num_tokens or not self.is_shared:
-            return num_tokens
-        limit = self._share - num_reserved * self._cost(prefix, 1)
-        num_fitting = max(1, most_tokens(prefix, num_tokens, limit, self._cost))
-        return num_tokens if num_tokens - num_fitting <= self._crumb_tokens else num_fitting
+        num_fitting = most_tokens(prefix, num_tokens, self._share - kept, self._cost)
+        return num_tokens if num_tokens - num_fitting <= self._crumb_tokens else max(1, num_fitting)
 
 
 def can_go_on(view: View, row: SequenceView) -> bool:
@@ -122,13 +142,18 @@ def can_go_on(view: View, row: SequenceView) -> bool:
     return not (row.is_decoding and row.seq_id in view.outstanding and view.depth > 1)
 
 
-def _running_pieces(view: View) -> Iterator[Piece]:
-    """Streams, whether a step is outstanding for them or not, and what is left of prompts."""
+def _stream_pieces(view: View) -> Iterator[Piece]:
+    """Streams that have a token to compute, whether a step is outstanding for them or not."""
+    for row in view.running:
+        if row.is_decoding and (view.step < row.end_step or row.seq_id in view.outstanding):
+            yield Piece(row.num_scheduled, 1)
+
+
+def _prompt_pieces(view: View) -> Iterator[Piece]:
+    """What is left of prompts that have begun."""
     for row in view.running:
         if not row.is_decoding:
             yield Piece(row.num_scheduled, row.num_remaining)
-        elif view.step < row.end_step or row.seq_id in view.outstanding:
-            yield Piece(row.num_scheduled, 1)
 
 
 def _waiting_pieces(view: View) -> Iterator[Piece]:

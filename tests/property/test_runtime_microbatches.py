@@ -21,7 +21,7 @@ from floodplain.policy.microbatch import MicrobatchRule
 from tests.support.bursts import Recorder
 from tests.support.driver import Driver
 from tests.support.examples import examples
-from tests.support.loops import make_loop
+from tests.support.loops import make_loop, make_request
 from tests.support.turns import Story, Teller, make_story
 
 
@@ -108,6 +108,28 @@ def test_streams_are_divided_evenly_over_steps(num_streams: int, depth: int, pro
     assert {seq_id for plan in plans[-depth:] for seq_id in plan.decodes} == set(range(num_streams))
 
 
+@pytest.mark.parametrize("rule", [MicrobatchRule("even", lambda p, n: 50.0 if n == 1 else n, 8), *RULES[:4]])
+def test_streams_do_not_stop_an_older_prompt_nor_it_them(rule: MicrobatchRule) -> None:
+    """Even where a stream costs as much as 50 tokens of a prompt."""
+    policy = FcfsPolicy(microbatches=rule)
+    driver = Driver(
+        make_loop(policy=policy, num_blocks=400, max_num_seqs=16, max_batched_tokens=64, depth=2, max_model_len=90)
+    )
+    for number in range(12):
+        driver.submit([number], max_tokens=80, ignore_eos=True)
+    for _ in range(8):
+        next_plan(driver)
+    request = make_request("prompt", tuple(range(80)), driver.tick(), max_tokens=2, ignore_eos=True)
+    prompt = driver.submit_request(replace(request, priority=-1))
+    plans: list[StepPlan] = []
+    while not driver.outputs[prompt]:
+        plan = next_plan(driver)
+        assert plan is not None and len(plans) < 60
+        plans.append(plan)
+    assert sum(len(plan.decodes) for plan in plans) >= 4 * len(plans)  # six of them in a step, but for roundings
+    assert max(len(plan.decodes) for plan in plans[2:]) <= 7
+
+
 def next_plan(driver: Driver) -> StepPlan | None:
     """One more plan, as soon as the oldest outstanding step is complete if need be."""
     plan = driver.plan()
@@ -129,7 +151,7 @@ def test_at_depth_one_a_step_has_all_tokens() -> None:
 
 
 def test_a_policy_that_does_not_see_what_is_outstanding_never_ends() -> None:
-    story = make_deep_story(14, depth=2)
+    story = make_deep_story(16, depth=3)
     Teller(story, CheckedFcfs()).tell()
     with pytest.raises(AssertionError, match="does not come to rest"):
         Teller(story, Hiding()).tell()
