@@ -140,19 +140,14 @@ class StageWorker:
         try:
             while True:
                 self._pass_on(read_plan(self._inbound.recv(), self._limits))
-        except (
-            BaseException
-        ) as error:  # whatever it is, the event loop must hear of it: nothing else watches this thread
+        except BaseException as error:  # whatever it is, the event loop must learn of it
             self.failure = error
             if not isinstance(error, PeerLost):
                 logger.critical("the stage's thread died", exc_info=error)
 
     def _pass_on(self, step: Travelling) -> None:
         begin_s = self._clock()
-        try:
-            result = self._runner.run(step.plan, step.x)
-        except KeyError as error:
-            raise PeerLost(f"a plan names sequence {error}, which no plan before it began") from None
+        result = self._runner.run(step.plan, step.x)
         busy_s = (*step.busy_s, self._clock() - begin_s)
         if isinstance(result, StepResult):
             self._outbound.send(pack_result(result, busy_s))
