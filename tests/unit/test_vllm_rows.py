@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from floodplain.core.sequence import Status
 from floodplain.core.tiers import Link, SlotLedger, Tier
 from floodplain.core.view import SequenceView, TierView
 from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.prefix_watch import Found
 from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows, view_tiers
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.runtime.links import Links
@@ -41,8 +42,18 @@ class World:
     def table(self, request_id: str) -> Sequence[Block]:
         return self.tables.get(request_id, ())
 
-    def find_prefix(self, request: Any) -> Sequence[Block]:
-        return [self.by_content[content] for content in request.block_hashes if content in self.by_content]
+    def count_exclusive(self, seq_id: SeqId, table: Sequence[Block]) -> int:
+        return sum(block.ref_cnt == 1 for block in table)
+
+    def take_recounted(self) -> Set[SeqId]:
+        return frozenset()
+
+    def find_prefix(self, seq_id: SeqId, request: Any, most: int) -> Found:
+        hashes = request.block_hashes[:most]
+        found = [self.by_content[content] for content in hashes if content in self.by_content]
+        return Found(len(found), sum(block.ref_cnt > 0 for block in found))
+
+    def watch_only(self, holding: Set[SeqId], absent: Set[SeqId]) -> None: ...
 
     def arrive(
         self, number: int = 0, *, num_output: int = 0, max_tokens: int = 20, priority: int = 0

@@ -241,6 +241,7 @@ class SwapBooks:
             self.backups.abort_write(missing)
         if missing:
             self._drop_lost(copy.tracked)
+        self.backups.changed_keys.clear()  # each copy is one request's own, so that no answer rests on them
 
     def _drop_lost(self, tracked: TrackedRequest) -> None:
         """What follows a block that is lost is of no use."""

@@ -1,4 +1,4 @@
-"""Every name of vLLM that it may change without a word. Another version: look here, nowhere else.
+"""Every name of vLLM that it may change without a word. Another version: look here and in ``compat_blocks``.
 
 ``SteeredScheduler`` is vLLM's own scheduler, which still allocates, batches and streams. What it lets a subclass decide
 through here: whom it sees waiting, how many tokens each request gets in a step, who leaves, and what happens then.
@@ -18,41 +18,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from floodplain.plugins.vllm.compat_blocks import BlockFinder
 from floodplain.plugins.vllm.turn_queue import TurnQueue
-
-
-class BlockFinder:
-    """What vLLM knows of its blocks: see ``rows.Blocks``."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self.pool = manager.block_pool
-
-    @property
-    def num_blocks(self) -> int:
-        """Without the one that stands for nothing."""
-        return int(self.pool.num_gpu_blocks) - 1
-
-    def count_free(self) -> int:
-        """See ``rows.Blocks``."""
-        return int(self.pool.get_num_free_blocks())
-
-    def table(self, request_id: str) -> Sequence[Any]:
-        """See ``rows.Blocks``."""
-        blocks: Sequence[Any] = self._manager.get_blocks(request_id).blocks[0]
-        return blocks
-
-    def find_prefix(self, request: Request) -> Sequence[Any]:
-        """See ``rows.Blocks``."""
-        if not self._manager.prefix_cache_lookup_enabled(request):
-            return ()
-        found = []
-        for block_hash in request.block_hashes:
-            cached = self.pool.get_cached_block(block_hash, [0])
-            if cached is None:
-                break
-            found.append(cached[0])
-        return found
 
 
 class SteeredScheduler(Scheduler):
@@ -123,19 +90,23 @@ class SteeredScheduler(Scheduler):
                 self._queue.add_request(request)
         return arrived, loading
 
-    def iterate_ready(self) -> Iterator[Request]:
-        """Waiting requests that could begin; of others vLLM is asked whether they are ready now.
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are admitted. While vLLM is paused, none of those that run has to make room for one."""
+        return bool(self.pause_state is PauseState.UNPAUSED)
 
-        While it is paused it admits none, so that none of those that run has to make room.
-        """
-        if self.pause_state is not PauseState.UNPAUSED:
-            return
-        for request in self._queue:
-            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
-                yield request
-            elif self._handle_blocked_waiting_request(request):
-                self.deferred_waiting.discard(request)
-                yield request
+    def take_queued(self) -> dict[str, Request | None]:
+        """Requests that came to the waiting queue, or left it (None), since the last call."""
+        return self._queue.take_changed()
+
+    def is_ready(self, request: Request) -> bool:
+        """Whether a waiting request could begin; vLLM is asked if it is one that waits for something."""
+        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            return True
+        if not self._handle_blocked_waiting_request(request):
+            return False
+        self.deferred_waiting.discard(request)
+        return True
 
     # -- what vLLM calls -------------------------------------------------------------------------------------------
 

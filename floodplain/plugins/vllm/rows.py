@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Direction
 from floodplain.core.view import SequenceView, TierView
 from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.prefix_watch import Found
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.runtime.links import Links
 
@@ -47,25 +49,25 @@ class Blocks(Protocol):
     def table(self, request_id: str) -> Sequence[Any]:
         """A request's blocks, vLLM's objects."""
 
-    def find_prefix(self, request: Request) -> Sequence[Any]:
-        """Leading blocks of a request that are on the device by content; empty without prefix caching."""
+    def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
+        """Blocks of a request's table that nothing else holds."""
 
+    def take_recounted(self) -> Set[SeqId]:
+        """Requests for which ``count_exclusive`` says something else since the last call, though no table grew."""
 
-@dataclass(frozen=True, slots=True)
-class Crowd:
-    """Everybody alive, by where they are.
+    def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
+        """Leading blocks of a request, up to ``most``, that are on the device by content; none without prefix caching.
 
-    Attributes:
-        running: On the device.
-        arrived: Their copies back have ended; they hold their blocks, and run from this step on.
-        loading: Their copies back are under way.
-        waiting: Everybody else.
-    """
+        The same object until that changes.
+        """
 
-    running: tuple[TrackedRequest, ...]
-    arrived: tuple[TrackedRequest, ...]
-    loading: tuple[TrackedRequest, ...]
-    waiting: tuple[TrackedRequest, ...]
+    def watch_only(self, holding: Set[SeqId], absent: Set[SeqId]) -> None:
+        """Of all other requests nothing will be asked soon.
+
+        Args:
+            holding: Requests that hold blocks.
+            absent: Those that hold none.
+        """
 
 
 class RowMaker:
@@ -84,6 +86,7 @@ class RowMaker:
     def running(self, tracked: TrackedRequest) -> SequenceView:
         """One that holds its blocks and computes."""
         request, table = tracked.request, self._blocks.table(tracked.request.request_id)
+        num_exclusive = self._blocks.count_exclusive(tracked.seq_id, table)
         num_computed = request.num_computed_tokens
         is_decoding = request.num_tokens - num_computed == 1
         room = len(table) * self._limits.block_tokens - num_computed
@@ -93,7 +96,7 @@ class RowMaker:
             Status.RUNNING,
             num_scheduled=num_computed,
             num_blocks=len(table),
-            exclusive_blocks=sum(block.ref_cnt == 1 for block in table),
+            exclusive_blocks=num_exclusive,
             is_decoding=is_decoding,
             block_due_step=self._step + room if is_decoding else _NEVER,
             end_step=self._step + left if is_decoding else _NEVER,
@@ -108,19 +111,24 @@ class RowMaker:
     def absent(self, tracked: TrackedRequest) -> SequenceView:
         """One that has nothing on the device but what it would find there by content."""
         block_tokens = self._limits.block_tokens
-        found = self._blocks.find_prefix(tracked.request)[: (tracked.request.num_tokens - 1) // block_tokens]
+        found = self.find_prefix(tracked)
         restorable = self._books.count_restorable(tracked)
-        num_cached = len(found) * block_tokens
+        num_cached = found.num_blocks * block_tokens
         is_leaving = bool(tracked.num_leaving and (tracked.backups or tracked.tail))  # and was not forgotten
         num_whole = -(-restorable // block_tokens)
         return self._make(
             tracked,
             Status.SWAPPED if restorable or is_leaving else Status.WAITING,
             num_cached_tokens=num_cached,
-            num_shared_blocks=sum(block.ref_cnt > 0 for block in found),
-            num_backed_blocks=max(0, num_whole - len(found)),
+            num_shared_blocks=found.num_shared,
+            num_backed_blocks=max(0, num_whole - found.num_blocks),
             num_restorable_tokens=max(restorable, num_cached) if restorable else 0,
         )
+
+    def find_prefix(self, tracked: TrackedRequest) -> Found:
+        """What one that holds no blocks would find on the device; its last token is computed in any case."""
+        most = (tracked.request.num_tokens - 1) // self._limits.block_tokens
+        return self._blocks.find_prefix(tracked.seq_id, tracked.request, most)
 
     def _make(
         self,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from floodplain.core.errors import UserError
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
-from floodplain.core.sequence import Status
 from floodplain.core.view import View
 from floodplain.plugins.vllm.compat import SteeredScheduler
+from floodplain.plugins.vllm.lobby import Lobby
+from floodplain.plugins.vllm.outlook import Outlook, Present
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
-from floodplain.plugins.vllm.rows import Crowd, Limits, RowMaker, sort_rows, view_tiers
+from floodplain.plugins.vllm.rows import Limits
 from floodplain.plugins.vllm.support import NO_CONNECTOR
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.wires import FloodplainConnector
@@ -47,6 +48,10 @@ class FloodplainScheduler(SteeredScheduler):
             self.max_num_active_reqs,
             self.max_model_len,
         )
+        # Of a sequence, a policy reads the order key to say which waits in front of which.
+        policy = self.policy_object
+        self._lobby = Lobby(self._desk.roster, lambda one: self.policy_object.waiting_key(one), policy.waiting_window)
+        self._outlook = Outlook(self._limits, self.finder, self._desk, self._lobby)
         self._prices = StepPrices()
         self._step = -1
         self._completion_step = -1
@@ -57,46 +62,23 @@ class FloodplainScheduler(SteeredScheduler):
 
     # -- what the policy sees --------------------------------------------------------------------------------------
 
-    def look(self) -> tuple[View, dict[SeqId, TrackedRequest]]:
-        """The view of the next step, and whom its names stand for."""
-        crowd = self._gather()
-        make = RowMaker(self._limits, self.finder, self._desk.books, self._step)
-        # Of a sequence, a policy reads the order key to say who waits in front of whom.
-        absent = sorted(crowd.waiting, key=self.policy_object.waiting_key)  # type: ignore[arg-type]
-        rows = [make.absent(one) for one in absent]
-        waiting = [row for row in rows if row.status is Status.WAITING]
-        num_free = self.finder.count_free()
-        view = View(
-            step=self._step,
-            running=sort_rows(make.running(one) for one in (*crowd.running, *crowd.arrived)),
-            waiting=tuple(waiting[: self.policy_object.waiting_window]),
-            num_waiting=len(waiting),
-            swapped=sort_rows(row for row in rows if row.status is Status.SWAPPED),
-            loading=sort_rows(make.loading(one) for one in crowd.loading),
-            outstanding=frozenset(one.seq_id for one in crowd.arrived),
-            num_available_blocks=num_free,
-            num_blocks=self._limits.num_blocks,
-            block_tokens=self._limits.block_tokens,
-            max_batched_tokens=self._limits.max_batched_tokens,
-            max_num_seqs=self._limits.max_num_seqs,
-            tiers=view_tiers(self._desk.books, self._desk.block_bytes, self._desk.links.as_of(self._step)),
+    def look(self) -> View:
+        """The view of the next step."""
+        arrived, loading = self.take_arrived()
+        if self.is_open:
+            self._lobby.refresh(self.take_queued(), self.is_ready)
+        present = Present(*map(self._find_all, (self.running, arrived, loading)))
+        return self._outlook.view(
+            self._step,
+            present,
+            is_open=self.is_open,
             prices=self._prices.now,
-            num_draining_blocks=self._desk.books.num_draining_blocks,
-            num_empty_blocks=num_free,
-            key_credits={"": 0.0},
             completion_step=self._completion_step,
         )
-        return view, {one.seq_id: one for one in self._desk.roster}
 
-    def _gather(self) -> Crowd:
+    def _find_all(self, requests: Iterable[Request]) -> tuple[TrackedRequest, ...]:
         roster = self._desk.roster
-        arrived, loading = self.take_arrived()
-        return Crowd(
-            tuple(roster[request.request_id] for request in self.running),
-            tuple(roster[request.request_id] for request in arrived),
-            tuple(roster[request.request_id] for request in loading),
-            tuple(roster[request.request_id] for request in self.iterate_ready()),
-        )
+        return tuple([roster[request.request_id] for request in requests])
 
     # -- what it decides -------------------------------------------------------------------------------------------
 
@@ -106,7 +88,7 @@ class FloodplainScheduler(SteeredScheduler):
         self._note_changes()
         if self._desk.borrowing is not None:
             self._desk.borrowing.at_boundary()
-        view, by_id = self.look()
+        view, by_id = self.look(), self._desk.roster.by_id
         now = time.monotonic()
         decision = self.policy_object.decide(view, now, self._rng)
         self._desk.record(view, now, decision)
@@ -120,7 +102,7 @@ class FloodplainScheduler(SteeredScheduler):
         for one in departed:
             self._prices.learn_end(one.request.num_prompt_tokens)
 
-    def _apply(self, decision: Decision, by_id: dict[SeqId, TrackedRequest]) -> None:
+    def _apply(self, decision: Decision, by_id: Mapping[SeqId, TrackedRequest]) -> None:
         for preemption in decision.preemptions:
             self._leaving = preemption
             self.send_away(by_id[preemption.seq_id].request)

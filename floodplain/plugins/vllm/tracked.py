@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,11 @@ class TrackedRequest:
             self.first_token_s = now if self.first_token_s is None else self.first_token_s
 
     @property
+    def has_kv(self) -> bool:
+        """Whether anything of it is in swap space, or on its way there."""
+        return bool(self.backups) or self.tail is not None
+
+    @property
     def known_backups(self) -> list[Backup]:
         """All copies of it, in the order of its tokens."""
         return self.backups if self.tail is None else [*self.backups, self.tail[0]]
@@ -74,10 +80,16 @@ class TrackedRequest:
 
 
 class RequestRoster:
-    """All live requests, by vLLM's names for them."""
+    """All live requests, by vLLM's names for them.
+
+    Attributes:
+        by_id: The same by the names that decisions have for them; read only.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, TrackedRequest] = {}
+        self.by_id: dict[SeqId, TrackedRequest] = {}
+        self._by_work: list[tuple[float, SeqId]] = []  # as it was at some time
         self._num_arrived = 0
         self._departed: list[TrackedRequest] = []
 
@@ -96,16 +108,31 @@ class RequestRoster:
 
     def arrive(self, request: Request) -> TrackedRequest:
         """It begins at the least work that any live one was given (``core.served``)."""
-        credit = min((other.stream_work for other in self), default=0.0)
-        tracked = TrackedRequest(SeqId(self._num_arrived), request, credit)
+        tracked = TrackedRequest(SeqId(self._num_arrived), request, self._least_work())
+        heapq.heappush(self._by_work, (tracked.stream_work, tracked.seq_id))
         self._num_arrived += 1
-        self._by_name[request.request_id] = tracked
+        self._by_name[request.request_id] = self.by_id[tracked.seq_id] = tracked
         return tracked
+
+    def _least_work(self) -> float:
+        """The least ``stream_work`` of live requests. It grows while they live, so that only the first can be wrong."""
+        heap = self._by_work
+        while heap:
+            work, seq_id = heap[0]
+            one = self.by_id.get(seq_id)
+            if one is not None and one.stream_work <= work:
+                return one.stream_work
+            if one is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (one.stream_work, seq_id))
+        return 0.0
 
     def depart(self, request_id: str) -> TrackedRequest | None:
         """It has ended; None if it had already."""
         tracked = self._by_name.pop(request_id, None)
         if tracked is not None:
+            del self.by_id[tracked.seq_id]
             self._departed.append(tracked)
         return tracked
 

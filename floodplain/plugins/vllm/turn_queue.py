@@ -20,6 +20,7 @@ class TurnQueue:
 
     def __init__(self) -> None:
         self._all: dict[str, Request] = {}
+        self._changed: dict[str, None] = {}  # in order
         self._let_in: deque[str] | None = None
 
     @contextmanager
@@ -34,6 +35,7 @@ class TurnQueue:
     def add_request(self, request: Request) -> None:
         """It waits."""
         self._all[request.request_id] = request
+        self._changed[request.request_id] = None
 
     def prepend_request(self, request: Request) -> None:
         """The same: a policy says who is next, not a place in the queue."""
@@ -59,6 +61,7 @@ class TurnQueue:
             IndexError: Nobody is.
         """
         request = self._all.pop(self._next())
+        self._changed[request.request_id] = None
         if self._let_in is not None:
             self._let_in.popleft()
         return request
@@ -66,11 +69,17 @@ class TurnQueue:
     def remove_request(self, request: Request) -> None:
         """It waits no more."""
         self._all.pop(request.request_id, None)
+        self._changed[request.request_id] = None
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """The same for several."""
         for request in requests:
             self.remove_request(request)
+
+    def take_changed(self) -> dict[str, Request | None]:
+        """Requests that were added or taken out since the last call, by id; None: it is not here now."""
+        changed, self._changed = self._changed, {}
+        return {request_id: self._all.get(request_id) for request_id in changed}
 
     def __bool__(self) -> bool:
         return bool(self._all if self._let_in is None else self._let_in)

@@ -1,0 +1,115 @@
+"""Names of vLLM's block pool that it may change without a word: the part of ``compat`` that is about blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.request import Request
+
+from floodplain.core.request import SeqId
+from floodplain.plugins.vllm.exclusive import ExclusiveCounts
+from floodplain.plugins.vllm.prefix_watch import NOTHING, Found, PrefixWatch
+
+
+class WatchedPool(BlockPool):
+    """vLLM's pool, which also tells when reference counts or contents of blocks changed.
+
+    vLLM makes its pool deep inside of its KV cache manager, and names no class for it. So the one that is there becomes
+    one of this class, with the same attributes.
+    """
+
+    exclusive: ExclusiveCounts
+    prefixes: PrefixWatch
+
+    @staticmethod
+    def watch(pool: Any, exclusive: ExclusiveCounts, prefixes: PrefixWatch) -> None:
+        """Let a pool tell both from now on."""
+        pool.__class__ = WatchedPool
+        pool.exclusive, pool.prefixes = exclusive, prefixes
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """See vLLM."""
+        super().touch(blocks)
+        self._note(blocks)
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """See vLLM."""
+        blocks = list(ordered_blocks)
+        super().free_blocks(blocks)
+        self._note(blocks)
+
+    def unpin_blocks(self, blocks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        """See vLLM."""
+        blocks = list(blocks)
+        super().unpin_blocks(blocks, *args, **kwargs)
+        self._note(blocks)
+
+    def reset_prefix_cache(self) -> bool:
+        """See vLLM."""
+        is_reset: bool = super().reset_prefix_cache()
+        self.prefixes.note_reset()
+        return is_reset
+
+    def _insert_block_hash(self, block_hash_with_group_id: Any, *args: Any, **kwargs: Any) -> None:
+        super()._insert_block_hash(block_hash_with_group_id, *args, **kwargs)
+        self.prefixes.note_cached(get_block_hash(block_hash_with_group_id))
+
+    def _remove_cached_block_hashes(self, block: Any) -> Any:
+        self.prefixes.note_evicted(block)
+        return super()._remove_cached_block_hashes(block)
+
+    def _note(self, blocks: Sequence[Any]) -> None:
+        self.exclusive.note(blocks)
+        self.prefixes.note_held(blocks)
+
+
+class BlockFinder:
+    """What vLLM knows of its blocks: see ``rows.Blocks``."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self.pool = manager.block_pool
+        self._tables = manager.coordinator.single_type_managers[0].req_to_blocks
+        self._exclusive, self._prefixes = ExclusiveCounts(), PrefixWatch(self._find)
+        WatchedPool.watch(self.pool, self._exclusive, self._prefixes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Without the one that stands for nothing."""
+        return int(self.pool.num_gpu_blocks) - 1
+
+    def count_free(self) -> int:
+        """See ``rows.Blocks``."""
+        return int(self.pool.get_num_free_blocks())
+
+    def table(self, request_id: str) -> Sequence[Any]:
+        """See ``rows.Blocks``."""
+        blocks: Sequence[Any] = self._tables.get(request_id) or ()
+        return blocks
+
+    def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
+        """See ``rows.Blocks``."""
+        return self._exclusive.count(seq_id, table)
+
+    def take_recounted(self) -> Set[SeqId]:
+        """See ``rows.Blocks``."""
+        return self._exclusive.take_recounted()
+
+    def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
+        """See ``rows.Blocks``."""
+        if not self._manager.prefix_cache_lookup_enabled(request):
+            return NOTHING
+        hashes = request.block_hashes
+        return self._prefixes.find(seq_id, hashes, min(most, len(hashes)))
+
+    def watch_only(self, holding: Set[SeqId], absent: Set[SeqId]) -> None:
+        """See ``rows.Blocks``."""
+        self._exclusive.keep_only(holding)
+        self._prefixes.keep_only(absent)
+
+    def _find(self, block_hash: Any) -> Any:
+        cached = self.pool.get_cached_block(block_hash, [0])
+        return None if cached is None else cached[0]

@@ -1,0 +1,98 @@
+"""Makes the view of each step out of vLLM's scheduler, at a cost that does not grow with its waiting queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from floodplain.core.sequence import Status
+from floodplain.core.view import Prices, SequenceView, View
+from floodplain.plugins.vllm.desk import SwapDesk
+from floodplain.plugins.vllm.kept_rows import KeptRows
+from floodplain.plugins.vllm.lobby import Lobby
+from floodplain.plugins.vllm.rows import Blocks, Limits, RowMaker, sort_rows, view_tiers
+from floodplain.plugins.vllm.tracked import TrackedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """Requests that hold blocks.
+
+    Attributes:
+        running: They compute.
+        arrived: Their copies back have ended; they compute from this step on.
+        loading: Their copies back are under way.
+    """
+
+    running: tuple[TrackedRequest, ...]
+    arrived: tuple[TrackedRequest, ...] = ()
+    loading: tuple[TrackedRequest, ...] = ()
+
+
+class Outlook:
+    """See the module.
+
+    Args:
+        limits: Of the engine.
+        blocks: Of the engine.
+        desk: Of swap space.
+        lobby: Requests that hold no blocks.
+    """
+
+    def __init__(self, limits: Limits, blocks: Blocks, desk: SwapDesk, lobby: Lobby) -> None:
+        self._limits, self._blocks, self._desk, self._lobby = limits, blocks, desk, lobby
+        self._rows = KeptRows(blocks)
+
+    def view(self, step: int, present: Present, *, is_open: bool, prices: Prices, completion_step: int) -> View:
+        """The view for planning a step.
+
+        Args:
+            step: Its index.
+            present: Requests that hold blocks now; the others stand in the lobby.
+            is_open: Requests of the lobby may be admitted; else the view shows none of them.
+            prices: What computing costs.
+            completion_step: See ``View``.
+        """
+        limits, desk = self._limits, self._desk
+        make = RowMaker(limits, self._blocks, desk.books, step)
+        swapped, waiting = self._absent_rows(make) if is_open else ((), ())
+        num_free = self._blocks.count_free()
+        view = View(
+            step=step,
+            running=self._rows.running((*present.running, *present.arrived), make, step),
+            waiting=waiting,
+            num_waiting=self._lobby.num_waiting if is_open else 0,
+            swapped=swapped,
+            loading=sort_rows(make.loading(one) for one in present.loading),
+            outstanding=frozenset([one.seq_id for one in present.arrived]),
+            num_available_blocks=num_free,
+            num_blocks=limits.num_blocks,
+            block_tokens=limits.block_tokens,
+            max_batched_tokens=limits.max_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            tiers=view_tiers(desk.books, desk.block_bytes, desk.links.as_of(step)),
+            prices=prices,
+            num_draining_blocks=desk.books.num_draining_blocks,
+            num_empty_blocks=num_free,
+            key_credits={"": 0.0},
+            completion_step=completion_step,
+        )
+        self._forget_others(view)
+        return view
+
+    def _absent_rows(self, make: RowMaker) -> tuple[tuple[SequenceView, ...], tuple[SequenceView, ...]]:
+        """Swapped requests and the first of those that wait; the former may have lost all that they had."""
+        rows, lobby = self._rows, self._lobby
+        swapped = []
+        for one in tuple(lobby.swapped.values()):
+            row = rows.absent(one, make)
+            if row.status is Status.SWAPPED:
+                swapped.append(row)
+            else:
+                lobby.wait(one)
+        return sort_rows(swapped), tuple([rows.absent(one, make) for one in lobby.head()])
+
+    def _forget_others(self, view: View) -> None:
+        holding = {row.seq_id for row in view.running}
+        absent = {row.seq_id for rows in (view.waiting, view.swapped) for row in rows}
+        self._blocks.watch_only(holding, absent)
+        self._rows.keep_only(absent)

@@ -1,0 +1,183 @@
+"""Views of vLLM are kept from step to step: they say what views made anew would, whatever happened in between."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.request import SeqId
+from floodplain.plugins.vllm import kept_rows
+from floodplain.plugins.vllm.exclusive import ExclusiveCounts
+from floodplain.plugins.vllm.kept_rows import KeptRows
+from floodplain.plugins.vllm.prefix_watch import PrefixWatch
+from floodplain.plugins.vllm.tracked import RequestRoster
+from floodplain.plugins.vllm.turn_queue import TurnQueue
+from tests.support.examples import examples
+from tests.support.vllm_books import Block, Pool
+from tests.support.vllm_engine import NUM_BLOCKS, WINDOW, FakeEngine, as_of
+
+EVENTS = ("arrive", "admit", "run", "run", "back_up", "leave", "settle", "end", "look", "look")
+STORY = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 63)), max_size=60)
+
+
+def expect_same(engine: FakeEngine) -> None:
+    """The view, against rows that are made anew."""
+    running, waiting, swapped = engine.plain_rows()
+    view = engine.look()
+    assert as_of(view.running, engine.step) == as_of(running, engine.step)
+    assert as_of(view.swapped, engine.step) == as_of(swapped, engine.step)
+    assert as_of(view.waiting, engine.step) == as_of(waiting[:WINDOW], engine.step)
+    assert view.num_waiting == len(waiting)
+
+
+def play(engine: FakeEngine, story: list[tuple[str, int]]) -> None:
+    for event, index in story:
+        if event == "look":
+            expect_same(engine)
+        else:
+            getattr(engine, event)(index)
+    expect_same(engine)
+
+
+@given(story=STORY)
+@settings(max_examples=examples(150), deadline=None)
+def test_a_view_that_was_kept_says_what_one_made_anew_would(story: list[tuple[str, int]]) -> None:
+    play(FakeEngine(), story)
+
+
+def walk(seed: int, num_events: int = 600) -> None:
+    rng, engine = Random(seed), FakeEngine()
+    play(engine, [(rng.choice(EVENTS), rng.randrange(64)) for _ in range(num_events)])
+
+
+@pytest.mark.parametrize("seed", range(examples(8)))
+def test_a_long_walk_with_views_in_between(seed: int) -> None:
+    walk(seed)
+
+
+def does_nothing(*_: Any, **__: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (ExclusiveCounts, "note"),
+        (ExclusiveCounts, "_settle"),
+        (PrefixWatch, "note_held"),
+        (PrefixWatch, "note_evicted"),
+        (PrefixWatch, "note_cached"),
+    ],
+)
+def test_the_law_notices_if_changes_are_not_told(owner: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, does_nothing)
+    with pytest.raises((AssertionError, KeyError, AttributeError)):
+        for seed in range(20):
+            walk(seed)
+
+
+def test_the_law_notices_rows_that_are_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_rows, "_holds", lambda *_: True)
+    with pytest.raises(AssertionError):
+        walk(0)
+
+
+def test_the_law_notices_rows_of_absent_requests_that_are_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = KeptRows.absent
+
+    def keep(rows: KeptRows, one: Any, make: Any) -> Any:
+        kept = rows._absent.get(one.seq_id)
+        return absent(rows, one, make) if kept is None else kept.row
+
+    monkeypatch.setattr(KeptRows, "absent", keep)
+    with pytest.raises(AssertionError):
+        walk(0)
+
+
+def test_the_law_notices_a_queue_that_forgets_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = TurnQueue.take_changed
+    monkeypatch.setattr(
+        TurnQueue, "take_changed", lambda queue: {key: one for key, one in take(queue).items() if one is not None}
+    )
+    with pytest.raises((AssertionError, KeyError)):
+        walk(0)
+
+
+# -- exclusive blocks alone --------------------------------------------------------------------------------------------
+
+
+class NotingPool(Pool):
+    """Tells who counts."""
+
+    def __init__(self, counts: ExclusiveCounts) -> None:
+        super().__init__(NUM_BLOCKS)
+        self._counts = counts
+
+    def touch(self, blocks: Any) -> None:
+        super().touch(blocks)
+        self._counts.note(blocks)
+
+    def free_blocks(self, ordered_blocks: Any) -> None:
+        super().free_blocks(ordered_blocks)
+        self._counts.note(ordered_blocks)
+
+
+@given(
+    events=st.lists(st.tuples(st.sampled_from(["allocate", "share", "free", "copy", "count"]), st.integers(0, 99))),
+)
+def test_kept_counts_equal_recounted_ones(events: list[tuple[str, int]]) -> None:
+    counts = ExclusiveCounts()
+    pool, tables, copies = NotingPool(counts), dict[SeqId, list[Block]](), list[list[Block]]()
+    for number, (event, index) in enumerate(events):
+        there = sorted(tables)
+        some = tables[there[index % len(there)]] if there else []
+        if event == "allocate":  # to a table that is there, or to a new one
+            more = pool.give(min(index % 4, len(pool.free)))
+            tables.setdefault(there[index % len(there)] if there and index % 3 else SeqId(number), []).extend(more)
+        elif event == "share":
+            shared = some[: index % 5]
+            pool.touch(shared)
+            tables[SeqId(number)] = list(shared)
+        elif event == "free" and there:
+            seq_id = there[index % len(there)]
+            pool.free_blocks(tables.pop(seq_id)[::-1])
+            counts.keep_only(set(tables))
+        elif event == "copy":  # a copy begins to hold blocks, or ends
+            if copies and index % 2:
+                pool.free_blocks(copies.pop())
+            else:
+                copies.append(some[: index % 4])
+                pool.touch(copies[-1])
+        for seq_id, table in tables.items() if event == "count" else ():
+            assert counts.count(seq_id, table) == sum(block.ref_cnt == 1 for block in table)
+    for seq_id, table in tables.items():
+        assert counts.count(seq_id, table) == sum(block.ref_cnt == 1 for block in table)
+
+
+# -- arrivals ----------------------------------------------------------------------------------------------------------
+
+
+@given(events=st.lists(st.tuples(st.sampled_from(["arrive", "generate", "depart"]), st.integers(0, 20))))
+def test_a_newcomer_begins_at_the_least_work_of_live_requests(events: list[tuple[str, int]]) -> None:
+    engine_like: dict[str, Any] = {}
+    roster = RequestRoster()
+    for number, (event, index) in enumerate(events):
+        names = sorted(engine_like)
+        if event == "arrive":
+            expected = min((one.stream_work for one in roster), default=0.0)
+            request = engine_like[f"request-{number}"] = _Generating(f"request-{number}", index % 5 - 2)
+            assert roster.arrive(request).credit == expected  # type: ignore[arg-type]
+        elif names and event == "generate":
+            engine_like[names[index % len(names)]].num_output_tokens += index
+        elif names:
+            name = names[index % len(names)]
+            del engine_like[name]
+            roster.depart(name)
+
+
+class _Generating:
+    def __init__(self, request_id: str, priority: int) -> None:
+        self.request_id, self.priority, self.num_output_tokens = request_id, priority, 0

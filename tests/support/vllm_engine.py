@@ -1,0 +1,287 @@
+"""A vLLM in plain Python: requests arrive, compute, share prefixes, are preempted and resume. For laws about views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, cast
+
+from floodplain.core.plan import Reason
+from floodplain.core.request import SeqId
+from floodplain.core.sequence import Status
+from floodplain.core.tiers import Tier
+from floodplain.core.view import Prices, SequenceView, View
+from floodplain.plugins.vllm.desk import SwapDesk
+from floodplain.plugins.vllm.exclusive import ExclusiveCounts
+from floodplain.plugins.vllm.lobby import Lobby
+from floodplain.plugins.vllm.outlook import Outlook, Present
+from floodplain.plugins.vllm.prefix_watch import Found, PrefixWatch
+from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows
+from floodplain.plugins.vllm.settings import PluginSettings
+from floodplain.plugins.vllm.tracked import TrackedRequest
+from floodplain.plugins.vllm.turn_queue import TurnQueue
+from tests.support.vllm_books import BLOCK_TOKENS, Block, Pool
+
+NUM_BLOCKS, NUM_SLOTS, NUM_TEXTS, WINDOW = 40, 16, 2, 3
+LIMITS = Limits(NUM_BLOCKS, BLOCK_TOKENS, 64, 16, max_model_len=60)
+
+
+class FakeRequest:
+    """As vLLM's. All prompts of a text begin alike; what is generated is a request's own."""
+
+    def __init__(self, number: int, text: int, num_prompt: int) -> None:
+        self.request_id, self.text, self.number = f"request-{number}", text, number
+        self.num_prompt_tokens, self.num_tokens = num_prompt, num_prompt
+        self.num_computed_tokens, self.max_tokens = 0, 30
+        self.priority, self.arrival_time = number % 3 - 1, float(number)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        num_full, num_common = self.num_tokens // BLOCK_TOKENS, self.num_prompt_tokens // BLOCK_TOKENS
+        own = [b"own %d %d" % (self.number, index) for index in range(num_common, num_full)]
+        return [b"text %d %d" % (self.text, index) for index in range(num_common)] + own
+
+
+class CachingPool(Pool):
+    """Tells ``exclusive`` and ``prefixes`` what changes, as ``compat_blocks.WatchedPool`` does."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS)
+        self.cached: dict[bytes, list[Block]] = {}
+        self.exclusive, self.prefixes = ExclusiveCounts(), PrefixWatch(self.find_one)
+
+    def find_one(self, block_hash: bytes) -> Block | None:
+        return next(iter(self.cached.get(block_hash, ())), None)
+
+    def give(self, num_blocks: int) -> list[Block]:
+        for block in self.free[:num_blocks]:
+            self.evict(block)
+        return super().give(num_blocks)
+
+    def evict(self, block: Block) -> None:
+        self.prefixes.note_evicted(block)
+        for block_hash, blocks in list(self.cached.items()):
+            if block in blocks:
+                blocks.remove(block)
+                if not blocks:
+                    del self.cached[block_hash]
+
+    def cache(self, block_hash: bytes, block: Block) -> None:
+        if block not in self.cached.get(block_hash, ()):
+            self.cached.setdefault(block_hash, []).append(block)
+            self.prefixes.note_cached(block_hash)
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        super().touch(blocks)
+        self._note(blocks)
+
+    def free_blocks(self, ordered_blocks: Sequence[Block]) -> None:
+        super().free_blocks(ordered_blocks)
+        self._note(ordered_blocks)
+
+    def _note(self, blocks: Sequence[Block]) -> None:
+        self.exclusive.note(blocks)
+        self.prefixes.note_held(blocks)
+
+
+class KeptBlocks:
+    """As ``compat_blocks.BlockFinder``."""
+
+    def __init__(self, pool: CachingPool, tables: dict[str, list[Block]]) -> None:
+        self.pool, self.tables = pool, tables
+
+    def count_free(self) -> int:
+        return len(self.pool.free)
+
+    def table(self, request_id: str) -> Sequence[Block]:
+        return self.tables.get(request_id, ())
+
+    def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
+        return self.pool.exclusive.count(seq_id, table)
+
+    def take_recounted(self) -> Set[SeqId]:
+        return self.pool.exclusive.take_recounted()
+
+    def find_prefix(self, seq_id: SeqId, request: Any, most: int) -> Found:
+        return self.pool.prefixes.find(seq_id, request.block_hashes, min(most, len(request.block_hashes)))
+
+    def watch_only(self, holding: Set[SeqId], absent: Set[SeqId]) -> None:
+        self.pool.exclusive.keep_only(holding)
+        self.pool.prefixes.keep_only(absent)
+
+
+class CountedBlocks(KeptBlocks):
+    """The oracle: everything is counted and looked up anew."""
+
+    def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
+        return sum(block.ref_cnt == 1 for block in table)
+
+    def find_prefix(self, seq_id: SeqId, request: Any, most: int) -> Found:
+        found: list[Block] = []
+        for block_hash in request.block_hashes[:most]:
+            if (block := self.pool.find_one(block_hash)) is None:
+                break
+            found.append(block)
+        return Found(len(found), sum(block.ref_cnt > 0 for block in found))
+
+
+class FakeEngine:
+    """See the module. Each method that takes ``index`` picks one of the requests that it can concern."""
+
+    def __init__(self) -> None:
+        self.pool, self.tables, self.queue = CachingPool(), dict[str, list[Block]](), TurnQueue()
+        self.desk = SwapDesk(PluginSettings(swap_bytes=NUM_SLOTS * 8), 8, BLOCK_TOKENS, num_workers=1)
+        self.desk.books.bind(self.pool)
+        self.lobby = Lobby(self.desk.roster, lambda one: one.order_key, WINDOW)
+        self.outlook = Outlook(LIMITS, KeptBlocks(self.pool, self.tables), self.desk, self.lobby)
+        self.running: list[TrackedRequest] = []
+        self.loading: dict[int, TrackedRequest] = {}
+        self.leaving: list[int] = []
+        self.step = self.num_arrived = 0
+        self.seen: set[str] = set()
+
+    # -- what happens ----------------------------------------------------------------------------------------------
+
+    def arrive(self, index: int) -> None:
+        request = cast(Any, FakeRequest(self.num_arrived, index % NUM_TEXTS, num_prompt=5 + index % 16))
+        self.num_arrived += 1
+        self.queue.add_request(request)
+        self.desk.roster.arrive(request)
+
+    def admit(self, index: int) -> None:
+        """One that was seen in the queue comes onto the device, by a copy if it has KV in swap space."""
+        ones = [self.desk.roster[one.request_id] for one in self.queue if one.request_id in self.seen]
+        if not ones:
+            return
+        one = ones[index % len(ones)]
+        num_local = CountedBlocks(self.pool, self.tables).find_prefix(
+            one.seq_id, one.request, (one.request.num_tokens - 1) // BLOCK_TOKENS
+        )
+        found = [self.pool.find_one(key) for key in one.request.block_hashes[: num_local.num_blocks]]
+        num_restorable = min(self.desk.books.count_restorable(one), one.request.num_tokens - 1)
+        num_new = -(-one.request.num_tokens // BLOCK_TOKENS) - len(found)
+        if num_new > len(self.pool.free) - sum(not block.ref_cnt for block in found if block):
+            return
+        self.pool.touch(cast(Any, found))
+        self.queue.remove_request(one.request)
+        self.seen.remove(one.request.request_id)
+        self.tables[one.request.request_id] = [*cast(Any, found), *self.pool.give(num_new)]
+        one.request.num_computed_tokens = max(num_restorable, len(found) * BLOCK_TOKENS)
+        if num_restorable > len(found) * BLOCK_TOKENS:
+            table = self.tables[one.request.request_id]
+            self.desk.books.fetch(one, table, len(found) * BLOCK_TOKENS, num_restorable)
+            self.loading[self.desk.books.take_due()[0].transfer_id] = one
+            self.desk.books.take_owners()
+        else:
+            self._start(one)
+
+    def run(self, index: int) -> None:
+        """A step: most of those that are on the device get a token, or a part of their prompt."""
+        for place, one in enumerate(tuple(self.running)):
+            request, table = one.request, self.tables[one.request.request_id]
+            if (index >> place % 5) & 1 and index > 20:
+                continue  # it pauses
+            num_tokens = min(request.num_tokens, request.num_computed_tokens + 1 + index % 7)
+            missing = max(0, -(-num_tokens // BLOCK_TOKENS) - len(table))
+            if missing > len(self.pool.free):
+                continue
+            table.extend(self.pool.give(missing))
+            request.num_computed_tokens = num_tokens
+            if num_tokens == request.num_tokens:
+                request.num_tokens = num_tokens + 1
+                one.note_tokens(float(self.step))
+            for block_hash, block in zip(request.block_hashes[: num_tokens // BLOCK_TOKENS], table, strict=False):
+                self.pool.cache(block_hash, block)
+        self.step += 1
+
+    def back_up(self, index: int) -> None:
+        if self.running:
+            one = self.running[index % len(self.running)]
+            table = self.tables[one.request.request_id]
+            self.desk.books.back_up(one, table, one.request.num_computed_tokens, 1 + index % 3, Tier.HOST)
+            self._launch()
+
+    def leave(self, index: int) -> None:
+        if self.running:
+            one = self.running.pop(index % len(self.running))
+            table = self.tables.pop(one.request.request_id)
+            if index % 4:
+                self.desk.books.swap_out(one, table, one.request.num_computed_tokens, Reason.SLICE_ENDED)
+                self._launch()
+            else:
+                self.desk.books.forget(one)
+            self.pool.free_blocks(table[::-1])
+            one.request.num_computed_tokens = 0
+            self.queue.prepend_request(one.request)
+
+    def settle(self, index: int) -> None:
+        """A copy ends; some lose a block."""
+        lost = frozenset({0}) if index % 5 == 0 else frozenset[int]()
+        if self.leaving:
+            self.desk.books.settle(self.leaving.pop(index % len(self.leaving)), lost)
+        for transfer_id, one in list(self.loading.items()):
+            self.desk.books.settle(transfer_id, lost)
+            del self.loading[transfer_id]
+            if not lost:
+                self._start(one)
+                continue
+            self.pool.free_blocks(self.tables.pop(one.request.request_id)[::-1])
+            one.request.num_computed_tokens = 0
+            self.queue.add_request(one.request)
+
+    def end(self, index: int) -> None:
+        """A request ends, or is aborted, unless a copy back is under way."""
+        ones = [one for one in self.desk.roster if one not in self.loading.values()]
+        if ones:
+            one = ones[index % len(ones)]
+            if one in self.running:
+                self.running.remove(one)
+            self.queue.remove_request(one.request)
+            self.desk.depart(one.request.request_id)
+            self.pool.free_blocks(self.tables.pop(one.request.request_id, [])[::-1])
+
+    def _start(self, one: TrackedRequest) -> None:
+        one.entered_step = self.step
+        self.desk.books.note_start(one)
+        self.running.append(one)
+
+    def _launch(self) -> None:
+        self.leaving += [transfer.transfer_id for transfer in self.desk.books.take_due()]
+
+    # -- what is seen ----------------------------------------------------------------------------------------------
+
+    def look(self) -> View:
+        self.lobby.refresh(self.queue.take_changed(), lambda _: True)
+        self.seen = {request.request_id for request in self.queue}
+        present = Present(tuple(self.running), loading=tuple(self.loading.values()))
+        return self.outlook.view(self.step, present, is_open=True, prices=Prices(), completion_step=-1)
+
+    def plain_rows(self) -> tuple[tuple[SequenceView, ...], list[SequenceView], tuple[SequenceView, ...]]:
+        """Rows of those that run, all that wait, and those in swap space, all made anew."""
+        make = RowMaker(LIMITS, CountedBlocks(self.pool, self.tables), self.desk.books, self.step)
+        absent = [make.absent(self.desk.roster[request.request_id]) for request in self.queue]
+        return (
+            sort_rows(make.running(one) for one in self.running),
+            list(sort_rows(row for row in absent if row.status is Status.WAITING)),
+            sort_rows(row for row in absent if row.status is Status.SWAPPED),
+        )
+
+
+def as_of(rows: Iterable[SequenceView], step: int) -> list[tuple[Any, ...]]:
+    """What rows say of a step, those that were made in an earlier one included."""
+    found = []
+    for row in rows:
+        grown = step - row.since_step if row.is_decoding else 0
+        times = () if row.is_decoding else (row.last_token_s,)
+        found.append(
+            (
+                row.seq_id, row.status, row.num_tokens + grown, row.num_scheduled + grown, row.num_blocks,
+                row.exclusive_blocks, row.is_decoding, row.block_due_step, row.end_step, row.num_cached_tokens,
+                row.num_shared_blocks, row.num_backed_blocks, row.num_restorable_tokens, row.entered_step,
+                row.first_token_s, row.is_leaving, row.credit, *times,
+            )
+        )  # fmt: skip
+    return found
