@@ -19,6 +19,7 @@ from floodplain.observe.terminal import say
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
 from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, read_settings
 from floodplain.plugins.vllm.versions import expect_tested, find_distribution
+from floodplain.policy.goals import GAP_TOKENS
 from floodplain.policy.registry import POLICIES
 
 OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--async-scheduling", "--model")
@@ -34,8 +35,14 @@ class VllmConfig:
     model: str = field(metadata={"positional": True, "help": "as vLLM wants it: a name of the hub, or a folder"})
     policy: str = field(default=DEFAULT_POLICY, metadata={"choices": POLICIES, "help": "who runs next"})
     slice: int | None = field(default=None, metadata={"help": "steps of a slice (default: the policy's own)"})
-    pace: float | None = field(default=None, metadata={"help": "paced: tokens per second of a stream that takes turns"})
-    max_gap: float | None = field(default=None, metadata={"help": "paced: seconds of silence that nobody should see"})
+    pace: float | None = field(
+        default=None,
+        metadata={"help": "paced: tokens per second of a stream (default: a fifth of those of a stream that is alone)"},
+    )
+    max_gap: float | None = field(
+        default=None,
+        metadata={"help": f"paced: longest silence, in seconds (default: as {GAP_TOKENS} tokens take at the pace)"},
+    )
     swap_memory: int = field(
         default=DEFAULT_SWAP_BYTES, metadata={"size": True, "help": "host memory of each worker for swap space"}
     )

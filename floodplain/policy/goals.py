@@ -12,6 +12,9 @@ from floodplain.policy.growth import blocks_held
 TIGHTEST, LOOSEST = 0.25, 2.0
 """A request's own goal counts within these times the server's, since a client can ask for anything."""
 
+GAP_TOKENS = 48
+"""Without a limit in seconds, no stream should be silent for longer than so many tokens take at the TPOT goal."""
+
 GRACE_TOKENS = 16
 """A stream is late when it is more than so many tokens behind its TPOT goal."""
 
@@ -40,6 +43,10 @@ class PaceGoals:
     def __init__(self, view: View, tpot_goal_s: float | None) -> None:
         self._view = view
         self._usual_s = tpot_goal_s or UNLOADED_FACTOR * view.prices.lone_step_s or inf
+
+    def most_silence_s(self, max_gap_s: float | None) -> float:
+        """``max_gap_s``; if that is None, what ``GAP_TOKENS`` take at the server's goal."""
+        return GAP_TOKENS * self._usual_s if max_gap_s is None else max_gap_s
 
     def of(self, row: SequenceView) -> float:
         """The goal of one request."""

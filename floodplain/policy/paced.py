@@ -123,7 +123,7 @@ def divide(view: View, streams: Seq[SequenceView], now: float, settings: Sharing
     share = visitor_share(view, goals, settings)
     turn = slice_for(view, int(share * view.num_blocks), settings, STEPS_BESIDE)
     core, others = _cut(view, streams, share)
-    overdue = _by_silence(others, now - OVERDUE * settings.max_gap_s)
+    overdue = _by_silence(others, now - OVERDUE * goals.most_silence_s(settings.max_gap_s))
     first = {row.seq_id for row in overdue}
     visitors = [row for row in others if row.seq_id not in first]
     if overdue:
@@ -211,7 +211,8 @@ def _judge(
     is_waiting = any(row.status is Status.WAITING for row in fresh)
     if fresh and _is_prompt_bound(view, settings):
         return _Newcomers((), fresh, Reason.PROMPT_BOUND if is_waiting else None)
-    if fresh and longest_silence_s(visitors, now) > settings.max_gap_s:
+    most_s = PaceGoals(view, settings.tpot_goal_s).most_silence_s(settings.max_gap_s)
+    if fresh and longest_silence_s(visitors, now) > most_s:
         return _Newcomers((), fresh, Reason.CROWDED if is_waiting else None)
     num_slots = sum(tier.num_free_slots for tier in quick_tiers(view))
     num_slots -= sum(max(0, row.num_blocks - row.num_backed_blocks) for row in visitors)  # the core stays

@@ -26,7 +26,8 @@ class SharingSettings:
             first even where prompts are most of the work.
         tpot_goal_s: ``paced``: seconds per token after the first one that users were promised (``--tpot-goal``,
             ``--pace``); None: five times what a token takes without load, by step prices.
-        max_gap_s: ``paced``: newcomers wait while a visitor has been silent for longer (``--max-gap``).
+        max_gap_s: ``paced``: newcomers wait while a visitor has been silent for longer (``--max-gap``); None: for as
+            long as ``GAP_TOKENS`` take at the TPOT goal, so that it follows step prices where that goal does.
         visitor_share: ``paced``: this part of the device serves turns while TPOT goals cannot all be kept; the rest
             finishes requests by arrival.
         prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
@@ -41,7 +42,7 @@ class SharingSettings:
     slice_steps: int = SLICE_STEPS["paced"]
     ttft_goal_s: float | None = None
     tpot_goal_s: float | None = None
-    max_gap_s: float = 6.0
+    max_gap_s: float | None = 6.0
     visitor_share: float = 0.3
     prefill_share: float = 0.5
     prompt_share: float = 0.3
@@ -56,7 +57,7 @@ class SharingSettings:
                 raise SettingRefused((name,), f"must be above 0 seconds, not {goal_s}")
         if self.fair_by not in FAIR_BY:
             raise SettingRefused(("fair_by",), f"must be one of {', '.join(FAIR_BY)}, not {self.fair_by!r}")
-        if not self.max_gap_s > 0:
+        if self.max_gap_s is not None and not self.max_gap_s > 0:
             raise SettingRefused(("max_gap",), f"must be above 0 seconds, not {self.max_gap_s}")
         if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1):
             raise SettingRefused(("visitor_share", "prefill_share"), "lie between 0 and 1")

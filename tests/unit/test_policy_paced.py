@@ -233,6 +233,17 @@ def test_newcomers_wait_while_somebody_has_been_silent_too_long() -> None:
     assert rank(view, max_gap_s=6.0).reason is None
 
 
+def test_without_a_limit_in_seconds_the_longest_silence_follows_the_tpot_goal() -> None:
+    """At 48 tokens of a fifth of a tenth of a second each: 4.8 s; on a machine half as fast, 9.6 s."""
+    assert PaceGoals(make_view(prices=PRICED), None).most_silence_s(None) == pytest.approx(4.8)
+    assert PaceGoals(make_view(prices=PRICED), None).most_silence_s(7.0) == 7.0
+    slow = Prices(step_s=0.08, lone_step_s=0.04)
+    views = {prices: make_view(*CROWD, waiting(5), num_blocks=8, prices=prices) for prices in (PRICED, slow)}
+    assert [rank(view, max_gap_s=None).reason for view in views.values()] == [Reason.CROWDED, None]
+    assert rank(make_view(*CROWD, waiting(5), num_blocks=8), max_gap_s=None).reason is None, "nothing is priced yet"
+    assert rank(views[slow], max_gap_s=None, tpot_goal_s=0.1).reason is Reason.CROWDED, "a goal in seconds is one"
+
+
 def test_a_silent_core_is_no_crowd() -> None:
     """Who is silent there waits for its copies, and not for others' turns."""
     assert rank(make_view(swapped(0, last_token_s=0.0), waiting(5), num_blocks=50), max_gap_s=1.0).reason is None

@@ -166,6 +166,15 @@ def test_a_row_carries_what_ranks_its_request() -> None:
     assert (row.first_token_s, row.last_token_s, row.credit) == (5.5, 7.25, 0.5)
 
 
+def test_only_what_is_found_on_the_first_admission_was_not_computed() -> None:
+    one = World().arrive()
+    cast(Any, one.request).num_preemptions = 0
+    one.note_local(4)
+    cast(Any, one.request).num_preemptions = 1
+    one.note_local(8)
+    assert (one.num_cached_tokens, one.num_local_tokens) == (4, 8)
+
+
 def test_rows_stand_in_order_of_priority_then_arrival() -> None:
     world = World()
     rows = [world.make.absent(world.arrive(number, priority=priority)) for number, priority in enumerate([1, 0, 0, -1])]

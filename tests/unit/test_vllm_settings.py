@@ -78,6 +78,13 @@ def test_what_is_not_told_is_as_the_policy_has_it() -> None:
     assert settings_for("fair", **settings.sharing).slice_steps == SLICE_STEPS["fair"]
 
 
+@pytest.mark.parametrize(("told", "max_gap_s"), [({}, None), ({"max_gap": 3.0}, 3.0)])
+def test_what_is_not_told_in_seconds_follows_the_step(told: dict[str, Any], max_gap_s: float | None) -> None:
+    policy = read_settings(told).make_policy()
+    assert isinstance(policy, GatedPolicy)
+    assert (policy._inner.settings.max_gap_s, policy._inner.settings.tpot_goal_s) == (max_gap_s, None)
+
+
 def test_all_names_can_stand_together() -> None:
     told = {
         "policy": "cfs",

@@ -100,7 +100,7 @@ class FloodplainScheduler(SteeredScheduler):
         if departed:
             self._completion_step = self._step
         for one in departed:
-            self._prices.learn_end(one.request.num_prompt_tokens)
+            self._prices.learn_end(one.request.num_prompt_tokens - one.num_cached_tokens)
 
     def _apply(self, decision: Decision, by_id: Mapping[SeqId, TrackedRequest]) -> None:
         for preemption in decision.preemptions:

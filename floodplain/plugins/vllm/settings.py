@@ -55,12 +55,12 @@ class PluginSettings:
     peer_bytes: int | None = None
 
     def make_policy(self) -> Policy:
-        """A new policy object.
+        """A new policy object. What is not told in seconds follows the prices of steps.
 
         Raises:
             UserError: A value is out of its range.
         """
-        return make_policy(self.policy, settings_for(self.policy, **(self.sharing or {})))
+        return make_policy(self.policy, settings_for(self.policy, **{"max_gap_s": None, **(self.sharing or {})}))
 
 
 def read_settings(extra: Mapping[str, Any], *, are_flags: bool = False) -> PluginSettings:

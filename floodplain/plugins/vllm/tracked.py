@@ -31,11 +31,12 @@ class TrackedRequest:
         is_away: Its KV is in swap space, and on the device as far as copies back have brought it.
         num_leaving: Blocks of it that copies on their way out still read.
         num_local_tokens: Leading tokens that vLLM found on the device when it last asked what we have of it.
+        num_cached_tokens: Those of its prompt that it did not compute, because vLLM found them when it first came.
     """
 
     __slots__ = (
-        "backups", "credit", "entered_step", "first_token_s", "is_away", "last_token_s", "num_leaving",
-        "num_local_tokens", "num_seen_tokens", "request", "seq_id", "tail",
+        "backups", "credit", "entered_step", "first_token_s", "is_away", "last_token_s", "num_cached_tokens",
+        "num_leaving", "num_local_tokens", "num_seen_tokens", "request", "seq_id", "tail",
     )  # fmt: skip
 
     def __init__(self, seq_id: SeqId, request: Request, credit: float) -> None:
@@ -50,7 +51,7 @@ class TrackedRequest:
         self.tail: tuple[Backup, int] | None = None
         self.is_away = False
         self.num_leaving = 0
-        self.num_local_tokens = 0
+        self.num_local_tokens = self.num_cached_tokens = 0
 
     @property
     def order_key(self) -> OrderKey:
@@ -62,6 +63,12 @@ class TrackedRequest:
         if self.request.num_output_tokens > self.num_seen_tokens:
             self.num_seen_tokens, self.last_token_s = self.request.num_output_tokens, now
             self.first_token_s = now if self.first_token_s is None else self.first_token_s
+
+    def note_local(self, num_tokens: int) -> None:
+        """VLLM is about to let it in, and finds so many leading tokens on the device."""
+        self.num_local_tokens = num_tokens
+        if not self.request.num_preemptions:
+            self.num_cached_tokens = num_tokens
 
     @property
     def has_kv(self) -> bool:

@@ -138,7 +138,7 @@ class FloodplainConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See vLLM: all but the last token, which is computed again for what follows it."""
         one = self.desk.roster[request.request_id]
-        one.num_local_tokens = num_computed_tokens
+        one.note_local(num_computed_tokens)
         num_more = min(self.desk.books.count_restorable(one), request.num_tokens - 1) - num_computed_tokens
         return (num_more, True) if num_more > 0 else (0, False)
 
