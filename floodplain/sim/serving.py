@@ -70,7 +70,7 @@ class Peaks:
         slots = sum(slots.num_taken - state.backups.num_idle(tier) for tier, slots in state.backups.slots.items())
         self.pool_blocks = max(self.pool_blocks, in_use)
         self.swap_slots = max(self.swap_slots, slots)
-        if sum(len(backups) for backups in state.swapped_backups()) > self.swapped_blocks:
+        if sum(len(seq.backups) + (seq.tail is not None) for seq in state.swapped) > self.swapped_blocks:
             swapped = {backup for backups in state.swapped_backups() for backup in backups}  # prefixes they share, once
             self.swapped_blocks = max(self.swapped_blocks, len(swapped))
 
