@@ -144,6 +144,8 @@ class StageWorker:
             self.failure = error
             if not isinstance(error, PeerLost):
                 logger.critical("the stage's thread died", exc_info=error)
+            self._inbound.close()  # its neighbours learn at once that the pipeline is over
+            self._outbound.close()
 
     def _pass_on(self, step: Travelling) -> None:
         begin_s = self._clock()

@@ -1,0 +1,84 @@
+"""A leader and its stages over real links, in one process: tokens of one engine, times of each stage, and an end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+
+from floodplain.cluster.pipeline_engine import make_engine, plan_limits
+from floodplain.cluster.pipeline_executor import PipelineExecutor, StageWorker
+from floodplain.cluster.stage_link import StageLink
+from floodplain.core.errors import PeerLost
+from floodplain.core.request import Request
+from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
+from floodplain.engine.shell import Engine
+from floodplain.policy.microbatch import MicrobatchRule
+from tests.integration.test_stage_runner import SHAPE, one_engine, requests, stages_of
+from tests.support.stage_links import KEY, MAX_DATA_BYTES, listen, open_link
+
+NUM_STAGES = 3
+
+
+@contextmanager
+def pipeline() -> Iterator[tuple[Engine, list[StageWorker], list[tuple[StageLink, StageLink]]]]:
+    """(the leader's engine, the other stages, the links in the order of their senders, sender's end first)."""
+    with ExitStack() as stack:
+        stages = stack.enter_context(stages_of(NUM_STAGES))
+        links = []
+        for place in range(NUM_STAGES):
+            with listen() as listener:
+                ends = asyncio.run(open_link(listener, replace(KEY, sender=place), MAX_DATA_BYTES))
+            links.append(ends)
+            for end in ends:
+                stack.callback(end.close)
+        limits = plan_limits(stages[0], min(stage.num_blocks for stage in stages), 512)
+        runners = [stage.make_runner(512) for stage in stages]
+        workers = [
+            StageWorker(runners[place], links[place - 1][1], links[place][0], limits) for place in range(1, NUM_STAGES)
+        ]
+        for worker in workers:
+            worker.start()
+            stack.callback(worker.close)
+        rule = MicrobatchRule("even", ChunkPrice(cost_by_shape(SHAPE)), least_tokens=32)
+        executor = PipelineExecutor(runners[0], links[0][0], links[-1][1], limits)
+        engine = make_engine(stages[0], executor, limits, NUM_STAGES, rule)
+        stack.callback(engine.close)
+        yield engine, workers, links
+
+
+def drain(engine: Engine, asked: list[Request]) -> list[list[int]]:
+    outputs = {engine.add(request): list[int]() for request in asked}
+    while engine.has_unfinished:
+        for seq_id, delta in engine.step():
+            outputs[seq_id] += delta.token_ids
+    return list(outputs.values())
+
+
+def test_three_stages_give_the_tokens_of_one_engine_and_say_how_busy_they_were() -> None:
+    asked = requests(9)
+    with pipeline() as (engine, workers, _):
+        assert drain(engine, asked) == one_engine(asked)
+        stats = engine.stats()
+        assert stats.stage_busy_s.keys() == {"0", "1", "2"}
+        assert all(0 < busy_s < stats.pipeline_s for busy_s in stats.stage_busy_s.values())
+        assert [worker.failure for worker in workers] == [None, None]
+
+
+@pytest.mark.parametrize("place", range(NUM_STAGES))
+def test_a_lost_link_ends_all_stages_one_after_the_other(place: int) -> None:
+    with pipeline() as (engine, workers, links):
+        engine.add(requests(1)[0])
+        engine.step()
+        for end in links[place]:
+            end.close()
+        with pytest.raises(PeerLost):
+            while engine.has_unfinished:
+                engine.step()
+        links[0][0].close()  # as the leader does when its life ends
+        for worker in workers:
+            worker.close()
+            assert isinstance(worker.failure, PeerLost)
