@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.compat_names import count_block_bytes, find_cache_problem
 from floodplain.plugins.vllm.refusal import Refusal, refusals_in_one_line
 from floodplain.plugins.vllm.register import CONNECTOR, SCHEDULER
 from floodplain.plugins.vllm.support import (
     CACHE_DTYPES,
-    count_block_bytes,
     expect_connector,
     expect_supported,
-    find_cache_problem,
     names_connector,
     names_scheduler,
 )

@@ -1,4 +1,4 @@
-"""Every name of vLLM that it may change without a word. Another version: look here and in ``compat_blocks``.
+"""Every name of vLLM that it may change without a word. Another version: look here, and in ``compat_*``.
 
 ``SteeredScheduler`` is vLLM's own scheduler, which still allocates, batches and streams. What it lets a subclass decide
 through here: whom it sees waiting, how many tokens each request gets in a step, who leaves, and what happens then.
@@ -19,6 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from floodplain.plugins.vllm.compat_blocks import BlockFinder
+from floodplain.plugins.vllm.rows import Limits
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 
 
@@ -67,6 +68,16 @@ class SteeredScheduler(Scheduler):
     @abstractmethod
     def held_blocks(self) -> Sequence[Any]:
         """Blocks that copies hold, once for each of those copies."""
+
+    def read_limits(self) -> Limits:
+        """What vLLM was told once."""
+        return Limits(
+            self.finder.num_blocks,
+            self.block_size,
+            self.max_num_scheduled_tokens,
+            self.max_num_active_reqs,
+            self.max_model_len,
+        )
 
     def send_away(self, request: Request) -> None:
         """Take a running request off the device."""
@@ -199,3 +210,9 @@ class SteeredScheduler(Scheduler):
     def _inflight_prefill_reserved_blocks(self) -> int:
         """A policy has already left room for those that are there."""
         return 0
+
+
+def num_tokens_in(output: SchedulerOutput) -> dict[str, int]:
+    """How many tokens each request of a step computes."""
+    num_tokens: dict[str, int] = output.num_scheduled_tokens
+    return num_tokens

@@ -7,9 +7,9 @@ costs one line, and not a start.
 
 from __future__ import annotations
 
-import traceback
 from typing import TYPE_CHECKING, Any
 
+from floodplain.plugins.vllm.compat_names import find_config, follows_sleep
 from floodplain.plugins.vllm.refusal import end_quietly_after_refusals, refusals_in_one_line
 from floodplain.plugins.vllm.register import CONNECTOR
 from floodplain.plugins.vllm.settings import read_settings
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     end_quietly_after_refusals()
-    config = _find_config()
+    config = find_config()
     if config is not None:
         with refusals_in_one_line():
             check_config(config)
@@ -48,7 +48,7 @@ def refuse_early() -> None:
         Refusal: It names our scheduler or our connector, and is not supported.
     """
     end_quietly_after_refusals()
-    config = _find_config()
+    config = find_config()
     if config is not None and (names_scheduler(config) or names_connector(config)):
         with refusals_in_one_line():
             expect_connector(config)
@@ -61,23 +61,8 @@ def check_config(vllm_config: Any) -> None:
     Raises:
         UserError: One line, with what to change.
     """
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
     extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
     is_own = vllm_config.kv_transfer_config.kv_connector == CONNECTOR
     settings = read_settings(extra if is_own else {})
     expect_tested(find_distribution()[1], allow_untested=bool(extra.get("allow_untested")))
-    follows_sleep = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
-    expect_supported(vllm_config, borrows=settings.coordinator is not None, follows_sleep=follows_sleep)
-
-
-def _find_config() -> Any:
-    """The ``VllmConfig`` in whose ``__post_init__`` this is called, or with which an engine starts; None elsewhere."""
-    from vllm.config import VllmConfig
-
-    names = {"__post_init__": "self", "__init__": "vllm_config"}
-    for frame, _ in traceback.walk_stack(None):
-        found = frame.f_locals.get(names.get(frame.f_code.co_name, ""))
-        if isinstance(found, VllmConfig):
-            return found
-    return None
+    expect_supported(vllm_config, borrows=settings.coordinator is not None, follows_sleep=follows_sleep())

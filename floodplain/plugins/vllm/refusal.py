@@ -12,11 +12,9 @@ from pathlib import Path
 from types import TracebackType
 
 from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.compat_names import FAILED_START
 
 BAD_USAGE = 2
-
-_FAILED_START = "Engine core initialization failed"
-"""What vLLM says in the process that started engine processes; not why."""
 
 _MARK = "_FLOODPLAIN_REFUSED"
 """Variable of the environment: a file that a process makes when it refuses, for the process that started it to find."""
@@ -84,6 +82,6 @@ class _QuietEnd:
         return was_refused
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self.forget() and _FAILED_START in str(error):
+        if self.forget() and FAILED_START in str(error):
             raise SystemExit(BAD_USAGE)
         self._before(kind, error, trace)

@@ -12,11 +12,10 @@ from floodplain.core.errors import UserError
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.view import View
-from floodplain.plugins.vllm.compat import SteeredScheduler
+from floodplain.plugins.vllm.compat import SteeredScheduler, num_tokens_in
 from floodplain.plugins.vllm.lobby import Lobby
 from floodplain.plugins.vllm.outlook import Outlook, Present
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
-from floodplain.plugins.vllm.rows import Limits
 from floodplain.plugins.vllm.support import NO_CONNECTOR
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.wires import FloodplainConnector
@@ -41,13 +40,7 @@ class FloodplainScheduler(SteeredScheduler):
         self._settings = self._desk.settings
         self.policy_object = self._settings.make_policy()
         self._rng = Random(self._settings.seed)
-        self._limits = Limits(
-            self.finder.num_blocks,
-            self.block_size,
-            self.max_num_scheduled_tokens,
-            self.max_num_active_reqs,
-            self.max_model_len,
-        )
+        self._limits = self.read_limits()
         # Of a sequence, a policy reads the order key to say which waits in front of which.
         policy = self.policy_object
         self._lobby = Lobby(self._desk.roster, lambda one: self.policy_object.waiting_key(one), policy.waiting_window)
@@ -165,10 +158,11 @@ class FloodplainScheduler(SteeredScheduler):
     def note_end(self, output: SchedulerOutput) -> None:
         """See ``SteeredScheduler``: what it cost, and who got a token."""
         now = time.monotonic()
-        sizes = list(output.num_scheduled_tokens.values())
+        num_tokens = num_tokens_in(output)
+        sizes = list(num_tokens.values())
         num_single = sizes.count(1)
         self._prices.learn(num_single, sum(sizes) - num_single, now - self._issued_s)
-        for request_id in output.num_scheduled_tokens:
+        for request_id in num_tokens:
             one = self._desk.roster.find(request_id)
             if one is not None:
                 one.note_tokens(now)

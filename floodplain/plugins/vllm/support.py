@@ -15,9 +15,6 @@ from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDU
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Of vLLM's KV cache: those whose blocks hold all that belongs to them."""
 
-_WHOLE_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
-"""Kinds of KV cache in which a request keeps every block that it filled."""
-
 NO_CONNECTOR = (
     f"FloodplainScheduler needs {CONNECTOR} beside it, alone: pass --kv-transfer-config"
     f' \'{{"kv_connector": "{CONNECTOR}", "kv_connector_module_path": "{CONNECTOR_MODULE}", "kv_role": "kv_both"}}\''
@@ -166,27 +163,3 @@ def _expect_one_process(parallel_config: Any) -> None:
             "memory is borrowed where vLLM's worker runs in its scheduler's process:"
             " leave coordinator out, or pass --distributed-executor-backend uni (not on CPUs)"
         )
-
-
-def find_cache_problem(groups: list[Any]) -> str | None:
-    """What of the KV cache is not supported, in one line; None if all of it is.
-
-    Args:
-        groups: vLLM's groups of layers that share a block table.
-    """
-    if len(groups) != 1:
-        return f"one kind of attention is supported, and this model has {len(groups)}: serve it without floodplain"
-    spec = groups[0].kv_cache_spec
-    for one in getattr(spec, "kv_cache_specs", {"": spec}).values():
-        name = type(one).__name__
-        if name not in _WHOLE_SPECS:
-            return f"full attention is supported, and this model keeps {name}: serve it without floodplain"
-    return None
-
-
-def count_block_bytes(group: Any) -> int:
-    """Bytes of a block over all layers of a group of one worker."""
-    spec = group.kv_cache_spec
-    if hasattr(spec, "kv_cache_specs"):  # of layers that keep different sizes
-        return sum(int(one.page_size_bytes) for one in spec.kv_cache_specs.values())
-    return int(spec.page_size_bytes) * len(group.layer_names)

@@ -14,13 +14,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.cache_blocks import CacheBlocks
+from floodplain.plugins.vllm.compat_names import count_block_bytes, find_cache_problem
 from floodplain.plugins.vllm.connector import check_config
 from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.metrics import FloodplainMetrics, FloodplainStats
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
 from floodplain.plugins.vllm.settings import read_settings
-from floodplain.plugins.vllm.support import count_block_bytes, find_cache_problem
 from floodplain.plugins.vllm.worker import SwapWorker, find_worker, introduce
 
 if TYPE_CHECKING:
