@@ -14,7 +14,7 @@ from floodplain.plugins.vllm import kept_rows
 from floodplain.plugins.vllm.exclusive import ExclusiveCounts
 from floodplain.plugins.vllm.kept_rows import KeptRows
 from floodplain.plugins.vllm.prefix_watch import PrefixWatch
-from floodplain.plugins.vllm.tracked import RequestRoster
+from floodplain.plugins.vllm.tracked import SPARE_ENTRIES, RequestRoster
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 from tests.support.examples import examples
 from tests.support.vllm_books import Block, Pool
@@ -176,6 +176,16 @@ def test_a_newcomer_begins_at_the_least_work_of_live_requests(events: list[tuple
             name = names[index % len(names)]
             del engine_like[name]
             roster.depart(name)
+
+
+def test_requests_that_ended_are_not_kept_for_one_that_stays() -> None:
+    roster = RequestRoster()
+    roster.arrive(_Generating("stays", 0))  # type: ignore[arg-type]
+    for number in range(1000):
+        roster.arrive(_Generating(f"request-{number}", 0)).request.num_output_tokens = 5  # type: ignore[arg-type,misc]
+        roster.depart(f"request-{number}")
+        roster.take_departed()
+        assert len(roster._by_work) <= 2 * len(roster.by_id) + SPARE_ENTRIES + 1
 
 
 class _Generating:

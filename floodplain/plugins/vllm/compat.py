@@ -108,6 +108,7 @@ class SteeredScheduler(Scheduler):
 
     def take_queued(self) -> dict[str, Request | None]:
         """Requests that came to the waiting queue, or left it (None), since the last call."""
+        self._holding.take_changed()  # ``take_arrived`` asks for all of those
         return self._queue.take_changed()
 
     def is_ready(self, request: Request) -> bool:

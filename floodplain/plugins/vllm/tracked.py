@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+SPARE_ENTRIES = 64
+"""What is kept of ended requests is dropped when it is more than this, and than live requests."""
+
+
 class TrackedRequest:
     """One live request.
 
@@ -116,10 +120,16 @@ class RequestRoster:
     def arrive(self, request: Request) -> TrackedRequest:
         """It begins at the least work that any live one was given (``core.served``)."""
         tracked = TrackedRequest(SeqId(self._num_arrived), request, self._least_work())
-        heapq.heappush(self._by_work, (tracked.stream_work, tracked.seq_id))
+        self._note_work(tracked)
         self._num_arrived += 1
         self._by_name[request.request_id] = self.by_id[tracked.seq_id] = tracked
         return tracked
+
+    def _note_work(self, tracked: TrackedRequest) -> None:
+        if len(self._by_work) > 2 * len(self.by_id) + SPARE_ENTRIES:  # most of them have ended
+            self._by_work = [entry for entry in self._by_work if entry[1] in self.by_id]
+            heapq.heapify(self._by_work)
+        heapq.heappush(self._by_work, (tracked.stream_work, tracked.seq_id))
 
     def _least_work(self) -> float:
         """The least ``stream_work`` of live requests. It grows while they live, so that only the first can be wrong."""
