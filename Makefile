@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := .venv-vllm/.installed
+TEST_VLLM := OMP_WAIT_POLICY=passive .venv-vllm/bin/python -m pytest --confcutdir=tests/vllm -W ignore
 CLIENTS_STAMP := .venv-clients/.installed
 PURE := $(wildcard $(foreach floor,core cost policy runtime sim,tests/*/test_$(floor)_*.py))
 
-.PHONY: setup demo test test-pure test-vllm test-clients chaos check format clean
+.PHONY: setup demo test test-pure test-vllm test-vllm-quick test-clients chaos check format clean
 
 setup: $(STAMP)
 
@@ -36,9 +37,12 @@ $(VLLM_STAMP): tools/setup_vllm.sh
 
 # A process holds one engine, so each file has a process. Warnings are vLLM's.
 test-vllm: $(VLLM_STAMP)
-	set -e; for file in tests/vllm/test_*.py; do \
-	    .venv-vllm/bin/python -m pytest --confcutdir=tests/vllm -W ignore $$file; \
-	done
+	set -e; for file in tests/vllm/test_*.py; do $(TEST_VLLM) $$file; done
+
+# For every change of the plug-in: one storm, its control, shared prefixes, and vLLM's names. Not in .ci/run, whose clean
+# clone would install the environment each time.
+test-vllm-quick: $(VLLM_STAMP)
+	set -e; for file in refusals identity prefixes; do $(TEST_VLLM) -m quick tests/vllm/test_$$file.py; done
 
 $(CLIENTS_STAMP): tools/setup_clients.sh
 	PYTHON=$(PYTHON) tools/setup_clients.sh

@@ -21,6 +21,10 @@ os.environ |= {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick: part of make test-vllm-quick")
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder."""

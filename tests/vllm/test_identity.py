@@ -69,6 +69,7 @@ def llm(engine: LLM) -> Iterator[LLM]:
     scheduler.policy_object, scheduler._desk.books = policy, books
 
 
+@pytest.mark.quick
 def test_whoever_takes_turns_gets_the_same_tokens_and_computes_one_when_it_comes_back(
     llm: LLM, load: Load, expected: dict[int, list[int]]
 ) -> None:
@@ -83,7 +84,7 @@ def test_whoever_takes_turns_gets_the_same_tokens_and_computes_one_when_it_comes
     assert set(run.resumed) == {1}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.quick), 1, 2])
 def test_tokens_survive_a_storm(llm: LLM, load: Load, expected: dict[int, list[int]], seed: int) -> None:
     scheduler = scheduler_of(llm)
     policy = scheduler.policy_object = StormPolicy(seed)
@@ -142,6 +143,7 @@ def test_damaged_copies_are_computed_again(llm: LLM, load: Load, expected: dict[
     assert num_lost > 3
 
 
+@pytest.mark.quick
 def test_without_digests_damage_would_be_seen_in_the_tokens(
     llm: LLM, load: Load, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

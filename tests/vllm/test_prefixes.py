@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,10 @@ pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test
 
 from vllm import LLM
 
+from floodplain.core.plan import Decision
+from floodplain.core.view import View
 from tests.vllm.engines import (
+    BLOCK_TOKENS,
     Load,
     close,
     desk_of,
@@ -44,11 +49,39 @@ def llm(model: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
     close(llm)
 
 
+@pytest.mark.quick
 def test_tokens_are_the_same_where_prefixes_are_shared(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
     found: list[int] = []
     desk_of(llm).watchers.append(lambda view, now, _: found.extend(row.num_cached_tokens for row in view.waiting))
     assert drive(llm, load).tokens == expected
     assert max(found) >= 96, "the policy sees what requests will find on the device"
+    expect_nothing_left(llm)
+
+
+@pytest.mark.quick
+def test_what_is_kept_of_a_view_is_what_vllms_blocks_say(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
+    """Exclusive blocks and cached prefixes of each view, against a count of its own."""
+    scheduler, seen = scheduler_of(llm), Counter[str]()
+    scheduler.policy_object = StormPolicy(seed=6, chance=0.1)
+    pool, by_id = scheduler.finder.pool, desk_of(llm).roster.by_id
+
+    def count(view: View, now: float, decision: Decision) -> None:
+        for row in view.running:
+            table = scheduler.finder.table(by_id[row.seq_id].request.request_id)
+            assert row.exclusive_blocks == sum(block.ref_cnt == 1 for block in table)
+            seen["shared"] += row.exclusive_blocks < row.num_blocks
+        for row in (*view.waiting, *view.swapped):
+            request = by_id[row.seq_id].request
+            hashes = request.block_hashes[: (request.num_tokens - 1) // BLOCK_TOKENS]
+            found = [*takewhile(bool, (pool.get_cached_block(block_hash, [0]) for block_hash in hashes))]
+            assert row.num_cached_tokens == BLOCK_TOKENS * len(found)
+            assert row.num_shared_blocks == sum(block.ref_cnt > 0 for [block] in found)
+            seen["cached"] += bool(found)
+
+    desk_of(llm).watchers.append(count)
+    assert drive(llm, load).tokens == expected
+    desk_of(llm).watchers.remove(count)
+    assert min(seen["shared"], seen["cached"]) > 20
     expect_nothing_left(llm)
 
 

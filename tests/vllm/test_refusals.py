@@ -11,9 +11,11 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm import compat, register, versions
+from floodplain.plugins.vllm import compat, compat_blocks, register, versions
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 from floodplain.plugins.vllm.wires import FloodplainConnector
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.32.0"])
@@ -51,6 +53,32 @@ def test_every_method_that_vllm_calls_has_its_signature() -> None:
     assert source.index(encoder) < source.index(lookahead), "what is encoded is what is computed"
     assert "self._preempt_request(" in source
     assert set(RequestQueue.__abstractmethods__) <= set(dir(TurnQueue))
+
+
+def test_the_block_pool_tells_of_all_that_it_changes() -> None:
+    """What vLLM did elsewhere, or by methods of other names, would leave counts as they were."""
+    import inspect
+
+    from vllm.v1.core import block_pool
+
+    theirs, ours = block_pool.BlockPool, compat_blocks.WatchedPool
+    hooks = [name for name in vars(ours) if callable(getattr(theirs, name, None)) and not name.startswith("__")]
+    assert {"touch", "free_blocks", "unpin_blocks", "_insert_block_hash", "_remove_cached_block_hashes"} <= set(hooks)
+    changing = [name for name, method in vars(theirs).items() if ".ref_cnt " in _source_of(method, "+=", "-=")]
+    assert set(changing) <= {*hooks, "get_new_blocks"}, "blocks that it gives were nobody's"
+    caching = [
+        name for name, method in vars(theirs).items() if "hash_to_block" in _source_of(method, "insert(", "pop(")
+    ]
+    assert set(caching) <= set(hooks)
+    assert inspect.getsource(theirs).count("cached_block_hash_to_block = ") == 1, "reset_prefix_cache makes a new one"
+
+
+def _source_of(method: object, *words: str) -> str:
+    """The lines of a method that have one of these words."""
+    import inspect
+
+    lines = inspect.getsource(method).splitlines() if inspect.isfunction(method) else []
+    return "\n".join(line for line in lines if any(word in line for word in words))
 
 
 def test_the_entry_point_makes_the_connector_known_and_may_run_twice() -> None:
