@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,15 @@ __all__ = ["postgres", "postgres_url", "store_url"]
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(PROFILE)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """What a verb with ``-q`` in this process sets, the next test does not find."""
+    ours = logging.getLogger("floodplain")
+    before = ours.level
+    yield
+    ours.setLevel(before)
 
 
 @pytest.fixture(scope="session")
