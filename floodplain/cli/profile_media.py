@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.profile_output import save_and_show
 from floodplain.core.errors import UserError
-from floodplain.files.results import check_writable, writing
-from floodplain.observe.terminal import say
+from floodplain.files.results import check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -104,16 +104,8 @@ def run(args: argparse.Namespace) -> int:
     if config.out is not None:
         check_writable(config.out)
 
-    from floodplain.observe.profile import describe_profile
-    from floodplain.observe.strict_json import save_result, to_json
-
     profile = measure(config)
-    try:
-        if config.out is not None:
-            with writing(config.out):
-                save_result(config.out, profile.to_json())
-    finally:  # what cannot be saved is shown all the same
-        say(to_json(profile.to_json()) if args.format == "json" else describe_profile(profile))
+    save_and_show(profile, config.out, args.format)
     return 0
 
 

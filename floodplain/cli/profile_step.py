@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.profile_output import save_and_show
 from floodplain.engine.config import EngineConfig
-from floodplain.files.results import check_writable, writing
-from floodplain.observe.terminal import say
+from floodplain.files.results import check_writable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +37,10 @@ def run(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
-    from floodplain.observe.profile import describe_profile
-    from floodplain.observe.strict_json import save_result, to_json
     from floodplain.profiler.step_profile import StepGrid, profile_steps
 
     grid = StepGrid(num_shapes=config.shapes, num_repeats=config.repeats, limit_s=config.step_seconds)
     with tqdm(total=grid.num_shapes * grid.num_repeats, desc="steps", disable=args.quiet) as progress:
         profile = profile_steps(engine, grid, progress.update)
-    try:
-        with writing(config.out):
-            save_result(config.out, profile.to_json())
-    finally:  # what cannot be saved is shown all the same
-        say(to_json(profile.to_json()) if args.format == "json" else describe_profile(profile))
+    save_and_show(profile, config.out, args.format)
     return 0

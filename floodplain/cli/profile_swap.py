@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.profile_output import save_and_show
 from floodplain.engine.config import EngineConfig
-from floodplain.files.results import check_writable, writing
-from floodplain.observe.terminal import say
+from floodplain.files.results import check_writable
 from floodplain.profiler.swap_flags import SwapProfileConfig
 from floodplain.workload.spec import WorkloadSpec
 
@@ -30,15 +30,8 @@ def run(args: argparse.Namespace) -> int:
     if config.out is not None:
         check_writable(config.out)
 
-    from floodplain.observe.profile import describe_profile
-    from floodplain.observe.strict_json import save_result, to_json
     from floodplain.profiler.swap_run import run_profile
 
     profile = run_profile(config, engine, spec, progress=not args.quiet)
-    try:
-        if config.out is not None:
-            with writing(config.out):
-                save_result(config.out, profile.to_json())
-    finally:  # what cannot be saved is shown all the same
-        say(to_json(profile.to_json()) if args.format == "json" else describe_profile(profile))
+    save_and_show(profile, config.out, args.format)
     return 0

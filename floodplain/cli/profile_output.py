@@ -1,0 +1,32 @@
+"""Where the verbs of ``floodplain profile`` put what they found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from floodplain.files.profile import Profile
+from floodplain.files.results import writing
+from floodplain.observe.terminal import say
+
+
+def save_and_show(profile: Profile, out: Path | None, output_format: str) -> None:
+    """Write the profile to ``out`` if that is given, and print it; what cannot be saved is shown all the same.
+
+    Args:
+        profile: What was found.
+        out: A JSON file.
+        output_format: ``terminal`` or ``json``.
+
+    Raises:
+        WriteFailed: The file cannot be written.
+    """
+    from floodplain.observe.profile import describe_profile
+    from floodplain.observe.strict_json import save_result, to_json
+
+    document = profile.to_json()
+    try:
+        if out is not None:
+            with writing(out):
+                save_result(out, document)
+    finally:
+        say(to_json(document) if output_format == "json" else describe_profile(profile))
