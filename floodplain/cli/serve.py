@@ -101,7 +101,7 @@ def _open_cluster(
     config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
 ) -> ClusterEngine:
     from floodplain.cluster.engine import ClusterEngine
-    from floodplain.cluster.launcher import share_cores
+    from floodplain.cluster.local_processes import LocalProcesses, share_cores
     from floodplain.cluster.parent import read_token
     from floodplain.web.listen import bind
 
@@ -111,6 +111,9 @@ def _open_cluster(
         logger.info("a pipeline serves by arrival (--policy fcfs), without swap space")
     configs = [config_of_instance(config, num_instances, index) for index in range(num_instances)]
     stages = stage_flags(cluster_config, num_instances)
+    commands = [
+        instance_command(one, is_quiet=is_quiet, stage_flags=stage) for one, stage in zip(configs, stages, strict=True)
+    ]
     token_file = cluster_config.instance_token_file
     token = None if token_file is None else read_token(str(token_file))
     with ExitStack() as on_failure:
@@ -119,11 +122,7 @@ def _open_cluster(
         engine = ClusterEngine(
             config,
             sock,
-            commands=[
-                instance_command(one, is_quiet=is_quiet, stage_flags=stage)
-                for one, stage in zip(configs, stages, strict=True)
-            ],
-            environment=environment_of_instances(os.environ, share_cores(num_instances)),
+            processes=LocalProcesses(commands, environment_of_instances(os.environ, share_cores(num_instances))),
             outside_token=token,
             silence_s=cluster_config.instance_timeout,
             is_pipeline=is_pipeline,

@@ -7,11 +7,11 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from floodplain.cluster.front import Front
-from floodplain.cluster.launcher import Launcher
+from floodplain.cluster.launcher import Launcher, Processes
 from floodplain.cluster.streams import Caller
 from floodplain.core.errors import InvariantError, QueueFull, ShuttingDown, UserError
 from floodplain.core.goals import NO_GOALS, Goals
@@ -33,8 +33,7 @@ class ClusterEngine:
     Args:
         config: The engine flags of its instances.
         sock: Bound: there instances dial in. ``close`` closes it.
-        commands: Start an instance each, without the address (see ``Launcher``).
-        environment: Of these processes.
+        processes: Of its own instances; ``close`` ends them.
         outside_token: Lets instances in that were started elsewhere; None: there are none.
         silence_s: An instance that says nothing for so long is taken for dead.
         is_pipeline: Its own instances are the stages of one pipeline.
@@ -48,8 +47,7 @@ class ClusterEngine:
         config: EngineConfig,
         sock: socket.socket,
         *,
-        commands: Sequence[Sequence[str]],
-        environment: Mapping[str, str],
+        processes: Processes,
         outside_token: str | None,
         silence_s: float,
         is_pipeline: bool = False,
@@ -57,16 +55,16 @@ class ClusterEngine:
         self._config, self._sock = config, sock
         source = open_model(config.model, config.seed)
         if is_pipeline:
-            cut_model(config, source.config.shape, len(commands))
+            cut_model(config, source.config.shape, processes.num_slots)
         self._tokenizer = source.load_tokenizer()
-        self._launcher = Launcher(commands, environment, self._note_end)
+        self._launcher = Launcher(processes, self._note_end)
         tokens: dict[str, int | None] = dict(self._launcher.tokens)
         if outside_token is not None:
             tokens[outside_token] = None
         self._subscribers: list[Callable[[Lifecycle], None]] = []
-        num_stages = len(commands) if is_pipeline else None
+        num_stages = processes.num_slots if is_pipeline else None
         self.front = Front(silence_s, tokens, self._note_joined, self._note_silent, self._note_finished, num_stages)
-        self._waiting_for = set(range(len(commands)))
+        self._waiting_for = set(range(processes.num_slots))
         self._change = asyncio.Event()
         self._callers: dict[Caller, None] = {}
         self._is_empty = asyncio.Event()

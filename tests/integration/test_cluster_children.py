@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from floodplain.cluster.launcher import Launcher
+from floodplain.cluster.local_processes import LocalProcesses
 from floodplain.cluster.parent import read_token
 from floodplain.cluster.restarts import MAX_FAILED_STARTS
 from floodplain.core.errors import UserError
@@ -28,9 +29,10 @@ threading.Event().wait()
 FRONT = f"""
 import asyncio, os, sys
 from floodplain.cluster.launcher import Launcher
+from floodplain.cluster.local_processes import LocalProcesses
 async def main():
     commands = [[sys.executable, "-c", {CHILD!r}, sys.argv[1]]] * 2
-    launcher = Launcher(commands, os.environ, lambda: True)
+    launcher = Launcher(LocalProcesses(commands, os.environ), lambda: True)
     launcher.start("address")
     await asyncio.to_thread(sys.stdin.read)
     await launcher.close()
@@ -86,7 +88,7 @@ def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(tmp_pa
             [sys.executable, "-c", CHILD, str(log)],
             [sys.executable, "-c", "import sys; sys.exit('floodplain: no such model')"],
         ]
-        launcher = Launcher(commands, os.environ, lambda: True)
+        launcher = Launcher(LocalProcesses(commands, os.environ), lambda: True)
         launcher.start("address")
         async with asyncio.timeout(30):
             while not children(log):
@@ -111,7 +113,8 @@ def test_a_child_that_stays_silent_is_killed_and_another_started(tmp_path: Path)
     log = tmp_path / "log"
 
     async def run() -> None:
-        launcher = Launcher([[sys.executable, "-c", CHILD, str(log)]], os.environ, lambda: True, lost_timeout_s=0.01)
+        processes = LocalProcesses([[sys.executable, "-c", CHILD, str(log)]], os.environ)
+        launcher = Launcher(processes, lambda: True, lost_timeout_s=0.01)
         launcher.start("address")
         async with asyncio.timeout(30):
             while not children(log):

@@ -1,0 +1,89 @@
+"""One instance process as its parent has it: a pipe with its token in, its log out, and a bounded end.
+
+The pipe is the child's standard input. Its first line is the token, and its end, which the kernel makes when the
+parent is gone, ends the child. The child also asks the kernel to be killed with its parent (``parent.py``), since a
+stopped process reads no pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+END_TIMEOUT_S = 10.0
+"""A child that is asked to end and does not within this time is killed."""
+
+
+class Child:
+    """A running process. Everything is called on the event loop, and its thread, that started it.
+
+    Args:
+        process: With pipes for standard input and error.
+    """
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], token: str, folder: Path | None = None
+    ) -> Child:
+        """Start a process and give it its token.
+
+        Args:
+            command: The program and its arguments.
+            environment: All of its variables.
+            token: The first line of its standard input.
+            folder: Its working directory; None: this process's.
+
+        Raises:
+            OSError: The system cannot start another process.
+        """
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=PIPE,
+            stdout=DEVNULL,
+            stderr=PIPE,
+            env=dict(environment),
+            cwd=folder,
+            start_new_session=True,  # Ctrl-C is for the front: it drains, and then ends its instances
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(f"{token}\n".encode())
+            await process.stdin.drain()
+        return cls(process)
+
+    async def read_line(self) -> str | None:
+        """The next line of its log, with the line's end; None after the last one."""
+        assert self._process.stderr is not None
+        while True:
+            try:
+                return (await self._process.stderr.readline()).decode(errors="replace") or None
+            except ValueError:  # longer than any line of ours
+                continue
+
+    async def wait(self) -> int:
+        """Its exit status, once it has ended. Its log is read first, or a full pipe holds it up."""
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def end(self) -> None:
+        """Ask it to end, and kill it after ``END_TIMEOUT_S``."""
+        assert self._process.stdin is not None and self._process.stderr is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                while self._process.returncode is None:  # what it says meanwhile is read, or its pipe would be full
+                    if not await self._process.stderr.read(2**16):
+                        await self._process.wait()
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
