@@ -6,10 +6,11 @@ from pathlib import Path
 
 from floodplain.cluster.pipeline_executor import PipelineExecutor
 from floodplain.cluster.plan_codec import PlanLimits
+from floodplain.core.blocks import BlockLedger
 from floodplain.cost.pipeline import ChunkPrice
 from floodplain.cost.step_time import read_cost
 from floodplain.engine.shell import Engine
-from floodplain.engine.stage_build import Stage
+from floodplain.engine.stage_build import StageParts
 from floodplain.files.profile import read_profile
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.microbatch import MicrobatchRule
@@ -17,7 +18,7 @@ from floodplain.runtime.loop import Loop
 from floodplain.runtime.state import LoopConfig, LoopState
 
 
-def plan_limits(stage: Stage, num_blocks: int, max_model_len: int) -> PlanLimits:
+def plan_limits(stage: StageParts, num_blocks: int, max_model_len: int) -> PlanLimits:
     """What plans of a pipeline with so many blocks may name."""
     return PlanLimits(
         num_blocks=num_blocks,
@@ -39,18 +40,24 @@ def read_price(step_profile: Path) -> ChunkPrice:
 
 
 def make_engine(
-    stage: Stage, executor: PipelineExecutor, limits: PlanLimits, num_stages: int, rule: MicrobatchRule
+    stage: StageParts,
+    ledger: BlockLedger,
+    executor: PipelineExecutor,
+    limits: PlanLimits,
+    num_stages: int,
+    rule: MicrobatchRule,
 ) -> Engine:
     """An engine over a pipeline that was just linked: no request, no cached prefix.
 
     Args:
         stage: The first one.
-        executor: Over all of them; the engine closes it.
+        ledger: Of the pipeline's blocks.
+        executor: Over all stages; the engine closes it.
         limits: Of the pipeline.
         num_stages: Of the pipeline.
         rule: How work is divided over microbatches.
     """
-    config, block_bytes = stage.config, stage.memory.layout.layer_block_bytes * stage.shape.num_layers
+    config = stage.config
     loop_config = LoopConfig(
         max_model_len=limits.max_model_len,
         max_batched_tokens=config.max_batched_tokens,
@@ -59,16 +66,16 @@ def make_engine(
         depth=num_stages,
         eos_token_ids=stage.eos_token_ids,
         fingerprint=stage.fingerprint,
-        block_bytes=block_bytes,
+        block_bytes=stage.block_bytes,
     )
     policy = FcfsPolicy(microbatches=rule)
     return Engine(
-        Loop(LoopState(loop_config, stage.make_ledger(limits.num_blocks), policy), policy, config.seed),
+        Loop(LoopState(loop_config, ledger, policy), policy, config.seed),
         executor,
         stage.tokenizer,
         model_name=config.model,
         config=config,
-        block_bytes=block_bytes,
+        block_bytes=stage.block_bytes,
         vocab_size=stage.shape.vocab_size,
         pipeline=executor.facts,
     )

@@ -70,7 +70,7 @@ class StageMember:
         stage, (host, port) = self.stage, self.listener.getsockname()[:2]
         facts = InstanceFacts(
             version=__version__,
-            fingerprint=stage.fingerprint,
+            fingerprint=stage.parts.fingerprint,
             dtype=stage.config.dtype,
             max_model_len=stage.max_model_len,
             block_tokens=stage.config.block_tokens,
@@ -109,7 +109,7 @@ def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, st
     """
     price = None if step_profile is None else read_price(step_profile)
     stage = build_stage(config, place, num_stages)
-    rule = MicrobatchRule(cast(Split, split), price or ChunkPrice(cost_by_shape(stage.shape)))
+    rule = MicrobatchRule(cast(Split, split), price or ChunkPrice(cost_by_shape(stage.parts.shape)))
     return StageMember(stage, place, num_stages, rule)
 
 
@@ -155,12 +155,15 @@ class _StageLife(Life):
             PeerLost: One is not there.
         """
         member = self._member
-        limits = plan_limits(member.stage, form.num_blocks, form.max_model_len)
+        limits = plan_limits(member.stage.parts, form.num_blocks, form.max_model_len)
         runner = member.stage.make_runner(form.max_model_len)
         inbound, outbound = await self._reach_neighbours(form, limits.max_data_bytes)
         if member.place == 0:
             executor = PipelineExecutor(runner, outbound, inbound, limits)
-            engine = AsyncEngine(make_engine(member.stage, executor, limits, member.num_stages, member.rule))
+            ledger = member.stage.make_ledger(limits.num_blocks)
+            engine = AsyncEngine(
+                make_engine(member.stage.parts, ledger, executor, limits, member.num_stages, member.rule)
+            )
             await engine.start()
             self._engine = engine
         else:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from floodplain.engine.model_load import load_model, reachable, torch_dtype
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import ModelRunner
 from floodplain.engine.shell import Engine
+from floodplain.engine.stage_build import StageParts
 from floodplain.engine.steady_state import SteadyState, read_steady_state
 from floodplain.engine.swap import OpenedSwap, open_swap
 from floodplain.leases.client import LeaseClient
@@ -37,6 +38,7 @@ from floodplain.memory.layer_slots import LayerSlots
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
+from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.fingerprint import fingerprint_kv
 from floodplain.model.weights.open_model import ModelSource, open_model
 from floodplain.policy.base import Policy
@@ -53,7 +55,31 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     return config.shape.kv_bytes_per_token(torch_dtype(dtype).itemsize)
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    """An engine, and what it computes with; the engine closes all of it.
+
+    Attributes:
+        engine: The engine.
+        parts: Of all layers: what a stage of a pipeline is made of.
+        memory: Behind parameters and KV.
+        pool: The KV.
+    """
+
+    engine: Engine
+    parts: StageParts
+    memory: DeviceMemory
+    pool: KVPool
+
+
 def build_engine(config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None) -> Engine:
+    """See ``open_engine``; for callers that need the engine alone."""
+    return open_engine(config, policy, lending).engine
+
+
+def open_engine(
+    config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None
+) -> OpenedEngine:
     """Load the model, map the KV pool, open the swap space, put the parts together, and meet the neighbours.
 
     Args:
@@ -82,22 +108,18 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
         pool, ledger = memory.open_pool(num_blocks, min(num_blocks, limits.least_blocks), plan.most_blocks)
         swap = open_swap(config, pool, backend)
         on_failure.callback(swap.close)
-        sampler = Sampler(eos_token_ids, config.seed)
         slots = open_layer_slots(config, plan, pool, ledger, backend)
         on_failure.callback(lambda: slots.close() if slots is not None else None)
-        runner = _make_runner(config, model, pool, sampler, swap, limits, memory, slots)
+        runner = _make_runner(config, model, pool, Sampler(eos_token_ids, config.seed), swap, limits, memory, slots)
         loop_config = _loop_config(config, source, eos_token_ids, limits, memory.layout.block_bytes)
         backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
         loop = Loop(LoopState(loop_config, ledger, policy, backups, swap.links), policy, config.seed)
         expansion = None if slots is None else open_expansion(config, plan, memory.layout, slots, loop)
         resolved = _resolve(config, name, limits, num_blocks, swap, memory.layout.block_bytes)
-        _log_config(config, resolved)
         lent_pool = open_lent_pool(pool, loop, limits, backend) if config.lends else None
         borrow = partial(open_borrowers, config, backend, loop, swap.peer, expansion)
         neighbours = _make_neighbours(config, client, name, lent_pool, limits, lending, steady, borrow)
-        if neighbours is not None:
-            on_failure.callback(neighbours.close)
-            neighbours.start()
+        on_failure.callback(lambda: neighbours.close() if neighbours is not None else None)
         engine = Engine(
             loop,
             runner,
@@ -111,13 +133,29 @@ def build_engine(config: EngineConfig, policy: Policy | None = None, lending: Le
             neighbours=neighbours,
             expansion=expansion,
         )
+        if neighbours is not None:
+            neighbours.start()
         on_failure.pop_all()
-    return engine
+    return OpenedEngine(engine, _make_parts(resolved, source, model, tokenizer, loop_config), memory, pool)
 
 
 def _is_shared(config: EngineConfig) -> bool:
     """Whether neighbours may look for the device."""
     return config.lends or config.device_name is not None
+
+
+def _make_parts(
+    config: EngineConfig, source: ModelSource, model: Decoder, tokenizer: Tokenizer, loop_config: LoopConfig
+) -> StageParts:
+    return StageParts(
+        config=config,
+        shape=source.config.shape,
+        model=model,
+        tokenizer=tokenizer,
+        eos_token_ids=loop_config.eos_token_ids,
+        fingerprint=loop_config.fingerprint,
+        block_bytes=loop_config.block_bytes,
+    )
 
 
 def _make_runner(
@@ -159,8 +197,8 @@ def _loop_config(
 def _resolve(
     config: EngineConfig, name: str, limits: PoolLimits, num_blocks: int, swap: OpenedSwap, block_bytes: int
 ) -> EngineConfig:
-    """The configuration with what the model, the pool and the machine have decided."""
-    return replace(
+    """The configuration with what the model, the pool and the machine have decided; it is logged."""
+    resolved = replace(
         config,
         slice=config.sharing_settings().slice_steps,
         kv_memory=num_blocks * block_bytes,
@@ -168,6 +206,8 @@ def _resolve(
         swap_memory=None if swap.host_slots is None else swap.host_slots * block_bytes,
         device_name=config.device_name if config.coordinator is None else name,
     )
+    _log_config(config, resolved)
+    return resolved
 
 
 def _log_config(config: EngineConfig, resolved: EngineConfig) -> None:

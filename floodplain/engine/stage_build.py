@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
@@ -25,6 +26,7 @@ from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.stage_runner import StageRunner
 from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.layer_tensors import PlacedLayers
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
 from floodplain.model.tokenizer import Tokenizer
@@ -59,52 +61,73 @@ def cut_model(config: EngineConfig, shape: ModelShape, num_stages: int) -> tuple
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What one process holds of a pipeline, however often the pipeline is formed anew. ``close`` it.
+class StageParts:
+    """What a process computes a stage of a pipeline with, wherever the KV lies.
 
     Attributes:
         config: The engine flags, resolved.
         shape: Of the whole model.
         model: The stage's layers; embedding and head are in all stages.
-        pool: The KV of these layers.
-        memory: Behind both.
         tokenizer: The model's.
         eos_token_ids: Tokens that end a request.
         fingerprint: Of the whole model.
-        max_model_len: What a request may have here, if the other stages have as many blocks.
+        block_bytes: Bytes of a KV block over all layers of the model.
     """
 
     config: EngineConfig
     shape: ModelShape
     model: Decoder
-    pool: KVPool
-    memory: DeviceMemory
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
     fingerprint: str
-    max_model_len: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of its pool."""
-        return self.pool.num_blocks
+    block_bytes: int
 
     @property
     def layers(self) -> range:
         """The layers that it computes."""
         return self.model.held
 
-    def make_runner(self, max_model_len: int) -> StageRunner:
+    def make_runner(self, kv_layers: Sequence[torch.Tensor], max_model_len: int) -> StageRunner:
         """A runner that knows no sequence yet.
 
         Args:
+            kv_layers: See ``StageRunner``.
             max_model_len: Of the pipeline.
         """
         sampler = Sampler(self.eos_token_ids, self.config.seed)
         block_tokens = self.config.block_tokens
-        return StageRunner(
-            self.model, self.pool.layers, sampler, block_tokens=block_tokens, max_model_len=max_model_len
-        )
+        return StageRunner(self.model, kv_layers, sampler, block_tokens=block_tokens, max_model_len=max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one process holds of a pipeline, however often the pipeline is formed anew. ``close`` it.
+
+    Attributes:
+        parts: What it computes with.
+        pool: The KV of its layers.
+        memory: Behind the parameters and the KV.
+        max_model_len: What a request may have here, if the other stages have as many blocks.
+    """
+
+    parts: StageParts
+    pool: KVPool
+    memory: DeviceMemory
+    max_model_len: int
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine flags, resolved."""
+        return self.parts.config
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its pool."""
+        return self.pool.num_blocks
+
+    def make_runner(self, max_model_len: int) -> StageRunner:
+        """A runner over the pool that knows no sequence yet; see ``StageParts.make_runner``."""
+        return self.parts.make_runner(PlacedLayers(self.pool.layers, self.parts.layers.start), max_model_len)
 
     def make_ledger(self, num_blocks: int) -> BlockLedger:
         """The ledger of so many blocks, of which each stage has its layers' part; all are free."""
@@ -148,14 +171,13 @@ def build_stage(config: EngineConfig, stage: int, num_stages: int) -> Stage:
     logger.info("engine config %s", json.dumps(asdict(config)))
     size = format_size(pool.num_blocks * pool.block_bytes)
     logger.info("stage %d has layers %d to %d, and %s of KV", stage, layers.start, layers.stop - 1, size)
-    return Stage(
+    parts = StageParts(
         config=config,
         shape=shape,
         model=model,
-        pool=pool,
-        memory=memory,
         tokenizer=tokenizer,
         eos_token_ids=reachable(tokenizer.eos_token_ids, shape.vocab_size),
         fingerprint=fingerprint,
-        max_model_len=limits.max_model_len,
+        block_bytes=memory.layout.layer_block_bytes * shape.num_layers,
     )
+    return Stage(parts, pool, memory, limits.max_model_len)

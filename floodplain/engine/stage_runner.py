@@ -11,7 +11,6 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.engine.batches import Batches
 from floodplain.engine.runner import sample_step
-from floodplain.memory.layer_tensors import LayerTensors
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
 
@@ -21,7 +20,7 @@ class StageRunner:
 
     Args:
         model: The layers of the stage.
-        kv_layers: The KV of these layers, in their order.
+        kv_layers: The KV by the index that a layer has in the whole model; only that of the stage's layers is read.
         sampler: Chooses tokens, in the last stage.
         block_tokens: Tokens in a block.
         max_model_len: Most tokens of a sequence.
@@ -37,7 +36,7 @@ class StageRunner:
         max_model_len: int,
     ) -> None:
         self._model = model
-        self._kv_layers = _Placed(kv_layers, model.held.start)
+        self._kv_layers = kv_layers
         self._sampler = sampler
         self._batches = Batches(model.device, block_tokens=block_tokens, max_model_len=max_model_len)
 
@@ -80,19 +79,3 @@ class StageRunner:
         """What the last stage sampled: the first stage feeds it next."""
         rows, _ = self._batches.sampled(plan)
         self._batches.take_tokens(rows, np.array(token_ids, dtype=np.int64))
-
-
-class _Placed(LayerTensors):
-    """Tensors of adjacent layers, by the index that the layers have in the whole model."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], first: int) -> None:
-        self._tensors, self._first = tensors, first
-
-    def __len__(self) -> int:
-        return self._first + len(self._tensors)
-
-    def tensor_of(self, layer: int) -> torch.Tensor:
-        """See ``LayerTensors``."""
-        if layer < self._first:
-            raise InvariantError(f"layer {layer} is another stage's")
-        return self._tensors[layer - self._first]

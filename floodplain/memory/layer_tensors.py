@@ -8,6 +8,8 @@ from typing import overload
 
 import torch
 
+from floodplain.core.errors import InvariantError
+
 
 class LayerTensors(Sequence[torch.Tensor], ABC):
     """One tensor for each layer, [max_blocks, 2, block_tokens, kv_heads, head_dim]."""
@@ -29,3 +31,25 @@ class LayerTensors(Sequence[torch.Tensor], ABC):
     def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         layers = range(len(self))[index]
         return self.tensor_of(layers) if isinstance(layers, int) else [self.tensor_of(layer) for layer in layers]
+
+
+class PlacedLayers(LayerTensors):
+    """Tensors of adjacent layers, by the index that a layer has in the whole model.
+
+    Args:
+        tensors: In the order of the layers.
+        first: The index of the first one.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], first: int) -> None:
+        self._tensors, self._first = tensors, first
+
+    def __len__(self) -> int:
+        """Layers up to the last one here."""
+        return self._first + len(self._tensors)
+
+    def tensor_of(self, layer: int) -> torch.Tensor:
+        """See ``LayerTensors``."""
+        if layer < self._first:
+            raise InvariantError(f"layer {layer} is another stage's")
+        return self._tensors[layer - self._first]

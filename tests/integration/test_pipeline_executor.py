@@ -35,7 +35,7 @@ def pipeline() -> Iterator[tuple[Engine, list[StageWorker], list[tuple[StageLink
             links.append(ends)
             for end in ends:
                 stack.callback(end.close)
-        limits = plan_limits(stages[0], min(stage.num_blocks for stage in stages), 512)
+        limits = plan_limits(stages[0].parts, min(stage.num_blocks for stage in stages), 512)
         runners = [stage.make_runner(512) for stage in stages]
         workers = [
             StageWorker(runners[place], links[place - 1][1], links[place][0], limits) for place in range(1, NUM_STAGES)
@@ -45,7 +45,8 @@ def pipeline() -> Iterator[tuple[Engine, list[StageWorker], list[tuple[StageLink
             stack.callback(worker.close)
         rule = MicrobatchRule("even", ChunkPrice(cost_by_shape(SHAPE)), least_tokens=32)
         executor = PipelineExecutor(runners[0], links[0][0], links[-1][1], limits)
-        engine = make_engine(stages[0], executor, limits, NUM_STAGES, rule)
+        ledger = stages[0].make_ledger(limits.num_blocks)
+        engine = make_engine(stages[0].parts, ledger, executor, limits, NUM_STAGES, rule)
         stack.callback(engine.close)
         yield engine, workers, links
 

@@ -107,7 +107,7 @@ def test_tokens_are_those_of_one_engine_also_through_preemptions(num_stages: int
     asked = requests(12)
     expected = one_engine(asked)
     with stages_of(num_stages) as stages:
-        assert [layer for stage in stages for layer in stage.layers] == list(range(SHAPE.num_layers))
+        assert [layer for stage in stages for layer in stage.parts.layers] == list(range(SHAPE.num_layers))
         for num_blocks, split in ((40, "even"), (128, "tokens"), (128, "halving")):
             assert serve(stages, asked, num_blocks, split) == expected
 
@@ -124,7 +124,7 @@ def test_seeded_samples_and_shortest_outputs_are_those_of_one_engine() -> None:
 def test_a_stage_that_skips_a_layer_is_noticed() -> None:
     asked = requests(4)
     with stages_of(2) as stages:
-        model = stages[1].model
+        model = stages[1].parts.model
         model.held = range(model.held.start, model.held.stop)[1:]
         assert serve(stages, asked, 128) != one_engine(asked)
 
@@ -134,12 +134,12 @@ def test_layers_of_other_stages_are_not_loaded_and_their_memory_is_kv() -> None:
     with stages_of(2, plain) as stages:
         stage = stages[1]
         block_bytes = SHAPE.kv_bytes_per_token(4) * CONFIG.block_tokens
-        spare_bytes = (SHAPE.num_layers - len(stage.layers)) * SHAPE.layer_bytes(4)
-        own_bytes = block_bytes * len(stage.layers) // SHAPE.num_layers
+        spare_bytes = (SHAPE.num_layers - len(stage.parts.layers)) * SHAPE.layer_bytes(4)
+        own_bytes = block_bytes * len(stage.parts.layers) // SHAPE.num_layers
         assert stage.num_blocks >= (2**22 + spare_bytes) // own_bytes
-        assert len(stage.memory.layer_buffers) == len(stage.layers)
+        assert len(stage.memory.layer_buffers) == len(stage.parts.layers)
         with pytest.raises(InvariantError, match="layer 0 is to run, and only layers"):
-            stage.model._expect_parameters(0)
+            stage.parts.model._expect_parameters(0)
 
 
 def test_too_few_layers_are_one_line() -> None:

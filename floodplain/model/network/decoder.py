@@ -101,6 +101,26 @@ class Decoder:
         """Layers of the whole model."""
         return self.config.shape.num_layers
 
+    def part(self, layers: range) -> Decoder:
+        """The same model with some of its layers, as a stage of a pipeline has them; parameters are shared.
+
+        Raises:
+            InvariantError: A layer was not loaded.
+        """
+        if not layers or layers.start < self.held.start or layers.stop > self.held.stop:
+            raise InvariantError(f"layers {layers} are not among the loaded {self.held}")
+        first = self.held.start
+        return Decoder(
+            self.config,
+            self._stem,
+            {index: self._layers[index] for index in layers},
+            self._head,
+            self._attention,
+            dtype=self.dtype,
+            device=self.device,
+            layer_buffers=self.layer_buffers[layers.start - first : layers.stop - first],
+        )
+
     def forward(
         self, batch: ForwardBatch, kv_layers: Sequence[torch.Tensor], hooks: LayerHooks | None = None
     ) -> torch.Tensor:
