@@ -200,6 +200,13 @@ class BlockLedger:
             self.sharing_version += 1
         return block
 
+    def share_owned(self, block: BlockId) -> None:
+        """Take one more reference to an owned block."""
+        self._expect(block, BlockState.OWNED)
+        self._refcounts[block] += 1
+        if self._refcounts[block] == 2:
+            self.sharing_version += 1
+
     # -- copies in flight ------------------------------------------------------------------------------------------
 
     def pin(self, blocks: Iterable[BlockId]) -> None:

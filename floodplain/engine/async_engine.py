@@ -20,6 +20,7 @@ from floodplain.engine.build import build_engine
 from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.engine.pause import Pause
 from floodplain.engine.shell import Engine
 from floodplain.model.tokenizer import Tokenizer
 
@@ -53,6 +54,7 @@ class AsyncEngine:
         engine.wake_by_leases(lambda: self._inbox.put(lambda: None))
         self._by_seq: dict[SeqId, _Client] = {}
         self._callers: set[_Client] = set()
+        self._pauses: list[Pause] = []
         self._is_empty = asyncio.Event()
         self._subscribers: list[Callable[[Lifecycle], None]] = []
         self._thread: threading.Thread | None = None
@@ -123,6 +125,8 @@ class AsyncEngine:
     async def close(self) -> None:
         """Stop after the current step; requests that are alive end with an error."""
         self._is_closing = True
+        for pause in self._pauses:
+            pause.release()
         if self._thread is not None:
             self._inbox.put(lambda: None)
             await asyncio.to_thread(self._thread.join)
@@ -186,6 +190,26 @@ class AsyncEngine:
                 self._is_empty.set()
             self._inbox.put(lambda: self._abandon(caller))
 
+    async def pause(self) -> Pause:
+        """Complete all steps and copies under way, and hold the engine's thread until ``Pause.release``.
+
+        What requests had gained by then was delivered when this returns.
+
+        Raises:
+            RuntimeError: The engine is not running.
+        """
+        if self._loop is None or self._failure is not None or self._is_closing:
+            raise RuntimeError("the engine is not running") from self._failure
+        pause = Pause(self._loop)
+        self._pauses = [other for other in self._pauses if not other.is_over] + [pause]
+        self._inbox.put(lambda: self._hold(pause))
+        try:
+            await pause.begun
+        except BaseException:
+            pause.release()
+            raise
+        return pause
+
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -212,6 +236,12 @@ class AsyncEngine:
                 self._inbox.get_nowait()()
         except queue.Empty:
             return
+
+    def _hold(self, pause: Pause) -> None:
+        deltas = self._engine.come_to_rest()
+        self._call(self._dispatch, deltas, [])
+        self._call(pause.begin, self._engine)
+        pause.hold()
 
     def _submit(self, caller: _Client) -> None:
         try:
@@ -256,6 +286,8 @@ class AsyncEngine:
                 callback(lifecycle)
 
     def _fail(self, error: BaseException) -> None:
+        for pause in self._pauses:
+            pause.fail(error)
         for caller in self._callers:
             failure = RuntimeError(f"the engine failed: {error}")
             if caller.accepted.done():

@@ -209,14 +209,32 @@ class Engine:
         self.is_stepping = False
         return deltas
 
+    def come_to_rest(self) -> list[tuple[SeqId, OutputDelta]]:
+        """Complete all outstanding steps and copies without planning more: blocks and pages may be moved then.
+
+        Raises:
+            InvariantError: A bug; the engine must not go on.
+        """
+        deltas: list[tuple[SeqId, OutputDelta]] = []
+        self.is_stepping = True
+        while self._driver.num_outstanding:
+            deltas += self._complete(self._executor.collect())
+        self._driver.settle(self._executor.poll_transfers(), self._executor.take_copy_times, self.clock())
+        self._await_copies()
+        self.is_stepping = False
+        return deltas
+
     def _move_memory(self) -> None:
         if self.neighbours is not None:
             self.neighbours.at_boundary(self.clock())
         if self.expansion is not None and self.expansion.look():
-            while self._driver.num_copying:  # rare: at most once in many steps
-                ended = self._executor.wait_transfers(MAX_WAIT_S)
-                self._driver.settle(ended, self._executor.take_copy_times, self.clock())
+            self._await_copies()  # rare: at most once in many steps
             self.expansion.change()
+
+    def _await_copies(self) -> None:
+        while self._driver.num_copying:
+            ended = self._executor.wait_transfers(MAX_WAIT_S)
+            self._driver.settle(ended, self._executor.take_copy_times, self.clock())
 
     def _submit_plans(self) -> None:
         while self._driver.has_room:

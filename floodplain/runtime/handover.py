@@ -1,0 +1,121 @@
+"""Requests that leave one step loop and go on in another, with the KV that was computed for them.
+
+A ``Record`` says what a loop has of a request at a boundary. ``adopt`` lets a request that was submitted to another
+loop run on from blocks that hold its KV already. Without blocks nothing is adopted: the request waits, and its KV is
+computed again from its tokens (KunServe, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.request import Request, SeqId
+from floodplain.core.sequence import Status
+from floodplain.runtime.loop import Loop
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a loop has of a live request.
+
+    Attributes:
+        request: As it was submitted.
+        num_tokens: Known tokens, prompt included.
+        num_computed: Leading tokens whose KV is in ``blocks``; 0 if it is nowhere on the device.
+        blocks: The blocks of these tokens, in order.
+    """
+
+    request: Request
+    num_tokens: int
+    num_computed: int
+    blocks: tuple[BlockId, ...]
+
+
+def take_records(loop: Loop) -> list[Record]:
+    """All live requests of a loop that has no step or copy under way, by priority and arrival."""
+    records = []
+    for seq in sorted(loop.state.sequences.values(), key=lambda one: one.order_key):
+        if seq.status is Status.FINISHED:
+            continue
+        if seq.num_outstanding or seq.status is Status.LOADING:
+            raise InvariantError(f"sequence {seq.seq_id} is handed over while a step or a copy runs")
+        is_here = seq.status is Status.RUNNING
+        num_blocks = -(-seq.num_computed // loop.state.ledger.block_tokens) if is_here else 0
+        num_computed = seq.num_computed if is_here else 0
+        records.append(Record(seq.request, len(seq.tokens), num_computed, tuple(seq.blocks[:num_blocks])))
+    return records
+
+
+def adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, now: float) -> bool:
+    """Let a waiting request run on from KV that is in ``blocks``: owned, with a reference that becomes the request's.
+
+    Args:
+        loop: At a boundary.
+        seq_id: Of the request.
+        blocks: Of its leading tokens.
+        num_computed: Tokens whose KV they hold: fewer than its known tokens.
+        now: Monotonic seconds.
+
+    Returns:
+        Whether it runs. False, with nothing changed, if it is gone, or as many as may run are running.
+    """
+    state = loop.state
+    seq = state.sequences.get(seq_id)
+    if seq is None or seq.status is not Status.WAITING or len(state.running) >= state.config.max_num_seqs:
+        return False
+    if not 0 < num_computed < len(seq.tokens) or len(blocks) != -(-num_computed // state.ledger.block_tokens):
+        raise InvariantError(f"{len(blocks)} blocks of {num_computed} tokens are not those of sequence {seq_id}")
+    seq.blocks = list(blocks)
+    seq.num_computed = seq.num_scheduled = num_computed
+    state.note_start(seq, now)
+    state.enter(seq, Status.RUNNING)
+    state.stale_tables.add(seq_id)
+    return True
+
+
+class HeldBlocks:
+    """Blocks of a new ledger that requests on their way will take; some belong to several requests.
+
+    Args:
+        ledger: In which they are free.
+        rows: The blocks of each request.
+    """
+
+    def __init__(self, ledger: BlockLedger, rows: Iterable[Seq[BlockId]]) -> None:
+        self._ledger = ledger
+        self._rows = dict(enumerate(tuple(row) for row in rows))
+        self._counts = Counter(block for row in self._rows.values() for block in row)
+        for block in self._counts:
+            ledger.reserve(block)
+        ledger.commit_load(self._counts)
+
+    def __len__(self) -> int:
+        """Requests whose blocks are held."""
+        return len(self._rows)
+
+    @property
+    def table(self) -> list[BlockId]:
+        """The held blocks, each once: one reference."""
+        return list(self._counts)
+
+    def take(self, row: int) -> tuple[BlockId, ...]:
+        """The blocks of a request, with a reference to each that is the caller's now."""
+        blocks = self._rows.pop(row)
+        for block in blocks:
+            self._counts[block] -= 1
+            if self._counts[block]:
+                self._ledger.share_owned(block)
+            else:
+                del self._counts[block]
+        return blocks
+
+    def drop(self, row: int) -> None:
+        """A request does not come, or comes without KV. Of a row that is not held nothing changes."""
+        if row in self._rows:
+            self._ledger.free(self.take(row))

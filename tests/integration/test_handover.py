@@ -1,0 +1,156 @@
+"""Requests that move from one engine to another with their KV: the tokens are those of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.request import FinishReason, Request
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.build import OpenedEngine, open_engine
+from floodplain.engine.shell import Engine
+from floodplain.runtime.handover import HeldBlocks, Record, adopt, take_records
+from tests.integration.test_stage_runner import CONFIG, one_engine, requests
+
+STEPS_BEFORE = 6
+
+
+def finish(engine: Engine, outputs: dict[str, list[int]], names: dict[int, str]) -> None:
+    while engine.has_unfinished:
+        for seq_id, delta in engine.step():
+            outputs[names[seq_id]] += delta.token_ids
+
+
+def move(source: OpenedEngine, target: OpenedEngine, record: Record, known: list[int], *, copies: bool) -> int:
+    """The id of a request in its new engine."""
+    engine, ledger = target.engine, target.engine.loop.state.ledger
+    seq_id = engine.add(replace(record.request, known_token_ids=tuple(known), is_accepted=True))
+    blocks = ledger.allocate(len(record.blocks))
+    assert blocks is not None
+    if copies:
+        for layer in range(source.pool.layout.num_layers):
+            target.pool.words[layer][list(blocks)] = source.pool.words[layer][list(record.blocks)]
+    if record.blocks:
+        assert adopt(engine.loop, seq_id, blocks, record.num_computed, engine.clock())
+    return int(seq_id)
+
+
+def move_all(*, copies: bool) -> tuple[list[list[int]], int]:
+    """(the tokens of all requests, how many of them brought KV along)."""
+    asked = requests(9)
+    with ExitStack() as stack:
+        engines = []
+        for _ in range(2):
+            engines.append(open_engine(CONFIG))
+            stack.callback(engines[-1].engine.close)
+        source, target = engines
+        names = {int(source.engine.add(request)): request.request_id for request in asked}
+        outputs: dict[str, list[int]] = {request.request_id: [] for request in asked}
+        for _ in range(STEPS_BEFORE):
+            for seq_id, delta in source.engine.step():
+                outputs[names[seq_id]] += delta.token_ids
+        records = take_records(source.engine.loop)
+        moved = {}
+        for record in records:
+            known = outputs[record.request.request_id]
+            assert record.num_tokens == len(record.request.prompt_token_ids) + len(known)
+            moved[move(source, target, record, known, copies=copies)] = record.request.request_id
+        for seq_id in names:
+            source.engine.finish(seq_id, FinishReason.ABORT)  # type: ignore[arg-type]
+        source.engine.loop.check_integrity()
+        finish(target.engine, outputs, moved)
+        target.engine.loop.check_integrity()
+        counters = target.engine.loop.counters
+        assert copies is False or counters.num_recomputed_tokens == 0
+    return list(outputs.values()), sum(bool(record.blocks) for record in records)
+
+
+def test_moved_requests_go_on_with_the_tokens_of_one_engine() -> None:
+    outputs, num_with_kv = move_all(copies=True)
+    assert num_with_kv > 3
+    assert outputs == one_engine(requests(9))
+
+
+def test_a_handover_that_copies_no_kv_is_noticed() -> None:
+    assert move_all(copies=False)[0] != one_engine(requests(9))
+
+
+def test_requests_are_not_handed_over_while_a_step_runs() -> None:
+    opened = open_engine(CONFIG)
+    try:
+        opened.engine.add(requests(1)[0])
+        opened.engine.loop.next_plan(0.0)
+        with pytest.raises(InvariantError, match="while a step"):
+            take_records(opened.engine.loop)
+    finally:
+        opened.engine.close()
+
+
+def test_a_paused_engine_has_delivered_all_and_computes_nothing_until_released() -> None:
+    async def story() -> tuple[list[int], int, int]:
+        engine = AsyncEngine.from_config(replace(CONFIG, max_model_len=256))
+        await engine.start()
+        request: Request = requests(3)[2]
+        tokens: list[int] = []
+
+        async def read() -> None:
+            async for delta in engine.stream(request):
+                tokens.extend(delta.token_ids)
+
+        reading = asyncio.create_task(read())
+        while not tokens:
+            await asyncio.sleep(0)
+        pause = await engine.pause()
+        before = await pause.run(lambda inner: inner.loop.counters.num_steps)
+        records = await pause.run(lambda inner: take_records(inner.loop))
+        await asyncio.sleep(0)  # what was dispatched before is read
+        num_known = sum(record.num_tokens - len(record.request.prompt_token_ids) for record in records)
+        assert num_known == len(tokens) or not records
+        after = await pause.run(lambda inner: inner.loop.counters.num_steps)
+        pause.release()
+        await reading
+        await engine.close()
+        return tokens, before, after
+
+    tokens, before, after = asyncio.run(story())
+    assert before == after
+    assert tokens == one_engine(requests(3)[2:])[0]
+
+
+def test_closing_an_engine_ends_a_pause() -> None:
+    async def story() -> None:
+        engine = AsyncEngine.from_config(CONFIG)
+        await engine.start()
+        await engine.pause()
+        async with asyncio.timeout(20):
+            await engine.close()
+
+    asyncio.run(story())
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 11), unique=True, max_size=5), max_size=6),
+    st.data(),
+)
+def test_held_blocks_have_a_reference_for_each_request_that_took_them(
+    rows: list[list[int]], data: st.DataObject
+) -> None:
+    ledger = BlockLedger(12, 4)
+    held = HeldBlocks(ledger, [[BlockId(block) for block in row] for row in rows])
+    tables: list[tuple[BlockId, ...]] = []
+    for index in data.draw(st.permutations(range(len(rows)))):
+        if data.draw(st.booleans()):
+            tables.append(held.take(index))
+            assert tables[-1] == tuple(rows[index])
+        else:
+            held.drop(index)
+        ledger.check_integrity([*tables, held.table])
+    assert not held.table and len(held) == 0
