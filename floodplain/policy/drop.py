@@ -1,0 +1,216 @@
+"""Which instances drop layers together: the fewest merges that free enough memory, as even as can be. Pure.
+
+Merging two groups frees one copy of all layers, whatever their sizes; each request then runs through all stages of the
+new group, and the longest group is the slowest (KunServe, section 4.1). So the number of merges follows from the need,
+and the rest is balance: *longest processing time first* into as many bins as groups are left. The paper merges the two
+smallest groups again and again, which leaves longer groups: ``plan_greedily`` is that baseline.
+
+Memory helps where requests wait: every merged group has an overloaded one in it, and calm ones only as its partners.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MOST_STAGES = 4
+"""Instances in a group, at most, unless it is said otherwise: bubbles and small microbatches grow with each."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropSizes:
+    """What parameters and KV take in each instance of one model.
+
+    Attributes:
+        num_layers: Of the model.
+        layer_bytes: Parameters of one layer.
+        block_bytes: Of a KV block, in one layer.
+        quantum_blocks: Blocks that are mapped together.
+    """
+
+    num_layers: int
+    layer_bytes: int
+    block_bytes: int
+    quantum_blocks: int = 1
+
+    @property
+    def copy_blocks(self) -> float:
+        """Blocks in place of one copy of all layers: what a merge frees at most."""
+        return self.layer_bytes / self.block_bytes
+
+    def group_blocks(self, pool_blocks: Sequence[int]) -> int:
+        """Blocks of a group: a block needs room in all members, so the member with the least memory says.
+
+        Layers are cut evenly, and the largest part counts for each member; an uneven cut has fewer blocks.
+
+        Args:
+            pool_blocks: KV pool of each member while it has all layers.
+        """
+        num_kept = -(-self.num_layers // len(pool_blocks))
+        dropped_bytes = (self.num_layers - num_kept) * self.layer_bytes
+        num_bytes = min(pool_blocks) * self.num_layers * self.block_bytes + dropped_bytes
+        quantum_bytes = num_kept * self.block_bytes * self.quantum_blocks
+        return num_bytes // quantum_bytes * self.quantum_blocks if dropped_bytes else pool_blocks[0]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """A group of instances, or one instance alone, and what its requests ask for.
+
+    Attributes:
+        epochs: Its members.
+        pool_blocks: KV pool of each member while it has all layers.
+        num_demanded_blocks: Blocks for the tokens of its running requests and of those at the head of its line.
+    """
+
+    epochs: tuple[int, ...]
+    pool_blocks: tuple[int, ...]
+    num_demanded_blocks: int
+
+    @property
+    def num_stages(self) -> int:
+        """Its members."""
+        return len(self.epochs)
+
+
+@dataclass(frozen=True, slots=True)
+class DropPlan:
+    """Groups to make.
+
+    Attributes:
+        merges: What each new group is made of; two or more loads each.
+        num_gained_blocks: Blocks that these have more than their parts had.
+    """
+
+    merges: tuple[tuple[GroupLoad, ...], ...]
+    num_gained_blocks: int
+
+    @property
+    def num_merges(self) -> int:
+        """Copies of the layers that are dropped."""
+        return sum(len(parts) - 1 for parts in self.merges)
+
+    @property
+    def longest(self) -> int:
+        """Stages of the longest new group."""
+        return max(map(count_stages, self.merges), default=0)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The members of each new group, those of one part beside each other."""
+        return tuple(tuple(epoch for part in parts for epoch in part.epochs) for parts in self.merges)
+
+
+def count_stages(parts: Iterable[GroupLoad]) -> int:
+    """Stages of a group that is made of these."""
+    return sum(part.num_stages for part in parts)
+
+
+def excess_blocks(load: GroupLoad, sizes: DropSizes) -> int:
+    """Blocks that are demanded and not there; below 0 if blocks are free."""
+    return load.num_demanded_blocks - sizes.group_blocks(load.pool_blocks)
+
+
+def find_need(loads: Iterable[GroupLoad], sizes: DropSizes) -> int:
+    """Blocks that are missing in all overloaded groups together, now."""
+    return sum(max(0, excess_blocks(load, sizes)) for load in loads)
+
+
+def plan_drop(
+    loads: Sequence[GroupLoad], need_blocks: int, sizes: DropSizes, most_stages: int = MOST_STAGES
+) -> DropPlan | None:
+    """Groups whose merge gains what is needed; None if none do within ``most_stages``, or if nothing is needed.
+
+    With one merge fewer the same rule gains too little. If no group is overloaded yet, all of them count as such.
+
+    Args:
+        loads: All groups that may take part, single instances included.
+        need_blocks: Blocks to gain, at least: now missing, or predicted to be.
+        sizes: Of the model.
+        most_stages: Instances in one group, at most.
+    """
+    if need_blocks <= 0:
+        return None
+    ranked = sorted(loads, key=lambda load: (-excess_blocks(load, sizes), load.epochs))
+    num_overloaded = sum(excess_blocks(load, sizes) > 0 for load in ranked) or len(ranked)
+    overloaded = ranked[:num_overloaded]
+    calm = sorted(ranked[num_overloaded:], key=lambda load: (load.num_stages, excess_blocks(load, sizes), load.epochs))
+    most_stages = min(most_stages, sizes.num_layers)
+    low, high = _fewest_merges(loads, need_blocks, sizes), len(loads) - 1
+    found: DropPlan | None = None
+    middle = low
+    while low <= high:
+        plan = _plan_merges(overloaded, calm, middle, sizes)
+        if plan.longest > most_stages:
+            high = middle - 1
+        elif plan.num_gained_blocks >= need_blocks:
+            found, high = plan, middle - 1
+        else:
+            low = middle + 1
+        middle = (low + high) // 2
+    return found
+
+
+def plan_greedily(
+    loads: Sequence[GroupLoad], need_blocks: int, sizes: DropSizes, most_stages: int = MOST_STAGES
+) -> DropPlan | None:
+    """The paper's plan (Algorithm 6): merge the two groups of the fewest members until enough is gained."""
+    if need_blocks <= 0:
+        return None
+    heap: list[tuple[int, int, tuple[GroupLoad, ...]]]
+    heap = [(load.num_stages, index, (load,)) for index, load in enumerate(loads)]
+    heapq.heapify(heap)
+    order, num_gained = len(heap), 0
+    while num_gained < need_blocks:
+        if len(heap) < 2:
+            return None
+        (stages, _, one), (more, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        if stages + more > min(most_stages, sizes.num_layers):
+            return None
+        num_gained += _gain(one + other, sizes) - _gain(one, sizes) - _gain(other, sizes)
+        heapq.heappush(heap, (stages + more, order, one + other))
+        order += 1
+    return DropPlan(tuple(parts for _, _, parts in sorted(heap) if len(parts) > 1), num_gained)
+
+
+def _fewest_merges(loads: Iterable[GroupLoad], need_blocks: int, sizes: DropSizes) -> int:
+    """No plan has fewer: no merge gains more than a copy, and what groups lost by rounding before."""
+    ideal_blocks = (sum(load.pool_blocks) + (load.num_stages - 1) * sizes.copy_blocks for load in loads)
+    lost_blocks = sum(ideal_blocks) - sum(sizes.group_blocks(load.pool_blocks) for load in loads)
+    return max(1, math.ceil((need_blocks - lost_blocks) / sizes.copy_blocks - 1e-9))
+
+
+def _plan_merges(
+    overloaded: Sequence[GroupLoad], calm: Sequence[GroupLoad], num_merges: int, sizes: DropSizes
+) -> DropPlan:
+    """The most even groups of so many merges, without those that relieve no overloaded one.
+
+    Args:
+        overloaded: The most overloaded one first.
+        calm: The best partner first.
+        num_merges: Fewer than there are groups.
+        sizes: Of the model.
+    """
+    partners = calm[:num_merges]
+    num_bins = len(overloaded) + len(partners) - num_merges
+    longest_first = sorted([*overloaded, *partners], key=lambda load: -load.num_stages)
+    bins = [[load] for load in longest_first[:num_bins]]
+    heap = [(load.num_stages, index) for index, load in enumerate(longest_first[:num_bins])]
+    heapq.heapify(heap)
+    for load in longest_first[num_bins:]:
+        num_stages, index = heap[0]
+        bins[index].append(load)
+        heapq.heapreplace(heap, (num_stages + load.num_stages, index))
+    needy = {load.epochs for load in overloaded}
+    merges = tuple(tuple(p) for p in bins if len(p) > 1 and any(load.epochs in needy for load in p))
+    return DropPlan(merges, sum(_gain(parts, sizes) for parts in merges))
+
+
+def _gain(parts: Sequence[GroupLoad], sizes: DropSizes) -> int:
+    """Blocks that the group of these has more than they had."""
+    if len(parts) == 1:
+        return 0
+    pool_blocks = [blocks for part in parts for blocks in part.pool_blocks]
+    return sizes.group_blocks(pool_blocks) - sum(sizes.group_blocks(part.pool_blocks) for part in parts)

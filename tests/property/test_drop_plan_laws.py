@@ -1,0 +1,184 @@
+"""Drop plans: they gain what is needed with the fewest merges, and are almost always as even as any."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.policy.drop import (
+    DropPlan,
+    DropSizes,
+    GroupLoad,
+    excess_blocks,
+    find_need,
+    plan_drop,
+    plan_greedily,
+)
+from tests.support.examples import examples
+
+SIZES = DropSizes(num_layers=24, layer_bytes=40_000, block_bytes=1_000)
+POOL = 60
+
+
+def make_loads(num_stages: Sequence[int], demands: Sequence[int], pool: int = POOL) -> list[GroupLoad]:
+    """Groups of so many instances each."""
+    loads, epoch = [], 0
+    for stages, demand in zip(num_stages, demands, strict=True):
+        loads.append(GroupLoad(tuple(range(epoch, epoch + stages)), (pool,) * stages, demand))
+        epoch += stages
+    return loads
+
+
+CROWDS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 400)), min_size=1, max_size=12).map(
+    lambda rows: make_loads([stages for stages, _ in rows], [demand for _, demand in rows])
+)
+
+
+def count_blocks(pools: Sequence[int], sizes: DropSizes) -> int:
+    """Blocks of a group: the most that fit beside the kept layers of each member, by trying."""
+    kept = max(len(range(place, sizes.num_layers, len(pools))) for place in range(len(pools)))
+    fitting = []
+    for pool in pools:
+        num_bytes = (pool * sizes.block_bytes + sizes.layer_bytes) * sizes.num_layers - kept * sizes.layer_bytes
+        tries = range(1, num_bytes // sizes.block_bytes + 1)
+        fitting.append(bisect_right(tries, num_bytes, key=lambda tried: tried * kept * sizes.block_bytes))
+    return min(fitting)
+
+
+def gain_of(merges: Sequence[Sequence[GroupLoad]], sizes: DropSizes = SIZES) -> int:
+    return sum(
+        count_blocks([blocks for part in parts for blocks in part.pool_blocks], sizes)
+        - sum(count_blocks(part.pool_blocks, sizes) for part in parts)
+        for parts in merges
+    )
+
+
+def partitions(items: list[GroupLoad]) -> Iterator[list[list[GroupLoad]]]:
+    """All ways to divide them into sets."""
+    if not items:
+        yield []
+        return
+    for rest in partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for index in range(len(rest)):
+            yield [*rest[:index], [items[0], *rest[index]], *rest[index + 1 :]]
+
+
+def find_best(loads: list[GroupLoad], need: int, most_stages: int, sizes: DropSizes = SIZES) -> tuple[int, int] | None:
+    """(merges, longest group) of the best of all plans: the fewest merges, then the shortest."""
+    found = []
+    for bins in partitions(loads):
+        merges = [parts for parts in bins if len(parts) > 1]
+        longest = max(sum(part.num_stages for part in parts) for parts in bins)
+        if longest <= most_stages and gain_of(merges, sizes) >= need:
+            found.append((len(loads) - len(bins), longest))
+    return min(found, default=None)
+
+
+def measure(plan: DropPlan | None, loads: list[GroupLoad]) -> tuple[int, int] | None:
+    return None if plan is None else (plan.num_merges, max(plan.longest, *(load.num_stages for load in loads)))
+
+
+@settings(max_examples=examples(100))
+@given(loads=CROWDS, need=st.integers(1, 500), most_stages=st.integers(2, 8))
+def test_a_plan_gains_the_need_in_disjoint_groups_within_the_cap(
+    loads: list[GroupLoad], need: int, most_stages: int
+) -> None:
+    plan = plan_drop(loads, need, SIZES, most_stages)
+    if plan is not None:
+        assert plan.num_gained_blocks == gain_of(plan.merges) >= need
+        assert plan.longest <= most_stages
+        parts = [part for parts in plan.merges for part in parts]
+        assert len(parts) == len(set(parts)) and set(parts) <= set(loads)
+        members = [epoch for group in plan.groups for epoch in group]
+        assert len(members) == len(set(members)) == sum(part.num_stages for part in parts)
+        if any(excess_blocks(load, SIZES) > 0 for load in loads):
+            assert all(any(excess_blocks(part, SIZES) > 0 for part in parts) for parts in plan.merges)
+
+
+@settings(max_examples=examples(100))
+@given(loads=CROWDS, need=st.integers(1, 300), more=st.integers(0, 100), dice=st.randoms())
+def test_more_need_takes_no_fewer_merges_and_order_changes_nothing(
+    loads: list[GroupLoad], need: int, more: int, dice: Random
+) -> None:
+    plan, larger = plan_drop(loads, need, SIZES), plan_drop(loads, need + more, SIZES)
+    assert larger is None or (plan is not None and plan.num_merges <= larger.num_merges)
+    shuffled = list(loads)
+    dice.shuffle(shuffled)
+    assert plan_drop(shuffled, need, SIZES) == plan
+
+
+@settings(max_examples=examples(25))
+@given(st.integers(1, 6), st.integers(1, 250), st.integers(2, 6))
+def test_instances_that_begin_alone_get_a_plan_as_good_as_any(num_instances: int, need: int, most_stages: int) -> None:
+    loads = make_loads([1] * num_instances, [2 * POOL] * num_instances)
+    assert measure(plan_drop(loads, need, SIZES, most_stages), loads) == find_best(loads, need, most_stages)
+
+
+FINE = DropSizes(num_layers=720_720, layer_bytes=40, block_bytes=1)
+"""Up to 16 stages share these layers without a rest, so that every merge gains as much."""
+
+
+def test_the_plan_is_worse_than_the_best_in_few_cases_and_the_greedy_one_in_many() -> None:
+    """Groups of 1 to 3 that exist already; the published greedy plan is the control: it is seen to be worse."""
+    dice = Random(42)
+    num_worse, num_greedy_worse = 0, 0
+    for _ in range(370):
+        stages = [dice.randint(1, 3) for _ in range(dice.choice((3, 4, 5, 6)))]
+        loads = make_loads(stages, [10**6] * len(stages))
+        need = dice.randint(1, 40 * (len(loads) - 1))
+        best = find_best(loads, need, 99, FINE)
+        num_worse += measure(plan_drop(loads, need, FINE, 99), loads) != best
+        num_greedy_worse += measure(plan_greedily(loads, need, FINE, 99), loads) != best
+    assert num_worse <= 4, num_worse
+    assert num_greedy_worse >= 25, num_greedy_worse
+
+
+def test_overloaded_instances_are_spread_over_groups_and_the_freest_are_their_partners() -> None:
+    loads = make_loads([1] * 8, [10, 200, 20, 30, 180, 50, 55, 40])
+    plan = plan_drop(loads, find_need(loads, SIZES) // 4, SIZES)
+    assert plan is not None and {frozenset(group) for group in plan.groups} == {frozenset({1, 0}), frozenset({4, 2})}
+
+
+def test_the_greedy_plan_can_leave_out_the_overloaded_group() -> None:
+    """Control of the law above that each group relieves an overloaded one: the law can be broken."""
+    loads = make_loads([1, 1, 2], [10, 10, 900])
+    greedy, plan = plan_greedily(loads, 30, SIZES), plan_drop(loads, 30, SIZES)
+    assert greedy is not None and greedy.groups == ((0, 1),)
+    assert plan is not None and plan.groups == ((2, 3, 0),)
+
+
+@pytest.mark.parametrize("loads", [[], make_loads([1], [500]), make_loads([4, 4], [500, 500])])
+def test_nothing_to_merge_is_no_plan(loads: list[GroupLoad]) -> None:
+    assert plan_drop(loads, 10, SIZES) is None
+
+
+def test_no_need_is_no_plan_and_few_layers_cap_the_stages() -> None:
+    loads = make_loads([1] * 4, [500] * 4)
+    assert plan_drop(loads, 0, SIZES) is None and plan_greedily(loads, 0, SIZES) is None
+    short = DropSizes(num_layers=2, layer_bytes=40_000, block_bytes=1_000)
+    assert plan_drop(loads, 60, short) is not None and plan_drop(loads, 90, short) is None
+
+
+@settings(max_examples=examples(100))
+@given(
+    pools=st.lists(st.integers(0, 80), min_size=1, max_size=4),
+    layers=st.integers(4, 30),
+    layer_bytes=st.integers(1, 5_000),
+    block_bytes=st.integers(1, 300),
+    quantum=st.integers(1, 5),
+)
+def test_blocks_of_a_group_are_what_the_smallest_memory_holds(
+    pools: list[int], layers: int, layer_bytes: int, block_bytes: int, quantum: int
+) -> None:
+    sizes = DropSizes(layers, layer_bytes, block_bytes, quantum)
+    if len(pools) > 1:
+        expected = count_blocks(pools, sizes) // quantum * quantum
+        assert sizes.group_blocks(pools) == expected
+    else:
+        assert sizes.group_blocks(pools) == pools[0]
