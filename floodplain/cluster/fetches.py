@@ -1,0 +1,85 @@
+"""Requests whose KV is on its way between members of a group: which member has still to copy which. No I/O, no clock.
+
+A request's blocks are used again only when every member that copies into them has answered, whether or not the
+request is still wanted: a late write would damage another request's KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """What becomes of a request when its last copy is answered."""
+
+    ADOPT = "adopt"
+    LOST = "lost"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True)
+class _Fetch:
+    epochs: set[int]
+    to: int
+    has_failed: bool = False
+    is_wanted: bool = True
+
+
+class Fetches:
+    """Progress of an exchange.
+
+    Args:
+        sources: For each request, oldest first: epochs of the members that copy its KV, and that of the member that
+            goes on with it.
+    """
+
+    def __init__(self, sources: Mapping[int, tuple[set[int], int]]) -> None:
+        self._fetches = {request: _Fetch(set(epochs), to) for request, (epochs, to) in sources.items()}
+
+    def __len__(self) -> int:
+        """Requests under way."""
+        return len(self._fetches)
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """Those that are wanted, oldest first."""
+        return tuple(request for request, fetch in self._fetches.items() if fetch.is_wanted)
+
+    def pending_of(self, epoch: int) -> tuple[int, ...]:
+        """Requests that this member has still to copy, oldest first."""
+        return tuple(request for request, fetch in self._fetches.items() if epoch in fetch.epochs)
+
+    def abort(self, request: int) -> bool:
+        """A request is not wanted any more; its copies under way end first. Whether it was under way."""
+        fetch = self._fetches.get(request)
+        if fetch is not None:
+            fetch.is_wanted = False
+        return fetch is not None
+
+    def take_unwanted(self) -> list[tuple[int, int]]:
+        """Remove aborted requests before any copy has begun: each with the epoch of the member that reserved blocks."""
+        unwanted = [(request, fetch.to) for request, fetch in self._fetches.items() if not fetch.is_wanted]
+        for request, _ in unwanted:
+            del self._fetches[request]
+        return unwanted
+
+    def answer(self, request: int, epoch: int, *, is_ok: bool) -> tuple[Outcome | None, int] | None:
+        """A member has copied a request's KV, or has failed to.
+
+        Returns:
+            What becomes of the request (None: other members have still to answer), and the epoch of the member that
+            goes on with it. None if this answer was not awaited.
+        """
+        fetch = self._fetches.get(request)
+        if fetch is None or epoch not in fetch.epochs:
+            return None
+        fetch.epochs.remove(epoch)
+        fetch.has_failed = fetch.has_failed or not is_ok
+        if fetch.epochs:
+            return None, fetch.to
+        del self._fetches[request]
+        if not fetch.is_wanted:
+            return Outcome.ABORTED, fetch.to
+        return (Outcome.LOST if fetch.has_failed else Outcome.ADOPT), fetch.to

@@ -1,0 +1,209 @@
+"""Groups of instances over their epochs: which order goes out when. No I/O, no clock.
+
+Two phases: no member is told to drop anything before all have confirmed what they hold (``confirm``, then ``drop``).
+A member that ends while the group is being prepared costs the others a pause; later, the lives of all members end.
+Messages name the group by its number, which is used once: one of an ended group changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from floodplain.cluster.fetches import Outcome
+from floodplain.cluster.group_progress import Change, Group, cancel_orders, collection_of, exchange_of
+from floodplain.cluster.group_steps import Answer, Order
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.groups import GroupEvent, GroupState
+
+MIN_MEMBERS, MAX_MEMBERS = 2, 4
+
+
+class GroupBook:
+    """Owner of all groups. Every call that changes something returns a ``Change``; None: the message is stale."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        self._next_number = 1
+
+    def __len__(self) -> int:
+        """Groups that are being prepared or live."""
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        """All of them, the oldest first."""
+        return iter(list(self._groups.values()))
+
+    def get(self, number: int) -> Group | None:
+        """The group of this number; None if it has ended."""
+        return self._groups.get(number)
+
+    def find(self, epoch: int) -> Group | None:
+        """The group of which this epoch is a member; None if it serves by itself."""
+        return next((group for group in self._groups.values() if epoch in group.epochs), None)
+
+    # -- the caller decides ----------------------------------------------------------------------------------------
+
+    def prepare(self, epochs: Sequence[int]) -> Change:
+        """Begin a group of these instances, the leader first.
+
+        Raises:
+            UserError: They are too few or too many, or one is in a group.
+        """
+        if not MIN_MEMBERS <= len(epochs) <= MAX_MEMBERS or len(set(epochs)) < len(epochs):
+            raise UserError(f"a group has {MIN_MEMBERS} to {MAX_MEMBERS} different instances: name so many")
+        for epoch in epochs:
+            if (group := self.find(epoch)) is not None:
+                raise UserError(f"instance {epoch} is in group {group.number}: restore that one first")
+        group = Group(self._next_number, tuple(epochs))
+        self._next_number += 1
+        self._groups[group.number] = group
+        return self._take(group, GroupEvent.PREPARE)
+
+    def drop(self, number: int, holders: Mapping[int, int]) -> Change:
+        """All members have confirmed: let them drop parameters.
+
+        Args:
+            number: Of the group.
+            holders: For each handed-over request that keeps its KV, oldest first: the epoch of the member that has it.
+
+        Raises:
+            InvariantError: A member has not confirmed, or a holder is no member.
+        """
+        group = self._expect(number, GroupState.PREPARING, holders)
+        group.fetches = exchange_of(group.epochs, holders)
+        return self._take(group, GroupEvent.DROP)
+
+    def cancel(self, number: int) -> Change | None:
+        """Give a group up that is being prepared; None if it is beyond that, or has ended."""
+        group = self._groups.get(number)
+        return None if group is None else self._end(group, GroupEvent.CANCELLED, None)
+
+    def restore(self, number: int) -> Change:
+        """Begin to restore a group.
+
+        Raises:
+            UserError: There is no such group, or it is in the middle of a change.
+        """
+        group = self._groups.get(number)
+        if group is None:
+            raise UserError(f"there is no group {number}: ask for the groups that there are")
+        if group.state is not GroupState.PIPELINED:
+            raise UserError(f"group {number} is {group.state}: try again when it is {GroupState.PIPELINED}")
+        return self._take(group, GroupEvent.RESTORE)
+
+    def adopt(self, number: int, homes: Mapping[int, int]) -> Change:
+        """All members serve by themselves: let each request's KV be collected by the member that goes on with it.
+
+        Args:
+            number: Of the group.
+            homes: For each request that the leader has handed over and that keeps its KV, oldest first: that member's
+                epoch.
+
+        Raises:
+            InvariantError: A member has not returned, or a home is no member.
+        """
+        group = self._expect(number, GroupState.RETURNING, homes)
+        group.fetches = collection_of(homes)
+        return self._take(group, GroupEvent.RETURNED)
+
+    def expire(self, number: int, state: GroupState) -> Change | None:
+        """A group has been in ``state`` for too long: it is cancelled, or the lives of its members end.
+
+        None if it is in another state by now, or if nothing is awaited in this one.
+        """
+        group = self._groups.get(number)
+        return None if group is None or group.state is not state else self._end(group, GroupEvent.EXPIRED, None)
+
+    def abort(self, number: int, request: int) -> bool:
+        """A handed-over request is not wanted any more. Whether its KV was under way, or going to be.
+
+        Its blocks are released when no member copies into them any more.
+        """
+        group = self._groups.get(number)
+        return group is not None and group.fetches.abort(request)
+
+    # -- members say -----------------------------------------------------------------------------------------------
+
+    def confirm(self, epoch: int, number: int) -> Change | None:
+        """A member is paused and has said what it holds. See ``Group.is_confirmed``."""
+        return self.note(epoch, number, Answer.CONFIRMED)
+
+    def refuse(self, epoch: int, number: int) -> Change | None:
+        """A member cannot be in the group, and has not paused: the others go on."""
+        group = self._groups.get(number)
+        return self._end(group, GroupEvent.CANCELLED, epoch) if group is not None and epoch in group.epochs else None
+
+    def note(self, epoch: int, number: int, answer: Answer) -> Change | None:
+        """A member has done what it was told."""
+        group = self._groups.get(number)
+        if group is None:
+            return None
+        before = group.state
+        orders = group.note(epoch, answer)
+        return None if orders is None else self._change(group, before, orders)
+
+    def note_request(self, epoch: int, number: int, answer: Answer, request: int, *, is_ok: bool) -> Change | None:
+        """A member has copied one request's KV (``FETCHED``, ``COLLECTED``), or has failed to."""
+        group = self._groups.get(number)
+        if group is None:
+            return None
+        before = group.state
+        noted = group.note_request(epoch, answer, request, is_ok=is_ok)
+        if noted is None:
+            return None
+        outcome, orders = noted
+        return self._change(group, before, orders, lost=(request,) if outcome is Outcome.LOST else ())
+
+    def end(self, epoch: int) -> Change | None:
+        """A life is over: of its group, too, if it is in one."""
+        group = self.find(epoch)
+        return None if group is None else self._end(group, GroupEvent.ENDED, epoch)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _expect(self, number: int, state: GroupState, requests: Mapping[int, int]) -> Group:
+        group = self._groups.get(number)
+        if group is None or not set(requests.values()) <= set(group.epochs):
+            raise InvariantError(f"group {number} has ended, or an epoch of {sorted(requests.values())} is no member")
+        group.expect(state)
+        return group
+
+    def _take(self, group: Group, event: GroupEvent) -> Change:
+        before, orders = group.state, group.take(event)
+        if orders is None:
+            raise InvariantError(f"the event '{event}' is late for group {group.number}")
+        return self._change(group, before, orders)
+
+    def _end(self, group: Group, event: GroupEvent, epoch: int | None) -> Change | None:
+        """An event that ends the group, because of ``epoch`` or of none; None if it is stale."""
+        before = group.state
+        if group.take(event) is None:
+            return None
+        lost = group.fetches.requests
+        if before is GroupState.PREPARING:
+            return self._change(group, before, cancel_orders(group, epoch))
+        ended = tuple(other for other in reversed(group.epochs) if other != epoch)
+        return self._change(group, before, (), ended, lost)
+
+    def _change(
+        self,
+        group: Group,
+        before: GroupState,
+        orders: Sequence[Order],
+        ended: tuple[int, ...] = (),
+        lost: tuple[int, ...] = (),
+    ) -> Change:
+        if group.state in (GroupState.SOLO, GroupState.OVER):
+            del self._groups[group.number]
+        entered = None if group.state is before else group.state
+        return Change(group, tuple(orders), entered, ended, lost)
+
+    def check_integrity(self) -> None:
+        """Check that no epoch is in two groups.
+
+        Raises:
+            InvariantError: One is.
+        """
+        members = [epoch for group in self._groups.values() for epoch in group.epochs]
+        if len(members) != len(set(members)):
+            raise InvariantError("an instance is in two groups")

@@ -1,0 +1,153 @@
+"""One group from prepare to its end: its state, and which answers are still awaited. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from floodplain.cluster.fetches import Fetches, Outcome
+from floodplain.cluster.group_steps import REQUEST_ANSWERS, STEPS, Answer, Order, OrderKind, Step, Who
+from floodplain.core.errors import InvariantError
+from floodplain.core.groups import GroupEvent, GroupState, advance
+
+
+class Group:
+    """One group, under a number that no other group has.
+
+    Attributes:
+        number: Names it.
+        epochs: Of its members, by place; the first one's is the leader's.
+        state: Where it is.
+        fetches: Requests whose KV is copied between members, or will be.
+    """
+
+    def __init__(self, number: int, epochs: tuple[int, ...]) -> None:
+        self.number, self.epochs = number, epochs
+        self.state = GroupState.SOLO
+        self.fetches = Fetches({})
+        self._answered: set[int] = set()
+
+    @property
+    def leader(self) -> int:
+        """The epoch of the member that has the step loop."""
+        return self.epochs[0]
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """Epochs of members whose answer, for the group as a whole, is missing."""
+        step = self._step
+        return tuple(epoch for epoch in step.by.choose(self.epochs) if step.answer and epoch not in self._answered)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether all members are paused and have said what they hold: ``GroupBook.drop`` may follow."""
+        return self.state is GroupState.PREPARING and not self.awaited
+
+    @property
+    def is_returned(self) -> bool:
+        """Whether all members serve by themselves: ``GroupBook.adopt`` may follow."""
+        return self.state is GroupState.RETURNING and not self.awaited
+
+    @property
+    def _step(self) -> Step:
+        return STEPS.get(self.state, Step())
+
+    def take(self, event: GroupEvent) -> list[Order] | None:
+        """An event takes place: the orders of the state that it leads to. None if it is stale.
+
+        A state in which nothing is to be copied is left at once.
+
+        Raises:
+            InvariantError: The event is impossible.
+        """
+        after = advance(self.state, event)
+        if after is None:
+            return None
+        self.state = after
+        self._answered.clear()
+        step = self._step
+        orders = [self.order(epoch, kind) for kind, who in step.orders for epoch in who.choose(self.epochs)]
+        if after in REQUEST_ANSWERS:
+            orders += self._begin_fetches(OrderKind.FETCH if after is GroupState.EXCHANGING else OrderKind.COLLECT)
+            orders += self._end_fetches()
+        return orders
+
+    def note(self, epoch: int, answer: Answer) -> list[Order] | None:
+        """A member has done what it was told: orders that follow. None if the answer is stale."""
+        step = self._step
+        if answer is not step.answer or epoch not in self.awaited:
+            return None
+        self._answered.add(epoch)
+        return [] if self.awaited or step.event is None else self.take(step.event)
+
+    def note_request(
+        self, epoch: int, answer: Answer, request: int, *, is_ok: bool
+    ) -> tuple[Outcome | None, list[Order]] | None:
+        """A member has copied one request's KV, or has failed to: what becomes of it, and orders. None if stale."""
+        if REQUEST_ANSWERS.get(self.state) is not answer:
+            return None
+        answered = self.fetches.answer(request, epoch, is_ok=is_ok)
+        if answered is None:
+            return None
+        outcome, owner = answered
+        if outcome is None:
+            return None, []
+        kind = OrderKind.ADOPT if outcome is Outcome.ADOPT else OrderKind.RELEASE
+        return outcome, [self.order(owner, kind, (request,)), *self._end_fetches()]
+
+    def expect(self, state: GroupState) -> None:
+        """Check that the caller's decision is due.
+
+        Raises:
+            InvariantError: The group is in another state, or answers are missing.
+        """
+        if self.state is not state or self.awaited:
+            raise InvariantError(f"group {self.number} is {self.state}, awaiting {list(self.awaited)}, not {state}")
+
+    def order(self, epoch: int, kind: OrderKind, requests: tuple[int, ...] = ()) -> Order:
+        """An order to one member."""
+        return Order(epoch, self.number, kind, requests)
+
+    def _begin_fetches(self, kind: OrderKind) -> list[Order]:
+        orders = [self.order(to, OrderKind.RELEASE, (request,)) for request, to in self.fetches.take_unwanted()]
+        pending = {epoch: self.fetches.pending_of(epoch) for epoch in self.epochs}
+        return orders + [self.order(epoch, kind, requests) for epoch, requests in pending.items() if requests]
+
+    def _end_fetches(self) -> list[Order]:
+        event = self._step.event
+        return [] if self.fetches or event is None else self.take(event) or []
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one call has changed.
+
+    Attributes:
+        group: The group, in its new state.
+        orders: To be sent, in this order.
+        entered: The state that it is in since this call; None if it is still in the same.
+        ended: Epochs whose lives end now, the last place first.
+        lost: Requests that are to be computed again from their tokens.
+    """
+
+    group: Group
+    orders: tuple[Order, ...] = ()
+    entered: GroupState | None = None
+    ended: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+
+
+def exchange_of(epochs: tuple[int, ...], holders: Mapping[int, int]) -> Fetches:
+    """Each request's KV is copied by all members but the one that holds it; the leader goes on with it."""
+    return Fetches({request: (set(epochs) - {holder}, epochs[0]) for request, holder in holders.items()})
+
+
+def collection_of(homes: Mapping[int, int]) -> Fetches:
+    """Each request's KV is copied by the member that goes on with it."""
+    return Fetches({request: ({home}, home) for request, home in homes.items()})
+
+
+def cancel_orders(group: Group, without: int | None = None) -> tuple[Order, ...]:
+    """Members of a group that was being prepared go on, but for one that has ended or never paused."""
+    epochs = Who.ALL.choose(group.epochs)
+    return tuple(group.order(epoch, OrderKind.CANCEL) for epoch in epochs if epoch != without)

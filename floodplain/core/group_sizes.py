@@ -1,0 +1,178 @@
+"""How many quanta a group's KV pool has in each state, and which requests keep their KV in a drop. Pure.
+
+Member i has T pages behind its own pool, keeps k of L layers, and frees P pages by dropping the parameters of the
+others; a quantum is q pages in each layer. While grouped, it has T + P pages for KV.
+
+- Exchange: N quanta of k layers, beside U used quanta whose KV in the dropped layers has not left yet:
+  N*k*q + U*(L-k)*q <= T + P.
+- Settled: that KV is gone: N*k*q <= T + P.
+- Restore: P pages must be spare for the parameters: N*k*q <= T.
+- Return: beside N quanta of k layers there are quanta of all L layers again: N*k*q + R*L*q <= T.
+
+A block has one id in all members, so the group has the least number over its members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from floodplain.core.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class MemberReport:
+    """What a paused member says of its memory.
+
+    Attributes:
+        num_kv_pages: Pages behind its KV pool, over all layers.
+        quantum_pages: Pages of a whole quantum in one layer.
+        max_quanta: Quanta for which address space is reserved.
+        param_pages: Pages that dropping the parameters of each layer frees.
+    """
+
+    num_kv_pages: int
+    quantum_pages: int
+    max_quanta: int
+    param_pages: tuple[int, ...]
+
+    def count_grouped_pages(self, kept: range) -> int:
+        """Pages for KV after it has dropped the parameters of all layers but ``kept``."""
+        return self.num_kv_pages + sum(self.param_pages) - sum(self.param_pages[layer] for layer in kept)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRow:
+    """A request that a member holds: the member's place in the group, and block ids in the member's own pool.
+
+    Blocks may be those of other requests, too (a shared prefix).
+    """
+
+    place: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """The plan of a drop.
+
+    Attributes:
+        num_kept_rows: So many of the oldest rows keep their KV; the others are computed again.
+        used: For each place, quanta of the member's own pool that hold KV of these rows, ascending. The k-th one
+            becomes quantum ``first[place] + k`` of the group.
+        first: For each place, the first of the group's quanta that are its own used ones.
+        num_quanta: Of the group's pool during the exchange.
+        num_settled_quanta: The same after the exchange.
+        num_restore_quanta: The most that it may have when the dropped parameters are to be mapped again.
+    """
+
+    num_kept_rows: int
+    used: tuple[tuple[int, ...], ...]
+    first: tuple[int, ...]
+    num_quanta: int
+    num_settled_quanta: int
+    num_restore_quanta: int
+
+    def map_blocks(self, row: HeldRow, quantum_blocks: int) -> tuple[int, ...]:
+        """The group's ids of the blocks of a row that keeps its KV. Shared blocks stay shared."""
+        return map_blocks(row.blocks, self.used[row.place], self.first[row.place], quantum_blocks)
+
+
+def count_exchange_quanta(report: MemberReport, kept: range, num_used: int) -> int:
+    """Quanta that a member can map in its kept layers while KV of ``num_used`` quanta has not left; may be negative."""
+    num_leaving = num_used * (len(report.param_pages) - len(kept)) * report.quantum_pages
+    num_pages = report.count_grouped_pages(kept) - num_leaving
+    return min(report.max_quanta, num_pages // (len(kept) * report.quantum_pages))
+
+
+def count_settled_quanta(report: MemberReport, kept: range) -> int:
+    """Quanta that a member can map in its kept layers when nothing else is mapped but their parameters."""
+    return count_exchange_quanta(report, kept, 0)
+
+
+def count_restore_quanta(report: MemberReport, kept: range) -> int:
+    """The most quanta in the kept layers beside the parameters of all layers."""
+    return min(report.max_quanta, report.num_kv_pages // (len(kept) * report.quantum_pages))
+
+
+def count_returned_quanta(report: MemberReport, kept: range, num_group_quanta: int) -> int:
+    """Quanta of all layers that a member's own pool can have beside ``num_group_quanta`` in the kept layers.
+
+    Raises:
+        InvariantError: These alone have more pages than there are.
+    """
+    num_pages = report.num_kv_pages - num_group_quanta * len(kept) * report.quantum_pages
+    if num_pages < 0:
+        raise InvariantError(f"{num_group_quanta} quanta of a group have no pages beside all parameters")
+    return num_pages // (len(report.param_pages) * report.quantum_pages)
+
+
+def size_group(
+    reports: Sequence[MemberReport], kept: Sequence[range], rows: Sequence[HeldRow], quantum_blocks: int
+) -> GroupSizes:
+    """Plan a drop.
+
+    Args:
+        reports: Of the members, by place.
+        kept: Layers that each of them keeps: together all, in order, none twice, none empty.
+        rows: Requests that members hold, of all members, oldest first.
+        quantum_blocks: Blocks of a quantum, alike in all members.
+
+    Raises:
+        InvariantError: ``kept`` is no such cut.
+    """
+    _check_cut(reports, kept)
+    num_kept, used = choose_kept_rows(reports, kept, rows, quantum_blocks)
+    return GroupSizes(
+        num_kept_rows=num_kept,
+        used=used,
+        first=tuple(sum(map(len, used[:place])) for place in range(len(used))),
+        num_quanta=min(map(count_exchange_quanta, reports, kept, map(len, used))),
+        num_settled_quanta=min(map(count_settled_quanta, reports, kept)),
+        num_restore_quanta=min(map(count_restore_quanta, reports, kept)),
+    )
+
+
+def choose_kept_rows(
+    reports: Sequence[MemberReport], kept: Sequence[range], rows: Sequence[HeldRow], quantum_blocks: int
+) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    """How many of the oldest rows keep their KV, and the quanta of each place that hold it.
+
+    The youngest row gives its KV up first, until the group's pool has room for all used quanta. A quantum is used as
+    long as one row that keeps its KV has a block there. Arguments as in ``size_group``.
+    """
+    used: list[set[int]] = [set() for _ in reports]
+    num_kept = 0
+    for row in rows:
+        new = {block // quantum_blocks for block in row.blocks} - used[row.place]
+        used[row.place] |= new
+        if sum(map(len, used)) > min(map(count_exchange_quanta, reports, kept, map(len, used))):
+            used[row.place] -= new
+            break
+        num_kept += 1
+    return num_kept, tuple(tuple(sorted(quanta)) for quanta in used)
+
+
+def map_blocks(blocks: Sequence[int], used: Sequence[int], first: int, quantum_blocks: int) -> tuple[int, ...]:
+    """The group's ids of blocks of a member's own pool.
+
+    Args:
+        blocks: Ids there.
+        used: The member's used quanta, and
+        first: the group's quantum that the first of them becomes.
+        quantum_blocks: Blocks of a quantum.
+
+    Raises:
+        InvariantError: A block is in none of these quanta.
+    """
+    places = {quantum: (first + index) * quantum_blocks for index, quantum in enumerate(used)}
+    if not {block // quantum_blocks for block in blocks} <= places.keys():
+        raise InvariantError("a block is in a quantum that no request keeps")
+    return tuple(places[block // quantum_blocks] + block % quantum_blocks for block in blocks)
+
+
+def _check_cut(reports: Sequence[MemberReport], kept: Sequence[range]) -> None:
+    sizes = {len(report.param_pages) for report in reports}
+    layers = [layer for part in kept for layer in part]
+    if len(reports) != len(kept) or sizes != {len(layers)} or layers != list(range(len(layers))) or not all(kept):
+        raise InvariantError(f"{list(kept)} do not cut the layers of {len(reports)} members")

@@ -1,0 +1,197 @@
+"""Sizes of a group's pool against brute force over pages; which requests keep their KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.core.errors import InvariantError
+from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, count_returned_quanta, size_group
+from tests.support.examples import examples
+
+Q = 3  # blocks of a quantum
+Story = tuple[list[MemberReport], list[range], list[HeldRow]]
+
+
+@st.composite
+def stories(draw: st.DrawFn) -> Story:
+    num_members = draw(st.integers(2, 4))
+    counts = [draw(st.integers(1, 3)) for _ in range(num_members)]
+    ends = [sum(counts[:place]) for place in range(num_members + 1)]
+    quantum_pages, num_layers = draw(st.integers(1, 3)), ends[-1]
+    quanta = [draw(st.integers(1, 9)) for _ in range(num_members)]
+    reports = [
+        MemberReport(
+            num_kv_pages=size * num_layers * quantum_pages,
+            quantum_pages=quantum_pages,
+            max_quanta=draw(st.integers(size, 40)),
+            param_pages=tuple(draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers))),
+        )
+        for size in quanta
+    ]
+    places = draw(st.lists(st.integers(0, num_members - 1), max_size=12))
+    rows = [
+        HeldRow(place, tuple(draw(st.lists(st.integers(0, quanta[place] * Q - 1), max_size=5, unique=True))))
+        for place in places
+    ]
+    return reports, [range(begin, end) for begin, end in pairwise(ends)], rows
+
+
+class Pages:
+    """The oracle: one member's pages one by one, by what they hold; running out of them is an error."""
+
+    def __init__(self, report: MemberReport) -> None:
+        self.report, self.held = report, dict[tuple[str, int, int], int]()
+        self.total = report.num_kv_pages + sum(report.param_pages)
+        self.map_params(range(len(report.param_pages)))
+
+    def map_params(self, layers: Sequence[int]) -> None:
+        for layer in layers:
+            self.held["param", layer, 0] = self.report.param_pages[layer]
+
+    def map(self, what: str, layers: Sequence[int], quanta: Sequence[int]) -> None:
+        assert all(quantum < self.report.max_quanta for quantum in quanta), "no address space"
+        self.held |= {(what, layer, quantum): self.report.quantum_pages for layer in layers for quantum in quanta}
+
+    def unmap(self, what: str, layers: Sequence[int]) -> None:
+        self.held = {key: num for key, num in self.held.items() if key[0] != what or key[1] not in layers}
+
+    @property
+    def is_overdrawn(self) -> bool:
+        return sum(self.held.values()) > self.total
+
+
+def hold_exchange(report: MemberReport, kept: range, used: Sequence[int], num_quanta: int) -> Pages:
+    pages, others = Pages(report), [layer for layer in range(len(report.param_pages)) if layer not in kept]
+    pages.unmap("param", others)
+    pages.map("own", others, used)
+    pages.map("group", kept, range(num_quanta))
+    return pages
+
+
+def run(report: MemberReport, kept: range, used: Sequence[int], sizes: GroupSizes) -> bool:
+    """A whole life of a group in one member: whether its pages suffice in each state."""
+    num_layers = len(report.param_pages)
+    others = [layer for layer in range(num_layers) if layer not in kept]
+    pages = hold_exchange(report, kept, used, sizes.num_quanta)
+    ok = not pages.is_overdrawn
+    pages.unmap("own", others)
+    pages.map("group", kept, range(sizes.num_settled_quanta))
+    ok = ok and not pages.is_overdrawn
+    pages.unmap("group", kept)
+    pages.map("group", kept, range(sizes.num_restore_quanta))
+    pages.map_params(others)
+    ok = ok and not pages.is_overdrawn
+    num_own = count_returned_quanta(report, kept, sizes.num_restore_quanta)
+    pages.map("own", range(num_layers), range(num_own))
+    ok = ok and not pages.is_overdrawn
+    pages.unmap("group", kept)
+    pages.map("own", range(num_layers), range(report.num_kv_pages // (num_layers * report.quantum_pages)))
+    return ok and not pages.is_overdrawn
+
+
+def is_least(reports: list[MemberReport], kept: list[range], used: Sequence[Sequence[int]], num_quanta: int) -> bool:
+    """Whether one more quantum would be too many for a member, or one fewer would do for none."""
+    more = [
+        hold_exchange(*one, num_quanta)
+        for one in zip(reports, kept, used, strict=True)
+        if num_quanta < one[0].max_quanta
+    ]
+    return len(more) < len(reports) or any(
+        pages.is_overdrawn or sum(pages.held.values()) + len(part) * report.quantum_pages > pages.total
+        for pages, report, part in zip(more, reports, kept, strict=True)
+    )
+
+
+def quanta_of(rows: Sequence[HeldRow], num_places: int) -> list[list[int]]:
+    return [sorted({b // Q for row in rows if row.place == place for b in row.blocks}) for place in range(num_places)]
+
+
+def fits(reports: list[MemberReport], kept: list[range], rows: Sequence[HeldRow]) -> bool:
+    """The oracle: whether the group's pool can have a quantum for each used one while nothing has left yet."""
+    used = quanta_of(rows, len(reports))
+    num = sum(map(len, used))
+    if any(num > report.max_quanta for report in reports):
+        return False
+    members = zip(reports, kept, used, strict=True)
+    return not any(hold_exchange(report, part, own, num).is_overdrawn for report, part, own in members)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(story=stories())
+def test_pages_are_never_overdrawn_and_none_is_left_for_one_more(story: Story) -> None:
+    reports, kept, rows = story
+    sizes = size_group(reports, kept, rows, Q)
+    for report, part, used in zip(reports, kept, sizes.used, strict=True):
+        assert run(report, part, used, sizes)
+    assert is_least(reports, kept, sizes.used, sizes.num_quanta)
+    assert sizes.num_settled_quanta >= sizes.num_quanta >= sum(map(len, sizes.used))
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(story=stories())
+def test_youngest_requests_give_up_their_kv_until_the_rest_fits(story: Story) -> None:
+    reports, kept, rows = story
+    sizes = size_group(reports, kept, rows, Q)
+    wanted = max(num for num in range(len(rows) + 1) if fits(reports, kept, rows[:num]))
+    assert sizes.num_kept_rows == wanted
+    assert list(map(list, sizes.used)) == quanta_of(rows[:wanted], len(reports))
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(story=stories())
+def test_blocks_keep_their_pages_under_new_ids(story: Story) -> None:
+    """Two blocks have one id in the group only if they are one block; those of a quantum stay together, in order."""
+    reports, kept, rows = story
+    sizes = size_group(reports, kept, rows, Q)
+    new: dict[tuple[int, int], int] = {}
+    for row in rows[: sizes.num_kept_rows]:
+        new |= zip([(row.place, block) for block in row.blocks], sizes.map_blocks(row, Q), strict=True)
+    assert len(set(new.values())) == len(new)
+    assert all(0 <= block < sizes.num_quanta * Q for block in new.values())
+    whole = {(place, old // Q, block // Q) for (place, old), block in new.items()}
+    assert len({one[:2] for one in whole}) == len(whole) == len({one[2] for one in whole})
+    assert all(old % Q == block % Q for (_, old), block in new.items())
+
+
+def test_blocks_of_a_request_that_gave_its_kv_up_have_no_new_ids() -> None:
+    sizes = GroupSizes(1, ((0, 2), ()), (0, 2), 9, 9, 9)
+    assert sizes.map_blocks(HeldRow(0, (7, 0)), 3) == (4, 0)
+    with pytest.raises(InvariantError):
+        sizes.map_blocks(HeldRow(0, (3,)), 3)
+
+
+@pytest.mark.parametrize(
+    "kept", [[range(2)], [range(2), range(3, 4)], [range(4), range(4, 4)], [range(2), range(1, 4)]]
+)
+def test_a_cut_that_is_none_is_refused(kept: list[range]) -> None:
+    report = MemberReport(40, 1, 99, (5, 5, 5, 5))
+    with pytest.raises(InvariantError, match="do not cut"):
+        size_group([report, report], kept, [], Q)
+
+
+def test_full_pools_keep_two_thirds_when_parameters_are_small() -> None:
+    report = MemberReport(num_kv_pages=4 * 90, quantum_pages=1, max_quanta=999, param_pages=(0,) * 4)
+    rows = [HeldRow(place, tuple(range(Q * n, Q * n + Q))) for n in range(90) for place in (0, 1)]
+    assert size_group([report, report], [range(2), range(2, 4)], rows, Q).num_kept_rows == 120
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+def test_one_quantum_more_is_noticed() -> None:
+    report = MemberReport(num_kv_pages=40, quantum_pages=1, max_quanta=99, param_pages=(5, 5, 5, 5))
+    rows = [HeldRow(0, (0, Q))]
+    kept = [range(2), range(2, 4)]
+    sizes = size_group([report, report], kept, rows, Q)
+    assert run(report, kept[0], sizes.used[0], sizes)
+    for name in ("num_quanta", "num_settled_quanta", "num_restore_quanta"):
+        grown = {field: getattr(sizes, field) for field in GroupSizes.__slots__} | {name: getattr(sizes, name) + 1}
+        try:
+            assert not run(report, kept[0], sizes.used[0], GroupSizes(**grown)), name
+        except InvariantError:
+            assert name == "num_restore_quanta"
