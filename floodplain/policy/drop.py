@@ -133,10 +133,7 @@ def plan_drop(
     """
     if need_blocks <= 0:
         return None
-    ranked = sorted(loads, key=lambda load: (-excess_blocks(load, sizes), load.epochs))
-    num_overloaded = sum(excess_blocks(load, sizes) > 0 for load in ranked) or len(ranked)
-    overloaded = ranked[:num_overloaded]
-    calm = sorted(ranked[num_overloaded:], key=lambda load: (load.num_stages, excess_blocks(load, sizes), load.epochs))
+    overloaded, calm = _rank(loads, sizes)
     most_stages = min(most_stages, sizes.num_layers)
     low, high = _fewest_merges(loads, need_blocks, sizes), len(loads) - 1
     found: DropPlan | None = None
@@ -150,6 +147,23 @@ def plan_drop(
         else:
             low = middle + 1
         middle = (low + high) // 2
+    return found
+
+
+def plan_largest(loads: Sequence[GroupLoad], sizes: DropSizes, most_stages: int = MOST_STAGES) -> DropPlan | None:
+    """Groups that gain the most within ``most_stages``, for a need that no plan covers; None if nothing is gained."""
+    overloaded, calm = _rank(loads, sizes)
+    low, high = 1, len(loads) - 1
+    found: DropPlan | None = None
+    while low <= high:
+        middle = (low + high) // 2
+        plan = _plan_merges(overloaded, calm, middle, sizes)
+        if plan.longest > min(most_stages, sizes.num_layers):
+            high = middle - 1
+        else:
+            low = middle + 1
+            if plan.num_gained_blocks > (found.num_gained_blocks if found is not None else 0):
+                found = plan
     return found
 
 
@@ -173,6 +187,14 @@ def plan_greedily(
         heapq.heappush(heap, (stages + more, order, one + other))
         order += 1
     return DropPlan(tuple(parts for _, _, parts in sorted(heap) if len(parts) > 1), num_gained)
+
+
+def _rank(loads: Sequence[GroupLoad], sizes: DropSizes) -> tuple[list[GroupLoad], list[GroupLoad]]:
+    """Overloaded groups, the most overloaded first, and calm ones, the best partner first."""
+    ranked = sorted(loads, key=lambda load: (-excess_blocks(load, sizes), load.epochs))
+    num_overloaded = sum(excess_blocks(load, sizes) > 0 for load in ranked) or len(ranked)
+    calm = sorted(ranked[num_overloaded:], key=lambda load: (load.num_stages, excess_blocks(load, sizes), load.epochs))
+    return ranked[:num_overloaded], calm
 
 
 def _fewest_merges(loads: Iterable[GroupLoad], need_blocks: int, sizes: DropSizes) -> int:

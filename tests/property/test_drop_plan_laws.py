@@ -18,6 +18,7 @@ from floodplain.policy.drop import (
     find_need,
     plan_drop,
     plan_greedily,
+    plan_largest,
 )
 from tests.support.examples import examples
 
@@ -151,6 +152,29 @@ def test_the_greedy_plan_can_leave_out_the_overloaded_group() -> None:
     greedy, plan = plan_greedily(loads, 30, SIZES), plan_drop(loads, 30, SIZES)
     assert greedy is not None and greedy.groups == ((0, 1),)
     assert plan is not None and plan.groups == ((2, 3, 0),)
+
+
+@settings(max_examples=examples(60))
+@given(loads=CROWDS, need=st.integers(1, 500), most_stages=st.integers(2, 5))
+def test_the_largest_plan_gains_no_less_than_any_plan_that_is_enough(
+    loads: list[GroupLoad], need: int, most_stages: int
+) -> None:
+    largest, plan = plan_largest(loads, SIZES, most_stages), plan_drop(loads, need, SIZES, most_stages)
+    if largest is None:
+        assert plan is None
+    else:
+        assert largest.longest <= most_stages and largest.num_gained_blocks == gain_of(largest.merges) > 0
+        assert plan is None or largest.num_gained_blocks >= plan.num_gained_blocks
+
+
+@settings(max_examples=examples(15))
+@given(st.integers(1, 6), st.integers(2, 4))
+def test_of_instances_that_begin_alone_no_plan_gains_more_than_the_largest(num_instances: int, most: int) -> None:
+    loads = make_loads([1] * num_instances, [2 * POOL] * num_instances)
+    possible = [bins for bins in partitions(loads) if max(map(len, bins)) <= most]
+    gains = [gain_of([parts for parts in bins if len(parts) > 1]) for bins in possible]
+    plan = plan_largest(loads, SIZES, most)
+    assert (plan.num_gained_blocks if plan is not None else 0) == max(gains)
 
 
 @pytest.mark.parametrize("loads", [[], make_loads([1], [500]), make_loads([4, 4], [500, 500])])
