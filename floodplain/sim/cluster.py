@@ -1,0 +1,153 @@
+"""Many instances behind one dispatcher in virtual time: the same loops, ledgers and policies as in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
+from typing import Protocol
+
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import StepPlan
+from floodplain.core.request import Request, SeqId
+from floodplain.cost.pipeline import ChunkPrice
+from floodplain.cost.step_time import StepCost, StepTimer
+from floodplain.policy.dispatch import InstanceView, choose_instance
+from floodplain.policy.drop import DropSizes
+from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.policy.microbatch import MicrobatchRule
+from floodplain.runtime.loop import Loop
+from floodplain.runtime.state import LoopConfig, LoopState
+from floodplain.sim.environment import Environment
+from floodplain.sim.stages import VirtualStages
+
+
+class VirtualEngine(Protocol):
+    """What takes requests: ``sim.instance.VirtualInstance``, or ``VirtualStages``."""
+
+    loop: Loop
+    lifecycles: dict[SeqId, Lifecycle]
+
+    def submit(self, request: Request) -> SeqId:
+        """A request arrives now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualModel:
+    """A model on instances that are alike.
+
+    Attributes:
+        cost: Of a step through all layers.
+        sizes: Of layers and blocks.
+        num_blocks: KV pool of an instance that has all layers.
+        block_tokens: Tokens in a block.
+        config: Limits of an instance's loop.
+        hop_s: From one stage to the next.
+        least_tokens: See ``MicrobatchRule``.
+    """
+
+    cost: StepCost
+    sizes: DropSizes
+    num_blocks: int
+    block_tokens: int
+    config: LoopConfig
+    hop_s: float = 0.0
+    least_tokens: int = 256
+
+    @property
+    def token_bytes(self) -> float:
+        """KV of a token in all layers."""
+        return self.sizes.num_layers * self.sizes.block_bytes / self.block_tokens
+
+    def make_stages(self, environment: Environment, num_stages: int, num_blocks: int) -> VirtualStages:
+        """An instance (one stage) or a pipeline of stages that cost alike, first come first served."""
+        config = replace(self.config, depth=num_stages, max_num_seqs=num_stages * self.config.max_num_seqs)
+        policy = FcfsPolicy(microbatches=MicrobatchRule("even", ChunkPrice(self.cost), self.least_tokens))
+        ledger = BlockLedger(num_blocks, self.block_tokens, caches_prefixes=False)
+        timer = StepTimer(self.cost)
+        hop_s = self.hop_s if num_stages > 1 else 0.0
+
+        def stage_times(plan: StepPlan) -> list[float]:
+            return [timer.time_s(plan) / num_stages + hop_s] * num_stages
+
+        return VirtualStages(environment, Loop(LoopState(config, ledger, policy), policy), stage_times)
+
+
+class VirtualCluster:
+    """Engines by epoch, and what each request has got from all that served it.
+
+    Attributes:
+        engines: Those that take requests; while there is none, requests wait here.
+        stories: Lifecycles of each request, by its id: one for each engine that had it, in order.
+        num_coming: Requests that have not arrived yet.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.engines: dict[int, VirtualEngine] = {}
+        self.stories: dict[str, list[Lifecycle]] = {}
+        self.num_coming = 0
+        self._epochs = count(1)
+        self._held: list[Request] = []
+
+    def join(self, engine: VirtualEngine) -> int:
+        """An engine takes requests from now on; returns its epoch."""
+        epoch = next(self._epochs)
+        self.engines[epoch] = engine
+        held, self._held = self._held, []
+        for request in held:
+            self.submit(request)
+        return epoch
+
+    def leave(self, epoch: int) -> VirtualEngine:
+        """An engine takes no more requests."""
+        return self.engines.pop(epoch)
+
+    def submit(self, request: Request) -> None:
+        """Give a request to the freest engine."""
+        num_tokens = len(request.prompt_token_ids) + len(request.known_token_ids)
+        block_tokens = next(iter(self.engines.values())).loop.state.ledger.block_tokens if self.engines else 1
+        epoch = choose_instance((see(one, engine) for one, engine in self.engines.items()), num_tokens // block_tokens)
+        if epoch is None:
+            self._held.append(request)
+        else:
+            engine = self.engines[epoch]
+            self.note(request, engine.lifecycles, engine.submit(request))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all requests have come and gone."""
+        return not (self.num_coming or self._held or any(one.loop.has_unfinished for one in self.engines.values()))
+
+    def note(self, request: Request, lifecycles: Mapping[SeqId, Lifecycle], seq_id: SeqId) -> None:
+        """An engine has a request."""
+        self.stories.setdefault(request.request_id, []).append(lifecycles[seq_id])
+
+    def token_times_s(self, request_id: str) -> list[float]:
+        """When each output token of a request came, whichever engine it was from."""
+        return [time_s for life in self.stories[request_id] for time_s in life.token_times_s]
+
+
+def see(epoch: int, engine: VirtualEngine) -> InstanceView:
+    """What the dispatcher sees of an engine."""
+    state = engine.loop.state
+    block_tokens = state.ledger.block_tokens
+    demands = [-(-len(seq.tokens) // block_tokens) for seq in state.sequences.values()]
+    return InstanceView(epoch, state.ledger.num_blocks, sum(demands), len(demands))
+
+
+def serve_cluster(cluster: VirtualCluster, requests: Iterable[Request]) -> float:
+    """Let all requests arrive at their times and serve them; returns when the last token came, in seconds."""
+
+    def arrive(request: Request) -> None:
+        cluster.num_coming -= 1
+        cluster.submit(request)
+
+    for request in requests:
+        cluster.num_coming += 1
+        cluster.environment.schedule(request.arrival_s, partial(arrive, request))
+    cluster.environment.run()
+    return max(life.token_times_s[-1] for lives in cluster.stories.values() for life in lives if life.token_times_s)

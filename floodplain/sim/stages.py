@@ -1,0 +1,99 @@
+"""An instance, or a pipeline of several, in virtual time: a step loop over stages, which can be paused and replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.plan import StepPlan, StepResult
+from floodplain.core.request import Request, SeqId
+from floodplain.runtime.driver import StepDriver
+from floodplain.runtime.handover import adopt
+from floodplain.runtime.loop import Loop
+from floodplain.sim.environment import Environment
+from floodplain.sim.executor import DUMMY_TOKEN
+
+
+class VirtualStages:
+    """A loop whose depth is the number of stages, as in ``sim.pipeline``, beside other events. It has no swap space.
+
+    The leader plans when its stage is free, and every stage takes one plan after the other.
+
+    Attributes:
+        loop: The step loop of the leader.
+        lifecycles: Of every request, in order of submission.
+        busy_s: What each stage computed.
+        num_arriving: Requests whose KV is on its way, in blocks that the ledger keeps for them.
+    """
+
+    def __init__(
+        self, environment: Environment, loop: Loop, stage_times: Callable[[StepPlan], Sequence[float]]
+    ) -> None:
+        self.loop = loop
+        self.lifecycles: dict[SeqId, Lifecycle] = {}
+        self.busy_s = [0.0] * loop.state.config.depth
+        self.num_arriving = 0
+        self._environment = environment
+        self._stage_times = stage_times
+        self._driver = StepDriver(loop)
+        self._free_s = [environment.now] * len(self.busy_s)
+        self._on_paused: Callable[[], object] | None = None
+
+    def submit(self, request: Request) -> SeqId:
+        """A request arrives now, to compute all of its known tokens."""
+        seq_id = self._take_in(request)
+        self.advance()
+        return seq_id
+
+    def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
+        """A request runs on from KV in ``blocks``, which the ledger kept for it; if no more may run, it is computed."""
+        self.num_arriving -= 1
+        seq_id = self._take_in(request)
+        if not adopt(self.loop, seq_id, blocks, num_computed, self._environment.now):
+            self.loop.state.ledger.free(blocks)
+        self.advance()
+        return seq_id
+
+    def pause(self, then: Callable[[], object]) -> None:
+        """Plan nothing more for good, and call ``then`` when no step is outstanding."""
+        self._on_paused = then
+        self._tell_if_paused()
+
+    def advance(self) -> None:
+        """Begin what can begin now."""
+        now = self._environment.now
+        while self._on_paused is None and self._driver.has_room and self._free_s[0] <= now and not self._is_blocked():
+            plan = self._driver.next_plan(now)
+            if not isinstance(plan, StepPlan):
+                return
+            end_s = now
+            for stage, duration_s in enumerate(self._stage_times(plan)):
+                end_s = self._free_s[stage] = max(end_s, self._free_s[stage]) + duration_s
+                self.busy_s[stage] += duration_s
+            self._environment.schedule(end_s, partial(self._complete, plan))
+            self._environment.schedule(self._free_s[0], self.advance)
+
+    def _take_in(self, request: Request) -> SeqId:
+        seq_id = self.loop.submit(request)
+        self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
+        return seq_id
+
+    def _is_blocked(self) -> bool:
+        """Whether the first request in line has no room before those that are on their way have come and gone."""
+        state = self.loop.state
+        if state.running or not self.num_arriving or not len(state.waiting):
+            return False
+        num_tokens = len(state.waiting.head()[0].tokens) + 1
+        return -(-num_tokens // state.ledger.block_tokens) > state.ledger.num_available
+
+    def _complete(self, plan: StepPlan) -> None:
+        result = StepResult(plan.step_id, [DUMMY_TOKEN] * len(plan.sampled))
+        self._driver.complete(result, self._environment.now)
+        self._tell_if_paused()
+        self.advance()
+
+    def _tell_if_paused(self) -> None:
+        if self._on_paused is not None and not self._driver.num_outstanding:
+            self._on_paused()
