@@ -58,13 +58,6 @@ class Fetches:
             fetch.is_wanted = False
         return fetch is not None
 
-    def take_unwanted(self) -> list[tuple[int, int]]:
-        """Remove aborted requests before any copy has begun: each with the epoch of the member that reserved blocks."""
-        unwanted = [(request, fetch.to) for request, fetch in self._fetches.items() if not fetch.is_wanted]
-        for request, _ in unwanted:
-            del self._fetches[request]
-        return unwanted
-
     def answer(self, request: int, epoch: int, *, is_ok: bool) -> tuple[Outcome | None, int] | None:
         """A member has copied a request's KV, or has failed to.
 

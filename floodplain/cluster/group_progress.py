@@ -109,9 +109,8 @@ class Group:
         return Order(epoch, self.number, kind, requests)
 
     def _begin_fetches(self, kind: OrderKind) -> list[Order]:
-        orders = [self.order(to, OrderKind.RELEASE, (request,)) for request, to in self.fetches.take_unwanted()]
         pending = {epoch: self.fetches.pending_of(epoch) for epoch in self.epochs}
-        return orders + [self.order(epoch, kind, requests) for epoch, requests in pending.items() if requests]
+        return [self.order(epoch, kind, requests) for epoch, requests in pending.items() if requests]
 
     def _end_fetches(self) -> list[Order]:
         event = self._step.event

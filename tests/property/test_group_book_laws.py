@@ -1,0 +1,319 @@
+"""Groups whose members obey late, refuse, end, stop and speak again: every layer has a copy, no request is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from floodplain.cluster.fetches import Fetches, Outcome
+from floodplain.cluster.group_book import GroupBook
+from floodplain.cluster.group_progress import Change, Group
+from floodplain.cluster.group_steps import STEPS, Answer, OrderKind
+from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.groups import GroupState
+from tests.support.examples import examples
+from tests.support.group_laws import Edge
+from tests.support.group_world import World
+
+SEEDS = st.integers(0, 2**32)
+
+
+class GroupMachine(RuleBasedStateMachine):
+    """Groups of 2 to 4 side by side, in up to 7 processes."""
+
+    book_type: Callable[[], GroupBook] = GroupBook
+    reached: ClassVar[Counter[Edge]] = Counter()
+
+    @initialize(num=st.integers(2, 6), num_requests=st.integers(0, 6))
+    def begin(self, num: int, num_requests: int) -> None:
+        self.world = World(type(self).book_type(), self.reached)
+        for _ in range(num):
+            self.world.join()
+        for _ in range(num_requests):
+            self.world.submit()
+
+    @rule(seed=SEEDS, num=st.integers(1, 40))
+    def work(self, seed: int, num: int) -> None:
+        """Processes obey and copy, messages come: in any order between processes."""
+        dice = Random(seed)
+        for _ in range(num):
+            if not self.world.step(dice, is_faulty=True):
+                break
+            self.world.check()
+
+    @rule(seed=SEEDS)
+    def prepare(self, seed: int) -> None:
+        dice = Random(seed)
+        num = dice.choice([2, 2, 3, 4])
+        if num <= len(self.world.members):
+            self.world.prepare(dice.sample(sorted(self.world.members), num))
+
+    @rule(seed=SEEDS)
+    def restore(self, seed: int) -> None:
+        self.world.restore(Random(seed).choice([0, *self.world.groups]))
+
+    @precondition(lambda self: len(self.world.members) < 7)
+    @rule()
+    def join(self) -> None:
+        self.world.join()
+
+    @precondition(lambda self: len(self.world.places) < 8)
+    @rule()
+    def submit(self) -> None:
+        self.world.submit()
+
+    @precondition(lambda self: self.world.places)
+    @rule(seed=SEEDS)
+    def abort(self, seed: int) -> None:
+        self.world.abort(Random(seed).choice(sorted(self.world.places)))
+
+    @precondition(lambda self: self.world.past)
+    @rule(seed=SEEDS)
+    def repeat(self, seed: int) -> None:
+        dice = Random(seed)
+        for _ in range(4):
+            self.world.repeat(dice.choice(self.world.past))
+
+    @rule(seed=SEEDS, what=st.sampled_from(["stop", "wake", "silence", "end"]))
+    def fail(self, seed: int, what: str) -> None:
+        """A process ends; or it stops, is taken for dead, and goes on where it was under its old epoch."""
+        dice, world = Random(seed), self.world
+        if not world.members:
+            return
+        epoch = dice.choice(sorted(world.members))
+        if what == "end":
+            world.end(epoch)
+        elif what == "stop":
+            world.members[epoch].is_stopped = True
+        elif what == "silence":
+            for stopped in [one.epoch for one in world.members.values() if one.is_stopped]:
+                world.end(stopped)
+        elif what == "wake":
+            for one in [*world.members.values(), *world.former]:
+                one.is_stopped = False
+
+    @rule(seed=SEEDS)
+    def expire(self, seed: int) -> None:
+        """A timer fires, perhaps late; or an operator gives up."""
+        dice, world = Random(seed), self.world
+        if not world.groups:
+            return
+        number = dice.choice(sorted(world.groups))
+        if dice.random() < 0.2:
+            world.apply(world.book.cancel(number))
+        elif dice.random() < 0.2:
+            world.apply(world.book.expire(number, world.groups[number].state))
+        else:
+            state = dice.choice(list(GroupState))
+            assert state is world.groups[number].state or world.book.expire(number, state) is None
+
+    @rule(seed=SEEDS)
+    def turmoil(self, seed: int) -> None:
+        """Much of everything: a change of a group takes some thirty messages."""
+        dice, world = Random(seed), self.world
+        for _ in range(dice.randrange(200)):
+            self.world.step(dice, is_faulty=True)
+            world.check()
+            if dice.random() < 0.1:
+                what = dice.choice([self.prepare, self.prepare, self.restore, self.restore, self.abort, self.repeat])
+                if dice.random() < 0.1:
+                    self.fail(dice.getrandbits(32), dice.choice(["stop", "silence", "wake", "end"]))
+                elif dice.random() < 0.1:
+                    self.expire(dice.getrandbits(32))
+                elif len(world.members) < 4:
+                    self.join()
+                elif len(world.places) < 6:
+                    self.submit()
+                elif world.past and world.groups:
+                    what(dice.getrandbits(32))
+                world.check()
+
+    @invariant()
+    def laws(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        """Without faults every group ends, one more goes all the way, and every request is served."""
+        if not hasattr(self, "world"):
+            return
+        world, dice = self.world, Random(len(self.world.past))
+        for one in [one.epoch for one in world.members.values() if one.is_stopped]:
+            world.end(one)
+        while len(world.members) < 2:
+            world.join()
+        world.settle(dice)
+        for group in world.book:
+            world.restore(group.number)
+        world.settle(dice)
+        world.finish(dice)
+
+
+def run(machine: type[GroupMachine], num_examples: int) -> None:
+    few = settings(
+        max_examples=num_examples,
+        stateful_step_count=30,
+        deadline=None,
+        database=None,
+        phases=(Phase.explicit, Phase.generate),
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(machine, settings=few)  # type: ignore[no-untyped-call]
+
+
+def test_groups_end_whole_under_any_order_of_messages_and_faults() -> None:
+    class Machine(GroupMachine):
+        reached: ClassVar[Counter[Edge]] = Counter()
+
+    run(Machine, examples(100))
+    assert {end for _, end in Machine.reached} == set(GroupState), "these stories are too tame"
+
+
+@pytest.mark.parametrize("state", list(STEPS), ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_member_may_end_in_every_state(state: GroupState, size: int) -> None:
+    for place in range(size):
+        world, dice = World(GroupBook()), Random(place)
+        for _ in range(size + 1):
+            world.join()
+        for _ in range(9):
+            world.submit()
+        world.prepare(list(range(1, size + 1)))
+        group = world.groups[1]
+        while group.state is not state:
+            if group.state is GroupState.PIPELINED:
+                world.restore(1)
+            world.step(dice, is_faulty=False)
+        for _ in range(dice.randrange(3)):
+            world.step(dice, is_faulty=False)
+        goes_on = group.state in (GroupState.PREPARING, GroupState.SOLO)
+        world.end(group.epochs[place])
+        others = set(range(1, size + 2)) - {group.epochs[place]}
+        assert set(world.members) == (others if goes_on else {size + 1})
+        world.join()
+        world.settle(dice)
+        world.finish(dice)
+        assert len(world.places) == 9
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+class DropsAtOnce(GroupBook):
+    """One phase instead of two."""
+
+    def prepare(self, epochs: Any) -> Change:
+        change = super().prepare(epochs)
+        return replace(change, orders=change.orders + tuple(replace(one, kind=OrderKind.DROP) for one in change.orders))
+
+
+class DropsWhenOneConfirms(GroupBook):
+    def confirm_all(self, group: Group) -> None:
+        group._answered = set(group.epochs)
+
+    def note(self, epoch: int, number: int, answer: Answer) -> Change | None:
+        change = super().note(epoch, number, answer)
+        if change is not None and answer is Answer.CONFIRMED:
+            self.confirm_all(change.group)
+        return change
+
+
+class LetsOthersGoOn(GroupBook):
+    def end(self, epoch: int) -> Change | None:
+        change = super().end(epoch)
+        return None if change is None else replace(change, ended=())
+
+
+class ForgetsToCancel(GroupBook):
+    def refuse(self, epoch: int, number: int) -> Change | None:
+        change = super().refuse(epoch, number)
+        return None if change is None else replace(change, orders=())
+
+
+class BelievesOldNumbers(GroupBook):
+    def note(self, epoch: int, number: int, answer: Answer) -> Change | None:
+        group = self.find(epoch)
+        return super().note(epoch, number if group is None else group.number, answer)
+
+
+FAULTS = {
+    DropsAtOnce: "before all have confirmed",
+    DropsWhenOneConfirms: "before all have confirmed|in two places",
+    LetsOthersGoOn: "goes on|lacks layers",
+    ForgetsToCancel: "left in a group",
+    BelievesOldNumbers: "is believed",
+}
+
+
+@pytest.mark.parametrize("book", FAULTS)
+def test_faulty_book_is_found(book: type[GroupBook]) -> None:
+    class Machine(GroupMachine):
+        book_type = book
+
+    with pytest.raises(AssertionError, match=FAULTS[book]):
+        run(Machine, 200)
+
+
+def test_blocks_freed_under_a_copy_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Fetches.answer
+
+    def answer_at_once(self: Fetches, request: int, epoch: int, *, is_ok: bool) -> tuple[Outcome | None, int] | None:
+        answered = answer(self, request, epoch, is_ok=is_ok)
+        if answered is None or answered[0] is not None:
+            return answered
+        del self._fetches[request]
+        return Outcome.LOST, answered[1]
+
+    monkeypatch.setattr(Fetches, "answer", answer_at_once)
+    with pytest.raises(AssertionError, match="a copy is under way"):
+        run(GroupMachine, 200)
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_instance_is_in_one_group_of_two_to_four() -> None:
+    book = GroupBook()
+    for epochs in ([1], [1, 1], [1, 2, 3, 4, 5]):
+        with pytest.raises(UserError, match="2 to 4"):
+            book.prepare(epochs)
+    book.prepare([1, 2])
+    with pytest.raises(UserError, match="instance 2 is in group 1"):
+        book.prepare([3, 2])
+    assert book.cancel(1) is not None and book.prepare([3, 2]).group.number == 2
+
+
+def test_restore_in_the_middle_of_a_change_is_refused_in_one_line() -> None:
+    book = GroupBook()
+    number = book.prepare([1, 2]).group.number
+    with pytest.raises(UserError, match="group 1 is preparing"):
+        book.restore(number)
+    with pytest.raises(UserError, match="no group 7"):
+        book.restore(7)
+
+
+def test_front_cannot_drop_before_all_have_confirmed() -> None:
+    book = GroupBook()
+    book.prepare([1, 2])
+    book.confirm(1, 1)
+    with pytest.raises(InvariantError):
+        book.drop(1, {})
+    book.confirm(2, 1)
+    with pytest.raises(InvariantError, match="no member"):
+        book.drop(1, {5: 3})
+    assert [order.kind for order in book.drop(1, {}).orders] == [OrderKind.DROP, OrderKind.DROP]

@@ -1,0 +1,97 @@
+"""What must hold of groups, their members and requests, whatever order messages come in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from floodplain.cluster.group_book import GroupBook
+from floodplain.cluster.group_progress import Change, Group
+from floodplain.cluster.group_steps import REQUEST_ANSWERS, Answer, Order, OrderKind
+from floodplain.core.groups import GroupState
+from tests.support.group_process import LAYERS, Process, Said
+
+Edge = tuple[GroupState, GroupState]
+
+
+class GroupLaws:
+    """What processes and the front have done so far; ``reached`` counts from which state to which groups went."""
+
+    def __init__(self, book: GroupBook, reached: Counter[Edge] | None = None) -> None:
+        self.book, self.reached = book, Counter[Edge]() if reached is None else reached
+        self.members: dict[int, Process] = {}
+        self.former: list[Process] = []
+        self.places: dict[int, tuple[str, int]] = {}  # live request -> ("queue", 0), ("at", epoch), ("held", number)
+        self.past: list[Said] = []
+        self.ended: set[int] = set()
+        self.states: dict[int, GroupState] = {}
+        self.sources: dict[tuple[int, int], int] = {}  # (group, handed-over request) -> epoch that has its KV
+        self.copied: set[tuple[int, Answer, int, int]] = set()  # (group, answer, request, epoch)
+        self.groups: dict[int, Group] = {}
+        self.next_epoch = self.next_request = 1
+
+    def members_of(self, group: Group) -> Iterator[Process]:
+        return (self.members[epoch] for epoch in group.epochs if epoch in self.members)
+
+    def kept_of(self, number: int, epoch: int) -> frozenset[int]:
+        epochs = self.groups[number].epochs
+        place, size = epochs.index(epoch), len(epochs)
+        return frozenset(range(place * len(LAYERS) // size, (place + 1) * len(LAYERS) // size))
+
+    def is_copied(self, request: int, order: Order, group: Group) -> bool:
+        """Whether every member that needs a copy of a request's KV has one."""
+        copies = {
+            answer: {epoch for epoch in group.epochs if (group.number, answer, request, epoch) in self.copied}
+            for answer in REQUEST_ANSWERS.values()
+        }
+        everywhere = copies[Answer.FETCHED] | {self.sources.get((group.number, request), 0)} == set(group.epochs)
+        return order.epoch in copies[Answer.COLLECTED] or (order.epoch == group.leader and everywhere)
+
+    def check_order(self, process: Process, order: Order, others: list[Process]) -> None:
+        """What must be true of the other members when one obeys."""
+        size = len(self.groups[order.number].epochs)
+        if order.kind is OrderKind.DROP:
+            assert process.is_paused and len(others) == size - 1, "a member drops before all have confirmed"
+        if order.kind in (OrderKind.SETTLE, OrderKind.CLOSE):
+            assert not any(one.copying for one in [process, *others]), "KV is unmapped while a copy reads it"
+        if order.kind is OrderKind.FETCH:
+            assert all(self.sources[order.number, request] != process.epoch for request in order.requests)
+        first = {OrderKind.GROW: OrderKind.SETTLE, OrderKind.COMMIT: OrderKind.MOVE}.get(order.kind)
+        assert first is None or all(first in one.done for one in [process, *others]), f"{order.kind} before {first}"
+        is_leader = process.epoch == self.groups[order.number].leader
+        if order.kind is OrderKind.RETURN and not is_leader:
+            leader = self.members[self.groups[order.number].leader]
+            assert OrderKind.RETURN in leader.done, "a stage leaves a pipeline under its leader"
+
+    def check_end(self, change: Change) -> None:
+        group = change.group
+        if group.state is GroupState.OVER:
+            assert not list(self.members_of(group)), "a member of a group that is over goes on"
+        if group.state is GroupState.SOLO:
+            for one in self.members_of(group):
+                assert one.number != group.number or one.is_told(OrderKind.CANCEL), "a member is left in a group"
+
+    def check(self) -> None:
+        self.book.check_integrity()
+        for group in self.book:
+            secure = [
+                self.kept_of(group.number, one.epoch) if one.is_told(OrderKind.DROP) else one.layers
+                for one in self.members_of(group)
+            ]
+            assert len(secure) == len(group.epochs) and frozenset[int]().union(*secure) == LAYERS, "a layer is lost"
+        for one in self.members.values():
+            assert self.book.find(one.epoch) or one.layers == LAYERS, "a member outside of groups lacks layers"
+            assert self.book.find(one.epoch) or not one.is_told(OrderKind.DROP), "a solo member is to drop layers"
+        for request, (kind, where) in self.places.items():
+            running = {one.epoch for one in self.members.values() if request in one.serving and not one.is_paused}
+            assert len(running) <= 1 and (not running or (kind, where) == ("at", *running)), (
+                "a request is in two places"
+            )
+            if kind == "at":
+                one = self.members[where]
+                is_there = request in one.serving | one.will(OrderKind.ADOPT) or ("submit", request) in one.inbox
+                assert is_there or OrderKind.RETURN in one.done, "a request is lost"
+            assert kind != "held" or request in self.groups[where].fetches.requests, "a held request is forgotten"
+        for group in self.book:
+            assert group.awaited or len(group.fetches) or group.state is GroupState.PIPELINED, "a group waits for none"
+            assert not len(group.fetches) or group.state is GroupState.DROPPING or group.state in REQUEST_ANSWERS

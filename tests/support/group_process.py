@@ -1,0 +1,49 @@
+"""One process of a group: what it has been told and has not obeyed, what it holds, and what it says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from floodplain.cluster.group_steps import Answer, Order, OrderKind
+
+LAYERS = frozenset(range(4))
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message to the front; ``answer`` None refuses to prepare."""
+
+    epoch: int
+    number: int
+    answer: Answer | None
+    request: int | None = None
+    is_ok: bool = True
+
+
+@dataclass
+class Process:
+    """One life of an instance; ``done`` is what it has obeyed in its group."""
+
+    epoch: int
+    layers: frozenset[int] = LAYERS
+    number: int | None = None
+    is_paused: bool = False
+    is_stopped: bool = False
+    serving: set[int] = field(default_factory=set)
+    inbox: list[Order | tuple[str, int]] = field(default_factory=list)
+    copying: list[tuple[int, Answer]] = field(default_factory=list)
+    outbox: list[Said] = field(default_factory=list)
+    done: set[OrderKind] = field(default_factory=set)
+
+    def will(self, *kinds: OrderKind) -> set[int]:
+        """Requests of orders of these kinds that it has not obeyed yet."""
+        orders = [one for one in self.inbox if isinstance(one, Order) and one.kind in kinds]
+        return {request for order in orders for request in order.requests}
+
+    def is_told(self, kind: OrderKind) -> bool:
+        return any(isinstance(one, Order) and one.kind is kind for one in self.inbox)
+
+    def copies(self, request: int) -> bool:
+        """Whether it copies this request's KV, or will."""
+        under_way = {one for one, _ in self.copying} | self.will(OrderKind.FETCH, OrderKind.COLLECT)
+        return request in under_way

@@ -1,0 +1,247 @@
+"""Processes that obey a front's orders for groups, late and in any order; and a front that believes a ``GroupBook``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+from floodplain.cluster.group_progress import Change, Group
+from floodplain.cluster.group_steps import Answer, Order, OrderKind
+from floodplain.core.errors import UserError
+from floodplain.core.groups import GroupState
+from tests.support.group_laws import GroupLaws
+from tests.support.group_process import LAYERS, Process, Said
+
+ENDED = (GroupState.SOLO, GroupState.OVER)
+TAKES_REQUESTS = (GroupState.EXCHANGING, GroupState.SETTLING, GroupState.PIPELINED, GroupState.FILLING)
+REPLIES = {
+    OrderKind.SETTLE: Answer.SETTLED, OrderKind.PLAN: Answer.PLANNED, OrderKind.MOVE: Answer.MOVED,
+    OrderKind.FILL: Answer.FILLED, OrderKind.RETURN: Answer.RETURNED, OrderKind.CLOSE: Answer.CLOSED,
+}  # fmt: skip
+
+
+class World(GroupLaws):
+    """See the module."""
+
+    # -- processes -------------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        self.members[self.next_epoch] = Process(self.next_epoch)
+        self.next_epoch += 1
+        self.place()
+
+    def end(self, epoch: int) -> None:
+        """A life is over, as the front sees it; the process may not know, and speak later."""
+        process = self.members.pop(epoch, None)
+        if process is None:
+            return
+        self.former.append(process)
+        for request, place in self.places.items():
+            if place == ("at", epoch):
+                self.places[request] = ("queue", 0)
+        self.apply(self.book.end(epoch))
+        assert self.book.find(epoch) is None
+        self.place()
+
+    def obey(self, process: Process, dice: Random, *, is_faulty: bool) -> None:
+        """It does what it was told first."""
+        order = process.inbox.pop(0)
+        if not isinstance(order, Order):
+            verb, request = order
+            (process.serving.add if verb == "submit" else process.serving.discard)(request)
+            return
+        others = [one for one in self.members.values() if one.number == order.number and one is not process]
+        is_living = process.epoch in self.members
+        if is_living:
+            self.check_order(process, order, others)
+        if order.kind is OrderKind.PREPARE:
+            is_willing = not is_faulty or dice.random() < 0.9
+            process.number, process.is_paused = (order.number, True) if is_willing else (process.number, False)
+            process.done = set()
+            process.outbox.append(Said(process.epoch, order.number, Answer.CONFIRMED if is_willing else None))
+            return
+        if process.number != order.number:
+            return  # it refused, and is told to go on
+        self.change_memory(process, order)
+        process.done.add(order.kind)
+        if order.kind in (OrderKind.FETCH, OrderKind.COLLECT):
+            answer = Answer.FETCHED if order.kind is OrderKind.FETCH else Answer.COLLECTED
+            process.copying += [(request, answer) for request in order.requests]
+        if order.kind in REPLIES:
+            process.outbox.append(Said(process.epoch, order.number, REPLIES[order.kind]))
+
+    def change_memory(self, process: Process, order: Order) -> None:
+        match order.kind:
+            case OrderKind.CANCEL:
+                process.is_paused, process.number = False, None
+            case OrderKind.DROP:
+                process.layers, process.is_paused = self.kept_of(order.number, process.epoch), False
+                process.serving.clear()
+                process.outbox.append(Said(process.epoch, order.number, Answer.DROPPED))
+            case OrderKind.ADOPT:
+                process.serving |= set(order.requests)
+            case OrderKind.PLAN:
+                process.is_paused = True
+            case OrderKind.COMMIT:
+                process.is_paused = False
+            case OrderKind.FILL:
+                process.layers = LAYERS
+            case OrderKind.RETURN:
+                process.serving.clear()
+            case OrderKind.CLOSE:
+                process.number = None
+
+    def finish_copy(self, process: Process, dice: Random, *, is_faulty: bool) -> None:
+        request, answer = process.copying.pop(dice.randrange(len(process.copying)))
+        is_ok = not is_faulty or dice.random() < 0.8
+        process.outbox.append(Said(process.epoch, process.number or 0, answer, request, is_ok))
+
+    # -- the front -------------------------------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        self.places[self.next_request] = ("queue", 0)
+        self.next_request += 1
+        self.place()
+
+    def place(self) -> None:
+        """Requests that wait are given to whoever takes some, the least busy one first."""
+        for request in [request for request, place in self.places.items() if place[0] == "queue"]:
+            takers = [epoch for epoch in self.members if self.takes_requests(epoch)]
+            if takers:
+                load = Counter(place[1] for place in self.places.values() if place[0] == "at")
+                epoch = min(takers, key=lambda one: (load[one], one))
+                self.places[request] = ("at", epoch)
+                self.members[epoch].inbox.append(("submit", request))
+
+    def takes_requests(self, epoch: int) -> bool:
+        group = self.book.find(epoch)
+        return group is None or (group.leader == epoch and group.state in TAKES_REQUESTS)
+
+    def prepare(self, epochs: list[int]) -> None:
+        try:
+            change = self.book.prepare(epochs)
+        except UserError:
+            assert any(self.book.find(epoch) for epoch in epochs)
+            return
+        assert change.group.number not in self.groups
+        self.groups[change.group.number] = change.group
+        self.apply(change)
+
+    def restore(self, number: int) -> None:
+        try:
+            self.apply(self.book.restore(number))
+        except UserError:
+            assert number not in self.groups or self.groups[number].state is not GroupState.PIPELINED
+
+    def abort(self, request: int) -> None:
+        kind, where = self.places.pop(request)
+        if kind == "at":
+            self.members[where].inbox.append(("abort", request))
+        assert kind != "held" or self.book.abort(where, request), "a held request is unknown to its group"
+
+    def hear(self, said: Said) -> Change | None:
+        if said.answer is None:
+            return self.book.refuse(said.epoch, said.number)
+        if said.request is not None:
+            return self.book.note_request(said.epoch, said.number, said.answer, said.request, is_ok=said.is_ok)
+        return self.book.note(said.epoch, said.number, said.answer)
+
+    def deliver(self, process: Process) -> None:
+        said = process.outbox.pop(0)
+        change = self.hear(said)
+        assert change is None or said.epoch in self.members, "a life that is over is believed"
+        assert change is None or said.number not in self.ended, "an ended group is believed"
+        self.past.append(said)
+        if said.request is not None and said.answer is not None and said.is_ok:
+            self.copied.add((said.number, said.answer, said.request, said.epoch))
+        self.apply(change)
+
+    def repeat(self, said: Said) -> None:
+        """What came before comes again: it must change nothing."""
+        assert self.hear(said) is None, f"{said} is believed twice"
+
+    def apply(self, change: Change | None) -> None:
+        if change is None:
+            return
+        group, has_ended = change.group, change.group.state in ENDED
+        if change.entered:
+            self.reached[self.states.get(group.number, GroupState.SOLO), change.entered] += 1
+            self.states[group.number] = change.entered
+        assert group.number not in self.ended and has_ended == (self.book.get(group.number) is None)
+        if has_ended:
+            self.ended.add(group.number)
+        for request in change.lost:
+            self.places[request] = ("queue", 0)
+        for order in change.orders:
+            self.send(order, group, has_ended=has_ended)
+        for epoch in change.ended:
+            self.end(epoch)
+        self.check_end(change)
+        self.decide(group)
+        self.place()
+
+    def send(self, order: Order, group: Group, *, has_ended: bool) -> None:
+        assert order.number == group.number and order.epoch in group.epochs and order.epoch in self.members
+        assert not has_ended or order.kind is OrderKind.CANCEL, "an ended group is given orders"
+        if order.kind in (OrderKind.ADOPT, OrderKind.RELEASE):
+            for request in order.requests:
+                assert not any(one.copies(request) for one in self.members_of(group)), "a copy is under way"
+                assert order.kind is OrderKind.RELEASE or self.places[request] == ("held", group.number)
+                if order.kind is OrderKind.ADOPT:
+                    assert self.is_copied(request, order, group), "a request goes on without its KV"
+                    self.places[request] = ("at", order.epoch)
+        self.members[order.epoch].inbox.append(order)
+
+    def decide(self, group: Group) -> None:
+        """What the front's caller does when all have confirmed, or returned. One in five requests loses its KV."""
+        rows = {
+            request: epoch for request, (kind, epoch) in self.places.items() if kind == "at" and epoch in group.epochs
+        }
+        keeping = {request: epoch for request, epoch in rows.items() if request % 5}
+        if group.is_confirmed or group.is_returned:
+            for request in rows:
+                self.places[request] = ("held", group.number) if request in keeping else ("queue", 0)
+        if group.is_confirmed:
+            self.sources |= {(group.number, request): epoch for request, epoch in keeping.items()}
+            self.apply(self.book.drop(group.number, keeping))
+        elif group.is_returned:
+            assert set(rows.values()) <= {group.leader}
+            size = len(group.epochs)
+            self.apply(self.book.adopt(group.number, {one: group.epochs[one % size] for one in keeping}))
+
+    # -- stories ---------------------------------------------------------------------------------------------------
+
+    def step(self, dice: Random, *, is_faulty: bool) -> bool:
+        """One thing that can happen; False if none can."""
+        everybody = [*self.members.values(), *(self.former if is_faulty else [])]
+        steps: list[Callable[[], None]] = []
+        for one in everybody:
+            if one.inbox and not one.is_stopped:
+                steps.append(lambda one=one: self.obey(one, dice, is_faulty=is_faulty))  # type: ignore[misc]
+            if one.copying and not one.is_stopped:
+                steps.append(lambda one=one: self.finish_copy(one, dice, is_faulty=is_faulty))  # type: ignore[misc]
+            if one.outbox:
+                steps.append(lambda one=one: self.deliver(one))  # type: ignore[misc]
+        if steps:
+            dice.choice(steps)()
+        return bool(steps)
+
+    def settle(self, dice: Random) -> None:
+        """All that is under way ends, without faults."""
+        self.former.clear()
+        while self.step(dice, is_faulty=False):
+            self.check()
+
+    def finish(self, dice: Random) -> None:
+        """A group of those that are there goes all the way; then every live request is served."""
+        if len(self.members) > 1:
+            self.prepare(sorted(self.members)[:4])
+        self.settle(dice)
+        assert all(group.state is GroupState.PIPELINED for group in self.book), "a group waits for ever"
+        for group in self.book:
+            self.restore(group.number)
+        self.settle(dice)
+        assert len(self.book) == 0
+        for request, place in self.places.items():
+            assert place[0] == "at" and request in self.members[place[1]].serving, "a request is not served"
