@@ -71,6 +71,11 @@ class KVPool:
         return sum(self._backed)
 
     @property
+    def quanta(self) -> tuple[int, ...]:
+        """Quanta that have memory, ascending: the order of ``Shrunk.pages`` when no block is in use and all go."""
+        return tuple(quantum for quantum, blocks in enumerate(self._backed) if blocks)
+
+    @property
     def mapped_layers(self) -> tuple[int, ...]:
         """The layers that have pages, all behind the same blocks; at first all."""
         return self._arenas.mapped

@@ -22,6 +22,7 @@ class PagedBuffer:
     Attributes:
         tensor: uint8 [num_bytes].
         num_pages: Pages that it takes.
+        pages: Those that it has, in order; empty without.
         is_filled: Whether the bytes are there. Whoever writes all of them sets it; it ends with ``unmap``.
     """
 
@@ -30,6 +31,7 @@ class PagedBuffer:
         self._arena = device.reserve(self.num_pages)
         self.tensor = self._arena.tensor(torch.uint8, (num_bytes,))
         self.is_filled = False
+        self.pages: list[Page] = []
         self._is_mapped = False
 
     @property
@@ -49,7 +51,7 @@ class PagedBuffer:
                 f"{len(pages)} pages for a buffer that wants {0 if self._is_mapped else self.num_pages}"
             )
         self._arena.map(0, pages)
-        self._is_mapped = True
+        self.pages, self._is_mapped = list(pages), True
 
     def unmap(self) -> list[Page]:
         """Take its pages, which are the caller's now. No kernel may still be reading them.
@@ -60,4 +62,5 @@ class PagedBuffer:
         if not self._is_mapped:
             raise InvariantError("a buffer without pages is unmapped")
         self.is_filled = self._is_mapped = False
+        self.pages = []
         return self._arena.unmap(0, self.num_pages)
