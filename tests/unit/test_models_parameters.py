@@ -10,7 +10,16 @@ from floodplain.model.network import llama, opt
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.load import load_decoder
-from floodplain.model.network.parameters import ALIGN_BYTES, PlainBuffer, buffer_bytes, load_buffer, view_buffer
+from floodplain.model.network.parameters import (
+    ALIGN_BYTES,
+    ParameterSpec,
+    Part,
+    PlainBuffer,
+    buffer_bytes,
+    fill_buffer,
+    load_buffer,
+    view_buffer,
+)
 from floodplain.model.weights.dummy import DummyModel
 from tests.support.decoding import Sequences, all_logits
 
@@ -67,6 +76,23 @@ def test_a_layers_weights_may_vanish_and_return_in_its_buffer() -> None:
 def load_dummy(name: str, **options: Any) -> Decoder:
     source = DummyModel(name)
     return load_decoder(source.config, source, dtype=torch.float32, device=CPU, block_tokens=4, **options)
+
+
+class _Ones:
+    """A source of weights that are all one."""
+
+    def fill(self, target: torch.Tensor, name: str) -> None:
+        target.fill_(1)
+
+
+def test_equal_parameters_are_equal_bytes_in_any_memory() -> None:
+    specs = [ParameterSpec(str(size), (Part(str(size), (size,)),)) for size in (5, 16, 33)]
+    size = buffer_bytes(specs, torch.float32)
+    buffers = [PlainBuffer(torch.full((size,), byte, dtype=torch.uint8)) for byte in (0, 255)]
+    for buffer in buffers:
+        fill_buffer(buffer, specs, _Ones(), torch.float32)
+    assert torch.equal(buffers[0].tensor, buffers[1].tensor)
+    assert buffers[0].tensor.count_nonzero() == (5 + 16 + 33) * 2  # a one is 00 00 80 3f
 
 
 class _Hooks:

@@ -91,6 +91,8 @@ def fill_buffer(
 ) -> dict[str, torch.Tensor]:
     """Load all ``specs`` into a mapped buffer and return their views by name.
 
+    Gaps between parameters become zeros, so that equal parameters are equal bytes wherever the memory came from.
+
     Raises:
         InvariantError: There is no memory behind it.
     """
@@ -102,6 +104,7 @@ def fill_buffer(
         rows = torch.split(views[spec.name], [part.shape[0] for part in spec.parts])
         for part, target in zip(spec.parts, rows, strict=True):
             source.fill(target, part.name)
+    _clear_gaps(buffer.tensor, specs, dtype)
     buffer.is_filled = True
     return views
 
@@ -119,6 +122,14 @@ def view_buffer(buffer: torch.Tensor, specs: Sequence[ParameterSpec], dtype: tor
 def buffer_bytes(specs: Sequence[ParameterSpec], dtype: torch.dtype) -> int:
     """Length of the buffer that holds ``specs``."""
     return sum(_aligned(math.prod(spec.shape) * dtype.itemsize) for spec in specs)
+
+
+def _clear_gaps(buffer: torch.Tensor, specs: Sequence[ParameterSpec], dtype: torch.dtype) -> None:
+    begin = 0
+    for spec in specs:
+        num_bytes = math.prod(spec.shape) * dtype.itemsize
+        buffer[begin + num_bytes : begin + _aligned(num_bytes)].zero_()
+        begin += _aligned(num_bytes)
 
 
 def _aligned(num_bytes: int) -> int:
