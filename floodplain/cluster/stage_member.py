@@ -11,9 +11,8 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from floodplain import __version__
 from floodplain.cluster.facts import InstanceFacts, StageFacts
@@ -22,7 +21,7 @@ from floodplain.cluster.life import Life
 from floodplain.cluster.messages import Form, Formed, FrontMessage, Hello, Welcome
 from floodplain.cluster.pipeline_engine import make_engine, plan_limits, read_price
 from floodplain.cluster.pipeline_executor import PipelineExecutor, StageWorker
-from floodplain.cluster.stage_link import LinkKey, StageLink, accept_link, dial_link
+from floodplain.cluster.stage_ring import StageRing
 from floodplain.core.errors import PeerLost
 from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.async_engine import AsyncEngine
@@ -34,8 +33,6 @@ from floodplain.web.listen import bind
 
 logger = logging.getLogger(__name__)
 
-LINK_TIMEOUT_S = 10.0
-"""A stage that is not linked with its neighbours after this time gives the pipeline up."""
 LINK_HOST = "127.0.0.1"
 """Where stages listen for each other: all of them are the front's own, on its machine."""
 
@@ -119,7 +116,7 @@ class _StageLife(Life):
     def __init__(self, link: FrameLink, welcome: Welcome, member: StageMember) -> None:
         super().__init__(link, welcome, None)
         self._member = member
-        self._links: list[StageLink] = []
+        self._ring: StageRing | None = None
         self._worker: StageWorker | None = None
         self._forming: asyncio.Task[None] | None = None
 
@@ -141,8 +138,8 @@ class _StageLife(Life):
         if self._forming is not None:
             self._forming.cancel()
             await asyncio.gather(self._forming, return_exceptions=True)
-        for link in self._links:
-            await asyncio.to_thread(link.close)
+        if self._ring is not None:
+            await asyncio.to_thread(self._ring.close)
         if self._worker is not None:
             await asyncio.to_thread(self._worker.close)
         if self._engine is not None:
@@ -157,7 +154,9 @@ class _StageLife(Life):
         member = self._member
         limits = plan_limits(member.stage.parts, form.num_blocks, form.max_model_len)
         runner = member.stage.make_runner(form.max_model_len)
-        inbound, outbound = await self._reach_neighbours(form, limits.max_data_bytes)
+        secret, num_stages = bytes.fromhex(form.secret), member.num_stages
+        self._ring = StageRing(member.listener, secret, form.number, member.place, num_stages, limits.max_data_bytes)
+        inbound, outbound = await self._ring.open(form.host, form.port)
         if member.place == 0:
             executor = PipelineExecutor(runner, outbound, inbound, limits)
             ledger = member.stage.make_ledger(limits.num_blocks)
@@ -170,29 +169,3 @@ class _StageLife(Life):
             self._worker = StageWorker(runner, inbound, outbound, limits)
             self._worker.start()
         self._send(Formed(self._epoch, form.number))
-
-    async def _reach_neighbours(self, form: Form, max_data_bytes: int) -> tuple[StageLink, StageLink]:
-        """(from the stage before, to the next one)."""
-        member, secret = self._member, bytes.fromhex(form.secret)
-        before = LinkKey(secret, form.number, (member.place - 1) % member.num_stages)
-        own = LinkKey(secret, form.number, member.place)
-        tasks = [
-            asyncio.create_task(self._keep(accept_link(member.listener, before, max_data_bytes))),
-            asyncio.create_task(self._keep(dial_link(form.host, form.port, own, max_data_bytes))),
-        ]
-        try:
-            async with asyncio.timeout(LINK_TIMEOUT_S):
-                inbound, outbound = await asyncio.gather(*tasks)
-        except TimeoutError:
-            raise PeerLost(f"a neighbour in the pipeline did not link within {LINK_TIMEOUT_S:g} s") from None
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return inbound, outbound
-
-    async def _keep(self, coming: Coroutine[Any, Any, StageLink]) -> StageLink:
-        """A link that comes, so that ``disband`` ends it whatever becomes of the other one."""
-        link = await coming
-        self._links.append(link)
-        return link

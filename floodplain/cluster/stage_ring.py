@@ -1,0 +1,71 @@
+"""Links a stage of a pipeline with both of its neighbours: the one before dials it, and it dials the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+from floodplain.cluster.stage_link import LinkKey, StageLink, accept_link, dial_link
+from floodplain.core.errors import PeerLost
+
+LINK_TIMEOUT_S = 10.0
+"""A stage that is not linked with its neighbours after this time gives the pipeline up."""
+
+
+class StageRing:
+    """The two links of one stage. ``close`` it, whatever became of them.
+
+    Args:
+        listener: Where the stage before dials; it stays open.
+        secret: Of the pipeline.
+        number: Of the pipeline.
+        place: Of this stage, from 0, and
+        num_stages: of how many.
+        max_data_bytes: Most raw bytes of a frame.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, number: int, place: int, num_stages: int, max_data_bytes: int
+    ) -> None:
+        self._listener, self._max_data_bytes = listener, max_data_bytes
+        self._before = LinkKey(secret, number, (place - 1) % num_stages)
+        self._own = LinkKey(secret, number, place)
+        self._links: list[StageLink] = []
+
+    async def open(self, host: str, port: int) -> tuple[StageLink, StageLink]:
+        """(from the stage before, to the next one).
+
+        Args:
+            host: Where the next stage listens, and
+            port: on which port.
+
+        Raises:
+            PeerLost: One is not there.
+        """
+        tasks = [
+            asyncio.create_task(self._keep(accept_link(self._listener, self._before, self._max_data_bytes))),
+            asyncio.create_task(self._keep(dial_link(host, port, self._own, self._max_data_bytes))),
+        ]
+        try:
+            async with asyncio.timeout(LINK_TIMEOUT_S):
+                inbound, outbound = await asyncio.gather(*tasks)
+        except TimeoutError:
+            raise PeerLost(f"a neighbour in the pipeline did not link within {LINK_TIMEOUT_S:g} s") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return inbound, outbound
+
+    def close(self) -> None:
+        """End the links that there are. Safe to call twice; waits for their threads."""
+        for link in self._links:
+            link.close()
+
+    async def _keep(self, coming: Coroutine[Any, Any, StageLink]) -> StageLink:
+        """A link that comes, so that ``close`` ends it whatever becomes of the other one."""
+        link = await coming
+        self._links.append(link)
+        return link
