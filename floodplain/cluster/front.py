@@ -30,8 +30,8 @@ from floodplain.cluster.messages import (
     error_of,
     pack,
     read_instance_message,
-    submit_of,
 )
+from floodplain.cluster.placements import submit_of
 from floodplain.cluster.roster import Roster
 from floodplain.cluster.settings import BEATS_PER_TIMEOUT
 from floodplain.cluster.streams import Caller

@@ -14,15 +14,14 @@ from floodplain.cluster.messages import (
     FrontMessage,
     InstanceMessage,
     Leaving,
-    Submit,
     TokenRow,
     Tokens,
     Welcome,
     pack,
     read_front_message,
     refusal_of,
-    request_of,
 )
+from floodplain.cluster.placements import Submit, request_of
 from floodplain.core.errors import PeerLost, UserError
 from floodplain.core.request import FinishReason
 from floodplain.engine.async_engine import AsyncEngine

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from floodplain.cluster.door import MAX_STRANGERS
-from floodplain.cluster.messages import Abort, Leaving, Refused, Submit, TokenRow, Tokens
+from floodplain.cluster.messages import Abort, Leaving, Refused, TokenRow, Tokens
+from floodplain.cluster.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused
 from tests.support.cluster_peers import OUTSIDE, OWN, Stage, reference, stage, until
 

@@ -15,14 +15,13 @@ from floodplain.cluster.messages import (
     Abort,
     Beat,
     Hello,
-    Submit,
     TokenRow,
     Tokens,
     Welcome,
     pack,
     read_front_message,
-    request_of,
 )
+from floodplain.cluster.placements import Submit, request_of
 from floodplain.cluster.streams import Caller
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request

@@ -26,9 +26,8 @@ from floodplain.cluster.messages import (
     read_front_message,
     read_instance_message,
     refusal_of,
-    request_of,
-    submit_of,
 )
+from floodplain.cluster.placements import request_of, submit_of
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.goals import Goals
 from floodplain.core.plan import TokenLogprobs

@@ -1,0 +1,77 @@
+"""How the front places a request on an instance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from floodplain.core.goals import Goals
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Go on with a request. Its tokens, prompt and known ones, lie beside the message.
+
+    Attributes:
+        epoch: Of the instance.
+        ticket: Names the placement.
+        request_id: The client's name for it.
+        num_prompt: How many of the tokens are the prompt.
+        params: Without stop strings: the front finds them in the text.
+        age_s: Since it arrived at the front.
+        priority: As in ``core.request``, and so are the others.
+    """
+
+    epoch: int
+    ticket: int
+    request_id: str
+    num_prompt: int
+    params: SamplingParams
+    age_s: float
+    priority: int
+    client: str
+    cache_salt: str
+    goals: Goals
+    is_accepted: bool
+
+
+def submit_of(request: Request, epoch: int, ticket: int, now: float) -> Submit:
+    """The message that places a request.
+
+    Args:
+        request: With its known tokens, which lie beside the message.
+        epoch: Of the instance.
+        ticket: Of the placement.
+        now: On the clock of ``arrival_s``: clocks of machines differ, so the age is sent.
+    """
+    params = request.params
+    return Submit(
+        epoch=epoch,
+        ticket=ticket,
+        request_id=request.request_id,
+        num_prompt=len(request.prompt_token_ids),
+        params=replace(params, stop=()),
+        age_s=max(0.0, now - request.arrival_s),
+        priority=request.priority,
+        client=request.client,
+        cache_salt=request.cache_salt,
+        goals=request.goals,
+        is_accepted=request.is_accepted,
+    )
+
+
+def request_of(message: Submit, token_ids: tuple[int, ...], now: float) -> Request:
+    """The request that a message places, as its instance submits it."""
+    return Request(
+        request_id=message.request_id,
+        prompt_token_ids=token_ids[: message.num_prompt],
+        params=message.params,
+        arrival_s=now - message.age_s,
+        priority=message.priority,
+        client=message.client,
+        cache_salt=message.cache_salt,
+        goals=message.goals,
+        known_token_ids=token_ids[message.num_prompt :],
+        is_accepted=message.is_accepted,
+    )
