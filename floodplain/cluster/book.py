@@ -69,12 +69,13 @@ class Book:
         self.roster = roster
         self._placed: dict[int, Entry] = {}
         self._homeless: dict[int, Entry] = {}
+        self._lifted: dict[int, Entry] = {}
         self._next_number = self._next_ticket = 1
         self._facts: InstanceFacts | None = None
 
     def __len__(self) -> int:
         """Live requests."""
-        return len(self._placed) + len(self._homeless)
+        return len(self._placed) + len(self._homeless) + len(self._lifted)
 
     @property
     def num_homeless(self) -> int:
@@ -98,6 +99,7 @@ class Book:
     def close(self, entry: Entry) -> tuple[int, int] | None:
         """A request ends, however: (epoch, ticket) if an instance may have to be told. Safe to call twice."""
         self._homeless.pop(entry.number, None)
+        self._lifted.pop(entry.number, None)
         where = None if entry.epoch is None or entry.ticket is None else (entry.epoch, entry.ticket)
         self._take_back(entry)
         return where
@@ -145,6 +147,32 @@ class Book:
         entry.refused_by.clear()
         self._homeless[entry.number] = entry
         return True
+
+    def lift(self, entry: Entry) -> None:
+        """Take a request off its instance, which goes on elsewhere with its KV: ``put`` it there, or ``wait``."""
+        self._take_back(entry)
+        self._lifted[entry.number] = entry
+
+    def put(self, entry: Entry, epoch: int) -> None:
+        """Place a lifted request on a certain instance."""
+        del self._lifted[entry.number]
+        self._homeless[entry.number] = entry
+        self._put(entry, self.roster.expect(epoch))
+
+    def wait(self, entry: Entry) -> None:
+        """Let a lifted request wait for any instance: it is computed again from its tokens."""
+        del self._lifted[entry.number]
+        entry.num_moves += 1
+        entry.refused_by.clear()
+        self._homeless[entry.number] = entry
+
+    def is_lifted(self, entry: Entry) -> bool:
+        """Whether it was lifted, and is neither placed since nor waits nor has ended."""
+        return entry.number in self._lifted
+
+    def entries_of(self, epoch: int) -> dict[int, Entry]:
+        """The requests that are placed on an instance, by ticket."""
+        return {ticket: self._placed[ticket] for ticket in sorted(self.roster.expect(epoch).tickets)}
 
     def end(self, epoch: int) -> list[Entry]:
         """An instance's life ends: its requests, none of which is placed now. Each is to be given back."""
@@ -217,5 +245,7 @@ class Book:
                 raise InvariantError(f"the demand of epoch {instance.epoch} is not its requests'")
         if len(self._placed) != sum(len(one.tickets) for one in self.roster):
             raise InvariantError("a request is placed on an instance that is gone")
-        if any(entry.ticket is not None for entry in self._homeless.values()):
+        if any(entry.ticket is not None for entry in [*self._homeless.values(), *self._lifted.values()]):
             raise InvariantError("a request waits for an instance, and has one")
+        if not self._homeless.keys().isdisjoint(self._lifted):
+            raise InvariantError("a lifted request waits for an instance")

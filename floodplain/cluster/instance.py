@@ -19,22 +19,25 @@ class Replica:
 
     Args:
         engine: Not yet started.
+
+    Attributes:
+        engine: As above.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+        self.engine = engine
 
     async def start(self) -> None:
         """See ``Member``."""
-        await self._engine.start()
+        await self.engine.start()
 
     async def close(self) -> None:
         """See ``Member``."""
-        await self._engine.close()
+        await self.engine.close()
 
     def hello(self, token: str) -> Hello:
         """See ``Member``."""
-        one = self._engine.engine
+        one = self.engine.engine
         ledger = one.loop.state.ledger
         facts = InstanceFacts(
             version=__version__,
@@ -50,4 +53,4 @@ class Replica:
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
         """See ``Member``."""
-        await Life(link, welcome, self._engine).run(is_stopping, drain_timeout_s)
+        await Life(link, welcome, self.engine).run(is_stopping, drain_timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from floodplain.cluster.frames import FrameLink
@@ -23,8 +24,9 @@ from floodplain.cluster.messages import (
 )
 from floodplain.cluster.placements import Submit, request_of
 from floodplain.core.errors import PeerLost, UserError
-from floodplain.core.request import FinishReason
+from floodplain.core.request import FinishReason, Request
 from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.caller import OnAdded
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.lending.fields import WireError
 
@@ -47,6 +49,8 @@ class Life:
         self._engine, self._link = engine, link
         self._epoch, self._beat_s = welcome.epoch, welcome.beat_s
         self._streams: dict[int, asyncio.Task[None]] = {}
+        self._requests: dict[int, Request] = {}
+        self._num_known: dict[int, int] = {}  # tokens of each request that the front knows, or is about to
         self._rows: list[TokenRow] = []
         self._heard_s = time.monotonic()
 
@@ -92,9 +96,12 @@ class Life:
             failure = self.find_failure()
             if failure is not None:
                 raise failure
-            self._send(Beat(self._epoch, EngineStats() if self._engine is None else self._engine.stats()))
+            self._send(Beat(self._epoch, self._stats()))
             await asyncio.sleep(self._beat_s)
         logger.warning("the front has been silent for %g s", FRONT_SILENCE_S)
+
+    def _stats(self) -> EngineStats:
+        return EngineStats() if self._engine is None else self._engine.stats()
 
     def find_failure(self) -> BaseException | None:
         """What ended the engine, if something did."""
@@ -104,21 +111,25 @@ class Life:
         while self._streams:
             await asyncio.wait(self._streams.values())
 
-    def _begin(self, message: Submit, token_ids: tuple[int, ...]) -> None:
-        task = asyncio.create_task(self._stream(message, token_ids))
-        self._streams[message.ticket] = task
-        task.add_done_callback(lambda _: self._streams.pop(message.ticket))  # one that never ran has no end of its own
+    def _begin(self, message: Submit, token_ids: tuple[int, ...], on_added: OnAdded | None = None) -> None:
+        ticket = message.ticket
+        self._requests[ticket] = request_of(message, token_ids, time.monotonic())
+        self._num_known[ticket] = len(token_ids)
+        self._streams[ticket] = asyncio.create_task(self._stream(ticket, on_added))
+        self._streams[ticket].add_done_callback(lambda _: self._forget(ticket))  # one that never ran has no end itself
 
-    async def _stream(self, message: Submit, token_ids: tuple[int, ...]) -> None:
-        request = request_of(message, token_ids, time.monotonic())
+    def _forget(self, ticket: int) -> None:
+        del self._streams[ticket], self._requests[ticket], self._num_known[ticket]
+
+    async def _stream(self, ticket: int, on_added: OnAdded | None) -> None:
         if self._engine is None:
             raise WireError("a request comes before there is an engine")
         try:
-            async with aclosing(self._engine.stream(request)) as deltas:
+            async with aclosing(self._engine.stream(self._requests[ticket], on_added)) as deltas:
                 async for delta in deltas:
-                    self._add(message.ticket, delta)
+                    self._add(ticket, delta)
         except UserError as error:
-            self._send(refusal_of(error, self._epoch, message.ticket))
+            self._send(refusal_of(error, self._epoch, ticket))
         except RuntimeError:
             if not isinstance(self.find_failure(), PeerLost):
                 raise
@@ -131,11 +142,13 @@ class Life:
         is_aborted = delta.finish_reason == FinishReason.ABORT.value
         logprobs = delta.logprobs[0] if delta.logprobs else None
         reason = None if is_aborted else delta.finish_reason
+        self._num_known[ticket] += token is not None and not is_aborted
         self._rows.append(TokenRow(ticket, None if is_aborted else token, reason, delta.num_cached_tokens, logprobs))
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
-        self._send(Tokens(self._epoch, tuple(rows)))
+        if rows:
+            self._send(Tokens(self._epoch, tuple(rows)))
 
-    def _send(self, message: InstanceMessage) -> None:
-        self._link.send(pack(message))
+    def _send(self, message: InstanceMessage, integers: Sequence[int] = ()) -> None:
+        self._link.send(pack(message, tuple(integers)))

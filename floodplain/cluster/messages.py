@@ -13,6 +13,8 @@ from typing import Any
 from floodplain.cluster.codec import from_json, to_json
 from floodplain.cluster.facts import InstanceFacts, StageFacts
 from floodplain.cluster.frames import pack_frame
+from floodplain.cluster.group_answers import ANSWERS, GroupAnswer
+from floodplain.cluster.group_orders import ORDERS, GroupOrder
 from floodplain.cluster.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.plan import TokenLogprobs
@@ -22,11 +24,19 @@ from floodplain.lending.fields import WireError
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """An instance dials in. ``token`` is the secret that the front gave out; ``stage`` is None if it needs no other."""
+    """An instance dials in.
+
+    Attributes:
+        token: The secret that the front gave out.
+        facts: What it is.
+        stage: None if it needs no other instance.
+        can_drop: Whether it may be a member of a group that drops layers.
+    """
 
     token: str
     facts: InstanceFacts
     stage: StageFacts | None = None
+    can_drop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +146,10 @@ class Formed:
     number: int
 
 
-FrontMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat
-InstanceMessage = Hello | Tokens | Refused | Beat | Leaving | Formed
-_FROM_FRONT = {kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat)}
-_FROM_INSTANCE = {kind.__name__: kind for kind in (Hello, Tokens, Refused, Beat, Leaving, Formed)}
+FrontMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder
+InstanceMessage = Hello | Tokens | Refused | Beat | Leaving | Formed | GroupAnswer
+_FROM_FRONT = {kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat, *ORDERS)}
+_FROM_INSTANCE = {kind.__name__: kind for kind in (Hello, Tokens, Refused, Beat, Leaving, Formed, *ANSWERS)}
 REFUSALS: Mapping[str, type[UserError]] = {
     "full": QueueFull,
     "stopping": ShuttingDown,

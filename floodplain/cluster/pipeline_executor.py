@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -20,6 +21,8 @@ from floodplain.engine.stage_runner import StageRunner
 
 logger = logging.getLogger(__name__)
 
+Busy = Callable[[], AbstractContextManager[None]]
+
 
 class PipelineExecutor:
     """An ``Executor``: runs the first stage itself, sends activations on, and gets tokens from the last stage.
@@ -30,6 +33,7 @@ class PipelineExecutor:
         inbound: From the last one.
         limits: What plans may name.
         clock: Monotonic seconds.
+        busy: Entered while the stage computes.
     """
 
     def __init__(
@@ -39,10 +43,11 @@ class PipelineExecutor:
         inbound: StageLink,
         limits: PlanLimits,
         clock: Callable[[], float] = time.monotonic,
+        busy: Busy = nullcontext,
     ) -> None:
         self._runner, self._limits = runner, limits
         self._outbound, self._inbound = outbound, inbound
-        self._clock = clock
+        self._clock, self._busy = clock, busy
         self._under_way: deque[StepPlan] = deque()
         self._active_since_s = 0.0
         self._facts = PipelineFacts()
@@ -57,7 +62,8 @@ class PipelineExecutor:
         if not self._under_way:
             self._active_since_s = begin_s
         self._under_way.append(plan)
-        x = self._runner.run(plan, None)
+        with self._busy():
+            x = self._runner.run(plan, None)
         assert isinstance(x, torch.Tensor)
         self._outbound.send(pack_plan(Travelling(plan, x, (self._clock() - begin_s,))))
 
@@ -106,8 +112,10 @@ class StageWorker:
         outbound: To the next one; of the last one to the first.
         limits: What plans may name.
         clock: Monotonic seconds.
+        busy: Entered while the stage computes.
 
     Attributes:
+        limits: As above; may be changed between two plans.
         failure: Why the thread ended: ``PeerLost``, or a bug of ours; None while it runs.
     """
 
@@ -118,11 +126,13 @@ class StageWorker:
         outbound: StageLink,
         limits: PlanLimits,
         clock: Callable[[], float] = time.monotonic,
+        busy: Busy = nullcontext,
     ) -> None:
         self.failure: BaseException | None = None
-        self._runner, self._limits = runner, limits
+        self.limits = limits
+        self._runner = runner
         self._inbound, self._outbound = inbound, outbound
-        self._clock = clock
+        self._clock, self._busy = clock, busy
         self._thread = threading.Thread(target=self._run, name="floodplain-stage", daemon=True)
 
     def start(self) -> None:
@@ -139,7 +149,7 @@ class StageWorker:
     def _run(self) -> None:
         try:
             while True:
-                self._pass_on(read_plan(self._inbound.recv(), self._limits))
+                self._pass_on(read_plan(self._inbound.recv(), self.limits))
         except BaseException as error:  # whatever it is, the event loop must learn of it
             self.failure = error
             if not isinstance(error, PeerLost):
@@ -149,7 +159,8 @@ class StageWorker:
 
     def _pass_on(self, step: Travelling) -> None:
         begin_s = self._clock()
-        result = self._runner.run(step.plan, step.x)
+        with self._busy():
+            result = self._runner.run(step.plan, step.x)
         busy_s = (*step.busy_s, self._clock() - begin_s)
         if isinstance(result, StepResult):
             self._outbound.send(pack_result(result, busy_s))

@@ -9,7 +9,7 @@ from floodplain.cluster.facts import InstanceFacts, StageFacts
 from floodplain.cluster.prefixes import PrefixMemory
 from floodplain.core.errors import InvariantError
 
-STATES = ("serving", "forming", "leaving")
+STATES = ("serving", "forming", "leaving", "paused", "leading", "grouped")
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +28,8 @@ class Instance:
         is_leaving: It takes no more requests.
         stage: Its part of a pipeline; None if it needs no other.
         is_linked: Of a stage: its pipeline is formed.
+        can_drop: Whether it may be a member of a group that drops layers.
+        part: Its part in such a group, one of ``paused``, ``leading``, ``grouped``; None while it is in none.
         prefixes: What it was given.
     """
 
@@ -43,17 +45,21 @@ class Instance:
     is_leaving: bool = False
     stage: StageFacts | None = None
     is_linked: bool = False
+    can_drop: bool = False
+    part: str | None = None
 
     @property
     def takes_requests(self) -> bool:
         """Whether it is given new ones: of a pipeline, only the first stage."""
-        return self.state == "serving" and (self.stage is None or not self.stage.stage)
+        return self.state in ("serving", "leading") and (self.stage is None or not self.stage.stage)
 
     @property
     def state(self) -> str:
         """One of ``STATES``: a stage is forming until all others are there, too."""
         if self.is_leaving:
             return "leaving"
+        if self.part is not None:
+            return self.part
         return "serving" if self.stage is None or self.is_linked else "forming"
 
 

@@ -9,7 +9,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
 
 from floodplain.core.errors import PeerLost, ShuttingDown, UserError
 from floodplain.core.goals import NO_GOALS, Goals
@@ -17,6 +16,7 @@ from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
+from floodplain.engine.caller import Caller, OnAdded
 from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
@@ -30,16 +30,6 @@ _INBOX_S = 0.005
 """What comes in between two steps may take so long: while thousands arrive at once, streams go on."""
 
 
-@dataclass(eq=False, slots=True)
-class _Client:
-    """One caller of ``generate``: what it waits for, and where its deltas go (only touched on the event loop)."""
-
-    request: Request
-    accepted: asyncio.Future[SeqId]
-    seq_id: SeqId | None = None  # set and read on the engine's thread
-    deltas: asyncio.Queue[OutputDelta | BaseException] = field(default_factory=asyncio.Queue)
-
-
 class AsyncEngine:
     """The engine under the server and under the in-process benchmarks.
 
@@ -49,11 +39,11 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         engine.has_news = lambda: not self._inbox.empty()
         engine.wake_by_leases(lambda: self._inbox.put(lambda: None))
-        self._by_seq: dict[SeqId, _Client] = {}
-        self._callers: set[_Client] = set()
+        self._by_seq: dict[SeqId, Caller] = {}
+        self._callers: set[Caller] = set()
         self._pauses: list[Pause] = []
         self._is_empty = asyncio.Event()
         self._subscribers: list[Callable[[Lifecycle], None]] = []
@@ -160,8 +150,12 @@ class AsyncEngine:
         )
         return self.stream(request)
 
-    async def stream(self, request: Request) -> AsyncGenerator[OutputDelta, None]:
+    async def stream(self, request: Request, on_added: OnAdded | None = None) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
+
+        Args:
+            request: The request.
+            on_added: Called on the engine's thread when the request waits there, before a step sees it.
 
         Raises:
             RequestRefused: It can never be served.
@@ -172,7 +166,7 @@ class AsyncEngine:
             raise RuntimeError("the engine is not running") from self._failure
         if self._is_draining:
             raise ShuttingDown("the server is shutting down: send the request elsewhere")
-        caller = _Client(request, self._loop.create_future())
+        caller = Caller(request, self._loop.create_future(), on_added)
         self._callers.add(caller)
         self._inbox.put(lambda: self._submit(caller))
         try:
@@ -210,6 +204,10 @@ class AsyncEngine:
             raise
         return pause
 
+    def post(self, function: Callable[[Engine], object]) -> None:
+        """Have ``function`` called with the engine on its thread, between two steps (some may be outstanding)."""
+        self._inbox.put(lambda: function(self._engine))
+
     # -- on the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -243,17 +241,20 @@ class AsyncEngine:
         self._call(pause.begin, self._engine)
         pause.hold()
 
-    def _submit(self, caller: _Client) -> None:
+    def _submit(self, caller: Caller) -> None:
         try:
             seq_id = self._engine.add(caller.request)
         except UserError as error:
             self._call(self._refuse, caller, error)
         else:
             caller.seq_id = seq_id
+            if caller.on_added is not None:
+                caller.on_added(self._engine, seq_id)
             self._call(self._accept, caller, seq_id)
 
-    def _abandon(self, caller: _Client) -> None:
-        if caller.seq_id is not None and self._engine.finish(caller.seq_id, FinishReason.ABORT):
+    def _abandon(self, caller: Caller) -> None:
+        if caller.seq_id is not None:
+            self._engine.finish(caller.seq_id, FinishReason.ABORT)
             self._call(self._by_seq.pop, caller.seq_id, None)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
@@ -265,12 +266,12 @@ class AsyncEngine:
 
     # -- on the event loop -----------------------------------------------------------------------------------------
 
-    def _accept(self, caller: _Client, seq_id: SeqId) -> None:
+    def _accept(self, caller: Caller, seq_id: SeqId) -> None:
         if not caller.accepted.done():
             self._by_seq[seq_id] = caller
             caller.accepted.set_result(seq_id)
 
-    def _refuse(self, caller: _Client, error: UserError) -> None:
+    def _refuse(self, caller: Caller, error: UserError) -> None:
         if not caller.accepted.done():
             caller.accepted.set_exception(error)
 

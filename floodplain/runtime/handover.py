@@ -8,7 +8,7 @@ computed again from its tokens (KunServe, section 4.2).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -84,12 +84,12 @@ class HeldBlocks:
 
     Args:
         ledger: In which they are free.
-        rows: The blocks of each request.
+        rows: The blocks of each request, by a number of the caller's.
     """
 
-    def __init__(self, ledger: BlockLedger, rows: Iterable[Seq[BlockId]]) -> None:
+    def __init__(self, ledger: BlockLedger, rows: Mapping[int, Seq[BlockId]]) -> None:
         self._ledger = ledger
-        self._rows = dict(enumerate(tuple(row) for row in rows))
+        self._rows = {number: tuple(row) for number, row in rows.items()}
         self._counts = Counter(block for row in self._rows.values() for block in row)
         for block in self._counts:
             ledger.reserve(block)

@@ -144,7 +144,7 @@ def test_held_blocks_have_a_reference_for_each_request_that_took_them(
     rows: list[list[int]], data: st.DataObject
 ) -> None:
     ledger = BlockLedger(12, 4)
-    held = HeldBlocks(ledger, [[BlockId(block) for block in row] for row in rows])
+    held = HeldBlocks(ledger, {number: [BlockId(block) for block in row] for number, row in enumerate(rows)})
     tables: list[tuple[BlockId, ...]] = []
     for index in data.draw(st.permutations(range(len(rows)))):
         if data.draw(st.booleans()):

@@ -1,0 +1,231 @@
+"""What the front tells the members of a group, from the first pause to the last page that returns.
+
+Every message names the group by its number, which is used once: a message of an ended group changes nothing. Integers
+beside a message (blocks, quanta) are the frame's 32-bit ids, in the order that is told here. Which order is answered
+by what: ``cluster.group_steps``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from floodplain.cluster.placements import Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Pause at a step boundary, and say what is held: ``Prepared``.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+    """
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The group is not made: go on as before."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """A request whose KV moves with a group.
+
+    Attributes:
+        request: The front's number of it.
+        place: Of the member that has its KV.
+        num_blocks: Its blocks, whose ids lie beside the message.
+    """
+
+    request: int
+    place: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Drop all layers but some, map the group's pool, link up: ``GroupDone``. Beside it: used quanta, then blocks.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        place: Of the member in the pipeline, from 0, and
+        num_members: of how many.
+        first_layer: The first that it keeps, and
+        end_layer: the first behind these.
+        num_used: Used quanta of its own pool; the k-th becomes the group's quantum ``first_quantum + k``.
+        first_quantum: See above.
+        num_quanta: Of the group.
+        max_model_len: Most tokens of a request: what one instance can hold, so that it can come home.
+        secret: That the members show each other, hexadecimal.
+        host: Where the next member listens, and
+        port: on which port.
+        held: Of the leader: requests whose blocks are reserved, by the group's ids; of others none.
+    """
+
+    epoch: int
+    number: int
+    place: int
+    num_members: int
+    first_layer: int
+    end_layer: int
+    num_used: int
+    first_quantum: int
+    num_quanta: int
+    max_model_len: int
+    secret: str
+    host: str
+    port: int
+    held: tuple[HeldRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Copy KV of the kept layers of these requests from their places: ``Copied`` for each. Beside it: their blocks.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        addresses: Bulk servers, by place.
+        held: The requests.
+    """
+
+    epoch: int
+    number: int
+    addresses: tuple[str, ...]
+    held: tuple[HeldRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Go on with a request whose KV is there. Its tokens lie beside the message.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        request: The front's number of it, as in ``HeldRequest``.
+        num_computed: Leading tokens whose KV is there.
+        submit: Else as any request.
+    """
+
+    epoch: int
+    number: int
+    request: int
+    num_computed: int
+    submit: Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Free the blocks that are reserved for a request; no member writes to them any more."""
+
+    epoch: int
+    number: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Unmap KV of dropped layers, and map so many quanta: ``GroupDone``."""
+
+    epoch: int
+    number: int
+    num_quanta: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """All members have so many quanta: the leader's ledger gets their blocks."""
+
+    epoch: int
+    number: int
+    num_quanta: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Drain the pipeline, and plan to shrink it to so many quanta: ``Planned``."""
+
+    epoch: int
+    number: int
+    num_quanta: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Move blocks and unmap quanta, as ``Planned`` has them: ``GroupDone``."""
+
+    epoch: int
+    number: int
+    num_moves: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All members have moved their blocks: the leader goes on."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Map the dropped layers' parameters, and fill them: ``GroupDone``.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        addresses: For each layer of the model, the bulk server of a member that has its parameters.
+    """
+
+    epoch: int
+    number: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Return:
+    """Leave the pipeline and serve alone: the leader answers ``HandedOver``, others ``GroupDone``."""
+
+    epoch: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Copy KV of all layers of these requests to blocks of the own pool: ``Copied`` for each. Beside it: blocks.
+
+    Attributes:
+        epoch: Of the member.
+        number: Of the group.
+        addresses: For each layer of the model, the bulk server of the member that has its KV.
+        held: The requests; ``place`` is the member's own.
+    """
+
+    epoch: int
+    number: int
+    addresses: tuple[str, ...]
+    held: tuple[HeldRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Unmap the group's KV, grow the own pool to its size before the group: ``GroupDone``."""
+
+    epoch: int
+    number: int
+
+
+GroupOrder = (
+    Prepare | Cancel | Drop | Fetch | Adopt | Release | Settle | Grow | Plan | Move | Commit | Fill | Return | Collect
+    | Close
+)  # fmt: skip
+ORDERS = (
+    Prepare, Cancel, Drop, Fetch, Adopt, Release, Settle, Grow, Plan, Move, Commit, Fill, Return, Collect, Close,
+)  # fmt: skip

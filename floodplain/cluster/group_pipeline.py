@@ -1,0 +1,200 @@
+"""A member's part of a group's pipeline: the leader has the step loop, the others a thread that runs their layers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from floodplain.cluster.group_orders import Drop
+from floodplain.cluster.pipeline_engine import make_engine, plan_limits
+from floodplain.cluster.pipeline_executor import PipelineExecutor, StageWorker
+from floodplain.cluster.stage_ring import StageRing
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.request import FinishReason, Request, SeqId
+from floodplain.core.shrink import ShrinkPlan, commit_shrink, plan_shrink
+from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.pause import Pause
+from floodplain.engine.shell import Engine
+from floodplain.policy.microbatch import MicrobatchRule
+from floodplain.runtime.handover import HeldBlocks, Record, adopt, take_records
+
+if TYPE_CHECKING:
+    from floodplain.cluster.droppable import Droppable
+
+
+class GroupPipeline:
+    """See the module. Everything is called on one event loop.
+
+    Args:
+        member: Of the group; its group memory has the KV.
+        order: What the front has planned.
+        blocks: Of the leader: those of requests that are on their way, one after the other.
+
+    Attributes:
+        engine: The leader's; None in the others.
+        is_ending: Whether a neighbour that hangs up is no failure.
+    """
+
+    def __init__(self, member: Droppable, order: Drop, blocks: Sequence[int]) -> None:
+        self.engine: AsyncEngine | None = None
+        self.is_ending = False
+        self._member, self._order, self._blocks = member, order, blocks
+        kept = range(order.first_layer, order.end_layer)
+        self._parts = replace(member.parts, model=member.parts.model.part(kept))
+        self._limits = plan_limits(self._parts, self._count_blocks(order.num_quanta), order.max_model_len)
+        secret, max_bytes = bytes.fromhex(order.secret), self._limits.max_data_bytes
+        self._ring = StageRing(member.listener, secret, order.number, order.place, order.num_members, max_bytes)
+        self._worker: StageWorker | None = None
+        self._held: HeldBlocks | None = None
+        self._pause: Pause | None = None
+        self._shrink: ShrinkPlan | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the pipeline, if something did."""
+        if self._worker is not None and not self.is_ending:
+            return self._worker.failure
+        return None if self.engine is None else self.engine.failure
+
+    async def open(self) -> None:
+        """Link with both neighbours, and begin to compute.
+
+        Raises:
+            PeerLost: One is not there.
+        """
+        member, limits = self._member, self._limits
+        inbound, outbound = await self._ring.open(self._order.host, self._order.port)
+        runner = self._parts.make_runner(member.memory.layers, self._order.max_model_len)
+        if self._order.place:
+            self._worker = StageWorker(runner, inbound, outbound, limits, busy=member.gate.busy)
+            self._worker.start()
+            return
+        executor = PipelineExecutor(runner, outbound, inbound, limits, busy=member.gate.busy)
+        rule = MicrobatchRule("even", ChunkPrice(cost_by_shape(self._parts.shape)))
+        ledger = self._make_ledger()
+        self._held = HeldBlocks(ledger, self._split_blocks())
+        engine = make_engine(self._parts, ledger, executor, limits, self._order.num_members, rule)
+        self.engine = AsyncEngine(engine)
+        await self.engine.start()
+
+    def limit(self, num_quanta: int) -> None:
+        """Plans may name blocks of so many quanta from now on."""
+        self._limits = replace(self._limits, num_blocks=self._count_blocks(num_quanta))
+        if self._worker is not None:
+            self._worker.limits = self._limits
+
+    # -- of the leader -------------------------------------------------------------------------------------------------
+
+    def grow(self, num_quanta: int) -> None:
+        """All members have so many quanta: the ledger gets their blocks."""
+        end = self._count_blocks(num_quanta)
+
+        def add(engine: Engine) -> None:
+            ledger = engine.loop.state.ledger
+            ledger.add_memory(range(ledger.num_indexed_blocks, end))
+
+        self._expect_engine().post(add)
+
+    def adopter(self, request: int, num_computed: int) -> Callable[[Engine, SeqId], None]:
+        """What lets a request that waits in the loop go on from blocks that are held for it."""
+
+        def take(engine: Engine, seq_id: SeqId) -> None:
+            blocks = self._expect_held().take(request)
+            if not adopt(engine.loop, seq_id, blocks, num_computed, engine.clock()):
+                engine.loop.state.ledger.free(blocks)
+
+        return take
+
+    def release(self, request: int) -> None:
+        """A request does not come, or comes without KV."""
+        self._expect_engine().post(lambda _: self._expect_held().drop(request))
+
+    async def plan(self, num_quanta: int) -> tuple[ShrinkPlan, list[Request]]:
+        """Drain the pipeline, and plan to shrink it; it is held until ``commit``.
+
+        Returns:
+            The plan, and the youngest requests, for which there was no room: they are not here any more.
+        """
+        self._pause = await self._expect_engine().pause()
+        self._shrink, given_back = await self._pause.run(partial(_plan, self._count_blocks(num_quanta)))
+        return self._shrink, given_back
+
+    async def commit(self) -> None:
+        """All members have moved their blocks: go on."""
+        if self._pause is None or self._shrink is None:
+            raise InvariantError("a shrink is committed that was not planned")
+        await self._pause.run(partial(_commit, self._shrink))
+        self._pause.release()
+        self._pause = self._shrink = None
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    async def leave(self) -> list[Record]:
+        """Compute nothing more. Of the leader: what it has; its links stay open until ``close``."""
+        self.is_ending = True
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.close)
+            return []
+        self._pause = await self._expect_engine().pause()
+        return await self._pause.run(lambda engine: take_records(engine.loop))
+
+    async def close(self) -> None:
+        """End the links and what computes over them. Safe to call twice."""
+        self.is_ending = True
+        await asyncio.to_thread(self._ring.close)
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.close)
+        if self.engine is not None:
+            await self.engine.close()
+
+    def _count_blocks(self, num_quanta: int) -> int:
+        return num_quanta * self._member.memory.quantum_blocks
+
+    def _make_ledger(self) -> BlockLedger:
+        config, quantum_blocks = self._parts.config, self._member.memory.quantum_blocks
+        return BlockLedger(
+            self._count_blocks(self._order.num_quanta),
+            config.block_tokens,
+            quantum_blocks=quantum_blocks,
+            caches_prefixes=config.enable_prefix_caching,
+        )
+
+    def _split_blocks(self) -> dict[int, list[BlockId]]:
+        rows, start = {}, 0
+        for held in self._order.held:
+            rows[held.request] = [BlockId(block) for block in self._blocks[start : start + held.num_blocks]]
+            start += held.num_blocks
+        return rows
+
+    def _expect_engine(self) -> AsyncEngine:
+        if self.engine is None:
+            raise InvariantError("only the leader of a group has a step loop")
+        return self.engine
+
+    def _expect_held(self) -> HeldBlocks:
+        if self._held is None:
+            raise InvariantError("only the leader of a group holds blocks")
+        return self._held
+
+
+def _plan(num_blocks: int, engine: Engine) -> tuple[ShrinkPlan, list[Request]]:
+    state, given_back = engine.loop.state, []
+    for seq in sorted(state.sequences.values(), key=lambda one: one.order_key, reverse=True):
+        if state.ledger.num_blocks - state.ledger.num_available <= num_blocks:
+            break
+        given_back.append(seq.request)
+        engine.finish(seq.seq_id, FinishReason.ABORT)
+    plan = plan_shrink(state.ledger, num_blocks)
+    if plan.num_blocks > num_blocks:
+        raise InvariantError(f"a group shrinks to {plan.num_blocks} blocks, and not to {num_blocks}")
+    return plan, given_back
+
+
+def _commit(plan: ShrinkPlan, engine: Engine) -> None:
+    engine.loop.remap_blocks(commit_shrink(engine.loop.state.ledger, plan))

@@ -1,0 +1,231 @@
+"""What the front knows of one group: who its members are, how layers and blocks are divided, and what is told whom."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from floodplain.cluster.book import Entry
+from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.group_answers import HandedOver, KvRow, Prepared
+from floodplain.cluster.group_orders import (
+    Cancel,
+    Close,
+    Collect,
+    Commit,
+    Drop,
+    Fetch,
+    Fill,
+    GroupOrder,
+    Grow,
+    HeldRequest,
+    Move,
+    Plan,
+    Prepare,
+    Release,
+    Return,
+    Settle,
+)
+from floodplain.cluster.group_steps import Order, OrderKind
+from floodplain.cluster.stage_link import SECRET_BYTES
+from floodplain.core.errors import InvariantError
+from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, size_group
+from floodplain.cost.model_shape import ModelShape
+from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Traveller:
+    """A request whose KV moves between members.
+
+    Attributes:
+        entry: Of the front's book.
+        num_computed: Leading tokens whose KV moves.
+        place: Of the member that has it.
+        blocks: By the group's ids.
+    """
+
+    entry: Entry
+    num_computed: int
+    place: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class GroupPlan:
+    """See the module.
+
+    Attributes:
+        number: Of the group.
+        epochs: Of its members, by place.
+        max_model_len: Most tokens of a request.
+        since_s: When its state, or the progress in it, changed last.
+        begun_s: When the present change, a drop or a restore, was asked for.
+        reports: What members said when they were paused, and their blocks, by epoch.
+        kept: Layers by place, once the group drops.
+        sizes: Quanta, from then on.
+        travellers: Requests on their way, by the book's numbers.
+        moves: The leader's plan of a shrink: how many blocks move, and the integers of ``Move``.
+        secret: That members show each other, hexadecimal.
+    """
+
+    number: int
+    epochs: tuple[int, ...]
+    max_model_len: int
+    since_s: float
+    begun_s: float
+    reports: dict[int, tuple[Prepared, tuple[int, ...]]] = field(default_factory=dict)
+    kept: tuple[range, ...] = ()
+    sizes: GroupSizes | None = None
+    travellers: dict[int, Traveller] = field(default_factory=dict)
+    moves: tuple[int, tuple[int, ...]] = (0, ())
+    secret: str = field(default_factory=lambda: secrets.token_hex(SECRET_BYTES))
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def report_of(self, place: int) -> Prepared:
+        """What the member of a place said when it was paused."""
+        return self.reports[self.epochs[place]][0]
+
+    @property
+    def num_own_blocks(self) -> int:
+        """Blocks of all members' own pools."""
+        reports = [self.report_of(place) for place in range(len(self.epochs))]
+        return sum(
+            one.num_kv_pages // (one.quantum_pages * len(one.param_pages)) * one.quantum_blocks for one in reports
+        )
+
+    def count_blocks(self, num_quanta: int) -> int:
+        """Blocks of so many quanta."""
+        return num_quanta * self.report_of(0).quantum_blocks
+
+    def divide(self, shape: ModelShape, facts: InstanceFacts, entries: Mapping[int, Mapping[int, Entry]]) -> None:
+        """Cut the layers, and let requests keep their KV as far as there is room: the oldest first.
+
+        Args:
+            shape: Of the model.
+            facts: Of a member; all are alike.
+            entries: Requests that are placed on members, by epoch and ticket.
+
+        Raises:
+            UserError: There are fewer layers than members.
+        """
+        reports = [self.report_of(place) for place in range(len(self.epochs))]
+        layer_block_bytes = 2 * shape.kv_size * DTYPE_BYTES[facts.dtype] * facts.block_tokens
+        self.kept = split_layers(
+            shape.num_layers, [_memory_of(one, layer_block_bytes) for one in reports], head_layers(shape)
+        )
+        found = [
+            (entry, HeldRow(place, blocks), row.num_computed)
+            for place, epoch in enumerate(self.epochs)
+            for row, blocks in rows_with_blocks(*self.reports[epoch])
+            if (entry := entries[epoch].get(row.ticket)) is not None and entry.num_tokens == row.num_tokens
+        ]
+        found.sort(key=lambda one: (one[0].request.priority, one[0].number))
+        quantum_blocks = reports[0].quantum_blocks
+        members = [
+            MemberReport(one.num_kv_pages, one.quantum_pages, _most_quanta(one), one.param_pages) for one in reports
+        ]
+        self.sizes = size_group(members, self.kept, [row for _, row, _ in found], quantum_blocks)
+        for entry, row, num_computed in found[: self.sizes.num_kept_rows]:
+            blocks = self.sizes.map_blocks(row, quantum_blocks)
+            self.travellers[entry.number] = Traveller(entry, num_computed, row.place, blocks)
+
+    # -- telling -------------------------------------------------------------------------------------------------------
+
+    def message(self, order: Order) -> tuple[GroupOrder, tuple[int, ...]]:
+        """An order as it is sent, and the integers beside it. ``ADOPT`` is the caller's."""
+        epoch, number = order.epoch, order.number
+        match order.kind:
+            case OrderKind.PREPARE:
+                return Prepare(epoch, number), ()
+            case OrderKind.CANCEL:
+                return Cancel(epoch, number), ()
+            case OrderKind.DROP:
+                return self._drop(epoch)
+            case OrderKind.FETCH:
+                held, blocks = self._held(order.requests)
+                addresses = tuple(self.report_of(place).bulk_address for place in range(len(self.epochs)))
+                return Fetch(epoch, number, addresses, held), blocks
+            case OrderKind.RELEASE:
+                return Release(epoch, number, order.requests[0]), ()
+            case OrderKind.SETTLE:
+                return Settle(epoch, number, self._expect_sizes().num_settled_quanta), ()
+            case OrderKind.GROW:
+                return Grow(epoch, number, self._expect_sizes().num_settled_quanta), ()
+            case OrderKind.PLAN:
+                return Plan(epoch, number, self._expect_sizes().num_restore_quanta), ()
+            case OrderKind.MOVE:
+                return Move(epoch, number, self.moves[0]), self.moves[1]
+            case OrderKind.COMMIT:
+                return Commit(epoch, number), ()
+            case OrderKind.FILL:
+                return Fill(epoch, number, self._addresses_of_layers()), ()
+            case OrderKind.RETURN:
+                return Return(epoch, number), ()
+            case OrderKind.COLLECT:
+                held, blocks = self._held(order.requests)
+                return Collect(epoch, number, self._addresses_of_layers(), held), blocks
+            case OrderKind.CLOSE:
+                return Close(epoch, number), ()
+        raise InvariantError(f"the order {order.kind} is no message of a plan")
+
+    def _drop(self, epoch: int) -> tuple[Drop, tuple[int, ...]]:
+        place, sizes = self.epochs.index(epoch), self._expect_sizes()
+        following = self.report_of((place + 1) % len(self.epochs))
+        held, blocks = self._held(tuple(self.travellers)) if place == 0 else ((), ())
+        order = Drop(
+            epoch=epoch,
+            number=self.number,
+            place=place,
+            num_members=len(self.epochs),
+            first_layer=self.kept[place].start,
+            end_layer=self.kept[place].stop,
+            num_used=len(sizes.used[place]),
+            first_quantum=sizes.first[place],
+            num_quanta=sizes.num_quanta,
+            max_model_len=self.max_model_len,
+            secret=self.secret,
+            host=following.host,
+            port=following.port,
+            held=held,
+        )
+        return order, (*sizes.used[place], *blocks)
+
+    def _held(self, requests: Sequence[int]) -> tuple[tuple[HeldRequest, ...], tuple[int, ...]]:
+        found = [(request, self.travellers[request]) for request in requests]
+        held = tuple(HeldRequest(request, one.place, len(one.blocks)) for request, one in found)
+        return held, tuple(block for _, one in found for block in one.blocks)
+
+    def _addresses_of_layers(self) -> tuple[str, ...]:
+        places = [place for place, layers in enumerate(self.kept) for _ in layers]
+        return tuple(self.report_of(place).bulk_address for place in places)
+
+    def _expect_sizes(self) -> GroupSizes:
+        if self.sizes is None:
+            raise InvariantError(f"group {self.number} is not divided yet")
+        return self.sizes
+
+
+def rows_with_blocks(message: Prepared | HandedOver, blocks: Sequence[int]) -> list[tuple[KvRow, tuple[int, ...]]]:
+    """Rows that have KV, each with its blocks."""
+    rows, start = [], 0
+    for row in message.rows:
+        if row.num_blocks:
+            rows.append((row, tuple(blocks[start : start + row.num_blocks])))
+        start += row.num_blocks
+    return rows
+
+
+def _memory_of(report: Prepared, layer_block_bytes: int) -> StageMemory:
+    page_bytes = report.quantum_blocks * layer_block_bytes // report.quantum_pages
+    num_pages, layer_pages = report.num_kv_pages + sum(report.param_pages), max(report.param_pages)
+    return StageMemory(num_pages * page_bytes, layer_pages * page_bytes, layer_block_bytes)
+
+
+def _most_quanta(report: Prepared) -> int:
+    """A member that keeps one layer alone has addresses for so many."""
+    return (report.num_kv_pages + sum(report.param_pages)) // report.quantum_pages

@@ -1,0 +1,247 @@
+"""One group as a member has it: from the pause to the last page that returned. Orders come from the front.
+
+Two phases. Until ``drop`` nothing is unmapped: the engine is paused, and ``cancel`` lets it go on. From then on the
+member has some layers only, until ``close``, or ``abandon`` if the group ends otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from floodplain.cluster.group_orders import Collect, Drop, Fetch, Fill
+from floodplain.cluster.group_pipeline import GroupPipeline
+from floodplain.cluster.kv_copies import KV, KvStore, Puller, RequestCopy, copy_own, write_pool
+from floodplain.core.errors import InvariantError
+from floodplain.core.free_blocks import BlockId
+from floodplain.core.request import FinishReason, SeqId
+from floodplain.engine.pause import Pause
+from floodplain.engine.shell import Engine
+from floodplain.runtime.handover import Record, adopt, take_records
+
+if TYPE_CHECKING:
+    from floodplain.cluster.droppable import Droppable
+
+T = TypeVar("T")
+
+
+class Session:
+    """See the module. Everything is called on one event loop, one order after the other.
+
+    Args:
+        member: What it is a session of.
+        number: Of the group.
+    """
+
+    def __init__(self, member: Droppable, number: int) -> None:
+        self.number = number
+        self.pipeline: GroupPipeline | None = None
+        self._member = member
+        self._pause: Pause | None = None
+        self._puller: Puller | None = None
+        self._secret = b""
+        self._threads: set[asyncio.Future[Any]] = set()
+        self._loading: dict[int, list[BlockId]] = {}  # of requests that come home: blocks of the own pool
+
+    # -- in -------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> list[Record]:
+        """Hold the engine at a step boundary: what it has."""
+        self._pause = await self._member.engine.pause()
+        return await self._pause.run(lambda engine: take_records(engine.loop))
+
+    def cancel(self) -> None:
+        """Go on as before."""
+        if self._pause is not None:
+            self._pause.release()
+            self._pause = None
+
+    async def drop(self, order: Drop, integers: Sequence[int]) -> None:
+        """Unmap all layers but some, link with the neighbours, and compute as a stage.
+
+        Raises:
+            PeerLost: A neighbour is not there.
+        """
+        if self._pause is None:
+            raise InvariantError("layers are to be dropped, and the engine is not paused")
+        member, self._secret = self._member, bytes.fromhex(order.secret)
+        self._puller = Puller(self._secret)
+        await self._in_thread(member.withdraw_parameters)
+        await self._pause.run(partial(self._unmap, order, tuple(integers[: order.num_used])))
+        self.cancel()
+        member.bulk.admit(self._secret)
+        member.bulk.serve(KV, KvStore(member.memory), member.layer_block_bytes)
+        member.serve_parameters()
+        self.pipeline = GroupPipeline(member, order, integers[order.num_used :])
+        await self.pipeline.open()
+
+    def _unmap(self, order: Drop, used: tuple[int, ...], engine: Engine) -> None:
+        """The engine's thread is held. Its requests are the front's again; their KV stays in its pages."""
+        pool, memory, ledger = self._member.pool, self._member.memory, engine.loop.state.ledger
+        for seq_id in list(engine.loop.state.sequences):
+            engine.finish(seq_id, FinishReason.ABORT)
+        quanta = pool.quanta
+        pages = pool.shrink(ledger, 0).pages
+        kept = range(order.first_layer, order.end_layer)
+        try:
+            memory.drop(pages, quanta, used, kept, order.first_quantum, order.num_quanta)
+        except BaseException:
+            pool.grow(ledger, len(quanta) * pool.quantum_blocks, pages)
+            raise
+
+    # -- KV comes -------------------------------------------------------------------------------------------------
+
+    async def fetch(self, order: Fetch, blocks: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
+        """Pull the kept layers of requests that other members have."""
+        memory, start = self._member.memory, 0
+        for held in order.held:
+            own = tuple(blocks[start : start + held.num_blocks])
+            start += held.num_blocks
+            one = RequestCopy(held.request, own, own, {order.addresses[held.place]: memory.kept})
+            on_copied(held.request, await self._in_thread(self._expect_puller().copy, one, memory.write))
+
+    async def collect(self, order: Collect, blocks: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
+        """Bring requests home: all their layers into blocks of the own pool."""
+        start = 0
+        for held in order.held:
+            sources = tuple(blocks[start : start + held.num_blocks])
+            start += held.num_blocks
+            targets = await self._run(partial(_begin_load, len(sources)))
+            if targets is not None:
+                self._loading[held.request] = targets
+            layers: dict[str, list[int]] = {}
+            for layer, address in enumerate(order.addresses):
+                layers.setdefault(address, []).append(layer)
+            is_whole = targets is not None and await self._in_thread(
+                self._collect_one, RequestCopy(held.request, sources, tuple(targets), layers)
+            )
+            on_copied(held.request, is_whole)
+
+    def _collect_one(self, one: RequestCopy) -> bool:
+        write, own = write_pool(self._member.pool), self._member.bulk.address
+        others = {address: layers for address, layers in one.layers.items() if address != own}
+        is_own_here = copy_own(self._member.memory, one, one.layers.get(own, ()), write)
+        return is_own_here and self._expect_puller().copy(replace(one, layers=others), write)
+
+    def adopter(self, request: int, num_computed: int) -> Callable[[Engine, SeqId], None]:
+        """What is to be called with the engine that goes on with a request when the request waits there."""
+        if request in self._loading:
+            return partial(_adopt_loaded, self._loading.pop(request), num_computed)
+        return self._expect_pipeline().adopter(request, num_computed)
+
+    def release(self, request: int) -> None:
+        """A request does not come, or comes without KV."""
+        if request in self._loading:
+            blocks = self._loading.pop(request)
+            self._member.engine.post(lambda engine: engine.loop.state.ledger.abort_load(blocks))
+        elif self.pipeline is not None:
+            self.pipeline.release(request)
+
+    # -- while grouped --------------------------------------------------------------------------------------------
+
+    async def settle(self, num_quanta: int) -> None:
+        """Unmap KV of dropped layers, and map more quanta."""
+        if await self._in_thread(self._member.memory.settle, num_quanta) is None:
+            raise InvariantError(f"a group's member cannot have {num_quanta} quanta")
+        self._expect_pipeline().limit(num_quanta)
+
+    async def move(self, moves: Sequence[tuple[int, int]], quanta: Sequence[int]) -> None:
+        """Move blocks and unmap quanta; no step is under way."""
+        await self._in_thread(self._member.memory.shrink, moves, quanta)
+
+    async def fill(self, order: Fill) -> tuple[int, int]:
+        """Map and fill the parameters of dropped layers: how many came from other members, and from the backstop."""
+        counts = await self._in_thread(self._member.fill, self._expect_puller(), order.addresses)
+        self._expect_pipeline().is_ending = True  # a neighbour that returns before this member hangs up
+        return counts
+
+    # -- out ------------------------------------------------------------------------------------------------------
+
+    async def leave_pipeline(self) -> list[Record]:
+        """Leave the pipeline; of the leader: what it has. The own engine gets the memory that is spare by now."""
+        records = await self._expect_pipeline().leave()
+        await self._run(self._grow)
+        return records
+
+    async def close(self) -> None:
+        """Return all pages to the own pool."""
+        await self._end_pipeline()
+        await self._in_thread(self._member.bulk.withdraw, KV)
+        self._member.bulk.revoke(self._secret)
+        await self._run(lambda engine: self._member.grow(engine, self._member.memory.close_group()))
+
+    async def abandon(self) -> None:
+        """The group ended otherwise: serve alone again, without any request. The parameters come from the backstop.
+
+        Raises:
+            UserError: The backstop is unreadable.
+        """
+        self.cancel()
+        if self._puller is None:
+            return
+        self._puller.close()
+        await asyncio.gather(*self._threads, return_exceptions=True)
+        await self._end_pipeline()
+        await self._in_thread(self._member.bulk.withdraw, KV)
+        self._member.bulk.revoke(self._secret)
+        await self._run(self._repair)
+
+    def _repair(self, engine: Engine) -> None:
+        for blocks in self._loading.values():
+            engine.loop.state.ledger.abort_load(blocks)
+        self._loading.clear()
+        self._member.grow(engine, self._member.memory.abandon())
+        self._member.fill_from_backstop()
+        self._member.withdraw_parameters()
+        self._member.serve_parameters()
+
+    def _grow(self, engine: Engine) -> None:
+        memory = self._member.memory
+        quantum_pages = memory.quantum_pages * self._member.pool.layout.num_layers
+        pages = memory.take_spare(memory.num_spare_pages // quantum_pages * quantum_pages)
+        if pages is None:
+            raise InvariantError("spare pages of a group are gone")
+        self._member.grow(engine, pages)
+
+    async def _end_pipeline(self) -> None:
+        if self.pipeline is not None:
+            await self.pipeline.close()
+
+    async def _run(self, function: Callable[[Engine], T]) -> T:
+        """Call something with the own engine, at a boundary, on its thread."""
+        pause = await self._member.engine.pause()
+        try:
+            return await pause.run(function)
+        finally:
+            pause.release()
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Like ``asyncio.to_thread``, but ``abandon`` waits for it even if this call is cancelled."""
+        future = asyncio.ensure_future(asyncio.to_thread(function, *args))
+        self._threads.add(future)
+        future.add_done_callback(self._threads.discard)
+        return await asyncio.shield(future)
+
+    def _expect_puller(self) -> Puller:
+        if self._puller is None:
+            raise InvariantError("KV is to be copied, and nothing was dropped")
+        return self._puller
+
+    def _expect_pipeline(self) -> GroupPipeline:
+        if self.pipeline is None:
+            raise InvariantError("a group's pipeline is not there")
+        return self.pipeline
+
+
+def _begin_load(num_blocks: int, engine: Engine) -> list[BlockId] | None:
+    return engine.loop.state.ledger.begin_load(num_blocks)
+
+
+def _adopt_loaded(blocks: Sequence[BlockId], num_computed: int, engine: Engine, seq_id: SeqId) -> None:
+    ledger = engine.loop.state.ledger
+    ledger.commit_load(blocks)
+    if not adopt(engine.loop, seq_id, blocks, num_computed, engine.clock()):
+        ledger.free(blocks)

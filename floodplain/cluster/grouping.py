@@ -1,0 +1,299 @@
+"""The front's side of groups: instances are told to drop layers, to run as a pipeline, and to restore them.
+
+``GroupBook`` says which order is due, ``GroupPlan`` what is in it; this sends it, and moves requests in the front's
+book: those whose KV is on its way are lifted, and put where they go on, or wait to be computed again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from floodplain.cluster.book import Book, Entry
+from floodplain.cluster.group_answers import (
+    Copied,
+    GroupAnswer,
+    GroupDone,
+    HandedOver,
+    Planned,
+    Prepared,
+    read_answer,
+)
+from floodplain.cluster.group_book import GroupBook
+from floodplain.cluster.group_orders import Adopt, GroupOrder
+from floodplain.cluster.group_plan import GroupPlan, Traveller, rows_with_blocks
+from floodplain.cluster.group_progress import Change, Group
+from floodplain.cluster.group_steps import Answer, Order, OrderKind
+from floodplain.cluster.placements import submit_of
+from floodplain.core.errors import UserError
+from floodplain.core.groups import GroupState
+from floodplain.cost.model_shape import ModelShape
+
+logger = logging.getLogger(__name__)
+
+PREPARE_TIMEOUT_S = 10.0
+"""A member that does not pause for so long, in the middle of a long step, does not join."""
+CHANGES = ("dropped", "restored", "cancelled", "ended")
+STEP_TIMEOUT_S = 60.0
+"""A group in which nothing is done for so long, though something is awaited, is over."""
+
+
+class Grouping:
+    """See the module. Everything is called on the front's event loop.
+
+    Args:
+        book: Requests and instances.
+        shape: Of the model.
+        send: Sends an order, and integers beside it, to the instance of its epoch.
+        end: Ends the life of an instance, for a reason.
+        place: Places requests that wait.
+
+    Attributes:
+        groups: Those that are being made or live.
+        num_changes: How often a group was ``dropped``, ``restored``, ``cancelled`` or ``ended``.
+        seconds: Time of all of these changes, by the same names.
+        num_carried: Requests that went on with their KV, and
+        num_recomputed: those that did not, in drops and restores.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        shape: ModelShape,
+        send: Callable[[GroupOrder, Sequence[int]], None],
+        end: Callable[[int, str], None],
+        place: Callable[[], None],
+    ) -> None:
+        self.groups = GroupBook()
+        self.num_changes: Counter[str] = Counter()
+        self.seconds: dict[str, float] = dict.fromkeys(CHANGES, 0.0)
+        self.num_carried = self.num_recomputed = 0
+        self._book, self._shape = book, shape
+        self._send, self._end, self._place = send, end, place
+        self._plans: dict[int, GroupPlan] = {}
+        self._problems: dict[int, str] = {}
+
+    # -- the operator, or the monitor, asks ---------------------------------------------------------------------------
+
+    def drop(self, epochs: Sequence[int]) -> int:
+        """Begin to make a group of these instances, the leader first; its number.
+
+        Raises:
+            UserError: Of the front's instances these cannot be a group.
+        """
+        facts = []
+        for epoch in epochs:
+            instance = self._book.roster.get(epoch)
+            if instance is None or not instance.can_drop or instance.is_leaving:
+                raise UserError(f"instance {epoch} cannot drop layers: start the front with --relief")
+            facts.append(instance.facts)
+        if self._shape.num_layers < len(epochs):
+            raise UserError(f"{self._shape.num_layers} layers cannot be shared by {len(epochs)} instances: name fewer")
+        change = self.groups.prepare(epochs)
+        now = time.monotonic()
+        max_model_len = min(one.max_model_len for one in facts)
+        self._plans[change.group.number] = GroupPlan(change.group.number, tuple(epochs), max_model_len, now, now)
+        for epoch in epochs:
+            self._book.roster.expect(epoch).part = "paused"
+        self._apply(change)
+        return change.group.number
+
+    def restore(self, number: int) -> None:
+        """Begin to restore a group.
+
+        Raises:
+            UserError: There is none, or it is in the middle of a change.
+        """
+        change = self.groups.restore(number)
+        self._plans[number].begun_s = time.monotonic()
+        self._apply(change)
+
+    def problem_of(self, number: int) -> str | None:
+        """Why a group was not made, or ended before its time; None if it is well, or was restored."""
+        return self._problems.get(number)
+
+    def plan_of(self, number: int) -> GroupPlan | None:
+        """What is known of a group that is being made or lives."""
+        return self._plans.get(number)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def take(self, message: GroupAnswer, integers: Sequence[int]) -> None:
+        """A member answers. Of a group that has ended nothing counts.
+
+        Raises:
+            WireError: It is no answer of a member.
+        """
+        plan, group = self._plans.get(message.number), self.groups.get(message.number)
+        if plan is None or group is None or message.epoch not in plan.epochs:
+            return
+        plan.since_s = time.monotonic()
+        match message:
+            case Prepared():
+                self._take_prepared(plan, message, integers)
+            case Planned():
+                self._take_planned(plan, message, integers)
+            case HandedOver():
+                self._lift_rows(plan, message, integers)
+                self._apply(self.groups.note(message.epoch, message.number, Answer.RETURNED))
+            case GroupDone():
+                self._apply(self.groups.note(message.epoch, message.number, read_answer(message.answer)))
+            case Copied():
+                answer, request = read_answer(message.answer), message.request
+                self._apply(
+                    self.groups.note_request(message.epoch, message.number, answer, request, is_ok=message.is_whole)
+                )
+        if group.is_confirmed and self.groups.get(group.number) is group:
+            self._divide(plan, group)
+        elif group.is_returned:
+            self._bring_home(plan)
+
+    def end(self, epoch: int) -> None:
+        """The life of an instance is over: with it, those of its group."""
+        group = self.groups.find(epoch)
+        if group is not None:
+            self._problems[group.number] = f"instance {epoch} is gone"
+            self._apply(self.groups.end(epoch))
+
+    def forget(self, entry: Entry) -> None:
+        """The client of a request hung up: its KV is not wanted any more."""
+        for plan in self._plans.values():
+            if entry.number in plan.travellers:
+                self.groups.abort(plan.number, entry.number)
+
+    def expire(self, now: float) -> None:
+        """End groups in which nothing was done for too long; ask often."""
+        for group in self.groups:
+            is_preparing = group.state is GroupState.PREPARING
+            plan, limit_s = self._plans[group.number], PREPARE_TIMEOUT_S if is_preparing else STEP_TIMEOUT_S
+            if now - plan.since_s > limit_s:
+                self._problems.setdefault(
+                    group.number, f"nothing was done for {limit_s:g} s while it was {group.state}"
+                )
+                self._apply(self.groups.expire(group.number, group.state))
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _take_prepared(self, plan: GroupPlan, message: Prepared, integers: Sequence[int]) -> None:
+        if message.problem is not None:
+            self._problems[plan.number] = f"instance {message.epoch}: {message.problem}"
+            self._apply(self.groups.refuse(message.epoch, message.number))
+            return
+        plan.reports[message.epoch] = message, tuple(integers)
+        self._apply(self.groups.confirm(message.epoch, message.number))
+
+    def _take_planned(self, plan: GroupPlan, message: Planned, integers: Sequence[int]) -> None:
+        plan.moves = message.num_moves, tuple(integers)
+        for ticket in message.given_back:
+            entry = self._book.find(message.epoch, ticket)
+            if entry is not None:
+                self._let_wait(entry)
+        self._apply(self.groups.note(message.epoch, message.number, Answer.PLANNED))
+        self._place()
+
+    def _divide(self, plan: GroupPlan, group: Group) -> None:
+        """All members are paused: phase two."""
+        entries = {epoch: self._book.entries_of(epoch) for epoch in plan.epochs}
+        plan.divide(self._shape, self._book.roster.expect(plan.epochs[0]).facts, entries)
+        for epoch, by_ticket in entries.items():
+            for entry in by_ticket.values():
+                self._lift(plan, entry)
+            self._book.roster.expect(epoch).part = "paused" if epoch == plan.epochs[0] else "grouped"
+        holders = {request: plan.epochs[one.place] for request, one in plan.travellers.items()}
+        self._apply(self.groups.drop(group.number, holders))
+
+    def _lift_rows(self, plan: GroupPlan, message: HandedOver, integers: Sequence[int]) -> None:
+        entries = self._book.entries_of(message.epoch)
+        found = {}
+        for row, blocks in rows_with_blocks(message, integers):
+            entry = entries.get(row.ticket)
+            if entry is not None and entry.num_tokens == row.num_tokens:
+                found[entry.number] = Traveller(entry, row.num_computed, 0, blocks)
+        plan.travellers = found
+        for entry in entries.values():
+            self._lift(plan, entry)
+
+    def _bring_home(self, plan: GroupPlan) -> None:
+        """All members serve by themselves: each request goes on where the fewest blocks went before."""
+        counts = dict.fromkeys(plan.epochs, 0)
+        homes = {}
+        for request, one in plan.travellers.items():
+            homes[request] = min(counts, key=lambda epoch: (counts[epoch], epoch))
+            counts[homes[request]] += len(one.blocks)
+        for epoch in plan.epochs:
+            self._book.roster.expect(epoch).part = None
+        self._apply(self.groups.adopt(plan.number, homes))
+        self._place()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _apply(self, change: Change | None) -> None:
+        if change is None:
+            return
+        plan = self._plans[change.group.number]
+        if change.entered is not None:
+            self._enter(plan, change.entered)
+        for order in change.orders:
+            self._order(plan, order)
+        for request in change.lost:
+            self._let_wait(plan.travellers[request].entry)
+        for epoch in change.ended:
+            self._end(epoch, "group")
+        if change.ended or change.lost or change.entered is not None:
+            self._place()
+
+    def _order(self, plan: GroupPlan, order: Order) -> None:
+        if order.kind is not OrderKind.ADOPT:
+            self._send(*plan.message(order))
+            return
+        one = plan.travellers[order.requests[0]]
+        entry, request = one.entry, one.entry.as_request()
+        self._book.put(entry, order.epoch)
+        self.num_carried += 1
+        submit = submit_of(request, order.epoch, entry.ticket or 0, time.monotonic())
+        adopt = Adopt(order.epoch, plan.number, entry.number, one.num_computed, submit)
+        self._send(adopt, request.prompt_token_ids + request.known_token_ids)
+
+    def _enter(self, plan: GroupPlan, state: GroupState) -> None:
+        now = plan.since_s = time.monotonic()
+        match state:
+            case GroupState.EXCHANGING:
+                self._book.roster.expect(plan.epochs[0]).part = "leading"
+                logger.info("group %d serves as a pipeline of %s", plan.number, list(plan.epochs))
+            case GroupState.PIPELINED:
+                self._count(plan, "dropped", now)
+            case GroupState.SOLO:
+                self._count(plan, "cancelled" if plan.sizes is None else "restored", now)
+                self._forget_plan(plan)
+            case GroupState.OVER:
+                self._count(plan, "ended", now)
+                self._forget_plan(plan)
+
+    def _count(self, plan: GroupPlan, change: str, now: float) -> None:
+        seconds = now - plan.begun_s
+        self.num_changes[change] += 1
+        self.seconds[change] += seconds
+        logger.info("group %d was %s after %.2f s", plan.number, change, seconds)
+
+    def _forget_plan(self, plan: GroupPlan) -> None:
+        del self._plans[plan.number]
+        for epoch in plan.epochs:
+            instance = self._book.roster.get(epoch)
+            if instance is not None:
+                instance.part = None
+
+    def _lift(self, plan: GroupPlan, entry: Entry) -> None:
+        """Off its instance: with its KV if it is a traveller, else it waits to be computed again."""
+        self._book.lift(entry)
+        if entry.number not in plan.travellers:
+            self._book.wait(entry)
+            self.num_recomputed += bool(entry.tokens)
+
+    def _let_wait(self, entry: Entry) -> None:
+        if entry.ticket is not None:
+            self._book.lift(entry)
+        if self._book.is_lifted(entry):
+            self._book.wait(entry)
+            self.num_recomputed += 1
