@@ -100,8 +100,8 @@ class ClusterEngine:
         front = self.front
         return replace(
             front.sums.total(),
-            num_prompt_tokens=front.num_prompt_tokens,
-            num_generated_tokens=front.num_generated_tokens,
+            num_prompt_tokens=front.requests.num_prompt_tokens,
+            num_generated_tokens=front.requests.num_generated_tokens,
         )
 
     def subscribe(self, on_finished: Callable[[Lifecycle], None], /) -> None:
@@ -175,7 +175,7 @@ class ClusterEngine:
         )
         caller = Caller(self._tokenizer, request)
         self._callers[caller] = None
-        entry = self.front.submit(request, caller)
+        entry = self.front.requests.submit(request, caller)
         try:
             while True:
                 delta = await caller.deltas.get()
@@ -185,7 +185,7 @@ class ClusterEngine:
                 if delta.finish_reason is not None:
                     return
         finally:
-            self.front.drop(entry)
+            self.front.requests.drop(entry)
             del self._callers[caller]
             if not self._callers:
                 self._is_empty.set()

@@ -7,37 +7,34 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from floodplain.cluster.book import MAX_FRUITLESS, Book, Entry
+from floodplain.cluster.book import Book
 from floodplain.cluster.door import Door
 from floodplain.cluster.facts import InstanceFacts
 from floodplain.cluster.forming import Forming, find_problem
 from floodplain.cluster.frames import FrameLink
 from floodplain.cluster.messages import (
-    Abort,
     Beat,
     Denied,
     Formed,
     FrontBeat,
+    FrontMessage,
     Hello,
     InstanceMessage,
     Leaving,
     Refused,
     Tokens,
     Welcome,
-    error_of,
     pack,
     read_instance_message,
 )
-from floodplain.cluster.placements import submit_of
+from floodplain.cluster.requests import Requests
 from floodplain.cluster.roster import Roster
 from floodplain.cluster.settings import BEATS_PER_TIMEOUT
-from floodplain.cluster.streams import Caller
 from floodplain.cluster.sums import StatsBook
 from floodplain.core.lifecycle import Lifecycle
-from floodplain.core.request import Request
 from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
@@ -59,10 +56,7 @@ class Front:
         sums: Statistics of the instances.
         first_facts: Of the instance that joined first; the others are like it.
         num_ends: Lives that ended, by why.
-        num_moved: Requests that went on elsewhere, and
-        num_moved_tokens: tokens that were computed again for them, prompts included.
-        num_prompt_tokens: Prompt tokens of all requests that got a token, each once.
-        num_generated_tokens: Tokens that callers got.
+        requests: Those that are live, and what became of others.
     """
 
     def __init__(
@@ -78,17 +72,14 @@ class Front:
         self.sums = StatsBook()
         self.first_facts: InstanceFacts | None = None
         self.num_ends: Counter[str] = Counter()
-        self.num_moved = self.num_moved_tokens = self.num_prompt_tokens = self.num_generated_tokens = 0
+        self.requests = Requests(self.book, self.send, on_finished)
         self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
         self._door = Door(tokens)
         self._forming: Forming | None = None
         if num_stages is not None:
-            self._forming = Forming(
-                num_stages, self.book.roster, lambda epoch, form: self._links[epoch].send(pack(form))
-            )
-        self._on_join, self._on_silent, self._on_finished = on_join, on_silent, on_finished
+            self._forming = Forming(num_stages, self.book.roster, self.send)
+        self._on_join, self._on_silent = on_join, on_silent
         self._links: dict[int, FrameLink] = {}
-        self._callers: dict[int, Caller] = {}
         self._failure: BaseException | None = None
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,32 +120,11 @@ class Front:
                 self._end(epoch, "silent")
             await asyncio.sleep(self._beat_s)
 
-    # -- requests --------------------------------------------------------------------------------------------------
-
-    def submit(self, request: Request, caller: Caller) -> Entry:
-        """A request arrives; its caller gets what comes of it."""
-        entry = self.book.open(request)
-        self._callers[entry.number] = caller
-        self._place()
-        return entry
-
-    def drop(self, entry: Entry) -> None:
-        """Nobody reads it any more. Safe to call twice."""
-        self._callers.pop(entry.number, None)
-        where = self.book.close(entry)
-        if where is not None and where[0] in self._links:
-            self._links[where[0]].send(pack(Abort(*where)))
-
-    def _place(self) -> None:
-        now = time.monotonic()
-        for entry in self.book.place():
-            assert entry.epoch is not None and entry.ticket is not None
-            request = entry.as_request()
-            if entry.num_moves:
-                self.num_moved += 1
-                self.num_moved_tokens += entry.num_tokens
-            message = submit_of(request, entry.epoch, entry.ticket, now)
-            self._links[entry.epoch].send(pack(message, request.prompt_token_ids + request.known_token_ids))
+    def send(self, epoch: int, message: FrontMessage, token_ids: Sequence[int] = ()) -> None:
+        """Tell the instance of an epoch something, with ids beside it; nothing if its life is over."""
+        link = self._links.get(epoch)
+        if link is not None:
+            link.send(pack(message, tuple(token_ids)))
 
     # -- connections -----------------------------------------------------------------------------------------------
 
@@ -199,7 +169,7 @@ class Front:
             older = self._forming.join(instance)
             if older is not None:
                 self._end(older, "hung_up")
-        self._place()
+        self.requests.place()
         return instance.epoch
 
     async def _listen(self, epoch: int, link: FrameLink) -> None:
@@ -224,28 +194,23 @@ class Front:
         entries = self.book.end(epoch)
         logger.info("instance %d is gone (%s); requests that go on elsewhere: %d", epoch, why, len(entries))
         for entry in entries:
-            self._give_back(entry)
+            self.requests.give_back(entry)
         for other in [] if self._forming is None else self._forming.end(epoch):
             self._end(other, "pipeline")
-        self._place()
-
-    def _give_back(self, entry: Entry) -> None:
-        if not self.book.give_back(entry):
-            caller = self._callers.pop(entry.number)
-            caller.fail(RuntimeError(f"{MAX_FRUITLESS} instances in a row ended under this request: it is given up"))
+        self.requests.place()
 
     # -- messages --------------------------------------------------------------------------------------------------
 
     def _take(self, epoch: int, message: InstanceMessage) -> None:
         match message:
             case Tokens():
-                self._take_tokens(message)
+                self.requests.take_tokens(message)
             case Beat():
                 self.sums.note(epoch, message.stats)
                 instance = self.book.roster.expect(epoch)
                 instance.num_blocks = message.stats.num_blocks or instance.num_blocks  # a stage alone has no ledger
             case Refused():
-                self._take_refusal(message)
+                self.requests.take_refusal(message)
             case Leaving():
                 self.book.roster.expect(epoch).is_leaving = True
             case Formed():
@@ -258,43 +223,4 @@ class Front:
             return
         self.first_facts = replace(self.first_facts, max_model_len=self._forming.max_model_len or 0)
         self._on_join(self.book.roster.expect(message.epoch).slot)
-        self._place()
-
-    def _take_tokens(self, message: Tokens) -> None:
-        now = time.monotonic()
-        for row in message.rows:
-            entry = self.book.find(message.epoch, row.ticket)
-            if entry is None:
-                continue
-            if row.token is None:  # its instance stops
-                self._give_back(entry)
-                self._place()
-                continue
-            if not entry.tokens:
-                self.num_prompt_tokens += len(entry.request.prompt_token_ids)
-            self.num_generated_tokens += 1
-            self.book.take(entry, row.token)
-            caller = self._callers[entry.number]
-            reason = caller.take(row.token, row, now)
-            if reason is not None:
-                self._finish(entry, caller, is_known=row.finish_reason is not None)
-
-    def _finish(self, entry: Entry, caller: Caller, *, is_known: bool) -> None:
-        if is_known:
-            self._callers.pop(entry.number)
-            self.book.close(entry)
-        else:  # a stop string: only the text knows it
-            self.drop(entry)
-        self._on_finished(caller.lifecycle)
-
-    def _take_refusal(self, message: Refused) -> None:
-        entry = self.book.find(message.epoch, message.ticket)
-        if entry is None:
-            return
-        is_local = message.why == "full" or entry.num_moves > 0
-        if message.why == "stopping":
-            self._give_back(entry)
-        elif not (is_local and self.book.refuse(entry)):
-            self.book.close(entry)
-            self._callers.pop(entry.number).fail(error_of(message))
-        self._place()
+        self.requests.place()

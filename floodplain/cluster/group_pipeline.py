@@ -122,8 +122,9 @@ class GroupPipeline:
             The plan, and the youngest requests, for which there was no room: they are not here any more.
         """
         self._pause = await self._expect_engine().pause()
-        self._shrink, given_back = await self._pause.run(partial(_plan, self._count_blocks(num_quanta)))
-        return self._shrink, given_back
+        plan, given_back = await self._pause.run(partial(_plan, self._count_blocks(num_quanta)))
+        self._shrink = plan
+        return plan, given_back
 
     async def commit(self) -> None:
         """All members have moved their blocks: go on."""

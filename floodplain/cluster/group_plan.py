@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from floodplain.cluster.book import Entry
@@ -35,6 +35,13 @@ from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_PLAIN: Mapping[OrderKind, Callable[[int, int], GroupOrder]] = {
+    OrderKind.PREPARE: Prepare,
+    OrderKind.CANCEL: Cancel,
+    OrderKind.COMMIT: Commit,
+    OrderKind.RETURN: Return,
+    OrderKind.CLOSE: Close,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +146,10 @@ class GroupPlan:
     def message(self, order: Order) -> tuple[GroupOrder, tuple[int, ...]]:
         """An order as it is sent, and the integers beside it. ``ADOPT`` is the caller's."""
         epoch, number = order.epoch, order.number
+        plain = _PLAIN.get(order.kind)
+        if plain is not None:
+            return plain(epoch, number), ()
         match order.kind:
-            case OrderKind.PREPARE:
-                return Prepare(epoch, number), ()
-            case OrderKind.CANCEL:
-                return Cancel(epoch, number), ()
             case OrderKind.DROP:
                 return self._drop(epoch)
             case OrderKind.FETCH:
@@ -152,25 +158,24 @@ class GroupPlan:
                 return Fetch(epoch, number, addresses, held), blocks
             case OrderKind.RELEASE:
                 return Release(epoch, number, order.requests[0]), ()
-            case OrderKind.SETTLE:
-                return Settle(epoch, number, self._expect_sizes().num_settled_quanta), ()
-            case OrderKind.GROW:
-                return Grow(epoch, number, self._expect_sizes().num_settled_quanta), ()
-            case OrderKind.PLAN:
-                return Plan(epoch, number, self._expect_sizes().num_restore_quanta), ()
             case OrderKind.MOVE:
                 return Move(epoch, number, self.moves[0]), self.moves[1]
-            case OrderKind.COMMIT:
-                return Commit(epoch, number), ()
             case OrderKind.FILL:
                 return Fill(epoch, number, self._addresses_of_layers()), ()
-            case OrderKind.RETURN:
-                return Return(epoch, number), ()
             case OrderKind.COLLECT:
                 held, blocks = self._held(order.requests)
                 return Collect(epoch, number, self._addresses_of_layers(), held), blocks
-            case OrderKind.CLOSE:
-                return Close(epoch, number), ()
+        return self._resize(order), ()
+
+    def _resize(self, order: Order) -> GroupOrder:
+        sizes = self._expect_sizes()
+        match order.kind:
+            case OrderKind.SETTLE:
+                return Settle(order.epoch, order.number, sizes.num_settled_quanta)
+            case OrderKind.GROW:
+                return Grow(order.epoch, order.number, sizes.num_settled_quanta)
+            case OrderKind.PLAN:
+                return Plan(order.epoch, order.number, sizes.num_restore_quanta)
         raise InvariantError(f"the order {order.kind} is no message of a plan")
 
     def _drop(self, epoch: int) -> tuple[Drop, tuple[int, ...]]:

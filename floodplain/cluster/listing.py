@@ -64,7 +64,7 @@ def list_instances(front: Front, now: float) -> Listing:
     return Listing(
         instances=rows,
         without_instance=front.book.num_homeless,
-        moved_requests=front.num_moved,
+        moved_requests=front.requests.num_moved,
         ends=dict(front.num_ends),
     )
 

@@ -45,9 +45,9 @@ class ClusterMetrics(Collector):
         ends = {(why,): front.num_ends[why] for why in END_REASONS}
         yield self._family(CounterMetricFamily, "instance_ends", "Lives of instances that ended.", ends, "reason")
         text = "Requests that went on in another instance."
-        yield self._family(CounterMetricFamily, "moved_requests", text, {(): front.num_moved})
+        yield self._family(CounterMetricFamily, "moved_requests", text, {(): front.requests.num_moved})
         text = "Tokens, prompts included, that were computed again for these."
-        yield self._family(CounterMetricFamily, "moved_tokens", text, {(): front.num_moved_tokens})
+        yield self._family(CounterMetricFamily, "moved_tokens", text, {(): front.requests.num_moved_tokens})
         text = "Requests that wait for an instance."
         yield self._family(GaugeMetricFamily, "requests_without_instance", text, {(): front.book.num_homeless})
         stats = {one.epoch: front.sums.latest(one.epoch) for one in instances}

@@ -245,7 +245,7 @@ class Regrouping:
         now, ledger = self._cluster.environment.now, engine.loop.state.ledger
         moving = [(home, record) for home, record in records if record.blocks]
         ids = map(BlockId, count())  # new ids: pages move, bytes do not
-        held = HeldBlocks(ledger, [list(islice(ids, len(record.blocks))) for _, record in moving])
+        held = HeldBlocks(ledger, {row: list(islice(ids, len(one.blocks))) for row, (_, one) in enumerate(moving)})
         engine.num_arriving = len(moving)
         whole_s = [now] * num_stages
         for row, (home, record) in enumerate(moving):

@@ -113,7 +113,7 @@ def test_deaths_at_any_token_cost_no_token_and_no_text() -> None:
         )
         tokens, text, reason = await read_all(stopped_caller)
         assert (text, reason) == ("".join(map(chr, reference(stopped.request)[:4])), "stop")
-        assert some.front.num_moved > 5 and some.front.num_generated_tokens == 20 + len(tokens)
+        assert some.front.requests.num_moved > 5 and some.front.requests.num_generated_tokens == 20 + len(tokens)
         assert len(some.finished) == 2
 
     def entry_ended(caller: Any) -> bool:
@@ -180,8 +180,8 @@ def test_who_hangs_up_is_aborted_where_it_runs() -> None:
         entry, _ = some.ask(max_tokens=9)
         await one.read()
         ticket = entry.ticket
-        some.front.drop(entry)
-        some.front.drop(entry)
+        some.front.requests.drop(entry)
+        some.front.requests.drop(entry)
         assert isinstance(await one.read(), Abort) and one.aborted == [ticket]
         one.step(ticket)  # too late: nobody listens
         other, caller = some.ask(max_tokens=1)

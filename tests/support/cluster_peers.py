@@ -124,7 +124,7 @@ class Stage:
         """A request of a client: its entry, and where its deltas come."""
         request = make_request("r", tuple(prompt), asyncio.get_running_loop().time(), **params)
         caller = Caller(ByteTokenizer(256), request)
-        return self.front.submit(request, caller), caller
+        return self.front.requests.submit(request, caller), caller
 
     async def close(self) -> None:
         await self.front.close()

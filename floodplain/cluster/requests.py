@@ -1,0 +1,118 @@
+"""The front's live requests: each is placed on an instance, and its caller gets what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from floodplain.cluster.book import MAX_FRUITLESS, Book, Entry
+from floodplain.cluster.messages import Abort, FrontMessage, Refused, Tokens, error_of
+from floodplain.cluster.placements import submit_of
+from floodplain.cluster.streams import Caller
+from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.request import Request
+
+Send = Callable[[int, FrontMessage, tuple[int, ...]], None]
+"""Sends a message, and ids beside it, to the instance of an epoch; nothing if its life is over."""
+
+
+class Requests:
+    """See the module.
+
+    Args:
+        book: Where each request is.
+        send: See ``Send``.
+        on_finished: Called with each request that ended by ``stop`` or ``length``.
+
+    Attributes:
+        on_closed: Called with each request that ended, however.
+        num_moved: Requests that went on elsewhere, and
+        num_moved_tokens: tokens that were computed again for them, prompts included.
+        num_prompt_tokens: Prompt tokens of all requests that got a token, each once.
+        num_generated_tokens: Tokens that callers got.
+    """
+
+    def __init__(self, book: Book, send: Send, on_finished: Callable[[Lifecycle], None]) -> None:
+        self.on_closed: Callable[[Entry], None] = lambda _: None
+        self.num_moved = self.num_moved_tokens = self.num_prompt_tokens = self.num_generated_tokens = 0
+        self._book, self._send, self._on_finished = book, send, on_finished
+        self._callers: dict[int, Caller] = {}
+
+    def submit(self, request: Request, caller: Caller) -> Entry:
+        """A request arrives; its caller gets what comes of it."""
+        entry = self._book.open(request)
+        self._callers[entry.number] = caller
+        self.place()
+        return entry
+
+    def drop(self, entry: Entry) -> None:
+        """Its caller reads no more. Safe to call twice."""
+        self._callers.pop(entry.number, None)
+        self.on_closed(entry)
+        where = self._book.close(entry)
+        if where is not None:
+            self._send(where[0], Abort(*where), ())
+
+    def place(self) -> None:
+        """Send requests that wait to instances, as far as there are any for them."""
+        now = time.monotonic()
+        for entry in self._book.place():
+            assert entry.epoch is not None and entry.ticket is not None
+            request = entry.as_request()
+            if entry.num_moves:
+                self.num_moved += 1
+                self.num_moved_tokens += entry.num_tokens
+            message = submit_of(request, entry.epoch, entry.ticket, now)
+            self._send(entry.epoch, message, request.prompt_token_ids + request.known_token_ids)
+
+    def give_back(self, entry: Entry) -> None:
+        """Its instance cannot go on with it: it waits for another one, or is given up."""
+        if not self._book.give_back(entry):
+            self.on_closed(entry)
+            caller = self._callers.pop(entry.number)
+            caller.fail(RuntimeError(f"{MAX_FRUITLESS} instances in a row ended under this request: it is given up"))
+
+    # -- instances say -------------------------------------------------------------------------------------------------
+
+    def take_tokens(self, message: Tokens) -> None:
+        """Requests gained tokens, or ended."""
+        now = time.monotonic()
+        for row in message.rows:
+            entry = self._book.find(message.epoch, row.ticket)
+            if entry is None:
+                continue
+            if row.token is None:  # its instance stops
+                self.give_back(entry)
+                self.place()
+                continue
+            if not entry.tokens:
+                self.num_prompt_tokens += len(entry.request.prompt_token_ids)
+            self.num_generated_tokens += 1
+            self._book.take(entry, row.token)
+            caller = self._callers[entry.number]
+            reason = caller.take(row.token, row, now)
+            if reason is not None:
+                self._finish(entry, caller, is_known=row.finish_reason is not None)
+
+    def take_refusal(self, message: Refused) -> None:
+        """An instance does not take a request."""
+        entry = self._book.find(message.epoch, message.ticket)
+        if entry is None:
+            return
+        is_local = message.why == "full" or entry.num_moves > 0
+        if message.why == "stopping":
+            self.give_back(entry)
+        elif not (is_local and self._book.refuse(entry)):
+            self.on_closed(entry)
+            self._book.close(entry)
+            self._callers.pop(entry.number).fail(error_of(message))
+        self.place()
+
+    def _finish(self, entry: Entry, caller: Caller, *, is_known: bool) -> None:
+        if is_known:
+            self._callers.pop(entry.number)
+            self.on_closed(entry)
+            self._book.close(entry)
+        else:  # a stop string: only the text knows it
+            self.drop(entry)
+        self._on_finished(caller.lifecycle)
