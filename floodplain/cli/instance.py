@@ -14,6 +14,7 @@ from floodplain.cli.variables import NO_FLAGS, PREFIX
 from floodplain.cluster.settings import (
     STANDARD_INPUT,
     InstanceConfig,
+    config_of_droppable,
     config_of_pipeline,
     split_address,
     split_stage,
@@ -54,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Member:
+    if instance_config.droppable:
+        from floodplain.cluster.droppable import open_droppable
+
+        host, _ = split_address(instance_config.join, "--join")
+        return open_droppable(config_of_droppable(config), instance_config.backstop, host)
     if instance_config.stage is None:
         from floodplain.cluster.instance import Replica
         from floodplain.engine.async_engine import AsyncEngine
@@ -66,15 +72,15 @@ def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Membe
     return open_stage(config_of_pipeline(config), place, num_stages, split, profile)
 
 
-def instance_command(config: EngineConfig, *, is_quiet: bool, stage_flags: Sequence[str] = ()) -> list[str]:
+def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequence[str] = ()) -> list[str]:
     """The command of a child of the front, without the address; its token comes by standard input.
 
     Args:
         config: Its engine flags.
         is_quiet: Whether it logs nothing.
-        stage_flags: What makes it a stage of a pipeline.
+        part_flags: What makes it a stage of a pipeline, or lets it drop layers.
     """
-    command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT, *stage_flags]
+    command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT, *part_flags]
     for item in fields(EngineConfig):
         value = getattr(config, item.name)
         flag = item.name.replace("_", "-")

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cluster.settings import ClusterConfig, config_of_instance, config_of_pipeline, split_address
+from floodplain.cluster.settings import (
+    ClusterConfig,
+    config_of_droppable,
+    config_of_instance,
+    config_of_pipeline,
+    split_address,
+)
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.terminal import announce
@@ -80,14 +86,17 @@ def _open_engine(
     return engine, extend_with(engine)
 
 
-def stage_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[str]]:
-    """The flags that make each instance a stage of the pipeline; none without one.
+def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[str]]:
+    """The flags that make each instance a stage of the pipeline, or let it drop layers.
 
     Raises:
         UserError: The step profile cannot be read.
     """
     if not cluster_config.pipeline:
-        return [[] for _ in range(num_instances)]
+        backstop = cluster_config.backstop
+        folder = [] if backstop is None else [f"--backstop={backstop.absolute()}"]
+        flags = [] if cluster_config.relief == "none" else ["--droppable", *folder]
+        return [flags for _ in range(num_instances)]
     shared = [f"--microbatches={cluster_config.microbatches}"]
     if cluster_config.step_profile is not None:
         from floodplain.cluster.pipeline_engine import read_price
@@ -109,10 +118,12 @@ def _open_cluster(
     if is_pipeline:
         config = config_of_pipeline(config)
         logger.info("a pipeline serves by arrival (--policy fcfs), without swap space")
+    if cluster_config.relief != "none":
+        config = config_of_droppable(config)
     configs = [config_of_instance(config, num_instances, index) for index in range(num_instances)]
-    stages = stage_flags(cluster_config, num_instances)
+    parts = part_flags(cluster_config, num_instances)
     commands = [
-        instance_command(one, is_quiet=is_quiet, stage_flags=stage) for one, stage in zip(configs, stages, strict=True)
+        instance_command(one, is_quiet=is_quiet, part_flags=part) for one, part in zip(configs, parts, strict=True)
     ]
     token_file = cluster_config.instance_token_file
     token = None if token_file is None else read_token(str(token_file))
@@ -126,6 +137,7 @@ def _open_cluster(
             outside_token=token,
             silence_s=cluster_config.instance_timeout,
             is_pipeline=is_pipeline,
+            drops_layers=cluster_config.relief != "none",
         )
         on_failure.pop_all()
     return engine

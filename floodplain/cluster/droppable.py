@@ -6,79 +6,44 @@ Its parameters lie in pages, layer by layer, which can become KV; on a CPU its m
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from floodplain.cluster.bulk_gate import BulkGate
-from floodplain.cluster.bulk_server import BulkServer
 from floodplain.cluster.frames import FrameLink
 from floodplain.cluster.group_life import GroupLife
+from floodplain.cluster.group_member import GroupMember
 from floodplain.cluster.instance import Replica
-from floodplain.cluster.kv_copies import PARAMETERS, PIECE_BYTES, ParameterStore, Puller
 from floodplain.cluster.messages import Hello, Welcome
-from floodplain.core.errors import InvariantError, PeerLost
+from floodplain.core.errors import PeerLost, UserError
 from floodplain.engine.async_engine import AsyncEngine
-from floodplain.engine.backstop import Backstop
-from floodplain.engine.build import OpenedEngine
-from floodplain.engine.shell import Engine
-from floodplain.memory.arena import Page
-from floodplain.memory.group_memory import GroupMemory
-from floodplain.web.listen import bind
+from floodplain.engine.backstop import default_backstop_folder, open_backstop
+from floodplain.engine.build import OpenedEngine, open_engine
+from floodplain.engine.config import EngineConfig
 
-MAX_YIELD_S = 0.25
-"""A chunk of bulk data waits at most so long for activations: a transfer always ends."""
+logger = logging.getLogger(__name__)
 
 
 class Droppable(Replica):
     """See the module.
 
     Args:
-        opened: Its engine, not yet started, whose parameters lie in pages.
-        backstop: Where dropped parameters are read from if no other instance has them.
-        host: At which other instances reach this process.
-
-    Attributes:
-        engine: Its own.
-        parts: What it computes a stage with.
-        memory: Its pages while it is in a group.
-        pool: Its KV pool while it is in none.
-        gate: Shut while a stage computes.
-        bulk: What others may read.
-        listener: Where the stage before dials.
+        member: What it may bring into a group; its engine is not yet started.
     """
 
-    def __init__(self, opened: OpenedEngine, backstop: Backstop, host: str) -> None:
-        super().__init__(AsyncEngine(opened.engine))
-        self.parts, self.pool = opened.parts, opened.pool
-        self._buffers, self._backstop = opened.memory.layer_buffers, backstop
-        self.memory = GroupMemory(opened.memory.device, opened.memory.layout, self._buffers)
-        self.gate = BulkGate()
-        self.listener: socket.socket = bind(host, 0)
-        self.bulk = BulkServer(bind(host, 0), lambda: self.gate.wait(MAX_YIELD_S))
-
-    @property
-    def layer_block_bytes(self) -> int:
-        """Bytes of a block in one layer."""
-        return self.pool.layout.layer_block_bytes
-
-    @property
-    def param_pages(self) -> tuple[int, ...]:
-        """Pages of each layer's parameters."""
-        return tuple(buffer.num_pages for buffer in self._buffers)
+    def __init__(self, member: GroupMember) -> None:
+        super().__init__(member.engine)
+        self._member = member
 
     async def start(self) -> None:
         """See ``Member``."""
         await super().start()
-        self.listener.listen()
-        self.listener.setblocking(False)
-        self.serve_parameters()
-        self.bulk.start()
+        self._member.start()
 
     async def close(self) -> None:
         """See ``Member``."""
-        await asyncio.to_thread(self.bulk.close)
-        self.listener.close()
+        await asyncio.to_thread(self._member.close)
         await super().close()
 
     def hello(self, token: str) -> Hello:
@@ -87,69 +52,56 @@ class Droppable(Replica):
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
         """See ``Member``. A group that ends ends the life, and not the process."""
-        life = GroupLife(link, welcome, self)
+        life = GroupLife(link, welcome, self._member)
         try:
             await life.run(is_stopping, drain_timeout_s)
         except Exception as error:
             failure = life.find_failure() or error
             if not isinstance(failure, PeerLost):
                 raise
-            life.log_end(failure)
+            logger.warning("the group is over: %s", failure)
         finally:
             await life.leave_group()
 
-    def find_problem(self) -> str | None:
-        """Why it cannot drop layers now, and what to change; None if it can."""
-        return self._backstop.check()
 
-    # -- parameters ----------------------------------------------------------------------------------------------------
+def open_droppable(config: EngineConfig, folder: Path | None, front_host: str) -> Droppable:
+    """Load a model that can be dropped layer by layer, and open its backstop.
 
-    def serve_parameters(self) -> None:
-        """Let other instances read the parameters that are here."""
-        self.bulk.serve(PARAMETERS, ParameterStore(self._buffers), PIECE_BYTES)
+    Args:
+        config: The engine flags.
+        folder: Of the backstop; None: the default one.
+        front_host: Where the front is: other instances reach this one from there, too.
 
-    def withdraw_parameters(self) -> None:
-        """Wait for reads of parameters, and refuse more: some are about to be unmapped."""
-        self.bulk.withdraw(PARAMETERS)
+    Raises:
+        UserError: As ``build_engine``; or the backstop cannot be written, or the pool has too few whole quanta.
+    """
+    opened = open_engine(replace(config, pack_weights=False))
+    try:
+        _shrink_to_whole_quanta(opened)
+        folder = default_backstop_folder() if folder is None else folder
+        backstop = open_backstop(folder, opened.parts.fingerprint, opened.memory.layer_buffers)
+        return Droppable(GroupMember(opened, AsyncEngine(opened.engine), backstop, find_own_host(front_host)))
+    except BaseException:
+        opened.engine.close()
+        raise
 
-    def fill(self, puller: Puller, addresses: Sequence[str]) -> tuple[int, int]:
-        """Map and fill all dropped layers: how many came from other instances, and how many from the backstop.
 
-        Args:
-            puller: Of the group.
-            addresses: For each layer, the bulk server of a member that has it.
+def _shrink_to_whole_quanta(opened: OpenedEngine) -> None:
+    """Pages of a group are divided by whole quanta: a partial one goes."""
+    pool, state = opened.pool, opened.engine.loop.state
+    rest = pool.num_blocks % pool.quantum_blocks
+    if rest:
+        opened.memory.device.release(pool.shrink(state.ledger, pool.num_blocks - rest).pages)
+    if pool.num_blocks * state.ledger.block_tokens < state.config.max_model_len:
+        raise UserError(
+            f"--kv-memory holds {pool.num_blocks * state.ledger.block_tokens} tokens in whole quanta of "
+            f"{pool.quantum_blocks} blocks, fewer than --max-model-len {state.config.max_model_len}: raise it"
+        )
 
-        Raises:
-            UserError: The backstop is needed, and unreadable.
-        """
-        if not self.memory.map_parameters():
-            raise InvariantError("a member of a group has no pages for its parameters")
-        counts = [0, 0]
-        for layer, buffer in enumerate(self._buffers):
-            if buffer.is_filled:
-                continue
-            is_pulled = puller.fill(addresses[layer], layer, buffer) and self._backstop.is_whole(layer, buffer)
-            if is_pulled:
-                buffer.is_filled = True
-            else:
-                self._backstop.fill(layer, buffer)
-            counts[not is_pulled] += 1
-        return counts[0], counts[1]
 
-    def fill_from_backstop(self) -> None:
-        """Fill the layers whose parameters are not there; their pages are.
-
-        Raises:
-            UserError: The backstop is unreadable.
-        """
-        for layer, buffer in enumerate(self._buffers):
-            if not buffer.is_filled:
-                self._backstop.fill(layer, buffer)
-
-    def grow(self, engine: Engine, pages: Sequence[Page]) -> None:
-        """Give whole quanta of pages back to the own pool; on the engine's thread."""
-        quantum_pages = self.memory.quantum_pages * self.pool.layout.num_layers
-        num_quanta, rest = divmod(len(pages), quantum_pages)
-        ledger = engine.loop.state.ledger
-        if rest or self.pool.grow(ledger, num_quanta * self.pool.quantum_blocks, list(pages)) is None:
-            raise InvariantError(f"{len(pages)} pages of a group are not whole quanta of its member's pool")
+def find_own_host(front_host: str) -> str:
+    """This machine's address as the front's network sees it: the one from which the front is dialled."""
+    family, kind, proto, _, address = socket.getaddrinfo(front_host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as sock:
+        sock.connect(address)  # of a datagram socket: nothing is sent
+        return str(sock.getsockname()[0])

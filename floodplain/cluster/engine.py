@@ -37,6 +37,7 @@ class ClusterEngine:
         outside_token: Lets instances in that were started elsewhere; None: there are none.
         silence_s: An instance that says nothing for so long is taken for dead.
         is_pipeline: Its own instances are the stages of one pipeline.
+        drops_layers: Instances may drop layers when they are told to.
 
     Raises:
         UserError: The model cannot be read, or has fewer layers than there are stages.
@@ -51,6 +52,7 @@ class ClusterEngine:
         outside_token: str | None,
         silence_s: float,
         is_pipeline: bool = False,
+        drops_layers: bool = False,
     ) -> None:
         self._config, self._sock = config, sock
         source = open_model(config.model, config.seed)
@@ -63,7 +65,10 @@ class ClusterEngine:
             tokens[outside_token] = None
         self._subscribers: list[Callable[[Lifecycle], None]] = []
         num_stages = processes.num_slots if is_pipeline else None
-        self.front = Front(silence_s, tokens, self._note_joined, self._note_silent, self._note_finished, num_stages)
+        shape = source.config.shape if drops_layers else None
+        self.front = Front(
+            silence_s, tokens, self._note_joined, self._note_silent, self._note_finished, num_stages, shape
+        )
         self._waiting_for = set(range(processes.num_slots))
         self._change = asyncio.Event()
         self._callers: dict[Caller, None] = {}

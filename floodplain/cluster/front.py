@@ -15,6 +15,7 @@ from floodplain.cluster.door import Door
 from floodplain.cluster.facts import InstanceFacts
 from floodplain.cluster.forming import Forming, find_problem
 from floodplain.cluster.frames import FrameLink
+from floodplain.cluster.grouping import Grouping
 from floodplain.cluster.messages import (
     Beat,
     Denied,
@@ -35,6 +36,7 @@ from floodplain.cluster.roster import Roster
 from floodplain.cluster.settings import BEATS_PER_TIMEOUT
 from floodplain.cluster.sums import StatsBook
 from floodplain.core.lifecycle import Lifecycle
+from floodplain.cost.model_shape import ModelShape
 from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Front:
         on_silent: Called with the slot of one that was taken for dead by its silence.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
         num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
+        shape: Of the model whose layers instances may drop; None: they drop none.
 
     Attributes:
         book: Requests and instances.
@@ -57,6 +60,7 @@ class Front:
         first_facts: Of the instance that joined first; the others are like it.
         num_ends: Lives that ended, by why.
         requests: Those that are live, and what became of others.
+        grouping: Groups that drop layers; None if instances drop none.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Front:
         on_silent: Callable[[int | None], None],
         on_finished: Callable[[Lifecycle], None],
         num_stages: int | None = None,
+        shape: ModelShape | None = None,
     ) -> None:
         self.book = Book(Roster(silence_s))
         self.sums = StatsBook()
@@ -78,6 +83,10 @@ class Front:
         self._forming: Forming | None = None
         if num_stages is not None:
             self._forming = Forming(num_stages, self.book.roster, self.send)
+        self.grouping: Grouping | None = None
+        if shape is not None:
+            self.grouping = Grouping(self.book, shape, self.send, self._end, self.requests.place)
+            self.requests.on_closed = self.grouping.forget
         self._on_join, self._on_silent = on_join, on_silent
         self._links: dict[int, FrameLink] = {}
         self._failure: BaseException | None = None
@@ -118,6 +127,8 @@ class Front:
                 link.send(pack(FrontBeat(epoch)))
             for epoch in self.book.roster.find_silent(time.monotonic()):
                 self._end(epoch, "silent")
+            if self.grouping is not None:
+                self.grouping.expire(time.monotonic())
             await asyncio.sleep(self._beat_s)
 
     def send(self, epoch: int, message: FrontMessage, token_ids: Sequence[int] = ()) -> None:
@@ -161,6 +172,7 @@ class Front:
             return None
         self.first_facts = self.first_facts or hello.facts
         instance = self.book.join(hello.facts, slots[0], time.monotonic(), hello.stage)
+        instance.can_drop = hello.can_drop
         self._links[instance.epoch] = link
         link.send(pack(Welcome(instance.epoch, self._beat_s, self._silence_s)))
         logger.info("instance %d joins: process %d on %s", instance.epoch, hello.facts.pid, hello.facts.host)
@@ -178,7 +190,7 @@ class Front:
             if not isinstance(message, Hello) and message.epoch == epoch:
                 if not self.book.roster.hear(epoch, time.monotonic()):
                     return
-                self._take(epoch, message)
+                self._take(epoch, message, frame[1])
 
     def _end(self, epoch: int, why: str) -> None:
         """An instance's life ends: what it had goes on elsewhere."""
@@ -197,11 +209,13 @@ class Front:
             self.requests.give_back(entry)
         for other in [] if self._forming is None else self._forming.end(epoch):
             self._end(other, "pipeline")
+        if self.grouping is not None:
+            self.grouping.end(epoch)
         self.requests.place()
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def _take(self, epoch: int, message: InstanceMessage) -> None:
+    def _take(self, epoch: int, message: InstanceMessage, integers: tuple[int, ...]) -> None:
         match message:
             case Tokens():
                 self.requests.take_tokens(message)
@@ -217,6 +231,8 @@ class Front:
                 self._take_formed(message)
             case Hello():
                 raise WireError("it says hello twice")
+            case _ if self.grouping is not None:
+                self.grouping.take(message, integers)
 
     def _take_formed(self, message: Formed) -> None:
         if self._forming is None or self.first_facts is None or not self._forming.link(message):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from floodplain.cluster.frames import FrameLink
 from floodplain.cluster.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
+from floodplain.cluster.group_member import GroupMember
 from floodplain.cluster.group_orders import (
     ORDERS,
     Adopt,
@@ -38,9 +39,6 @@ from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats
 from floodplain.runtime.handover import Record
 
-if TYPE_CHECKING:
-    from floodplain.cluster.droppable import Droppable
-
 logger = logging.getLogger(__name__)
 
 _OWN, _GROUP = 0, 1
@@ -55,7 +53,7 @@ class GroupLife(Life):
         member: What may join groups.
     """
 
-    def __init__(self, link: FrameLink, welcome: Welcome, member: Droppable) -> None:
+    def __init__(self, link: FrameLink, welcome: Welcome, member: GroupMember) -> None:
         super().__init__(link, welcome, member.engine)
         self._member = member
         self._session: Session | None = None
@@ -70,10 +68,6 @@ class GroupLife(Life):
         pipeline = None if self._session is None else self._session.pipeline
         in_group = None if pipeline is None else pipeline.failure
         return self._member.engine.failure or in_group or self._failed
-
-    def log_end(self, failure: BaseException) -> None:
-        """Say why the group is over."""
-        logger.warning("the group is over: %s", failure)
 
     async def leave_group(self) -> None:
         """Serve alone again, without any request, whatever the life ended in.
@@ -161,7 +155,7 @@ class GroupLife(Life):
                             from_others, from_backstop)  # fmt: skip
                 self._say(order, Answer.FILLED)
             case Return():
-                await self._return(session, order)
+                await self._return(session, order, integers)
             case Collect():
                 await session.collect(order, integers, self._note_copied(order, Answer.COLLECTED))
             case Close():
@@ -209,8 +203,8 @@ class GroupLife(Life):
         flat = [block for move in plan.moves for block in move]
         self._send(Planned(self._epoch, order.number, len(plan.moves), tuple(tickets)), [*flat, *plan.quanta])
 
-    async def _return(self, session: Session, order: Return) -> None:
-        records = await session.leave_pipeline()
+    async def _return(self, session: Session, order: Return, used: Sequence[int]) -> None:
+        records = await session.leave_pipeline(used)
         rows, blocks = await self._rows_of(records)
         is_leader = session.pipeline is not None and session.pipeline.engine is not None
         self._forget_streams()

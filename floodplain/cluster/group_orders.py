@@ -191,7 +191,10 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Leave the pipeline and serve alone: the leader answers ``HandedOver``, others ``GroupDone``."""
+    """Leave the pipeline and serve alone: the leader answers ``HandedOver``, others ``GroupDone``.
+
+    Beside it, but for the leader: the group's quanta that hold KV of requests; all others are unmapped.
+    """
 
     epoch: int
     number: int

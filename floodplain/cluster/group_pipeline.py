@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+from floodplain.cluster.group_member import GroupMember
 from floodplain.cluster.group_orders import Drop
 from floodplain.cluster.pipeline_engine import make_engine, plan_limits
 from floodplain.cluster.pipeline_executor import PipelineExecutor, StageWorker
@@ -24,9 +24,6 @@ from floodplain.engine.shell import Engine
 from floodplain.policy.microbatch import MicrobatchRule
 from floodplain.runtime.handover import HeldBlocks, Record, adopt, take_records
 
-if TYPE_CHECKING:
-    from floodplain.cluster.droppable import Droppable
-
 
 class GroupPipeline:
     """See the module. Everything is called on one event loop.
@@ -41,7 +38,7 @@ class GroupPipeline:
         is_ending: Whether a neighbour that hangs up is no failure.
     """
 
-    def __init__(self, member: Droppable, order: Drop, blocks: Sequence[int]) -> None:
+    def __init__(self, member: GroupMember, order: Drop, blocks: Sequence[int]) -> None:
         self.engine: AsyncEngine | None = None
         self.is_ending = False
         self._member, self._order, self._blocks = member, order, blocks

@@ -39,7 +39,6 @@ _PLAIN: Mapping[OrderKind, Callable[[int, int], GroupOrder]] = {
     OrderKind.PREPARE: Prepare,
     OrderKind.CANCEL: Cancel,
     OrderKind.COMMIT: Commit,
-    OrderKind.RETURN: Return,
     OrderKind.CLOSE: Close,
 }
 
@@ -160,6 +159,8 @@ class GroupPlan:
                 return Release(epoch, number, order.requests[0]), ()
             case OrderKind.MOVE:
                 return Move(epoch, number, self.moves[0]), self.moves[1]
+            case OrderKind.RETURN:
+                return Return(epoch, number), self._used_quanta()
             case OrderKind.FILL:
                 return Fill(epoch, number, self._addresses_of_layers()), ()
             case OrderKind.COLLECT:
@@ -208,6 +209,10 @@ class GroupPlan:
     def _addresses_of_layers(self) -> tuple[str, ...]:
         places = [place for place, layers in enumerate(self.kept) for _ in layers]
         return tuple(self.report_of(place).bulk_address for place in places)
+
+    def _used_quanta(self) -> tuple[int, ...]:
+        quantum_blocks = self.report_of(0).quantum_blocks
+        return tuple(sorted({block // quantum_blocks for one in self.travellers.values() for block in one.blocks}))
 
     def _expect_sizes(self) -> GroupSizes:
         if self.sizes is None:

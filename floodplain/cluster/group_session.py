@@ -10,8 +10,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from floodplain.cluster.group_member import GroupMember
 from floodplain.cluster.group_orders import Collect, Drop, Fetch, Fill
 from floodplain.cluster.group_pipeline import GroupPipeline
 from floodplain.cluster.kv_copies import KV, KvStore, Puller, RequestCopy, copy_own, write_pool
@@ -21,9 +22,6 @@ from floodplain.core.request import FinishReason, SeqId
 from floodplain.engine.pause import Pause
 from floodplain.engine.shell import Engine
 from floodplain.runtime.handover import Record, adopt, take_records
-
-if TYPE_CHECKING:
-    from floodplain.cluster.droppable import Droppable
 
 T = TypeVar("T")
 
@@ -36,7 +34,7 @@ class Session:
         number: Of the group.
     """
 
-    def __init__(self, member: Droppable, number: int) -> None:
+    def __init__(self, member: GroupMember, number: int) -> None:
         self.number = number
         self.pipeline: GroupPipeline | None = None
         self._member = member
@@ -83,7 +81,7 @@ class Session:
         pool, memory, ledger = self._member.pool, self._member.memory, engine.loop.state.ledger
         for seq_id in list(engine.loop.state.sequences):
             engine.finish(seq_id, FinishReason.ABORT)
-        quanta = pool.quanta
+        quanta, engine.loop.state.num_returning_blocks = pool.quanta, pool.num_blocks
         pages = pool.shrink(ledger, 0).pages
         kept = range(order.first_layer, order.end_layer)
         try:
@@ -137,7 +135,7 @@ class Session:
         if request in self._loading:
             blocks = self._loading.pop(request)
             self._member.engine.post(lambda engine: engine.loop.state.ledger.abort_load(blocks))
-        elif self.pipeline is not None:
+        elif self.pipeline is not None and self.pipeline.engine is not None:
             self.pipeline.release(request)
 
     # -- while grouped --------------------------------------------------------------------------------------------
@@ -160,9 +158,18 @@ class Session:
 
     # -- out ------------------------------------------------------------------------------------------------------
 
-    async def leave_pipeline(self) -> list[Record]:
-        """Leave the pipeline; of the leader: what it has. The own engine gets the memory that is spare by now."""
-        records = await self._expect_pipeline().leave()
+    async def leave_pipeline(self, used: Sequence[int]) -> list[Record]:
+        """Leave the pipeline; of the leader: what it has. The own engine gets the memory that is spare by now.
+
+        Args:
+            used: Quanta with KV of requests; the leader knows them from what it has.
+        """
+        pipeline, memory = self._expect_pipeline(), self._member.memory
+        records = await pipeline.leave()
+        if pipeline.engine is not None:
+            used = [block // memory.quantum_blocks for record in records for block in record.blocks]
+        unused = sorted({*memory.quanta} - {*used})
+        await self._in_thread(memory.shrink, (), unused)
         await self._run(self._grow)
         return records
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from floodplain.cluster.book import Book, Entry
@@ -22,6 +21,7 @@ from floodplain.cluster.group_answers import (
     read_answer,
 )
 from floodplain.cluster.group_book import GroupBook
+from floodplain.cluster.group_counts import GroupCounts
 from floodplain.cluster.group_orders import Adopt, GroupOrder
 from floodplain.cluster.group_plan import GroupPlan, Traveller, rows_with_blocks
 from floodplain.cluster.group_progress import Change, Group
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT_S = 10.0
 """A member that does not pause for so long, in the middle of a long step, does not join."""
-CHANGES = ("dropped", "restored", "cancelled", "ended")
 STEP_TIMEOUT_S = 60.0
 """A group in which nothing is done for so long, though something is awaited, is over."""
 
@@ -46,34 +45,28 @@ class Grouping:
     Args:
         book: Requests and instances.
         shape: Of the model.
-        send: Sends an order, and integers beside it, to the instance of its epoch.
+        send: Sends an order, and integers beside it, to the instance of an epoch.
         end: Ends the life of an instance, for a reason.
         place: Places requests that wait.
 
     Attributes:
         groups: Those that are being made or live.
-        num_changes: How often a group was ``dropped``, ``restored``, ``cancelled`` or ``ended``.
-        seconds: Time of all of these changes, by the same names.
-        num_carried: Requests that went on with their KV, and
-        num_recomputed: those that did not, in drops and restores.
+        counts: What became of others.
     """
 
     def __init__(
         self,
         book: Book,
         shape: ModelShape,
-        send: Callable[[GroupOrder, Sequence[int]], None],
+        send: Callable[[int, GroupOrder, Sequence[int]], None],
         end: Callable[[int, str], None],
         place: Callable[[], None],
     ) -> None:
         self.groups = GroupBook()
-        self.num_changes: Counter[str] = Counter()
-        self.seconds: dict[str, float] = dict.fromkeys(CHANGES, 0.0)
-        self.num_carried = self.num_recomputed = 0
+        self.counts = GroupCounts()
         self._book, self._shape = book, shape
         self._send, self._end, self._place = send, end, place
         self._plans: dict[int, GroupPlan] = {}
-        self._problems: dict[int, str] = {}
 
     # -- the operator, or the monitor, asks ---------------------------------------------------------------------------
 
@@ -109,10 +102,6 @@ class Grouping:
         change = self.groups.restore(number)
         self._plans[number].begun_s = time.monotonic()
         self._apply(change)
-
-    def problem_of(self, number: int) -> str | None:
-        """Why a group was not made, or ended before its time; None if it is well, or was restored."""
-        return self._problems.get(number)
 
     def plan_of(self, number: int) -> GroupPlan | None:
         """What is known of a group that is being made or lives."""
@@ -154,7 +143,7 @@ class Grouping:
         """The life of an instance is over: with it, those of its group."""
         group = self.groups.find(epoch)
         if group is not None:
-            self._problems[group.number] = f"instance {epoch} is gone"
+            self.counts.problems[group.number] = f"instance {epoch} is gone"
             self._apply(self.groups.end(epoch))
 
     def forget(self, entry: Entry) -> None:
@@ -169,7 +158,7 @@ class Grouping:
             is_preparing = group.state is GroupState.PREPARING
             plan, limit_s = self._plans[group.number], PREPARE_TIMEOUT_S if is_preparing else STEP_TIMEOUT_S
             if now - plan.since_s > limit_s:
-                self._problems.setdefault(
+                self.counts.problems.setdefault(
                     group.number, f"nothing was done for {limit_s:g} s while it was {group.state}"
                 )
                 self._apply(self.groups.expire(group.number, group.state))
@@ -178,7 +167,7 @@ class Grouping:
 
     def _take_prepared(self, plan: GroupPlan, message: Prepared, integers: Sequence[int]) -> None:
         if message.problem is not None:
-            self._problems[plan.number] = f"instance {message.epoch}: {message.problem}"
+            self.counts.problems[plan.number] = f"instance {message.epoch}: {message.problem}"
             self._apply(self.groups.refuse(message.epoch, message.number))
             return
         plan.reports[message.epoch] = message, tuple(integers)
@@ -235,10 +224,10 @@ class Grouping:
         plan = self._plans[change.group.number]
         if change.entered is not None:
             self._enter(plan, change.entered)
-        for order in change.orders:
-            self._order(plan, order)
         for request in change.lost:
             self._let_wait(plan.travellers[request].entry)
+        for order in change.orders:
+            self._order(plan, order)
         for epoch in change.ended:
             self._end(epoch, "group")
         if change.ended or change.lost or change.entered is not None:
@@ -246,36 +235,31 @@ class Grouping:
 
     def _order(self, plan: GroupPlan, order: Order) -> None:
         if order.kind is not OrderKind.ADOPT:
-            self._send(*plan.message(order))
+            self._send(order.epoch, *plan.message(order))
             return
         one = plan.travellers[order.requests[0]]
         entry, request = one.entry, one.entry.as_request()
         self._book.put(entry, order.epoch)
-        self.num_carried += 1
+        self.counts.num_carried += 1
         submit = submit_of(request, order.epoch, entry.ticket or 0, time.monotonic())
         adopt = Adopt(order.epoch, plan.number, entry.number, one.num_computed, submit)
-        self._send(adopt, request.prompt_token_ids + request.known_token_ids)
+        self._send(order.epoch, adopt, request.prompt_token_ids + request.known_token_ids)
 
     def _enter(self, plan: GroupPlan, state: GroupState) -> None:
         now = plan.since_s = time.monotonic()
         match state:
             case GroupState.EXCHANGING:
                 self._book.roster.expect(plan.epochs[0]).part = "leading"
+                self.counts.usable_s += now - plan.begun_s
                 logger.info("group %d serves as a pipeline of %s", plan.number, list(plan.epochs))
             case GroupState.PIPELINED:
-                self._count(plan, "dropped", now)
+                self.counts.note(plan.number, "dropped", now - plan.begun_s)
             case GroupState.SOLO:
-                self._count(plan, "cancelled" if plan.sizes is None else "restored", now)
+                self.counts.note(plan.number, "cancelled" if plan.sizes is None else "restored", now - plan.begun_s)
                 self._forget_plan(plan)
             case GroupState.OVER:
-                self._count(plan, "ended", now)
+                self.counts.note(plan.number, "ended", now - plan.begun_s)
                 self._forget_plan(plan)
-
-    def _count(self, plan: GroupPlan, change: str, now: float) -> None:
-        seconds = now - plan.begun_s
-        self.num_changes[change] += 1
-        self.seconds[change] += seconds
-        logger.info("group %d was %s after %.2f s", plan.number, change, seconds)
 
     def _forget_plan(self, plan: GroupPlan) -> None:
         del self._plans[plan.number]
@@ -289,11 +273,11 @@ class Grouping:
         self._book.lift(entry)
         if entry.number not in plan.travellers:
             self._book.wait(entry)
-            self.num_recomputed += bool(entry.tokens)
+            self.counts.num_recomputed += bool(entry.tokens)
 
     def _let_wait(self, entry: Entry) -> None:
         if entry.ticket is not None:
             self._book.lift(entry)
         if self._book.is_lifted(entry):
             self._book.wait(entry)
-            self.num_recomputed += 1
+            self.counts.num_recomputed += 1

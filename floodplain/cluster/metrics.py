@@ -9,9 +9,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from floodplain.cluster.front import Front
+from floodplain.cluster.group_counts import CHANGES
+from floodplain.cluster.grouping import Grouping
 from floodplain.cluster.roster import STATES
+from floodplain.core.groups import GroupState
 
-END_REASONS = ("hung_up", "silent", "left", "pipeline")
+END_REASONS = ("hung_up", "silent", "left", "pipeline", "group")
 _GAUGES = {
     "requests_running": ("Requests on the instance's device.", "num_running"),
     "requests_waiting": ("Requests that wait there.", "num_waiting"),
@@ -57,6 +60,24 @@ class ClusterMetrics(Collector):
                 yield self._family(kind, f"instance_{name}", text, values, "instance")
         blocks = {(str(epoch), state): n for epoch, one in stats.items() for state, n in one.kv_blocks.items()}
         yield self._family(GaugeMetricFamily, "instance_kv_blocks", "KV blocks.", blocks, "instance", "state")
+
+        if front.grouping is not None:
+            yield from self._collect_groups(front.grouping)
+
+    def _collect_groups(self, grouping: Grouping) -> Iterator[Metric]:
+        counts, groups = grouping.counts, list(grouping.groups)
+        states = {(state.value,): sum(one.state is state for one in groups) for state in GroupState}
+        yield self._family(GaugeMetricFamily, "groups", "Groups that share layers, by state.", states, "state")
+        changes = {(name,): counts.num_changes[name] for name in CHANGES}
+        yield self._family(CounterMetricFamily, "group_changes", "Groups changed, by how.", changes, "change")
+        seconds = {(name,): counts.seconds[name] for name in CHANGES}
+        text = "Time that these changes took."
+        yield self._family(CounterMetricFamily, "group_change_seconds", text, seconds, "change")
+        text = "Time from the decision to drop layers until the larger pool could be used."
+        yield self._family(CounterMetricFamily, "group_usable_seconds", text, {(): counts.usable_s})
+        text = "Requests that changes moved, with their KV or without."
+        moved = {("carried",): counts.num_carried, ("recomputed",): counts.num_recomputed}
+        yield self._family(CounterMetricFamily, "group_requests", text, moved, "kv")
 
     def _family(self, kind: Any, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Metric:
         family: Metric = kind(f"floodplain_{name}", text, labels=["model_name", *labels])

@@ -18,6 +18,12 @@ BEATS_PER_TIMEOUT = 5
 
 
 SPLITS = get_args(Split)
+RELIEFS = ("none", "manual")
+_NOT_DROPPABLE = {
+    "lend": "what is lent cannot become the KV of a group",
+    "kv_expansion": "layers that stream cannot be dropped",
+    "peer_memory": "a group has no swap space",
+}
 _NO_SWAP = "its stages have no swap space"
 _NOT_IN_PIPELINES = {
     "policy": "it serves by arrival, since turns are taken in swap space",
@@ -73,7 +79,22 @@ class ClusterConfig:
                   "metavar": "FILE"},
     )  # fmt: skip
 
+    relief: str = field(
+        default="none",
+        metadata={"help": "what instances may do about an overload: none; manual: they can drop layers, and floodplain "
+                          "cluster tells them to (on CPUs their matrices are not packed then)",
+                  "choices": RELIEFS},
+    )  # fmt: skip
+    backstop: Path | None = field(
+        default=None,
+        metadata={"help": "folder for the copy of the layers from which dropped ones are restored if no instance has "
+                          "them (default: in the user's cache)",
+                  "metavar": "FOLDER"},
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
+        if self.relief not in RELIEFS:
+            raise UserError(f"--relief must be one of {', '.join(RELIEFS)}, not {self.relief!r}")
         if self.microbatches not in SPLITS:
             raise UserError(f"--microbatches must be one of {', '.join(SPLITS)}, not {self.microbatches!r}")
         if self.instances is None:
@@ -83,6 +104,7 @@ class ClusterConfig:
             raise UserError("--pipeline needs --instances 2 or more: each instance is one of its stages")
         for flag in [] if self.pipeline else self._find_pipeline_flags():
             raise UserError(f"{flag} needs --pipeline: nothing else has microbatches")
+        self._check_relief()
         if not 1 <= self.instances <= MAX_INSTANCES:
             raise UserError(f"--instances must be between 1 and {MAX_INSTANCES}, not {self.instances}")
         host, _ = split_address(self.instance_address, "--instance-address")
@@ -94,12 +116,23 @@ class ClusterConfig:
             limits = f"between {LEAST_TIMEOUT_S:g} and {MOST_TIMEOUT_S:g} seconds"
             raise UserError(f"--instance-timeout must be {limits}, not {self.instance_timeout}")
 
+    def _check_relief(self) -> None:
+        if self.relief == "none":
+            if self.backstop is not None:
+                raise UserError(f"--backstop {self.backstop} needs --relief: nothing else drops layers")
+        elif self.pipeline:
+            raise UserError(f"--relief {self.relief} does not go with --pipeline: its stages have no layers to spare")
+        elif self.instances == 1:
+            raise UserError(f"--relief {self.relief} needs --instances 2 or more: one instance has to keep all layers")
+
     def _find_pipeline_flags(self) -> list[str]:
         flags = [] if self.microbatches == "even" else [f"--microbatches {self.microbatches}"]
         return flags if self.step_profile is None else [*flags, f"--step-profile {self.step_profile}"]
 
     def _check_unused(self) -> None:
-        for flag in (["--pipeline"] if self.pipeline else []) + self._find_pipeline_flags():
+        others = [] if self.relief == "none" else [f"--relief {self.relief}"]
+        others += [] if self.backstop is None else [f"--backstop {self.backstop}"]
+        for flag in (["--pipeline"] if self.pipeline else []) + self._find_pipeline_flags() + others:
             raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
         for name, default in (("address", "127.0.0.1:0"), ("token_file", None), ("timeout", 1.0)):
             if getattr(self, f"instance_{name}") != default:
@@ -138,6 +171,13 @@ class InstanceConfig:
         default=None,
         metadata={"help": "of the front's own instances: what the first stage takes work to cost", "metavar": "FILE"},
     )
+    droppable: bool = field(
+        default=False, metadata={"help": "let the front have this instance drop layers, as its --relief says"}
+    )
+    backstop: Path | None = field(
+        default=None,
+        metadata={"help": "folder for the copy of the layers of a --droppable instance", "metavar": "FOLDER"},
+    )
     drain_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running requests get when the instance stops", "metavar": "S"}
     )
@@ -146,6 +186,10 @@ class InstanceConfig:
         split_address(self.join, "--join")
         if self.stage is not None:
             split_stage(self.stage)
+        if self.stage is not None and self.droppable:
+            raise UserError("--droppable does not go with --stage: a stage has no layers to spare")
+        if self.backstop is not None and not self.droppable:
+            raise UserError(f"--backstop {self.backstop} needs --droppable: nothing else drops layers")
         if not 0 <= self.drain_timeout <= 86400:
             raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")
 
@@ -190,6 +234,20 @@ def config_of_pipeline(config: EngineConfig) -> EngineConfig:
             flag = f"--{name.replace('_', '-')} {value}"
             raise UserError(f"{flag} does not go with --pipeline: {why}; leave one of them out")
     return replace(config, policy="fcfs", swap="none")
+
+
+def config_of_droppable(config: EngineConfig) -> EngineConfig:
+    """The engine flags of an instance that can drop layers: its matrices lie in pages.
+
+    Raises:
+        UserError: A flag asks for what such an instance cannot do.
+    """
+    for name, why in _NOT_DROPPABLE.items():
+        value = getattr(config, name)
+        if value != _DEFAULTS[name]:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UserError(f"{flag} does not go with --relief: {why}; leave one of them out")
+    return replace(config, pack_weights=False)
 
 
 def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> EngineConfig:

@@ -213,7 +213,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._take_inbox(block_s=0.0 if self._engine.has_unfinished else self._engine.rest_s)
+                self._take_inbox(block_s=self._engine.rest_s)
                 deltas = self._engine.step()
                 ended = [life for _, life, reason in self._engine.take_finished() if reason is not FinishReason.ABORT]
                 if deltas or ended:

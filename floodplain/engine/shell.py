@@ -120,7 +120,9 @@ class Engine:
 
     @property
     def rest_s(self) -> float:
-        """While nothing can run, so long the next step may wait: memory goes to neighbours and comes in small parts."""
+        """So long the next step may wait for news: not at all while requests can run; else memory may be lent."""
+        if self.has_unfinished:
+            return _POLL_S if self.loop.state.num_returning_blocks else 0.0
         return IDLE_S if self.neighbours is None else min(IDLE_S, self.neighbours.rest_s)
 
     def wake_by_leases(self, wake: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from floodplain.core.errors import InvariantError, UserError
+from floodplain.core.errors import InvariantError
 from floodplain.memory.arena import Page
 
 LayerPages = Mapping[int, Mapping[int, Sequence[Page]]]
@@ -27,22 +27,6 @@ class GroupPlaces:
     leaving: LayerPages
     spare: list[Page]
     num_pages: int
-
-
-def expect_whole_quanta(num_blocks: int, quantum_blocks: int, block_bytes: int) -> None:
-    """Raise ``UserError`` unless a pool can join a group: its quanta move whole, so the last one must be whole, too.
-
-    Args:
-        num_blocks: Of the pool.
-        quantum_blocks: Of a quantum.
-        block_bytes: Of a block, all layers.
-    """
-    if not num_blocks or num_blocks % quantum_blocks:
-        wanted = max(1, -(-num_blocks // quantum_blocks)) * quantum_blocks * block_bytes
-        raise UserError(
-            f"the KV pool has {num_blocks} blocks, and a group needs whole quanta of {quantum_blocks}:"
-            f" set --kv-memory {wanted}"
-        )
 
 
 def sort_pages(

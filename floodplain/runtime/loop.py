@@ -112,11 +112,11 @@ class Loop:
             raise RequestRefused(f"{wanted} are more than the {max_model_len} tokens of max_model_len")
         if num_prompt + len(request.known_token_ids) >= total:
             raise RequestRefused(f"{len(request.known_token_ids)} known tokens leave nothing to generate of {total}")
-        num_blocks = -(-total // ledger.block_tokens)
-        if num_blocks > ledger.num_blocks:
+        num_blocks, most_blocks = -(-total // ledger.block_tokens), ledger.num_blocks + self.state.num_returning_blocks
+        if num_blocks > most_blocks:
             raise RequestRefused(
                 f"{total} tokens (prompt {num_prompt} + output) need {num_blocks} KV blocks, but the pool has "
-                f"{ledger.num_blocks}: lower max_tokens, or give the pool more memory"
+                f"{most_blocks}: lower max_tokens, or give the pool more memory"
             )
         return total
 
@@ -148,7 +148,7 @@ class Loop:
 
     def _decide(self, now: float) -> Decision | None:
         state = self.state
-        if not (state.running or state.waiting or state.swapped):
+        if not (state.running or state.waiting or state.swapped) or not state.ledger.num_blocks:
             return None
         view = self._views.build(state.counters.num_steps, [step.plan for step in self._steps])
         return self.policy.decide(view, now, self._rng)
@@ -160,7 +160,7 @@ class Loop:
         self.state.stale_tables.update(table.seq_id for table in plan.tables)
 
     def _wait_or_stall(self) -> Wait:
-        if not self._steps and not self._moves.num_in_flight:
+        if not self._steps and not self._moves.num_in_flight and not self.state.num_returning_blocks:
             raise InvariantError(f"policy {self.policy.name} runs nothing while requests are alive")
         return Wait()
 

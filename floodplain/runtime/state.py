@@ -97,6 +97,8 @@ class LoopState:
         self.accounts = KeyAccounts()
         self.num_outbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_inbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self.num_returning_blocks = 0
+        """Blocks that the pool lent to a group of instances, and that return in time."""
         self.stale_rows: set[SeqId] = set()
         """Sequences whose row in the next view must be made anew."""
         self.stale_sharing: set[SeqId] = set()

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from hypothesis import Phase, event, given, settings
+from hypothesis import Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -25,7 +25,6 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.memory.arena import Page
 from floodplain.memory.group_arena import GroupArena
 from floodplain.memory.group_memory import GroupMemory
-from floodplain.memory.group_places import expect_whole_quanta
 from floodplain.memory.host.device import HostDevice, open_private_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.kv_layout import KVLayout
@@ -369,15 +368,3 @@ def test_bad_drops_are_refused_with_nothing_changed() -> None:
         assert not memory.write(1, [0], np.zeros((1, EVEN.layer_block_bytes), np.uint8))
         with pytest.raises(InvariantError, match="settled"):
             memory.shrink([], [0])
-
-
-@given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 4096))
-def test_a_partial_quantum_is_refused_with_the_memory_that_makes_it_whole(count: int, quantum: int, size: int) -> None:
-    if count and count % quantum == 0:
-        expect_whole_quanta(count, quantum, size)
-        return
-    with pytest.raises(UserError, match="set --kv-memory") as refused:
-        expect_whole_quanta(count, quantum, size)
-    num_bytes = int(str(refused.value).rsplit(" ", 1)[1])
-    assert count * size < num_bytes <= (count + quantum) * size
-    expect_whole_quanta(num_bytes // size, quantum, size)

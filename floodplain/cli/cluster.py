@@ -1,0 +1,128 @@
+"""``floodplain cluster``: lets instances behind a front drop layers, and restore them."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.errors import UserError
+from floodplain.observe.terminal import complain, say
+
+TIMEOUT_S = 30.0
+POLL_S = 0.05
+MAX_ANSWER_BYTES = 2**20
+ABOUT = {
+    "drop": "Let two to four instances share one copy of the layers, as a pipeline with a larger KV pool. "
+    "The first one named leads.",
+    "restore": "Let the instances of a group have all layers again.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterVerbConfig:
+    """The flags of both verbs.
+
+    Raises:
+        UserError: A value is out of its range.
+    """
+
+    base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the front", "metavar": "URL"})
+    wait: float = field(
+        default=60.0, metadata={"help": "seconds to wait until it is done; 0 returns at once", "metavar": "S"}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.wait <= 3600:
+            raise UserError(f"--wait must be between 0 and 3600 seconds, not {self.wait}")
+        if urlsplit(self.base_url).scheme not in ("http", "https"):
+            raise UserError(f"--base-url {self.base_url!r} is no address: give http://HOST:PORT")
+
+
+def add_parser(verbs: Any) -> None:
+    """Add both verbs and their flags."""
+    changes = verbs.add_parser("cluster", allow_abbrev=False).add_subparsers(metavar="|".join(ABOUT))
+    for name, about in ABOUT.items():
+        parser = add_verb(changes, name, about)
+        count = "+" if name == "drop" else 1
+        what = "an instance: its slot (0, 1, ...), or e and its epoch, as floodplain instances shows them"
+        parser.add_argument("instances", nargs=count, metavar="INSTANCE", help=what)
+        add_dataclass_flags(parser, ClusterVerbConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it, and wait until it is done; 1 if the front refuses or does not answer, or the group ends meanwhile."""
+    config, verb = dataclass_from(args, ClusterVerbConfig), args.verb.split()[1]
+    base_url = config.base_url.rstrip("/")
+    body = {"instances": args.instances} if verb == "drop" else {"instance": args.instances[0]}
+    try:
+        row = _wait(base_url, _ask(f"{base_url}/v1/cluster/{verb}", body), verb, config.wait)
+    except urllib.error.HTTPError as error:
+        complain(_reason(error))
+        return 1
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        complain(f"no front answers at {config.base_url}: {error or type(error).__name__}")
+        return 1
+    if row is None:
+        complain("the group ended before that was done: see the front's log")
+        return 1
+    say(json.dumps(row) if args.format == "json" else describe(row, verb))
+    return 0
+
+
+def describe(row: Mapping[str, Any], verb: str) -> str:
+    """One line of what was done.
+
+    Args:
+        row: See ``cluster.group_routes.GroupRow``.
+        verb: ``drop`` or ``restore``.
+    """
+    who = f"instances {', '.join(map(str, row['instances']))}"
+    if verb == "restore":
+        what = "have all layers again" if row["state"] == "solo" else f"restore theirs ({row['state']})"
+        return f"{who} {what} after {row['seconds']:.2f} s: {row['own_blocks']} KV blocks"
+    layers = " + ".join(map(str, row["layers"]))
+    what = f"share the layers {layers}, {row['state']} after {row['seconds']:.2f} s"
+    return f"{who} {what}: {row['own_blocks']} KV blocks became {row['blocks']}"
+
+
+def _wait(base_url: str, row: dict[str, Any], verb: str, wait_s: float) -> dict[str, Any] | None:
+    """The group when it is done, or after ``wait_s``; None if it ended otherwise."""
+    end_s = time.monotonic() + wait_s
+    while row["state"] != "pipelined" or verb == "restore":
+        if time.monotonic() >= end_s:
+            return row
+        time.sleep(POLL_S)
+        answer = _ask(f"{base_url}/groups")
+        rows = [one for one in answer["groups"] if one["number"] == row["number"]]
+        if not rows:
+            seconds = answer["restored"].get(str(row["number"])) if verb == "restore" else None
+            return None if seconds is None else {**row, "state": "solo", "seconds": seconds}
+        row = dict(rows[0])
+    return row
+
+
+def _ask(url: str, body: Mapping[str, Sequence[str] | str] | None = None) -> dict[str, Any]:
+    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    key = os.environ.get("OPENAI_API_KEY")
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        return dict(json.loads(answer.read(MAX_ANSWER_BYTES)))
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read(MAX_ANSWER_BYTES))["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "it serves one engine, not --instances" if error.code == 404 else str(error)

@@ -1,0 +1,127 @@
+"""What a member of a group computes with, and what it lets others read."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from floodplain.cluster.bulk_gate import BulkGate
+from floodplain.cluster.bulk_server import BulkServer
+from floodplain.cluster.kv_copies import PARAMETERS, PIECE_BYTES, ParameterStore, Puller
+from floodplain.core.errors import InvariantError
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.backstop import Backstop
+from floodplain.engine.build import OpenedEngine
+from floodplain.engine.shell import Engine
+from floodplain.memory.arena import Page
+from floodplain.memory.group_memory import GroupMemory
+from floodplain.web.listen import bind
+
+MAX_YIELD_S = 0.25
+"""A chunk of bulk data waits at most so long for activations: a transfer always ends."""
+
+
+class GroupMember:
+    """See the module. ``close`` it before its engine.
+
+    Args:
+        opened: Its engine, whose parameters lie in pages.
+        engine: The same, on its thread.
+        backstop: Where dropped parameters are read from if no other instance has them; owned from now on.
+        host: At which other instances reach this process.
+
+    Attributes:
+        engine: Its own.
+        parts: What it computes a stage with.
+        memory: Its pages while it is in a group.
+        pool: Its KV pool while it is in none.
+        gate: Shut while a stage computes.
+        bulk: What others may read.
+        listener: Where the stage before dials.
+    """
+
+    def __init__(self, opened: OpenedEngine, engine: AsyncEngine, backstop: Backstop, host: str) -> None:
+        self.engine, self.parts, self.pool = engine, opened.parts, opened.pool
+        self._buffers, self._backstop = opened.memory.layer_buffers, backstop
+        self.memory = GroupMemory(opened.memory.device, opened.memory.layout, self._buffers)
+        self.gate = BulkGate()
+        self.listener: socket.socket = bind(host, 0)
+        self.bulk = BulkServer(bind(host, 0), lambda: self.gate.wait(MAX_YIELD_S))
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Bytes of a block in one layer."""
+        return self.pool.layout.layer_block_bytes
+
+    @property
+    def param_pages(self) -> tuple[int, ...]:
+        """Pages of each layer's parameters."""
+        return tuple(buffer.num_pages for buffer in self._buffers)
+
+    def start(self) -> None:
+        """Let others read parameters, and the stage before dial."""
+        self.listener.listen()
+        self.listener.setblocking(False)
+        self.serve_parameters()
+        self.bulk.start()
+
+    def close(self) -> None:
+        """End what others read; waits for their connections' threads."""
+        self.bulk.close()
+        self.listener.close()
+        self._backstop.close()
+
+    def find_problem(self) -> str | None:
+        """Why it cannot drop layers now, and what to change; None if it can."""
+        return self._backstop.check()
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    def serve_parameters(self) -> None:
+        """Let other instances read the parameters that are here."""
+        self.bulk.serve(PARAMETERS, ParameterStore(self._buffers), PIECE_BYTES)
+
+    def withdraw_parameters(self) -> None:
+        """Wait for reads of parameters, and refuse more: some are about to be unmapped."""
+        self.bulk.withdraw(PARAMETERS)
+
+    def fill(self, puller: Puller, addresses: Sequence[str]) -> tuple[int, int]:
+        """Map and fill all dropped layers: how many came from other instances, and how many from the backstop.
+
+        Args:
+            puller: Of the group.
+            addresses: For each layer, the bulk server of a member that has it.
+
+        Raises:
+            UserError: The backstop is needed, and unreadable.
+        """
+        if not self.memory.map_parameters():
+            raise InvariantError("a member of a group has no pages for its parameters")
+        counts = [0, 0]
+        for layer, buffer in enumerate(self._buffers):
+            if buffer.is_filled:
+                continue
+            is_pulled = puller.fill(addresses[layer], layer, buffer) and self._backstop.accept(layer, buffer)
+            if not is_pulled:
+                self._backstop.fill(layer, buffer)
+            counts[not is_pulled] += 1
+        return counts[0], counts[1]
+
+    def fill_from_backstop(self) -> None:
+        """Fill the layers whose parameters are not there; their pages are.
+
+        Raises:
+            UserError: The backstop is unreadable.
+        """
+        for layer, buffer in enumerate(self._buffers):
+            if not buffer.is_filled:
+                self._backstop.fill(layer, buffer)
+
+    def grow(self, engine: Engine, pages: Sequence[Page]) -> None:
+        """Give whole quanta of pages back to the own pool; on the engine's thread."""
+        quantum_pages = self.memory.quantum_pages * self.pool.layout.num_layers
+        num_quanta, rest = divmod(len(pages), quantum_pages)
+        state, num_blocks = engine.loop.state, num_quanta * self.pool.quantum_blocks
+        if rest or self.pool.grow(state.ledger, num_blocks, list(pages)) is None:
+            raise InvariantError(f"{len(pages)} pages of a group are not whole quanta of its member's pool")
+        state.num_returning_blocks -= num_blocks

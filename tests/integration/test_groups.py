@@ -1,0 +1,146 @@
+"""Drop and restore over real processes: tokens of one engine, whatever is killed; what is refused, in one line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from floodplain.cli.main import main
+from tests.support import front_process
+from tests.support.front_process import START_TIMEOUT_S, FrontProcess, started
+from tests.support.waiting import wait_until
+
+MODEL = "dummy:tiny-deep"
+ENGINE = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 1024}
+FLAGS = ["--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "1024", "--max-batched-tokens", "512"]
+NUM_TOKENS = 700
+"""Of a stream: long enough for a drop and a restore in its middle."""
+PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(20 + 30 * number)] for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("backstop")
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[FrontProcess]:
+    flags = [*FLAGS, "--relief", "manual", "--backstop", str(folder)]
+    with started(tmp_path_factory.mktemp("front"), MODEL, flags) as one:
+        one.wait_full()
+        yield one
+
+
+@cache
+def expected() -> list[list[int]]:
+    """What one engine gives."""
+    return front_process.one_engine(MODEL, PROMPTS, ENGINE, max_tokens=NUM_TOKENS)
+
+
+def groups(front: FrontProcess) -> Any:
+    return httpx.get(f"{front.url}/groups").json()
+
+
+def verb(front: FrontProcess, *words: str) -> int:
+    return main(["cluster", *words, "--base-url", front.url, "--quiet"])
+
+
+def wait_solo(front: FrontProcess) -> None:
+    """Both instances serve by themselves again, with all of their memory."""
+
+    def find() -> bool:
+        rows = front.rows()
+        is_idle = len(rows) == 2 and all(row["state"] == "serving" and not row["requests"] for row in rows)
+        return is_idle and len({row["blocks"] for row in rows}) == 1 and not groups(front)["groups"]
+
+    wait_until(find, timeout_s=START_TIMEOUT_S)
+
+
+class Streams:
+    """Streams of all prompts, and what they gave."""
+
+    def __init__(self, front: FrontProcess, threads: ThreadPoolExecutor) -> None:
+        self.counts = [0] * len(PROMPTS)
+        self._futures: list[Future[list[int]]] = [
+            threads.submit(self._stream, front, number, prompt) for number, prompt in enumerate(PROMPTS)
+        ]
+
+    def _stream(self, front: FrontProcess, number: int, prompt: list[int]) -> list[int]:
+        tokens: list[int] = []
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        chunks = front.client.completions.create(
+            model=MODEL, prompt=prompt, stream=True, extra_body=extra, temperature=0.0, max_tokens=NUM_TOKENS
+        )
+        for chunk in chunks:
+            tokens += chunk.choices[0].token_ids or []  # type: ignore[attr-defined]
+            self.counts[number] = len(tokens)
+        return tokens
+
+    def wait(self, more: int) -> None:
+        """Return when each stream has so many more tokens."""
+        wanted = [count + more for count in self.counts]
+        wait_until(lambda: all(have >= want for have, want in zip(self.counts, wanted, strict=True)), timeout_s=60)
+
+    def result(self) -> list[list[int]]:
+        return [future.result(timeout=100) for future in self._futures]
+
+
+def test_streams_cross_a_drop_and_a_restore_with_their_kv(front: FrontProcess, capsys: Any) -> None:
+    before = groups(front)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        streams = Streams(front, threads)
+        streams.wait(10)
+        assert verb(front, "drop", "0", "1") == 0
+        assert "share the layers 6 + 6, pipelined" in capsys.readouterr().out
+        streams.wait(10)
+        (group,) = groups(front)["groups"]
+        assert group["state"] == "pipelined" and group["blocks"] > group["own_blocks"]
+        assert verb(front, "restore", "0") == 0
+        assert "have all layers again" in capsys.readouterr().out
+        assert streams.result() == expected()
+    after = groups(front)
+    assert after["carried_requests"] == before["carried_requests"] + 2 * len(PROMPTS)
+    assert after["recomputed_requests"] == before["recomputed_requests"]
+    wait_solo(front)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_killed_member_costs_no_token_and_the_other_has_all_layers_again(front: FrontProcess, place: int) -> None:
+    wait_solo(front)
+    with ThreadPoolExecutor(len(PROMPTS)) as threads:
+        streams = Streams(front, threads)
+        streams.wait(10)
+        assert verb(front, "drop", "0", "1") == 0
+        streams.wait(5)
+        epoch = groups(front)["groups"][0]["instances"][place]
+        (row,) = (row for row in front.rows() if row["epoch"] == epoch)
+        os.kill(row["pid"], signal.SIGKILL)
+        assert streams.result() == expected()
+    wait_solo(front)
+    assert any(one["pid"] != row["pid"] for one in front.rows())
+
+
+def test_what_cannot_be_done_is_said_in_one_line(front: FrontProcess, capsys: Any, folder: Path) -> None:
+    wait_solo(front)
+    lines = []
+    (backstop,) = folder.glob("*.layers")
+    size = backstop.stat().st_size
+    os.truncate(backstop, size - 1)
+    for words in (["drop", "0"], ["drop", "0", "7"], ["drop", "0", "0"], ["restore", "1"], ["drop", "0", "1"]):
+        assert verb(front, *words) == 1
+        lines.append(capsys.readouterr().err.strip())
+    assert "2 to 4 different instances" in lines[0]
+    assert "there is no instance '7': there are 0, 1" in lines[1] or "there are 1, 0" in lines[1]
+    assert "2 to 4 different instances" in lines[2]
+    assert "instance 1 is in no group" in lines[3]
+    assert "backstop" in lines[4] and "was not made" in lines[4]
+    assert all("\n" not in line for line in lines)
+    wait_solo(front)  # nothing was half done
