@@ -64,6 +64,10 @@ class Regrouping:
         timing: When.
         restores: Whether groups ever end.
         period_s: Between two looks.
+
+    Attributes:
+        transitions: All, in order.
+        drop_loads: What was seen when a drop was decided.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Regrouping:
         period_s: float = 0.25,
     ) -> None:
         self.transitions: list[Transition] = []
+        self.drop_loads: list[ClusterLoad] = []
         self._cluster, self._model, self._link, self._timing = cluster, model, link, timing
         self._restores, self._period_s = restores, period_s
         self._stages: dict[int, int] = {}
@@ -92,6 +97,7 @@ class Regrouping:
         load = self._see()
         moment = self._timing.decide(load, self._transition_s(load.num_used_blocks))
         if moment.move is DropMove.DROP:
+            self.drop_loads.append(load)
             loads, sizes = self._loads(), self._model.sizes
             plan = plan_drop(loads, moment.need_blocks, sizes) or plan_largest(loads, sizes)
             for group in plan.groups if plan is not None else ():
