@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cluster.ray_setup import RaySetup
 from floodplain.cluster.settings import (
     ClusterConfig,
     config_of_droppable,
     config_of_instance,
     config_of_pipeline,
+    gpus_of_instance,
     split_address,
 )
 from floodplain.core.errors import UserError
@@ -27,6 +29,7 @@ from floodplain.server.settings import ServerConfig
 
 if TYPE_CHECKING:
     from floodplain.cluster.engine import ClusterEngine
+    from floodplain.cluster.launcher import Processes
     from floodplain.server.app import Extension
     from floodplain.server.protocol import ServingEngine
 
@@ -106,11 +109,42 @@ def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[s
     return [[f"--stage={index}/{num_instances}", *shared] for index in range(num_instances)]
 
 
+def open_processes(
+    config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
+) -> Processes:
+    """Where the front's instances run: on this machine, or where Ray places them. Nothing is started yet.
+
+    Raises:
+        UserError: A flag is one engine's, or Ray is asked for and not installed.
+    """
+    from floodplain.cluster.local_processes import LocalProcesses, share_cores
+
+    is_local = cluster_config.cluster is None  # Ray shows each instance its own GPU, as the first one
+    configs = [config_of_instance(config, num_instances, index if is_local else 0) for index in range(num_instances)]
+    parts = part_flags(cluster_config, num_instances)
+    commands = [
+        instance_command(one, is_quiet=is_quiet, part_flags=part) for one, part in zip(configs, parts, strict=True)
+    ]
+    num_cpus = cluster_config.instance_cpus or share_cores(num_instances)
+    environment = environment_of_instances(os.environ, num_cpus)
+    if cluster_config.cluster is None:
+        return LocalProcesses(commands, environment)
+    from floodplain.cluster.ray_processes import RayProcesses
+
+    setup = RaySetup(
+        cluster=cluster_config.cluster,
+        host=split_address(cluster_config.instance_address, "--instance-address")[0],
+        num_slots=num_instances,
+        num_cpus=num_cpus,
+        num_gpus=gpus_of_instance(config),
+    )
+    return RayProcesses(commands, environment, setup)
+
+
 def _open_cluster(
     config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
 ) -> ClusterEngine:
     from floodplain.cluster.engine import ClusterEngine
-    from floodplain.cluster.local_processes import LocalProcesses, share_cores
     from floodplain.cluster.parent import read_token
     from floodplain.web.listen import bind
 
@@ -120,11 +154,7 @@ def _open_cluster(
         logger.info("a pipeline serves by arrival (--policy fcfs), without swap space")
     if cluster_config.relief != "none":
         config = config_of_droppable(config)
-    configs = [config_of_instance(config, num_instances, index) for index in range(num_instances)]
-    parts = part_flags(cluster_config, num_instances)
-    commands = [
-        instance_command(one, is_quiet=is_quiet, part_flags=part) for one, part in zip(configs, parts, strict=True)
-    ]
+    processes = open_processes(config, cluster_config, num_instances, is_quiet=is_quiet)
     token_file = cluster_config.instance_token_file
     token = None if token_file is None else read_token(str(token_file))
     with ExitStack() as on_failure:
@@ -133,7 +163,7 @@ def _open_cluster(
         engine = ClusterEngine(
             config,
             sock,
-            processes=LocalProcesses(commands, environment_of_instances(os.environ, share_cores(num_instances))),
+            processes=processes,
             outside_token=token,
             silence_s=cluster_config.instance_timeout,
             is_pipeline=is_pipeline,

@@ -31,7 +31,7 @@ def read_token(source: str) -> str:
         if not lines:
             raise UserError(f"the instance token file {source} is empty: write the token into it")
         return lines[0][1][-1]
-    _die_with_parent()
+    signal_at_parents_end(signal.SIGKILL)
     token = sys.stdin.readline().strip()
     if not token:
         raise UserError("--instance-token-file - needs a token on standard input")
@@ -39,9 +39,9 @@ def read_token(source: str) -> str:
     return token
 
 
-def _die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends: also if it is stopped."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def signal_at_parents_end(number: int) -> None:
+    """The kernel sends this process a signal when the thread that started it ends: also if it is stopped."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _end_with_input() -> None:

@@ -6,12 +6,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import get_args
 
+from floodplain.cluster.ray_setup import LOCAL
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.policy.microbatch import Split
 from floodplain.web.listen import is_loopback
 
 MAX_INSTANCES = 256
+MAX_CPUS = 1024
+WILDCARDS = ("0.0.0.0", "::")
 STANDARD_INPUT = "-"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.5, 300.0
 BEATS_PER_TIMEOUT = 5
@@ -62,6 +65,16 @@ class ClusterConfig:
         default=1.0,
         metadata={"help": "seconds of silence after which an instance is taken for dead", "metavar": "S"},
     )
+    cluster: str | None = field(
+        default=None,
+        metadata={"help": "have Ray place the instances and start them again: auto starts a Ray of this machine, "
+                          "HOST:PORT joins that of a cluster's head", "metavar": "auto|HOST:PORT"},
+    )  # fmt: skip
+    instance_cpus: int | None = field(
+        default=None,
+        metadata={"help": "CPUs that Ray reserves for an instance, and its threads (default: this machine's, shared "
+                          "out)", "metavar": "N"},
+    )  # fmt: skip
 
     pipeline: bool = field(
         default=False,
@@ -107,8 +120,9 @@ class ClusterConfig:
         self._check_relief()
         if not 1 <= self.instances <= MAX_INSTANCES:
             raise UserError(f"--instances must be between 1 and {MAX_INSTANCES}, not {self.instances}")
+        self._check_cluster()
         host, _ = split_address(self.instance_address, "--instance-address")
-        if not is_loopback(host) and self.instance_token_file is None:
+        if not is_loopback(host) and self.instance_token_file is None and self.cluster is None:
             raise UserError(
                 f"--instance-address {self.instance_address} lets other machines in: give --instance-token-file FILE"
             )
@@ -125,6 +139,25 @@ class ClusterConfig:
         elif self.instances == 1:
             raise UserError(f"--relief {self.relief} needs --instances 2 or more: one instance has to keep all layers")
 
+    def _check_cluster(self) -> None:
+        if self.cluster is None:
+            if self.instance_cpus is not None:
+                raise UserError(f"--instance-cpus {self.instance_cpus} needs --cluster: it is what Ray reserves")
+            return
+        if self.cluster != LOCAL and "/" in self.cluster:
+            raise UserError(f"--cluster must be {LOCAL} or HOST:PORT of the cluster's head, not {self.cluster!r}")
+        if self.cluster != LOCAL:
+            split_address(self.cluster, "--cluster")
+        if self.pipeline:
+            raise UserError("--pipeline does not go with --cluster: stages reach each other on one machine only")
+        if self.instance_cpus is not None and not 1 <= self.instance_cpus <= MAX_CPUS:
+            raise UserError(f"--instance-cpus must be between 1 and {MAX_CPUS}, not {self.instance_cpus}")
+        if split_address(self.instance_address, "--instance-address")[0] in WILDCARDS:
+            raise UserError(
+                f"--instance-address {self.instance_address} does not say where --cluster's machines reach this one: "
+                "give the address that they do"
+            )
+
     def _find_pipeline_flags(self) -> list[str]:
         flags = [] if self.microbatches == "even" else [f"--microbatches {self.microbatches}"]
         return flags if self.step_profile is None else [*flags, f"--step-profile {self.step_profile}"]
@@ -132,6 +165,8 @@ class ClusterConfig:
     def _check_unused(self) -> None:
         others = [] if self.relief == "none" else [f"--relief {self.relief}"]
         others += [] if self.backstop is None else [f"--backstop {self.backstop}"]
+        others += [] if self.cluster is None else [f"--cluster {self.cluster}"]
+        others += [] if self.instance_cpus is None else [f"--instance-cpus {self.instance_cpus}"]
         for flag in (["--pipeline"] if self.pipeline else []) + self._find_pipeline_flags() + others:
             raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
         for name, default in (("address", "127.0.0.1:0"), ("token_file", None), ("timeout", 1.0)):
@@ -248,6 +283,11 @@ def config_of_droppable(config: EngineConfig) -> EngineConfig:
             flag = f"--{name.replace('_', '-')} {value}"
             raise UserError(f"{flag} does not go with --relief: {why}; leave one of them out")
     return replace(config, pack_weights=False)
+
+
+def gpus_of_instance(config: EngineConfig) -> int:
+    """How many GPUs Ray reserves for each instance."""
+    return int(config.device.startswith("cuda"))
 
 
 def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> EngineConfig:

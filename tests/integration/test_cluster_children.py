@@ -16,6 +16,7 @@ from floodplain.cluster.local_processes import LocalProcesses
 from floodplain.cluster.parent import read_token
 from floodplain.cluster.restarts import MAX_FAILED_STARTS
 from floodplain.core.errors import UserError
+from tests.support.process_tree import is_alive
 from tests.support.waiting import wait_until
 
 CHILD = """
@@ -44,13 +45,6 @@ def children(log: Path) -> list[tuple[int, str, str]]:
     lines = log.read_text().splitlines() if log.exists() else []
     rows = [line.split(" ", 2) for line in lines]
     return [(int(row[0]), row[1], row[2]) for row in rows]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped child", "closed"])

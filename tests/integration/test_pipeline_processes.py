@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from floodplain.cli.main import main
-from tests.integration.test_cluster_children import is_alive
 from tests.support import front_process
 from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
+from tests.support.process_tree import is_alive
 from tests.support.waiting import wait_until
 
 MODEL = "dummy:tiny-deep"

@@ -1,0 +1,152 @@
+"""A Ray cluster, as the front's driver uses it: joined or started, and an actor placed for each slot.
+
+Ray does the placement, and starts an actor again, elsewhere if its machine is gone. Only this file calls Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+from floodplain.cluster.ray_actor import Keeper
+from floodplain.cluster.ray_setup import LOCAL, RaySetup
+from floodplain.core.errors import UserError
+
+PLACEMENT_TIMEOUT_S = 30.0
+"""Within this time Ray has room for all instances, or it is an error."""
+OBJECT_STORE_BYTES = 80 * 2**20
+"""Of Ray's shared memory where we start Ray: nothing of ours lies there, and this is about the least it takes."""
+_LOCAL_VARIABLES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # 15 without
+    "RAY_worker_oom_score_adjustment": "0",  # 1000 without: the kernel would kill instances first
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill instances, whose pools fill memory by design
+}
+"""Of a Ray that we start."""
+
+
+def open_actors(setup: RaySetup) -> list[Any]:
+    """Connect to Ray and have an actor placed for each slot.
+
+    Raises:
+        UserError: Ray cannot be reached, does not take the token, or has no room; the message is one line.
+    """
+    _use_token(setup)  # before the first import, at which Ray reads it
+
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    _connect(setup)
+    _check_reach(setup)
+    bundle = {"CPU": float(setup.num_cpus)} | ({"GPU": float(setup.num_gpus)} if setup.num_gpus else {})
+    group = placement_group([bundle] * setup.num_slots, strategy="SPREAD")
+    if not group.wait(PLACEMENT_TIMEOUT_S):
+        wanted = " and ".join(f"{count:g} {kind}" for kind, count in bundle.items())
+        has = ", ".join(f"{ray.cluster_resources().get(kind, 0.0):g} {kind}" for kind in bundle)
+        raise UserError(
+            f"Ray has no room for --instances {setup.num_slots} with {wanted} each (in all {has}): lower them, or "
+            "--instance-cpus, or add machines"
+        )
+    actor_class = ray.remote(Keeper)
+    return [
+        actor_class.options(
+            num_cpus=setup.num_cpus,
+            num_gpus=setup.num_gpus,
+            max_restarts=-1,
+            max_task_retries=-1,
+            runtime_env={"env_vars": {"RAY_USE_UVLOOP": "0"}},  # its loops start processes on the main thread alone
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, slot),
+        ).remote()
+        for slot in range(setup.num_slots)
+    ]
+
+
+def _use_token(setup: RaySetup) -> None:
+    """Have Ray authenticate by a token: a fresh one where we start it; of a cluster, the environment may say no."""
+    if setup.cluster == LOCAL:
+        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": _make_token_file()}
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        for name, value in _LOCAL_VARIABLES.items():
+            os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
+
+
+def _connect(setup: RaySetup) -> None:
+    """Join the cluster, or start one."""
+    with _captured_log() as log:
+        try:
+            _init_ray(setup)
+        except Exception as error:  # Ray's own, and those of its parts
+            where = f"Ray at {setup.cluster} is not joined"
+            if setup.cluster == LOCAL:
+                where = "a Ray of this machine does not start"
+            why = first_line(error)
+            log.seek(0)
+            if type(error).__name__ == "AuthenticationError" or b"Unauthenticated" in log.read():
+                why = "let RAY_AUTH_TOKEN_PATH name a file with its token, or RAY_AUTH_MODE=disabled say it has none"
+            raise UserError(f"{where}: {why}") from error
+
+
+@contextlib.contextmanager
+def _captured_log() -> Iterator[IO[bytes]]:
+    """What this process and its libraries write to standard error meanwhile; Ray's reasons are nowhere else."""
+    with tempfile.TemporaryFile() as log:
+        kept = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield log
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def _init_ray(setup: RaySetup) -> None:
+    import ray
+
+    common: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": "warning"}
+    if setup.cluster != LOCAL:
+        ray.init(address=setup.cluster, **common)
+        return
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        num_cpus=setup.num_slots * setup.num_cpus,
+        num_gpus=setup.num_slots * setup.num_gpus,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+        **common,
+    )
+
+
+def _make_token_file() -> str:
+    """A file in memory with a fresh token, which only this user's processes can open, and only while this one runs."""
+    file = os.memfd_create("ray-token")
+    os.write(file, secrets.token_hex(32).encode())
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def _check_reach(setup: RaySetup) -> None:
+    """Refuse machines that cannot dial the front."""
+    import ray
+
+    from floodplain.web.listen import is_loopback
+
+    here = ray.util.get_node_ip_address()
+    others = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]} - {here})
+    if others and is_loopback(setup.host):
+        raise UserError(
+            f"machines of the Ray cluster, such as {others[0]}, do not reach the front at {setup.host}: give "
+            "--instance-address HOST:PORT with an address of this machine's that they do"
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a message; the error's type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

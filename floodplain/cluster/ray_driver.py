@@ -1,0 +1,111 @@
+"""The process that speaks to Ray for the front: it has actors placed, one for each slot, and ends with the front.
+
+It is not the front, because Ray ends a process that loses its cluster, and streams must outlive that. The front writes
+a line of JSON for each order to its standard input and reads one for each event from its standard output:
+
+    in:   a ``RaySetup``, then {"run": slot, and the fields of an ``Order``}, {"kill": slot}
+    out:  {"ready": true} or {"failed": why}, then {"log": slot, "line": ...}, {"ended": slot, "status", "words"}
+
+When the input ends, so do the instances, the actors and this process. When this process is killed, Ray ends its actors,
+and the kernel their instances.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from typing import IO, Any
+
+from floodplain.cluster.child import END_TIMEOUT_S
+from floodplain.cluster.parent import signal_at_parents_end
+from floodplain.cluster.ray_actor import Order
+from floodplain.cluster.ray_cluster import first_line, open_actors
+from floodplain.cluster.ray_setup import RaySetup
+from floodplain.core.errors import UserError
+
+MOST_LINE_BYTES = 2**20
+
+
+class Driver:
+    """Orders and events between the front and the actors.
+
+    Args:
+        actors: Of each slot.
+        events: The front reads them.
+    """
+
+    def __init__(self, actors: list[Any], events: IO[str]) -> None:
+        self._actors = actors
+        self._events = events
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def say(self, **event: Any) -> None:
+        """Write an event."""
+        with contextlib.suppress(OSError):  # the front is gone: so is the input
+            self._events.write(json.dumps(event) + "\n")
+            self._events.flush()
+
+    async def take_orders(self, reader: asyncio.StreamReader) -> None:
+        """Do what the front orders, until its lines end; then end all instances."""
+        while line := await reader.readline():
+            order = json.loads(line)
+            if "kill" in order:
+                self._actors[order["kill"]].kill.remote()
+                continue
+            task = asyncio.create_task(self._run(order.pop("run"), Order(**order)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        for task in self._tasks:
+            task.cancel()
+        ends = [asyncio.ensure_future(_await(actor.end.remote())) for actor in self._actors]
+        await asyncio.wait(ends, timeout=END_TIMEOUT_S + 1.0)
+
+    async def _run(self, slot: int, order: Order) -> None:
+        """Follow a slot's process until it ends. Of an actor that dies, Ray starts another and repeats the call."""
+        status: int | None = None
+        words: str | None = None
+        while status is None and words is None:
+            try:
+                lines, status = await self._actors[slot].watch.remote(order)
+            except Exception as error:  # whatever Ray has: the slot's process cannot run
+                status, words = -1, first_line(error)
+                break
+            for line in lines:
+                self.say(log=slot, line=line)
+        self.say(ended=slot, status=status, words=words)
+
+
+async def _await(reference: Any) -> None:
+    with contextlib.suppress(Exception):
+        await reference
+
+
+async def _serve(events: IO[str]) -> int:
+    reader = asyncio.StreamReader(MOST_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    setup = RaySetup(**json.loads(await reader.readline()))
+    driver = Driver([], events)
+    try:
+        driver = Driver(open_actors(setup), events)
+    except UserError as error:
+        driver.say(failed=str(error))
+        return 1
+    driver.say(ready=True)
+    await driver.take_orders(reader)
+    return 0
+
+
+def main() -> int:
+    """Serve the front that is this process's parent, until the input ends, as it also does when the front is killed."""
+    signal_at_parents_end(signal.SIGCONT)  # one that is stopped reads no input
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray prints is log
+    try:
+        return asyncio.run(_serve(events))
+    finally:
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()

@@ -1,0 +1,172 @@
+"""What Ray's actors and the front's end of the driver do, without Ray: their processes are real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.cluster import ray_processes
+from floodplain.cluster.launcher import Ending
+from floodplain.cluster.ray_actor import MOST_LINES, Keeper, Order
+from floodplain.cluster.ray_processes import RayProcesses
+from floodplain.cluster.ray_setup import RaySetup
+from tests.support.process_tree import is_alive
+
+CHILD = """
+import os, sys, threading
+from floodplain.cluster.parent import read_token
+token = read_token("-")
+print(os.getpid(), token, os.getcwd(), file=sys.stderr, flush=True)
+threading.Event().wait()
+"""
+DRIVER = """
+import json, os, sys
+def say(**event): print(json.dumps(event), flush=True)
+setup = json.loads(sys.stdin.readline())
+if setup["cluster"] == "away:1":
+    say(failed="Ray at away:1 is not joined: nothing listens")
+    sys.exit(1)
+say(ready=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    if "kill" in order:
+        say(ended=order["kill"], status=-9, words=None)
+    elif order["run"] == 1:
+        os._exit(1)
+    else:
+        say(log=0, line="floodplain: no such model\\n")
+        say(ended=0, status=2, words=None)
+"""
+SECRET = "a-token-of-this-test"
+SETUP = RaySetup(cluster="auto", host="127.0.0.1", num_slots=2, num_cpus=1, num_gpus=0)
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(30):
+            await coroutine
+
+    asyncio.run(bounded())
+
+
+def order(script: str, folder: str = "/nowhere", **variables: str) -> Order:
+    return Order(("-c", script), variables, folder, SECRET)
+
+
+async def read_words(keeper: Keeper, what: Order) -> list[str]:
+    lines, status = await keeper.watch(what)
+    assert status is None
+    return "".join(lines).split()
+
+
+def test_a_repeated_call_follows_the_same_process(tmp_path: Path) -> None:
+    async def story() -> None:
+        keeper, what = Keeper(), order(CHILD, str(tmp_path))
+        pid, token, folder = await read_words(keeper, what)
+        assert (token, folder) == (SECRET, str(tmp_path))
+        lost = asyncio.create_task(keeper.watch(what))  # its answer never comes; Ray calls again
+        again = asyncio.create_task(keeper.watch(what))
+        await asyncio.sleep(0)
+        await keeper.kill()
+        assert await lost == ([], -signal.SIGKILL)
+        words = (await again)[0]  # the process had ended: another one was started, once
+        assert words and words[0].split()[0] != pid
+        await keeper.end()
+
+    run(story())
+
+
+def test_a_process_ends_with_its_actor_and_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-ray")
+    monkeypatch.setenv("FLOODPLAIN_PORT", "1")
+
+    async def story() -> None:
+        keeper = Keeper()
+        pid = int((await read_words(keeper, order(CHILD, OMP_NUM_THREADS="3")))[0])
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        shown = Path(f"/proc/{pid}/cmdline").read_bytes() + environment
+        assert b"OMP_NUM_THREADS=3" in environment
+        for secret in (SECRET, "of-ray", "FLOODPLAIN_PORT"):
+            assert secret.encode() not in shown
+        await keeper.end()
+        assert not is_alive(pid)
+
+    run(story())
+
+
+def test_a_log_that_is_not_asked_for_holds_no_process_up() -> None:
+    """The last lines are kept; the process ends though it wrote far more than a pipe holds."""
+    script = "import sys; [print(i, 'x' * 100, file=sys.stderr) for i in range(5000)]; sys.exit(7)"
+
+    async def story() -> None:
+        keeper, what = Keeper(), order(script)
+        lines, status = await keeper.watch(what)
+        while status is None:
+            await asyncio.sleep(0)
+            more, status = await keeper.watch(what)
+            assert len(more) <= MOST_LINES
+            lines = more or lines
+        assert status == 7 and lines[-1].split()[0] == "4999"
+
+    run(story())
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_processes, "_DRIVER", DRIVER)
+    monkeypatch.setattr(ray_processes, "check_ray", lambda: None)
+    monkeypatch.setattr(ray_processes, "RETRY_S", 0.0)
+
+
+def processes(setup: RaySetup = SETUP) -> RayProcesses:
+    return RayProcesses([["python", "-c", ""]] * 2, dict(os.environ), setup)
+
+
+@pytest.mark.usefixtures("driver")
+def test_an_ending_brings_the_reason_that_the_process_gave() -> None:
+    async def story() -> None:
+        one = processes()
+        assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
+        await one.close()
+
+    run(story())
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_lost_driver_ends_all_runs_and_is_started_again() -> None:
+    async def story() -> None:
+        one = processes()
+        assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
+        assert (await one.run(1, "h:1", SECRET)).words == "the process that speaks to Ray has ended"
+        assert await one.run(0, "h:1", SECRET) == Ending(2, "no such model")
+        await one.close()
+
+    run(story())
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_ray_that_was_never_there_is_an_error() -> None:
+    async def story() -> None:
+        one = processes(RaySetup(cluster="away:1", host="h", num_slots=1, num_cpus=1, num_gpus=0))
+        with pytest.raises(OSError, match=r"^Ray at away:1 is not joined: nothing listens$"):
+            await one.run(0, "h:1", SECRET)
+        await one.close()
+
+    run(story())
+
+
+def test_children_run_by_the_actors_interpreter() -> None:
+    async def story() -> None:
+        keeper = Keeper()
+        words = await read_words(keeper, order("import sys; print(sys.executable, file=sys.stderr)"))
+        assert words == [sys.executable]
+        await keeper.end()
+
+    run(story())
