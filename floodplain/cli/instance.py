@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.variables import NO_FLAGS, PREFIX
-from floodplain.cluster.settings import (
-    STANDARD_INPUT,
-    InstanceConfig,
-    config_of_droppable,
-    config_of_pipeline,
-    split_address,
-    split_stage,
-)
+from floodplain.cluster.engine_flags import config_of_droppable, config_of_pipeline
+from floodplain.cluster.settings import STANDARD_INPUT, InstanceConfig, split_address, split_stage
 from floodplain.engine.config import EngineConfig
 
 if TYPE_CHECKING:

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
-from floodplain.cluster.ray_setup import RaySetup
-from floodplain.cluster.settings import (
-    ClusterConfig,
+from floodplain.cluster.engine_flags import (
     config_of_droppable,
     config_of_instance,
     config_of_pipeline,
     gpus_of_instance,
-    split_address,
 )
+from floodplain.cluster.ray_setup import RaySetup
+from floodplain.cluster.settings import ClusterConfig, split_address
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.terminal import announce

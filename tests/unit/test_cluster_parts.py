@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from floodplain.cli.instance import environment_of_instances, instance_command
 from floodplain.cli.options import Parser, add_dataclass_flags, dataclass_from, resolve
+from floodplain.cluster.engine_flags import config_of_instance
 from floodplain.cluster.facts import InstanceFacts
 from floodplain.cluster.prefixes import PrefixMemory
 from floodplain.cluster.restarts import CALM_S, FIRST_DELAY_S, MAX_FAILED_STARTS, MOST_DELAY_S, Restarts
 from floodplain.cluster.roster import Roster
-from floodplain.cluster.settings import ClusterConfig, InstanceConfig, config_of_instance, split_address
+from floodplain.cluster.settings import ClusterConfig, InstanceConfig, split_address
 from floodplain.cluster.sums import StatsBook
 from floodplain.core.errors import UserError
 from floodplain.core.hashing import BlockKey

@@ -154,7 +154,7 @@ TELLS_KINDS_APART = {
     "model/network/linear.py": "so are oneDNN's products",
     "profiler/meters.py": "what is profiled need not be an engine of ours: no backend is opened for it",
     "engine/config.py": "links are emulated on CPUs alone",
-    "cluster/settings.py": "each of several instances has a GPU of its own",
+    "cluster/engine_flags.py": "each of several instances has a GPU of its own",
     "plugins/vllm/cache_blocks.py": "vLLM runs on other devices, too",
 }
 

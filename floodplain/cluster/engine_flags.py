@@ -1,0 +1,83 @@
+"""The engine flags of instances: what the front's own make of those that it was given."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from floodplain.core.errors import UserError
+from floodplain.engine.config import EngineConfig
+
+_NOT_DROPPABLE = {
+    "lend": "what is lent cannot become the KV of a group",
+    "kv_expansion": "layers that stream cannot be dropped",
+    "peer_memory": "a group has no swap space",
+}
+_NO_SWAP = "its stages have no swap space"
+_NOT_IN_PIPELINES = {
+    "policy": "it serves by arrival, since turns are taken in swap space",
+    "swap": _NO_SWAP,
+    "swap_memory": _NO_SWAP,
+    "peer_memory": _NO_SWAP,
+    "hardware": _NO_SWAP,
+    "lend": "its stages lend nothing",
+    "kv_expansion": "layers of its stages do not stream",
+}
+_TAKEN_IN_PIPELINES = {"policy": ("fcfs",), "swap": ("none",)}
+_DEFAULTS = {item.name: item.default for item in fields(EngineConfig)}
+
+
+def config_of_pipeline(config: EngineConfig) -> EngineConfig:
+    """The engine flags of all stages: first come first served, without swap space.
+
+    Raises:
+        UserError: A flag asks for what a pipeline does not have.
+    """
+    for name, why in _NOT_IN_PIPELINES.items():
+        value = getattr(config, name)
+        if value not in (_DEFAULTS[name], *_TAKEN_IN_PIPELINES.get(name, ())):
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UserError(f"{flag} does not go with --pipeline: {why}; leave one of them out")
+    return replace(config, policy="fcfs", swap="none")
+
+
+def config_of_droppable(config: EngineConfig) -> EngineConfig:
+    """The engine flags of an instance that can drop layers: its matrices lie in pages.
+
+    Raises:
+        UserError: A flag asks for what such an instance cannot do.
+    """
+    for name, why in _NOT_DROPPABLE.items():
+        value = getattr(config, name)
+        if value != _DEFAULTS[name]:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UserError(f"{flag} does not go with --relief: {why}; leave one of them out")
+    return replace(config, pack_weights=False)
+
+
+def gpus_of_instance(config: EngineConfig) -> int:
+    """How many GPUs Ray reserves for each instance."""
+    return int(config.device.startswith("cuda"))
+
+
+def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> EngineConfig:
+    """The engine flags of one of several instances on this machine: on GPUs each has its own.
+
+    Raises:
+        UserError: A flag is one engine's and cannot be several engines'.
+    """
+    for name in ("device_name", "coordinator"):
+        value = getattr(config, name)
+        if value is not None:
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise UserError(
+                f"{flag} is for one engine, and --instances {num_instances} gives the same flags to each: leave it "
+                "out, and start those that need it by floodplain instance --join"
+            )
+    if config.device == "cuda":
+        return replace(config, device=f"cuda:{index}")
+    if config.device.startswith("cuda") and num_instances > 1:
+        raise UserError(
+            f"--device {config.device} is one GPU, and --instances {num_instances} are as many engines: write "
+            "--device cuda, which gives each a GPU of its own"
+        )
+    return config
