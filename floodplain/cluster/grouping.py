@@ -248,10 +248,8 @@ class Grouping:
     def _enter(self, plan: GroupPlan, state: GroupState) -> None:
         now = plan.since_s = time.monotonic()
         match state:
-            case GroupState.EXCHANGING:
-                self._book.roster.expect(plan.epochs[0]).part = "leading"
-                self.counts.usable_s += now - plan.begun_s
-                logger.info("group %d serves as a pipeline of %s", plan.number, list(plan.epochs))
+            case GroupState.EXCHANGING | GroupState.SETTLING:
+                self._lead(plan, now)
             case GroupState.PIPELINED:
                 self.counts.note(plan.number, "dropped", now - plan.begun_s)
             case GroupState.SOLO:
@@ -260,6 +258,15 @@ class Grouping:
             case GroupState.OVER:
                 self.counts.note(plan.number, "ended", now - plan.begun_s)
                 self._forget_plan(plan)
+
+    def _lead(self, plan: GroupPlan, now: float) -> None:
+        """The leader takes requests. If no KV is to be copied, SETTLING is the first state that is seen entered."""
+        leader = self._book.roster.expect(plan.epochs[0])
+        if leader.part == "leading":
+            return
+        leader.part = "leading"
+        self.counts.usable_s += now - plan.begun_s
+        logger.info("group %d serves as a pipeline of %s", plan.number, list(plan.epochs))
 
     def _forget_plan(self, plan: GroupPlan) -> None:
         del self._plans[plan.number]

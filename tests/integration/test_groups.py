@@ -112,6 +112,20 @@ def test_streams_cross_a_drop_and_a_restore_with_their_kv(front: FrontProcess, c
     wait_solo(front)
 
 
+def test_idle_instances_that_drop_layers_serve_what_comes(front: FrontProcess) -> None:
+    """Nothing is exchanged then; the group passes that state at once."""
+    wait_solo(front)
+    assert verb(front, "drop", "0", "1") == 0
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    answer = front.client.with_options(timeout=30, max_retries=0).completions.create(
+        model=MODEL, prompt=PROMPTS[0], extra_body=extra, temperature=0.0, max_tokens=20
+    )
+    assert answer.choices[0].token_ids == expected()[0][:20]  # type: ignore[attr-defined]
+    assert {row["state"] for row in front.rows()} == {"leading", "grouped"}
+    assert verb(front, "restore", "0") == 0
+    wait_solo(front)
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_killed_member_costs_no_token_and_the_other_has_all_layers_again(front: FrontProcess, place: int) -> None:
     wait_solo(front)
