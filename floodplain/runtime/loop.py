@@ -160,7 +160,7 @@ class Loop:
         self.state.stale_tables.update(table.seq_id for table in plan.tables)
 
     def _wait_or_stall(self) -> Wait:
-        if not self._steps and not self._moves.num_in_flight and not self.state.num_returning_blocks:
+        if not self._steps and not self._moves.num_in_flight and not self.state.awaits_blocks:
             raise InvariantError(f"policy {self.policy.name} runs nothing while requests are alive")
         return Wait()
 

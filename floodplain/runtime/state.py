@@ -99,6 +99,10 @@ class LoopState:
         self.num_inbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_returning_blocks = 0
         """Blocks that the pool lent to a group of instances, and that return in time."""
+        self.held_tables: dict[object, tuple[BlockId, ...]] = {}
+        """References to blocks that another loop copies, by holder (``runtime.migration``)."""
+        self.num_incoming_blocks = 0
+        """Loading blocks that are filled from another loop."""
         self.stale_rows: set[SeqId] = set()
         """Sequences whose row in the next view must be made anew."""
         self.stale_sharing: set[SeqId] = set()
@@ -111,6 +115,11 @@ class LoopState:
         """By decisions whose plan had no work, so that nobody has been told of them."""
         self.released: list[SeqId] = []
         """Sequences that are gone and that the executor has not been told of."""
+
+    @property
+    def awaits_blocks(self) -> bool:
+        """Whether blocks that no sequence holds will be free in time: until then nothing may be able to run."""
+        return bool(self.num_returning_blocks or self.num_incoming_blocks or self.held_tables)
 
     def expect(self, seq_id: SeqId, *statuses: Status) -> Sequence:
         """The sequence of this name, in one of these states.
@@ -208,8 +217,8 @@ class LoopState:
                 self.enter(seq, Status.WAITING)
 
     def block_tables(self) -> list[list[BlockId]]:
-        """The block tables of all sequences, finished ones that a step still touches included."""
-        return [seq.blocks for seq in self.sequences.values()]
+        """All references to blocks: tables of sequences, finished ones that a step still touches too, and holders."""
+        return [seq.blocks for seq in self.sequences.values()] + [list(held) for held in self.held_tables.values()]
 
     def _leave(self, seq: Sequence) -> None:
         if seq.status is Status.WAITING:
