@@ -77,6 +77,7 @@ class GroupPipeline:
         ledger = self._make_ledger()
         self._held = HeldBlocks(ledger, self._split_blocks())
         engine = make_engine(self._parts, ledger, executor, limits, self._order.num_members, rule)
+        self._note_held(engine)
         self.engine = AsyncEngine(engine)
         await self.engine.start()
 
@@ -103,6 +104,7 @@ class GroupPipeline:
 
         def take(engine: Engine, seq_id: SeqId) -> None:
             blocks = self._expect_held().take(request)
+            self._note_held(engine)
             if not adopt(engine.loop, seq_id, blocks, num_computed, engine.clock()):
                 engine.loop.state.ledger.free(blocks)
 
@@ -110,7 +112,12 @@ class GroupPipeline:
 
     def release(self, request: int) -> None:
         """A request does not come, or comes without KV."""
-        self._expect_engine().post(lambda _: self._expect_held().drop(request))
+
+        def drop(engine: Engine) -> None:
+            self._expect_held().drop(request)
+            self._note_held(engine)
+
+        self._expect_engine().post(drop)
 
     async def plan(self, num_quanta: int) -> tuple[ShrinkPlan, list[Request]]:
         """Drain the pipeline, and plan to shrink it; it is held until ``commit``.
@@ -150,6 +157,10 @@ class GroupPipeline:
             await asyncio.to_thread(self._worker.close)
         if self.engine is not None:
             await self.engine.close()
+
+    def _note_held(self, engine: Engine) -> None:
+        """While blocks are held, requests may wait for them with nothing else to run."""
+        engine.loop.state.num_returning_blocks = len(self._expect_held().table)
 
     def _count_blocks(self, num_quanta: int) -> int:
         return num_quanta * self._member.memory.quantum_blocks

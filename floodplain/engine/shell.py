@@ -91,6 +91,7 @@ class Engine:
         self._swap_stats = swap_stats
         self._pipeline = pipeline
         self._driver = StepDriver(loop)
+        self._is_starved = False  # requests are alive, and nothing runs before blocks come from elsewhere
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
         self.clock = clock
@@ -122,7 +123,7 @@ class Engine:
     def rest_s(self) -> float:
         """So long the next step may wait for news: not at all while requests can run; else memory may be lent."""
         if self.has_unfinished:
-            return _POLL_S if self.loop.state.num_returning_blocks else 0.0
+            return _POLL_S if self._is_starved else 0.0
         return IDLE_S if self.neighbours is None else min(IDLE_S, self.neighbours.rest_s)
 
     def wake_by_leases(self, wake: Callable[[], None]) -> None:
@@ -201,6 +202,7 @@ class Engine:
         """
         self.is_stepping = True
         self._submit_plans()
+        self._is_starved = not (self._driver.num_outstanding or self._driver.num_copying)
         if self._driver.num_outstanding:
             deltas, ended = self._complete(self._executor.collect()), self._executor.poll_transfers()
         else:

@@ -98,7 +98,8 @@ class LoopState:
         self.num_outbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_inbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_returning_blocks = 0
-        """Blocks that the pool lent to a group of instances, and that return in time."""
+        """Blocks that no request has or can have now, and that will be free or owned in time: a group's members have
+        them, or KV is copied into them."""
         self.held_tables: dict[object, tuple[BlockId, ...]] = {}
         """References to blocks that another loop copies, by holder (``runtime.migration``)."""
         self.num_incoming_blocks = 0
