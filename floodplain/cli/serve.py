@@ -145,6 +145,7 @@ def _open_cluster(
 ) -> ClusterEngine:
     from floodplain.cluster.engine import ClusterEngine
     from floodplain.cluster.parent import read_token
+    from floodplain.cluster.webhook import Webhook
     from floodplain.web.listen import bind
 
     is_pipeline = cluster_config.pipeline
@@ -166,7 +167,9 @@ def _open_cluster(
             outside_token=token,
             silence_s=cluster_config.instance_timeout,
             is_pipeline=is_pipeline,
-            drops_layers=cluster_config.relief != "none",
+            relief=cluster_config.relief,
+            most_stages=cluster_config.most_stages,
+            webhook=None if cluster_config.autoscale_webhook is None else Webhook(cluster_config.autoscale_webhook),
         )
         on_failure.pop_all()
     return engine

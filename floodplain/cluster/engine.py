@@ -8,16 +8,20 @@ import logging
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from floodplain.cluster.front import Front
 from floodplain.cluster.launcher import Launcher, Processes
+from floodplain.cluster.monitor import Monitor, Notice
+from floodplain.cluster.settings import MOST_STAGES
 from floodplain.cluster.streams import Caller
+from floodplain.cluster.webhook import Webhook
 from floodplain.core.errors import InvariantError, QueueFull, ShuttingDown, UserError
 from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
+from floodplain.cost.model_shape import ModelShape
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.stage_build import cut_model
@@ -37,7 +41,9 @@ class ClusterEngine:
         outside_token: Lets instances in that were started elsewhere; None: there are none.
         silence_s: An instance that says nothing for so long is taken for dead.
         is_pipeline: Its own instances are the stages of one pipeline.
-        drops_layers: Instances may drop layers when they are told to.
+        relief: What instances do about an overload: one of ``settings.RELIEFS``.
+        most_stages: Instances in a group, at most, if the load makes it.
+        webhook: Told when nothing more can be done; None: nothing is.
 
     Raises:
         UserError: The model cannot be read, or has fewer layers than there are stages.
@@ -52,7 +58,9 @@ class ClusterEngine:
         outside_token: str | None,
         silence_s: float,
         is_pipeline: bool = False,
-        drops_layers: bool = False,
+        relief: str = "none",
+        most_stages: int = MOST_STAGES,
+        webhook: Webhook | None = None,
     ) -> None:
         self._config, self._sock = config, sock
         source = open_model(config.model, config.seed)
@@ -65,10 +73,13 @@ class ClusterEngine:
             tokens[outside_token] = None
         self._subscribers: list[Callable[[Lifecycle], None]] = []
         num_stages = processes.num_slots if is_pipeline else None
-        shape = source.config.shape if drops_layers else None
+        shape = source.config.shape if relief != "none" else None
         self.front = Front(
             silence_s, tokens, self._note_joined, self._note_silent, self._note_finished, num_stages, shape
         )
+        self._webhook = webhook
+        if shape is not None and relief in ("drop", "auto"):
+            self._watch_load(shape, is_priced=relief == "auto", most_stages=most_stages)
         self._waiting_for = set(range(processes.num_slots))
         self._change = asyncio.Event()
         self._callers: dict[Caller, None] = {}
@@ -142,6 +153,8 @@ class ClusterEngine:
             caller.fail(RuntimeError("the server is closed"))
         await self._launcher.close()
         await self.front.close()
+        if self._webhook is not None:
+            await self._webhook.close()
         self._sock.close()
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -195,9 +208,24 @@ class ClusterEngine:
             if not self._callers:
                 self._is_empty.set()
 
+    def _watch_load(self, shape: ModelShape, *, is_priced: bool, most_stages: int) -> None:
+        front = self.front
+        assert front.grouping is not None
+        monitor = front.monitor = Monitor(
+            front.book, front.sums, front.grouping, shape, is_priced=is_priced, most_stages=most_stages,
+            on_overload=self._note_overload,
+        )  # fmt: skip
+        front.requests.on_opened = lambda _: monitor.arrivals.note_arrival(time.monotonic())
+
     # -- what happens ----------------------------------------------------------------------------------------------
 
+    def _note_overload(self, notice: Notice) -> None:
+        if self._webhook is not None:
+            self._webhook.post({"event": "overload", "model": self.model_name, **asdict(notice)})
+
     def _note_finished(self, lifecycle: Lifecycle) -> None:
+        if self.front.monitor is not None:
+            self.front.monitor.arrivals.note_end(len(lifecycle.token_times_s))
         for callback in self._subscribers:
             callback(lifecycle)
 

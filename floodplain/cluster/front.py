@@ -31,6 +31,7 @@ from floodplain.cluster.messages import (
     pack,
     read_instance_message,
 )
+from floodplain.cluster.monitor import Monitor
 from floodplain.cluster.requests import Requests
 from floodplain.cluster.roster import Roster
 from floodplain.cluster.settings import BEATS_PER_TIMEOUT
@@ -61,6 +62,7 @@ class Front:
         num_ends: Lives that ended, by why.
         requests: Those that are live, and what became of others.
         grouping: Groups that drop layers; None if instances drop none.
+        monitor: To be set if these are made by the load.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Front:
         if num_stages is not None:
             self._forming = Forming(num_stages, self.book.roster, self.send)
         self.grouping: Grouping | None = None
+        self.monitor: Monitor | None = None
         if shape is not None:
             self.grouping = Grouping(self.book, shape, self.send, self._end, self.requests.place)
             self.requests.on_closed = self.grouping.forget
@@ -129,6 +132,8 @@ class Front:
                 self._end(epoch, "silent")
             if self.grouping is not None:
                 self.grouping.expire(time.monotonic())
+            if self.monitor is not None:
+                self.monitor.look(time.monotonic())
             await asyncio.sleep(self._beat_s)
 
     def send(self, epoch: int, message: FrontMessage, token_ids: Sequence[int] = ()) -> None:

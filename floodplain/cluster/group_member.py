@@ -17,7 +17,7 @@ from floodplain.memory.arena import Page
 from floodplain.memory.group_memory import GroupMemory
 from floodplain.web.listen import bind
 
-MAX_YIELD_S = 0.25
+MAX_YIELD_S = 0.02
 """A chunk of bulk data waits at most so long for activations: a transfer always ends."""
 
 

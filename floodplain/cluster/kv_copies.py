@@ -146,14 +146,16 @@ class Puller:
         self, address: str, items: Sequence[BulkItem], sink: Callable[[BulkItem, IntArray, ByteArray], None]
     ) -> list[Outcome]:
         """The outcome of each item; all are missing if the other end is lost, now and from then on."""
-        if address in self._lost or self._is_closed:
-            return [Outcome.MISSING] * len(items)
-        try:
-            return self._client(address).fetch(items, sink)
-        except PeerLost as error:
-            logger.warning("a copy from %s failed: %s", address, error)
-            self._lost.add(address)
-            return [Outcome.MISSING] * len(items)
+        while address not in self._lost and not self._is_closed:
+            is_new = address not in self._clients
+            try:
+                return self._client(address).fetch(items, sink)
+            except PeerLost as error:
+                self._clients.pop(address).close()
+                if is_new:  # else the server may have closed what was idle for long
+                    logger.warning("a copy from %s failed: %s", address, error)
+                    self._lost.add(address)
+        return [Outcome.MISSING] * len(items)
 
     def _client(self, address: str) -> BulkClient:
         if address not in self._clients:

@@ -63,6 +63,13 @@ class ClusterMetrics(Collector):
 
         if front.grouping is not None:
             yield from self._collect_groups(front.grouping)
+        if front.monitor is not None and front.monitor.load is not None:
+            missing = max(0, front.monitor.load.num_missing_blocks)
+            text = "KV blocks that requests need and do not have: what an autoscaler may go by."
+            yield self._family(GaugeMetricFamily, "missing_blocks", text, {(): missing})
+            text = "Times that memory was short and no more layers could be dropped."
+            notices = {(): front.monitor.num_notices}
+            yield self._family(CounterMetricFamily, "overload_notices", text, notices)
 
     def _collect_groups(self, grouping: Grouping) -> Iterator[Metric]:
         counts, groups = grouping.counts, list(grouping.groups)

@@ -25,6 +25,7 @@ class Requests:
         on_finished: Called with each request that ended by ``stop`` or ``length``.
 
     Attributes:
+        on_opened: Called with each request that arrives.
         on_closed: Called with each request that ended, however.
         num_moved: Requests that went on elsewhere, and
         num_moved_tokens: tokens that were computed again for them, prompts included.
@@ -33,6 +34,7 @@ class Requests:
     """
 
     def __init__(self, book: Book, send: Send, on_finished: Callable[[Lifecycle], None]) -> None:
+        self.on_opened: Callable[[Entry], None] = lambda _: None
         self.on_closed: Callable[[Entry], None] = lambda _: None
         self.num_moved = self.num_moved_tokens = self.num_prompt_tokens = self.num_generated_tokens = 0
         self._book, self._send, self._on_finished = book, send, on_finished
@@ -42,6 +44,7 @@ class Requests:
         """A request arrives; its caller gets what comes of it."""
         entry = self._book.open(request)
         self._callers[entry.number] = caller
+        self.on_opened(entry)
         self.place()
         return entry
 

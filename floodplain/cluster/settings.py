@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
+from urllib.parse import urlsplit
 
 from floodplain.cluster.ray_setup import LOCAL
 from floodplain.core.errors import UserError
@@ -20,7 +21,8 @@ BEATS_PER_TIMEOUT = 5
 
 
 SPLITS = get_args(Split)
-RELIEFS = ("none", "manual")
+RELIEFS = ("none", "manual", "drop", "auto")
+MOST_STAGES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +78,20 @@ class ClusterConfig:
 
     relief: str = field(
         default="none",
-        metadata={"help": "what instances may do about an overload: none; manual: they can drop layers, and floodplain "
-                          "cluster tells them to (on CPUs their matrices are not packed then)",
+        metadata={"help": "what instances do about an overload beside taking turns: none; manual: they can drop "
+                          "layers, and floodplain cluster tells them to; drop: they do when KV memory is short; auto: "
+                          "only if that pays (but for none, matrices are not packed on CPUs)",
                   "choices": RELIEFS},
+    )  # fmt: skip
+    most_stages: int = field(
+        default=MOST_STAGES,
+        metadata={"help": "instances that share one copy of the layers, at most, with --relief drop or auto"},
+    )
+    autoscale_webhook: str | None = field(
+        default=None,
+        metadata={"help": "address that is posted to when memory is short and no more layers can be dropped, with "
+                          "--relief drop or auto",
+                  "metavar": "URL"},
     )  # fmt: skip
     backstop: Path | None = field(
         default=None,
@@ -113,6 +126,15 @@ class ClusterConfig:
             raise UserError(f"--instance-timeout must be {limits}, not {self.instance_timeout}")
 
     def _check_relief(self) -> None:
+        if not 2 <= self.most_stages <= MOST_STAGES:
+            raise UserError(f"--most-stages must be between 2 and {MOST_STAGES}, not {self.most_stages}")
+        if self.autoscale_webhook is not None:
+            if self.relief not in ("drop", "auto"):
+                raise UserError("--autoscale-webhook needs --relief drop or auto: nothing else watches the load")
+            if urlsplit(self.autoscale_webhook).scheme not in ("http", "https"):
+                raise UserError(
+                    f"--autoscale-webhook must be http://... or https://..., not {self.autoscale_webhook!r}"
+                )
         if self.relief == "none":
             if self.backstop is not None:
                 raise UserError(f"--backstop {self.backstop} needs --relief: nothing else drops layers")

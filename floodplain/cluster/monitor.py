@@ -1,0 +1,240 @@
+"""Watches the load of all instances behind a front: when groups drop layers, and when they restore them. No I/O.
+
+``policy.drop_timing`` says when, ``policy.relief`` whether it pays, ``policy.drop`` which instances. Where nothing more
+can be dropped and requests wait on, an autoscaler is told: a drop is the bridge until another instance is up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import inf
+
+from floodplain.cluster.book import Book
+from floodplain.cluster.group_plan import DTYPE_BYTES
+from floodplain.cluster.grouping import Grouping
+from floodplain.cluster.roster import Instance
+from floodplain.cluster.sums import StatsBook
+from floodplain.core.errors import UserError
+from floodplain.core.groups import GroupState
+from floodplain.cost.model_shape import ModelShape
+from floodplain.cost.relief import DropCost, exchanged_bytes
+from floodplain.policy.drop import DropSizes, GroupLoad, plan_drop, plan_largest
+from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTiming, DropTimingSettings
+from floodplain.policy.load_rates import LONG_S, RECENT_S, ArrivalMeter, Progress, StepMeter
+from floodplain.policy.relief import Lever, Offer, Overload, ReliefDecision, choose_relief, expect_s
+
+logger = logging.getLogger(__name__)
+
+FIRST_REMAP_S_PER_BYTE = 2.5e-10
+"""Of a drop, before one was measured: a quarter of a second for a gigabyte on a host, whose pages are 4 KiB."""
+FIRST_BANDWIDTH = 1e9
+"""Bytes of KV per second between members, before any was measured."""
+SETTINGS = DropTimingSettings()
+NOTICE_S = 10.0
+"""Between two notices to an autoscaler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What an autoscaler is told: memory is short, and no more can be made.
+
+    Attributes:
+        missing_blocks: KV blocks that requests need and do not have.
+        blocks: Of all pools.
+        waiting_requests: That are not in memory.
+        short_s: For how long memory has been short.
+        grouped: Whether layers are dropped already.
+    """
+
+    missing_blocks: int
+    blocks: int
+    waiting_requests: int
+    short_s: float
+    grouped: bool
+
+
+class Monitor:
+    """See the module. Everything is called on the front's event loop.
+
+    Args:
+        book: Requests and instances.
+        sums: What instances say of themselves.
+        grouping: What drops and restores.
+        shape: Of the model.
+        is_priced: Whether a drop must pay (``policy.relief``), or is made whenever memory is short.
+        most_stages: Instances in a group, at most.
+        on_overload: Called with what an autoscaler should know.
+        settings: When it moves.
+
+    Attributes:
+        arrivals: To be told of requests.
+        load: The last look; None before the first.
+        decision: The last price of a drop, if one was asked for.
+        num_notices: To an autoscaler.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        sums: StatsBook,
+        grouping: Grouping,
+        shape: ModelShape,
+        *,
+        is_priced: bool,
+        most_stages: int,
+        on_overload: Callable[[Notice], None],
+        settings: DropTimingSettings = SETTINGS,
+    ) -> None:
+        self.arrivals = ArrivalMeter()
+        self.load: ClusterLoad | None = None
+        self.decision: ReliefDecision | None = None
+        self.num_notices = 0
+        self._book, self._sums, self._grouping, self._shape = book, sums, grouping, shape
+        self._is_priced, self._most_stages, self._on_overload = is_priced, most_stages, on_overload
+        self._settings = settings
+        self._timing = DropTiming(settings)
+        self._steps = StepMeter()
+        self._short_since_s: float | None = None
+        self._noticed_s = -inf
+
+    def look(self, now: float) -> None:
+        """Look at the load, and act on it; without an instance there is none."""
+        if not len(self._book.roster):
+            return
+        load = self.load = self._find_load(now)
+        self._learn(now)
+        is_short = load.num_head_blocks > 0 and load.num_missing_blocks > 0
+        self._short_since_s = (self._short_since_s or now) if is_short else None
+        pays = not is_short or load.is_grouped or not self._is_priced or self._pays(load, now)
+        moment = self._timing.decide(load, self._transition_s(load) if pays else inf)
+        if moment.move is DropMove.RESTORE:
+            self._restore_all()
+        is_stuck = is_short and load.is_grouped and not load.is_changing
+        if moment.move is DropMove.DROP:
+            is_stuck = not self._drop(moment.need_blocks)
+        if is_stuck:
+            self._note_overload(load, now)
+
+    # -- what is seen -------------------------------------------------------------------------------------------------
+
+    def _find_load(self, now: float) -> ClusterLoad:
+        heads = self._find_heads()
+        num_used = sum(self._sums.latest(one.epoch).num_used_blocks for one in heads)
+        demanded = sum(one.num_demanded_blocks for one in heads)
+        groups = list(self._grouping.groups)
+        return ClusterLoad(
+            now=now,
+            num_used_blocks=min(num_used, demanded),
+            num_head_blocks=max(0, demanded - num_used) if self._count_absent(heads) else 0,
+            num_blocks=sum(one.num_blocks for one in heads),
+            undropped_blocks=sum(one.facts.num_blocks for one in self._book.roster),
+            is_grouped=bool(groups),
+            is_changing=any(group.state is not GroupState.PIPELINED for group in groups),
+        )
+
+    def _find_heads(self) -> list[Instance]:
+        """Instances that have requests, or could: all but the members of groups that another one leads."""
+        return [one for one in self._book.roster if one.part != "grouped"]
+
+    def _count_absent(self, heads: list[Instance]) -> int:
+        stats = [self._sums.latest(one.epoch) for one in heads]
+        return sum(one.num_waiting + one.num_swapped for one in stats) + self._book.num_homeless
+
+    def _learn(self, now: float) -> None:
+        for one in self._book.roster:
+            if one.part is None:
+                stats = self._sums.latest(one.epoch)
+                progress = Progress(now, stats.num_steps, stats.num_generated_tokens, stats.num_running)
+                self._steps.note(one.epoch, progress)
+            else:
+                self._steps.forget(one.epoch)
+
+    # -- whether it pays ----------------------------------------------------------------------------------------------
+
+    def _pays(self, load: ClusterLoad, now: float) -> bool:
+        step, heads = self._steps.step(), self._find_heads()
+        if step is None or len(heads) < 2:
+            return False
+        num_running = sum(self._sums.latest(one.epoch).num_running for one in heads) / len(heads)
+        if not num_running:
+            return False
+        output = self.arrivals.output_tokens
+        num_stages = min(self._most_stages, len(heads))
+        sizes = self._sizes()
+        pools = [one.facts.num_blocks for one in heads][:num_stages]
+        grown = sizes.group_blocks(pools) / sum(pools)
+        rate = len(heads) * step.tokens_per_s(num_running)
+        num_groups = len(heads) / num_stages
+        pipelined = num_groups * step.pipeline_tokens_per_s(grown * num_stages * num_running, num_stages)
+        cost = self._cost(load, num_stages)
+        overload = Overload(
+            waiting_tokens=self._count_absent(heads) * output,
+            resident_tokens=num_running * len(heads) * output / 2,
+            arriving_tokens_per_s=self.arrivals.tokens_per_s(now, RECENT_S),
+            later_tokens_per_s=min(self.arrivals.tokens_per_s(now, LONG_S), rate),
+            lasts_s=expect_s(now - (self._short_since_s or now)),
+        )
+        offers = [Offer(Lever.WAIT, rate), Offer(Lever.HOST, rate)]
+        offers.append(Offer(Lever.DROP, pipelined, cost.pause_s, cost.remap_s))
+        self.decision = choose_relief(overload, offers)
+        logger.debug("%s: %s for %s of %s", self.decision, overload, offers, step)
+        return self.decision.lever is Lever.DROP
+
+    def _cost(self, load: ClusterLoad, num_stages: int) -> DropCost:
+        counts, sizes = self._grouping.counts, self._sizes()
+        num_dropped = sizes.num_layers * (num_stages - 1) / num_stages
+        remap_s = num_dropped * sizes.layer_bytes * FIRST_REMAP_S_PER_BYTE
+        if counts.num_changes["dropped"]:
+            remap_s = counts.usable_s / counts.num_changes["dropped"]
+        kv_bytes = load.num_used_blocks * sizes.block_bytes * sizes.num_layers
+        return DropCost(remap_s, exchanged_bytes(kv_bytes, num_stages), FIRST_BANDWIDTH)
+
+    def _transition_s(self, load: ClusterLoad) -> float:
+        cost = self._cost(load, min(self._most_stages, max(2, len(self._find_heads()))))
+        return cost.remap_s + cost.exchange_s
+
+    def _sizes(self) -> DropSizes:
+        facts = next(iter(self._book.roster)).facts
+        dtype_bytes = DTYPE_BYTES[facts.dtype]
+        block_bytes = 2 * self._shape.kv_size * dtype_bytes * facts.block_tokens
+        return DropSizes(self._shape.num_layers, self._shape.layer_bytes(dtype_bytes), block_bytes)
+
+    # -- what is done -------------------------------------------------------------------------------------------------
+
+    def _drop(self, need_blocks: int) -> bool:
+        """Whether a group is being made."""
+        loads = [
+            GroupLoad((one.epoch,), (one.facts.num_blocks,), one.num_demanded_blocks)
+            for one in self._find_heads()
+            if one.can_drop and one.state == "serving"
+        ]
+        if len(loads) < 2:
+            return False
+        sizes = self._sizes()
+        plan = plan_drop(loads, need_blocks, sizes, self._most_stages) or plan_largest(loads, sizes, self._most_stages)
+        is_begun = False
+        for epochs in () if plan is None else plan.groups:
+            try:
+                self._grouping.drop(epochs)
+                is_begun = True
+            except UserError as error:
+                logger.warning("instances %s are not made a group: %s", list(epochs), error)
+        return is_begun
+
+    def _restore_all(self) -> None:
+        for group in list(self._grouping.groups):
+            if group.state is GroupState.PIPELINED:
+                self._grouping.restore(group.number)
+
+    def _note_overload(self, load: ClusterLoad, now: float) -> None:
+        short_s = now - (self._short_since_s or now)
+        if now - self._noticed_s < NOTICE_S or short_s < self._settings.overload_s:
+            return
+        self._noticed_s = now
+        self.num_notices += 1
+        absent = self._count_absent(self._find_heads())
+        notice = Notice(load.num_missing_blocks, load.num_blocks, absent, round(short_s, 3), load.is_grouped)
+        logger.warning("memory is short, and no more layers can be dropped: %s", asdict(notice))
+        self._on_overload(notice)
