@@ -109,7 +109,7 @@ def scrape(url: str) -> dict[str, float]:
 
 async def send_burst(url: str, model: str, requests: Sequence[LoadRequest]) -> list[RequestRecord]:
     """One burst, as separate clients would send it."""
-    async with HttpTarget(url, model) as target:
+    async with HttpTarget(url, model, token_ids=True) as target:
         return await run_load(target, requests, progress=False)
 
 
@@ -117,9 +117,9 @@ def measure(url: str, model: str, requests: Sequence[LoadRequest]) -> tuple[dict
     """(what a burst came to, the tokens of each request)."""
     before = scrape(url)
     records = asyncio.run(send_burst(url, model, requests))
-    failed = [record.error for record in records if record.error is not None]
-    if failed:
-        raise RuntimeError(f"a request failed: {failed[0]}")
+    for record in records:
+        if record.error is not None or record.output_token_ids is None:
+            raise RuntimeError(f"a request failed: {record.error or 'its tokens are not known'}")
     counted = {name: value - before.get(name, 0.0) for name, value in scrape(url).items()}
     first_s = [record.token_times_s[0] - record.sent_s for record in records]
     ends_s = [record.token_times_s[-1] - record.sent_s for record in records]

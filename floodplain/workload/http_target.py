@@ -30,13 +30,20 @@ class HttpTarget:
         model: The name that the server gives the model.
         api_key: Sent as a bearer token; None sends none.
         read_timeout_s: Give a request up after so long without a byte; None waits for ever.
+        token_ids: Ask for token ids, by ``return_token_ids`` as vLLM has it: servers that lack it may refuse.
 
     Raises:
         UserError: ``base_url`` is no HTTP address.
     """
 
     def __init__(
-        self, base_url: str, model: str, *, api_key: str | None = None, read_timeout_s: float | None = 600.0
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str | None = None,
+        read_timeout_s: float | None = 600.0,
+        token_ids: bool = False,
     ) -> None:
         if not _is_http_address(base_url):
             raise UserError(f"base_url must look like http://127.0.0.1:8000, not {base_url!r}")
@@ -44,6 +51,7 @@ class HttpTarget:
         self._model = model
         self._api_key = api_key
         self._read_timeout_s = read_timeout_s
+        self._token_ids = token_ids
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -99,6 +107,8 @@ class HttpTarget:
         }
         if request.ignore_eos:  # not OpenAI's own: sent only when wanted, for servers that refuse what they do not know
             body["ignore_eos"] = True
+        if self._token_ids:
+            body["return_token_ids"] = True
         return body
 
 

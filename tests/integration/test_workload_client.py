@@ -87,11 +87,13 @@ def test_the_body_is_what_openai_and_vllm_expect() -> None:
 
     send_one(handler, request(ignore_eos=True), api_key="k3y")
     send_one(handler, request(prompt="only text", prompt_token_ids=()))
+    send_one(handler, token_ids=True)
     common = {"model": "m", "max_tokens": 4, "temperature": 0.0, "stream": True}
     common |= {"stream_options": {"include_usage": True}}
     assert seen == [
         ({**common, "prompt": [5, 6], "ignore_eos": True}, "Bearer k3y"),
         ({**common, "prompt": "only text"}, None),
+        ({**common, "prompt": [5, 6], "return_token_ids": True}, None),
     ]
 
 
