@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import tempfile
 from collections.abc import Iterator
 from typing import IO, Any
@@ -16,6 +17,7 @@ from floodplain.cluster.ray_actor import Keeper
 from floodplain.cluster.ray_setup import LOCAL, RaySetup
 from floodplain.core.errors import UserError
 
+HEAD_TIMEOUT_S = 5.0
 PLACEMENT_TIMEOUT_S = 30.0
 """Within this time Ray has room for all instances, or it is an error."""
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -79,6 +81,8 @@ def _use_token(setup: RaySetup) -> None:
 
 def _connect(setup: RaySetup) -> None:
     """Join the cluster, or start one."""
+    if setup.cluster != LOCAL:
+        _check_head(setup.cluster)
     with _captured_log() as log:
         try:
             _init_ray(setup)
@@ -91,6 +95,15 @@ def _connect(setup: RaySetup) -> None:
             if type(error).__name__ == "AuthenticationError" or b"Unauthenticated" in log.read():
                 why = "let RAY_AUTH_TOKEN_PATH name a file with its token, or RAY_AUTH_MODE=disabled say it has none"
             raise UserError(f"{where}: {why}") from error
+
+
+def _check_head(address: str) -> None:
+    """Refuse an address at which nothing listens: Ray would ask it for ever."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), HEAD_TIMEOUT_S).close()
+    except OSError as error:
+        raise UserError(f"Ray at {address} is not joined: nothing listens there ({error.strerror or error})") from error
 
 
 @contextlib.contextmanager

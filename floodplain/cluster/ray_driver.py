@@ -94,6 +94,7 @@ async def _serve(events: IO[str]) -> int:
     except UserError as error:
         driver.say(failed=str(error))
         return 1
+    signal_at_parents_end(signal.SIGCONT)  # there is something to end from now on; one that is stopped reads no input
     driver.say(ready=True)
     await driver.take_orders(reader)
     return 0
@@ -101,7 +102,7 @@ async def _serve(events: IO[str]) -> int:
 
 def main() -> int:
     """Serve the front that is this process's parent, until the input ends, as it also does when the front is killed."""
-    signal_at_parents_end(signal.SIGCONT)  # one that is stopped reads no input
+    signal_at_parents_end(signal.SIGKILL)
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints is log
     try:

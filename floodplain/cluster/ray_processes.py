@@ -27,6 +27,8 @@ CLOSE_TIMEOUT_S = 30.0
 """A driver that has not ended its instances after this time is killed, and Ray ends them."""
 FIRST_RELEASE = (2, 52)
 """Of Ray, that has token authentication."""
+READY_TIMEOUT_S = 180.0
+"""A driver that says nothing for so long is killed: Ray waits for some answers without a limit."""
 START_END_TIMEOUT_S = 10.0
 """The same for one that is still connecting, which takes no order meanwhile."""
 _DRIVER = "import sys; from floodplain.cluster.ray_driver import main; sys.exit(main())"
@@ -65,7 +67,11 @@ class DriverLink:
         link = cls(process)
         try:
             link._order(asdict(setup))
-            await link._ready
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await link._ready
+        except TimeoutError:
+            await link.close(0.0)
+            raise ConnectionError(f"Ray ({setup.cluster}) has placed nothing in {READY_TIMEOUT_S:g} s") from None
         except BaseException:
             await link.close(START_END_TIMEOUT_S)
             raise

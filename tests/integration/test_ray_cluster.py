@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -161,6 +162,17 @@ def test_a_wrong_token_of_ray_is_one_line(nodes: Nodes, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"floodplain: instance 0 did not start: Ray at {nodes.address} is not joined: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_an_address_without_a_ray_is_one_line() -> None:
+    with socket.socket() as silent:  # bound, so no other process listens there
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [*VERB, "serve", MODEL, *FLAGS, "--instances", "1", "--port", "0", "-q", "--cluster", address]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    why = f"Ray at {address} is not joined: nothing listens there (Connection refused)"
+    assert done.stderr == f"floodplain: instance 0 did not start: {why}\n"
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

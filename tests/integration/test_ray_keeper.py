@@ -33,6 +33,8 @@ setup = json.loads(sys.stdin.readline())
 if setup["cluster"] == "away:1":
     say(failed="Ray at away:1 is not joined: nothing listens")
     sys.exit(1)
+if setup["cluster"] == "mute:1":
+    sys.stdin.read()
 say(ready=True)
 for line in sys.stdin:
     order = json.loads(line)
@@ -158,6 +160,18 @@ def test_a_ray_that_was_never_there_is_an_error() -> None:
         with pytest.raises(OSError, match=r"^Ray at away:1 is not joined: nothing listens$"):
             await one.run(0, "h:1", SECRET)
         await one.close()
+
+    run(story())
+
+
+@pytest.mark.usefixtures("driver")
+def test_a_ray_that_answers_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_processes, "READY_TIMEOUT_S", 0.01)
+
+    async def story() -> None:
+        one = processes(RaySetup(cluster="mute:1", host="h", num_slots=1, num_cpus=1, num_gpus=0))
+        with pytest.raises(OSError, match=r"^Ray \(mute:1\) has placed nothing in 0.01 s$"):
+            await one.run(0, "h:1", SECRET)
 
     run(story())
 
