@@ -15,8 +15,8 @@ class KvRow:
     Attributes:
         ticket: Under which it was placed there.
         num_tokens: Its known tokens, prompt included.
-        num_computed: Leading tokens whose KV is on the device.
-        num_blocks: Their blocks, whose ids lie beside the message, row after row.
+        num_computed: Leading tokens whose KV it has.
+        num_blocks: Their blocks, whose sources (``core.kv_sources``) lie beside the message, row after row.
     """
 
     ticket: int
@@ -27,7 +27,7 @@ class KvRow:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A member is paused, or says why it cannot be in a group. Beside it: the blocks of its rows.
+    """A member is paused, or says why it cannot be in a group. Beside it: the sources of its rows' blocks.
 
     Attributes:
         epoch: Of the member.

@@ -7,7 +7,7 @@ Messages name the group by its number, which is used once: one of an ended group
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from floodplain.cluster.fetches import Outcome
 from floodplain.cluster.group_progress import Change, Group, cancel_orders, collection_of, exchange_of
@@ -59,18 +59,19 @@ class GroupBook:
         self._groups[group.number] = group
         return self._take(group, GroupEvent.PREPARE)
 
-    def drop(self, number: int, holders: Mapping[int, int]) -> Change:
+    def drop(self, number: int, copiers: Mapping[int, Collection[int]]) -> Change:
         """All members have confirmed: let them drop parameters.
 
         Args:
             number: Of the group.
-            holders: For each handed-over request that keeps its KV, oldest first: the epoch of the member that has it.
+            copiers: For each handed-over request that keeps its KV, oldest first: epochs of the members that copy some
+                of it, one at least. Others have their layers of it in place.
 
         Raises:
-            InvariantError: A member has not confirmed, or a holder is no member.
+            InvariantError: A member has not confirmed, or a request is copied by no member, or by others.
         """
-        group = self._expect(number, GroupState.PREPARING, holders)
-        group.fetches = exchange_of(group.epochs, holders)
+        group = self._expect(number, GroupState.PREPARING, copiers)
+        group.fetches = exchange_of(group.epochs, copiers)
         return self._take(group, GroupEvent.DROP)
 
     def cancel(self, number: int) -> Change | None:
@@ -102,7 +103,7 @@ class GroupBook:
         Raises:
             InvariantError: A member has not returned, or a home is no member.
         """
-        group = self._expect(number, GroupState.RETURNING, homes)
+        group = self._expect(number, GroupState.RETURNING, {request: (home,) for request, home in homes.items()})
         group.fetches = collection_of(homes)
         return self._take(group, GroupEvent.RETURNED)
 
@@ -161,10 +162,12 @@ class GroupBook:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _expect(self, number: int, state: GroupState, requests: Mapping[int, int]) -> Group:
+    def _expect(self, number: int, state: GroupState, copiers: Mapping[int, Collection[int]]) -> Group:
         group = self._groups.get(number)
-        if group is None or not set(requests.values()) <= set(group.epochs):
-            raise InvariantError(f"group {number} has ended, or an epoch of {sorted(requests.values())} is no member")
+        if group is None or not {epoch for epochs in copiers.values() for epoch in epochs} <= set(group.epochs):
+            raise InvariantError(f"group {number} has ended, or an epoch of {[*copiers.values()]} is no member")
+        if not all(copiers.values()):
+            raise InvariantError(f"a request of group {number} is copied by no member")
         group.expect(state)
         return group
 

@@ -217,18 +217,18 @@ class GroupLife(Life):
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     async def _rows_of(self, records: Sequence[Record]) -> tuple[list[KvRow], list[int]]:
-        """What the front is told of these, and their blocks; the front has all their tokens when this returns."""
+        """What the front is told of these, and sources of their blocks; the front has all their tokens by then."""
         tickets = {id(request): ticket for ticket, request in self._requests.items()}
-        rows, blocks = [], list[int]()
+        rows, sources = [], list[int]()
         for record in records:
             ticket = tickets.get(id(record.request))
             while ticket in self._num_known and self._num_known[ticket] < record.num_tokens:
                 await asyncio.sleep(0)  # its stream is about to run
             if ticket is not None and ticket in self._num_known:
-                rows.append(KvRow(ticket, record.num_tokens, record.num_computed, len(record.blocks)))
-                blocks += record.blocks
+                rows.append(KvRow(ticket, record.num_tokens, record.num_computed, len(record.sources)))
+                sources += record.sources
         self._flush()
-        return rows, blocks
+        return rows, sources
 
     def _tickets_of(self, requests: Sequence[Request]) -> list[int]:
         wanted = {id(request) for request in requests}

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from floodplain.cluster.bulk_gate import BulkGate
 from floodplain.cluster.bulk_server import BulkServer
-from floodplain.cluster.kv_copies import PARAMETERS, PIECE_BYTES, ParameterStore, Puller
+from floodplain.cluster.kv_copies import PARAMETERS, PIECE_BYTES, SWAP, ParameterStore, Puller
+from floodplain.cluster.swap_store import SwapStore
 from floodplain.core.errors import InvariantError
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.backstop import Backstop
@@ -35,6 +36,7 @@ class GroupMember:
         parts: What it computes a stage with.
         memory: Its pages while it is in a group.
         pool: Its KV pool while it is in none.
+        swap: Its swap space, for others to read while it is at rest; None if there is none.
         gate: Shut while a stage computes.
         bulk: What others may read.
         listener: Where the stage before dials.
@@ -42,6 +44,7 @@ class GroupMember:
 
     def __init__(self, opened: OpenedEngine, engine: AsyncEngine, backstop: Backstop, host: str) -> None:
         self.engine, self.parts, self.pool = engine, opened.parts, opened.pool
+        self.swap = None if opened.slots is None else SwapStore(opened.slots)
         self._buffers, self._backstop = opened.memory.layer_buffers, backstop
         self.memory = GroupMemory(opened.memory.device, opened.memory.layout, self._buffers)
         self.gate = BulkGate()
@@ -74,6 +77,12 @@ class GroupMember:
     def find_problem(self) -> str | None:
         """Why it cannot drop layers now, and what to change; None if it can."""
         return self._backstop.check()
+
+    def serve_swap(self) -> None:
+        """Let other instances read swap space: the own engine has no request, and writes none of it."""
+        if self.swap is not None:
+            self.swap.forget()
+            self.bulk.serve(SWAP, self.swap, self.layer_block_bytes)
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Copy KV of the kept layers of these requests from their places: ``Copied`` for each. Beside it: their blocks.
+    """Copy KV of the kept layers of these requests from their places: ``Copied`` for each.
+
+    Beside it: their blocks by the group's ids, then the source of each (``core.kv_sources``): the same block at the
+    request's place, or a slot of that member's swap space. Of its own requests a member copies slots only.
 
     Attributes:
         epoch: Of the member.

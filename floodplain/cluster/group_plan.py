@@ -31,6 +31,7 @@ from floodplain.cluster.group_steps import Order, OrderKind
 from floodplain.cluster.stage_link import SECRET_BYTES
 from floodplain.core.errors import InvariantError
 from floodplain.core.group_sizes import GroupSizes, HeldRow, MemberReport, size_group
+from floodplain.core.kv_sources import find_slot
 from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.pipeline import StageMemory, head_layers, split_layers
 
@@ -52,12 +53,14 @@ class Traveller:
         num_computed: Leading tokens whose KV moves.
         place: Of the member that has it.
         blocks: By the group's ids.
+        sources: Where each of them lies before it is copied: itself, or a slot of the member (``core.kv_sources``).
     """
 
     entry: Entry
     num_computed: int
     place: int
     blocks: tuple[int, ...]
+    sources: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -136,9 +139,19 @@ class GroupPlan:
             MemberReport(one.num_kv_pages, one.quantum_pages, _most_quanta(one), one.param_pages) for one in reports
         ]
         self.sizes = size_group(members, self.kept, [row for _, row, _ in found], quantum_blocks)
-        for entry, row, num_computed in found[: self.sizes.num_kept_rows]:
+        for entry, row, num_computed in (found[index] for index in self.sizes.kept_rows):
             blocks = self.sizes.map_blocks(row, quantum_blocks)
-            self.travellers[entry.number] = Traveller(entry, num_computed, row.place, blocks)
+            pairs = zip(row.sources, blocks, strict=True)
+            sources = tuple(block if find_slot(source) is None else source for source, block in pairs)
+            self.travellers[entry.number] = Traveller(entry, num_computed, row.place, blocks, sources)
+
+    def find_copiers(self) -> dict[int, frozenset[int]]:
+        """For each request on its way: epochs of members that copy KV of it. Its own member copies swapped blocks."""
+        copiers = {}
+        for request, one in self.travellers.items():
+            own = {self.epochs[one.place]} if one.sources == one.blocks else set()
+            copiers[request] = frozenset({*self.epochs} - own)
+        return copiers
 
     # -- telling -------------------------------------------------------------------------------------------------------
 
@@ -154,7 +167,8 @@ class GroupPlan:
             case OrderKind.FETCH:
                 held, blocks = self._held(order.requests)
                 addresses = tuple(self.report_of(place).bulk_address for place in range(len(self.epochs)))
-                return Fetch(epoch, number, addresses, held), blocks
+                sources = [source for request in order.requests for source in self.travellers[request].sources]
+                return Fetch(epoch, number, addresses, held), (*blocks, *sources)
             case OrderKind.RELEASE:
                 return Release(epoch, number, order.requests[0]), ()
             case OrderKind.MOVE:
@@ -221,7 +235,7 @@ class GroupPlan:
 
 
 def rows_with_blocks(message: Prepared | HandedOver, blocks: Sequence[int]) -> list[tuple[KvRow, tuple[int, ...]]]:
-    """Rows that have KV, each with its blocks."""
+    """Rows that have KV, each with its blocks, or their sources."""
     rows, start = [], 0
     for row in message.rows:
         if row.num_blocks:

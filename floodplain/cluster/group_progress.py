@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from floodplain.cluster.fetches import Fetches, Outcome
@@ -136,9 +136,9 @@ class Change:
     lost: tuple[int, ...] = ()
 
 
-def exchange_of(epochs: tuple[int, ...], holders: Mapping[int, int]) -> Fetches:
-    """Each request's KV is copied by all members but the one that holds it; the leader goes on with it."""
-    return Fetches({request: (set(epochs) - {holder}, epochs[0]) for request, holder in holders.items()})
+def exchange_of(epochs: tuple[int, ...], copiers: Mapping[int, Collection[int]]) -> Fetches:
+    """Each request's KV is copied by these members; the leader goes on with it."""
+    return Fetches({request: (set(members), epochs[0]) for request, members in copiers.items()})
 
 
 def collection_of(homes: Mapping[int, int]) -> Fetches:

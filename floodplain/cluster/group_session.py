@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from floodplain.cluster.group_member import GroupMember
 from floodplain.cluster.group_orders import Collect, Drop, Fetch, Fill
 from floodplain.cluster.group_pipeline import GroupPipeline
-from floodplain.cluster.kv_copies import KV, KvStore, Puller, RequestCopy, copy_own, write_pool
+from floodplain.cluster.kv_copies import KV, SWAP, KvStore, Puller, RequestCopy, Writer, copy_own, write_pool
+from floodplain.cluster.swap_store import copy_slots
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.request import FinishReason, SeqId
@@ -72,6 +73,7 @@ class Session:
         self.cancel()
         member.bulk.admit(self._secret)
         member.bulk.serve(KV, KvStore(member.memory), member.layer_block_bytes)
+        member.serve_swap()
         member.serve_parameters()
         self.pipeline = GroupPipeline(member, order, integers[order.num_used :])
         await self.pipeline.open()
@@ -92,14 +94,21 @@ class Session:
 
     # -- KV comes -------------------------------------------------------------------------------------------------
 
-    async def fetch(self, order: Fetch, blocks: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
-        """Pull the kept layers of requests that other members have."""
-        memory, start = self._member.memory, 0
+    async def fetch(self, order: Fetch, integers: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
+        """Copy the kept layers of requests: from the members that have them, and from the own swap space."""
+        num_blocks, start = len(integers) // 2, 0
         for held in order.held:
-            own = tuple(blocks[start : start + held.num_blocks])
-            start += held.num_blocks
-            one = RequestCopy(held.request, own, own, {order.addresses[held.place]: memory.kept})
-            on_copied(held.request, await self._in_thread(self._expect_puller().copy, one, memory.write))
+            end = start + held.num_blocks
+            targets, sources = integers[start:end], integers[num_blocks + start : num_blocks + end]
+            start, address = end, order.addresses[held.place]
+            one = RequestCopy(held.request, tuple(sources), tuple(targets), {address: self._member.memory.kept})
+            is_own = address == self._member.bulk.address
+            copy = self._copy_own_slots if is_own else self._expect_puller().copy
+            on_copied(held.request, await self._in_thread(copy, one, self._member.memory.write))
+
+    def _copy_own_slots(self, one: RequestCopy, write: Writer) -> bool:
+        swap, kept = self._member.swap, self._member.memory.kept
+        return swap is not None and copy_slots(swap, one, kept, write)
 
     async def collect(self, order: Collect, blocks: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
         """Bring requests home: all their layers into blocks of the own pool."""
@@ -141,7 +150,8 @@ class Session:
     # -- while grouped --------------------------------------------------------------------------------------------
 
     async def settle(self, num_quanta: int) -> None:
-        """Unmap KV of dropped layers, and map more quanta."""
+        """Unmap KV of dropped layers, and map more quanta; swap space is not read any more."""
+        await self._in_thread(self._member.bulk.withdraw, SWAP)
         if await self._in_thread(self._member.memory.settle, num_quanta) is None:
             raise InvariantError(f"a group's member cannot have {num_quanta} quanta")
         self._expect_pipeline().limit(num_quanta)
@@ -167,7 +177,7 @@ class Session:
         pipeline, memory = self._expect_pipeline(), self._member.memory
         records = await pipeline.leave()
         if pipeline.engine is not None:
-            used = [block // memory.quantum_blocks for record in records for block in record.blocks]
+            used = [block // memory.quantum_blocks for record in records for block in record.sources]
         unused = sorted({*memory.quanta} - {*used})
         await self._in_thread(memory.shrink, (), unused)
         await self._run(self._grow)
@@ -193,6 +203,7 @@ class Session:
         await asyncio.gather(*self._threads, return_exceptions=True)
         await self._end_pipeline()
         await self._in_thread(self._member.bulk.withdraw, KV)
+        await self._in_thread(self._member.bulk.withdraw, SWAP)
         self._member.bulk.revoke(self._secret)
         await self._run(self._repair)
 

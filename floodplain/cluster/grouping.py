@@ -190,8 +190,7 @@ class Grouping:
             for entry in by_ticket.values():
                 self._lift(plan, entry)
             self._book.roster.expect(epoch).part = "paused" if epoch == plan.epochs[0] else "grouped"
-        holders = {request: plan.epochs[one.place] for request, one in plan.travellers.items()}
-        self._apply(self.groups.drop(group.number, holders))
+        self._apply(self.groups.drop(group.number, plan.find_copiers()))
 
     def _lift_rows(self, plan: GroupPlan, message: HandedOver, integers: Sequence[int]) -> None:
         entries = self._book.entries_of(message.epoch)
@@ -199,7 +198,7 @@ class Grouping:
         for row, blocks in rows_with_blocks(message, integers):
             entry = entries.get(row.ticket)
             if entry is not None and entry.num_tokens == row.num_tokens:
-                found[entry.number] = Traveller(entry, row.num_computed, 0, blocks)
+                found[entry.number] = Traveller(entry, row.num_computed, 0, blocks, blocks)
         plan.travellers = found
         for entry in entries.values():
             self._lift(plan, entry)

@@ -16,14 +16,15 @@ import torch
 from floodplain.cluster.bulk_client import BulkClient, BulkItem, Outcome
 from floodplain.cluster.bulk_stores import NotServed
 from floodplain.core.errors import PeerLost
+from floodplain.core.kv_sources import find_slot
 from floodplain.memory.group_memory import GroupMemory
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.paged_buffer import PagedBuffer
 
 logger = logging.getLogger(__name__)
 
-KV, PARAMETERS = "kv", "parameters"
-"""Names of stores: part = layer; indices = blocks by the group's ids, or pieces."""
+KV, SWAP, PARAMETERS = "kv", "swap", "parameters"
+"""Names of stores: part = layer; indices = blocks by the group's ids, slots of swap space, or pieces."""
 PIECE_BYTES = 2**20
 """Of parameters: an index of their store."""
 
@@ -85,7 +86,7 @@ class RequestCopy:
 
     Attributes:
         request: The front's number of it.
-        sources: Its blocks where it lies.
+        sources: Its blocks where it lies: see ``core.kv_sources``.
         targets: The same here.
         layers: Which layers come from which bulk server.
     """
@@ -94,6 +95,15 @@ class RequestCopy:
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     layers: Mapping[str, Sequence[int]]
+
+    def find_targets(self) -> dict[str, dict[int, int]]:
+        """For each store that has some of its blocks: the block here for each index there."""
+        found: dict[str, dict[int, int]] = {}
+        for source, target in zip(self.sources, self.targets, strict=True):
+            slot = find_slot(source)
+            name, index = (KV, source) if slot is None else (SWAP, slot)
+            found.setdefault(name, {})[index] = target
+        return found
 
 
 class Puller:
@@ -111,17 +121,16 @@ class Puller:
 
     def copy(self, one: RequestCopy, write: Writer) -> bool:
         """Whether all of a request's KV is here now, proven whole."""
-        target_of = dict(zip(one.sources, one.targets, strict=True))
-        is_written = True
+        targets_of, is_written = one.find_targets(), True
 
         def sink(item: BulkItem, indices: IntArray, data: ByteArray) -> None:
             nonlocal is_written
-            targets = [target_of[source] for source in indices.tolist()]
+            targets = [targets_of[item.store][index] for index in indices.tolist()]
             is_written = write(item.part, targets, data.reshape(len(targets), -1)) and is_written
 
-        blocks = np.array(one.sources, dtype=np.int64)
+        indices = {store: np.array([*found], dtype=np.int64) for store, found in targets_of.items()}
         for address, layers in one.layers.items():
-            items = [BulkItem(KV, layer, blocks) for layer in layers]
+            items = [BulkItem(store, layer, some) for store, some in indices.items() for layer in layers]
             if not all(outcome is Outcome.OK for outcome in self._fetch(address, items, sink)):
                 return False
         return is_written

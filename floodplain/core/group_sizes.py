@@ -10,14 +10,17 @@ others; a quantum is q pages in each layer. While grouped, it has T + P pages fo
 - Return: beside N quanta of k layers there are quanta of all L layers again: N*k*q + R*L*q <= T.
 
 A block has one id in all members, so the group has the least number over its members.
+
+KV in swap space has no pages yet. It gets blocks behind the last used quantum, as many as the exchange has room for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from floodplain.core.errors import InvariantError
+from floodplain.core.kv_sources import find_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +46,24 @@ class MemberReport:
 
 @dataclass(frozen=True, slots=True)
 class HeldRow:
-    """A request that a member holds: the member's place in the group, and block ids in the member's own pool.
+    """A request that a member holds: the member's place in the group, and where its blocks lie there.
 
-    Blocks may be those of other requests, too (a shared prefix).
+    ``sources`` are blocks of the member's own pool and slots of its swap space (``core.kv_sources``). They may be those
+    of other requests, too (a shared prefix).
     """
 
     place: int
-    blocks: tuple[int, ...]
+    sources: tuple[int, ...]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Those in the member's own pool."""
+        return tuple(source for source in self.sources if find_slot(source) is None)
+
+    @property
+    def slots(self) -> tuple[tuple[int, int], ...]:
+        """(place, slot) of those in swap space."""
+        return tuple((self.place, slot) for source in self.sources if (slot := find_slot(source)) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +71,29 @@ class GroupSizes:
     """The plan of a drop.
 
     Attributes:
-        num_kept_rows: So many of the oldest rows keep their KV; the others are computed again.
+        kept_rows: Indices of the rows that keep their KV, ascending; the others are computed again.
         used: For each place, quanta of the member's own pool that hold KV of these rows, ascending. The k-th one
             becomes quantum ``first[place] + k`` of the group.
         first: For each place, the first of the group's quanta that are its own used ones.
         num_quanta: Of the group's pool during the exchange.
         num_settled_quanta: The same after the exchange.
         num_restore_quanta: The most that it may have when the dropped parameters are to be mapped again.
+        slot_blocks: The group's block for each (place, slot) of swap space that holds KV of these rows.
     """
 
-    num_kept_rows: int
+    kept_rows: tuple[int, ...]
     used: tuple[tuple[int, ...], ...]
     first: tuple[int, ...]
     num_quanta: int
     num_settled_quanta: int
     num_restore_quanta: int
+    slot_blocks: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     def map_blocks(self, row: HeldRow, quantum_blocks: int) -> tuple[int, ...]:
-        """The group's ids of the blocks of a row that keeps its KV. Shared blocks stay shared."""
-        return map_blocks(row.blocks, self.used[row.place], self.first[row.place], quantum_blocks)
+        """The group's blocks for the sources of a row that keeps its KV, in order. Shared blocks stay shared."""
+        mapped = iter(map_blocks(row.blocks, self.used[row.place], self.first[row.place], quantum_blocks))
+        slots = ((row.place, find_slot(source)) for source in row.sources)
+        return tuple(next(mapped) if slot is None else self.slot_blocks[place, slot] for place, slot in slots)
 
 
 def count_exchange_quanta(report: MemberReport, kept: range, num_used: int) -> int:
@@ -122,35 +140,43 @@ def size_group(
         InvariantError: ``kept`` is no such cut.
     """
     _check_cut(reports, kept)
-    num_kept, used = choose_kept_rows(reports, kept, rows, quantum_blocks)
+    kept_rows, used = choose_kept_rows(reports, kept, rows, quantum_blocks)
+    slots = dict.fromkeys(slot for index in kept_rows for slot in rows[index].slots)
+    end = sum(map(len, used)) * quantum_blocks
     return GroupSizes(
-        num_kept_rows=num_kept,
+        kept_rows=kept_rows,
         used=used,
         first=tuple(sum(map(len, used[:place])) for place in range(len(used))),
         num_quanta=min(map(count_exchange_quanta, reports, kept, map(len, used))),
         num_settled_quanta=min(map(count_settled_quanta, reports, kept)),
         num_restore_quanta=min(map(count_restore_quanta, reports, kept)),
+        slot_blocks={slot: end + index for index, slot in enumerate(slots)},
     )
 
 
 def choose_kept_rows(
     reports: Sequence[MemberReport], kept: Sequence[range], rows: Sequence[HeldRow], quantum_blocks: int
-) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """How many of the oldest rows keep their KV, and the quanta of each place that hold it.
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Which rows keep their KV, and the quanta of each place that hold it.
 
-    The youngest row gives its KV up first, until the group's pool has room for all used quanta. A quantum is used as
-    long as one row that keeps its KV has a block there. Arguments as in ``size_group``.
+    From the oldest on, each row keeps its KV if there is room beside that of the rows before: in the group's pool for
+    all used quanta, and behind them for a block for each slot. A quantum is used if one row that keeps its KV has a
+    block there: pages move as whole quanta. Arguments as in ``size_group``.
     """
     used: list[set[int]] = [set() for _ in reports]
-    num_kept = 0
-    for row in rows:
+    slots: set[tuple[int, int]] = set()
+    kept_rows = []
+    for index, row in enumerate(rows):
         new = {block // quantum_blocks for block in row.blocks} - used[row.place]
+        new_slots = {*row.slots} - slots
         used[row.place] |= new
-        if sum(map(len, used)) > min(map(count_exchange_quanta, reports, kept, map(len, used))):
+        num_quanta = sum(map(len, used)) + -(-(len(slots) + len(new_slots)) // quantum_blocks)
+        if num_quanta > min(map(count_exchange_quanta, reports, kept, map(len, used))):
             used[row.place] -= new
-            break
-        num_kept += 1
-    return num_kept, tuple(tuple(sorted(quanta)) for quanta in used)
+            continue
+        slots |= new_slots
+        kept_rows.append(index)
+    return tuple(kept_rows), tuple(tuple(sorted(quanta)) for quanta in used)
 
 
 def map_blocks(blocks: Sequence[int], used: Sequence[int], first: int, quantum_blocks: int) -> tuple[int, ...]:

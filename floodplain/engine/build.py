@@ -35,6 +35,7 @@ from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.layer_slots import LayerSlots
+from floodplain.memory.swap_slots import SwapSlots
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.sampler import Sampler
@@ -64,12 +65,14 @@ class OpenedEngine:
         parts: Of all layers: what a stage of a pipeline is made of.
         memory: Behind parameters and KV.
         pool: The KV.
+        slots: Of swap space in host memory; None if there is none.
     """
 
     engine: Engine
     parts: StageParts
     memory: DeviceMemory
     pool: KVPool
+    slots: SwapSlots | None
 
 
 def build_engine(config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None) -> Engine:
@@ -136,7 +139,7 @@ def open_engine(
         if neighbours is not None:
             neighbours.start()
         on_failure.pop_all()
-    return OpenedEngine(engine, _make_parts(resolved, source, model, tokenizer, loop_config), memory, pool)
+    return OpenedEngine(engine, _make_parts(resolved, source, model, tokenizer, loop_config), memory, pool, swap.slots)
 
 
 def _is_shared(config: EngineConfig) -> bool:

@@ -46,6 +46,7 @@ class OpenedSwap:
         facts: The links for the result of a benchmark: ``tier``, ``name``, ``bandwidth`` (bytes per second of a large
             copy, the slower direction), and if it is emulated its model.
         peer: With ``--swap peer``; its mover is closed before ``space``.
+        slots: Of the host tier; None if there is no swap space.
     """
 
     space: SwapSpace
@@ -53,6 +54,7 @@ class OpenedSwap:
     links: tuple[Link, ...]
     facts: tuple[Mapping[str, Any], ...]
     peer: PeerParts | None = None
+    slots: SwapSlots | None = None
 
     @property
     def host_slots(self) -> int | None:
@@ -80,7 +82,9 @@ def open_swap(config: EngineConfig, pool: KVPool, backend: Backend) -> OpenedSwa
         slots, host = backend.open_host_tier(pool, num_slots, emulated)
         on_failure.callback(_close_tier, host)
         link, facts = _describe_link(emulated, pool, host)
-        opened = OpenedSwap(SwapSpace({Tier.HOST: host}), (SlotLedger(Tier.HOST, num_slots),), (link,), (facts,))
+        opened = OpenedSwap(
+            SwapSpace({Tier.HOST: host}), (SlotLedger(Tier.HOST, num_slots),), (link,), (facts,), None, slots
+        )
         if config.swap == "peer":
             peer_bytes = config.peer_memory or num_slots * pool.layout.block_bytes
             opened = _add_peer_tier(opened, backend, pool, slots, peer_bytes, host, emulated)
@@ -112,6 +116,7 @@ def _add_peer_tier(
         (replace(link, tier=Tier.PEER), *opened.links),
         ({**facts, "tier": Tier.PEER.value}, *opened.facts),
         parts,
+        host_slots,
     )
 
 

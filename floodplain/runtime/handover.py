@@ -1,8 +1,8 @@
 """Requests that leave one step loop and go on in another, with the KV that was computed for them.
 
-A ``Record`` says what a loop has of a request at a boundary. ``adopt`` lets a request that was submitted to another
-loop run on from blocks that hold its KV already. Without blocks nothing is adopted: the request waits, and its KV is
-computed again from its tokens (KunServe, section 4.2).
+A ``Record`` says what a loop has of a request at a boundary, on the device and in swap space. ``adopt`` lets a request
+that was submitted to another loop run on from blocks that hold its KV already. Without blocks nothing is adopted: the
+request waits, and its KV is computed again from its tokens (KunServe, section 4.2).
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import takewhile
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
+from floodplain.core.kv_sources import source_of_slot
 from floodplain.core.request import Request, SeqId
-from floodplain.core.sequence import Status
+from floodplain.core.sequence import Sequence, Status
+from floodplain.core.tiers import Tier
 from floodplain.runtime.loop import Loop
+from floodplain.runtime.sources import Source, find_sources
+from floodplain.runtime.state import LoopState
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +32,14 @@ class Record:
     Attributes:
         request: As it was submitted.
         num_tokens: Known tokens, prompt included.
-        num_computed: Leading tokens whose KV is in ``blocks``; 0 if it is nowhere on the device.
-        blocks: The blocks of these tokens, in order.
+        num_computed: Leading tokens whose KV is in ``sources``.
+        sources: Where the blocks of these tokens lie, in order: see ``core.kv_sources``.
     """
 
     request: Request
     num_tokens: int
     num_computed: int
-    blocks: tuple[BlockId, ...]
+    sources: tuple[int, ...]
 
 
 def take_records(loop: Loop) -> list[Record]:
@@ -45,11 +50,31 @@ def take_records(loop: Loop) -> list[Record]:
             continue
         if seq.num_outstanding or seq.status is Status.LOADING:
             raise InvariantError(f"sequence {seq.seq_id} is handed over while a step or a copy runs")
-        is_here = seq.status is Status.RUNNING
-        num_blocks = -(-seq.num_computed // loop.state.ledger.block_tokens) if is_here else 0
-        num_computed = seq.num_computed if is_here else 0
-        records.append(Record(seq.request, len(seq.tokens), num_computed, tuple(seq.blocks[:num_blocks])))
+        num_computed, sources = _find_kv(loop.state, seq)
+        records.append(Record(seq.request, len(seq.tokens), num_computed, sources))
     return records
+
+
+def _find_kv(state: LoopState, seq: Sequence) -> tuple[int, tuple[int, ...]]:
+    """(leading tokens whose KV exists, sources of their blocks). What a waiting request could share is not its own."""
+    if seq.status is Status.RUNNING:
+        return seq.num_computed, tuple(seq.blocks[: -(-seq.num_computed // state.ledger.block_tokens)])
+    found = find_sources(state, seq) if seq.status is Status.SWAPPED else []
+    near = list(takewhile(_is_near, found))
+    return near[-1].num_tokens if near else 0, tuple(_number(source) for source in near)
+
+
+def _is_near(source: Source) -> bool:
+    """Whether it lies on the device or in this machine's memory: a peer's memory is not read through this one."""
+    return source.backup is None or source.backup.location.tier is Tier.HOST
+
+
+def _number(source: Source) -> int:
+    if source.backup is not None:
+        return source_of_slot(source.backup.location.slot)
+    if source.block is None:
+        raise InvariantError("a source of KV is neither a block nor a backup")
+    return source.block
 
 
 def adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, now: float) -> bool:

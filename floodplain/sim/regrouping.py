@@ -185,15 +185,15 @@ class Regrouping:
         while True:
             used = [0] * num_members
             for home, record in records:
-                used[home] += len(record.blocks)
+                used[home] += len(record.sources)
             held = max(used) * kept + (pool - max(used)) * sizes.num_layers
             num_bytes = held * sizes.block_bytes + (sizes.num_layers - kept) * sizes.layer_bytes
             num_blocks = num_bytes // (kept * sizes.block_bytes)
             if sum(used) <= num_blocks:
                 return num_blocks
-            index = next(index for index in youngest_first if records[index][1].blocks)
+            index = next(index for index in youngest_first if records[index][1].sources)
             home, record = records[index]
-            records[index] = (home, replace(record, num_computed=0, blocks=()))
+            records[index] = (home, replace(record, num_computed=0, sources=()))
 
     def _grow(self, group: VirtualStages, num_stages: int) -> None:
         ledger = group.loop.state.ledger
@@ -216,9 +216,9 @@ class Regrouping:
         for record in take_records(group.loop):
             home = max(range(num_stages), key=lambda one: (room[one], -one))
             num_blocks = -(-(record.num_tokens + 1) // model.block_tokens)
-            is_fitting = bool(record.blocks) and num_blocks <= room[home]
+            is_fitting = bool(record.sources) and num_blocks <= room[home]
             room[home] -= num_blocks
-            rows[home].append((home, record if is_fitting else replace(record, num_computed=0, blocks=())))
+            rows[home].append((home, record if is_fitting else replace(record, num_computed=0, sources=())))
         for home in range(num_stages):
             engine = model.make_stages(self._cluster.environment, 1, model.num_blocks)
             self._num_changing += home > 0
@@ -249,9 +249,9 @@ class Regrouping:
             When the last one has its KV.
         """
         now, ledger = self._cluster.environment.now, engine.loop.state.ledger
-        moving = [(home, record) for home, record in records if record.blocks]
+        moving = [(home, record) for home, record in records if record.sources]
         ids = map(BlockId, count())  # new ids: pages move, bytes do not
-        held = HeldBlocks(ledger, {row: list(islice(ids, len(one.blocks))) for row, (_, one) in enumerate(moving)})
+        held = HeldBlocks(ledger, {row: list(islice(ids, len(one.sources))) for row, (_, one) in enumerate(moving)})
         engine.num_arriving = len(moving)
         whole_s = [now] * num_stages
         for row, (home, record) in enumerate(moving):
@@ -261,7 +261,7 @@ class Regrouping:
         self._cluster.environment.schedule(max(whole_s), self._end_change)
         self.transitions.append(Transition(decided_s, is_drop, now - decided_s, max(whole_s) - decided_s))
         for _, record in records:
-            if not record.blocks:
+            if not record.sources:
                 request = _go_on(record)
                 self._cluster.note(request, engine.lifecycles, engine.submit(request))
         return max(whole_s)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
+from floodplain.core.kv_sources import find_slot
 from floodplain.core.request import FinishReason, Request
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.build import OpenedEngine, open_engine
+from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.runtime.handover import HeldBlocks, Record, adopt, take_records
 from tests.integration.test_stage_runner import CONFIG, one_engine, requests
 
 STEPS_BEFORE = 6
+SWAPPING = replace(CONFIG, kv_memory=2**20, max_model_len=256, policy="paced", swap="host")
+"""Some requests of ``LONGER`` are in swap space after 40 steps."""
+LONGER = [replace(one, params=replace(one.params, max_tokens=40)) for one in requests(7)]
 
 
 def finish(engine: Engine, outputs: dict[str, list[int]], names: dict[int, str]) -> None:
@@ -33,30 +40,41 @@ def move(source: OpenedEngine, target: OpenedEngine, record: Record, known: list
     """The id of a request in its new engine."""
     engine, ledger = target.engine, target.engine.loop.state.ledger
     seq_id = engine.add(replace(record.request, known_token_ids=tuple(known), is_accepted=True))
-    blocks = ledger.allocate(len(record.blocks))
+    blocks = ledger.allocate(len(record.sources))
     assert blocks is not None
     if copies:
-        for layer in range(source.pool.layout.num_layers):
-            target.pool.words[layer][list(blocks)] = source.pool.words[layer][list(record.blocks)]
-    if record.blocks:
+        for block, place in zip(blocks, record.sources, strict=True):
+            slot = find_slot(place)
+            for layer in range(source.pool.layout.num_layers):
+                words = source.pool.words[layer][place] if slot is None else swap_words(source)[slot, layer]
+                target.pool.words[layer][block] = words
+    if record.sources:
         assert adopt(engine.loop, seq_id, blocks, record.num_computed, engine.clock())
     return int(seq_id)
 
 
-def move_all(*, copies: bool) -> tuple[list[list[int]], int]:
-    """(the tokens of all requests, how many of them brought KV along)."""
-    asked = requests(9)
+def swap_words(source: OpenedEngine) -> torch.Tensor:
+    assert source.slots is not None
+    return source.slots.words
+
+
+def move_all(
+    asked: Sequence[Request], config: EngineConfig = CONFIG, num_steps: int = STEPS_BEFORE, *, copies: bool
+) -> tuple[list[list[int]], int, int]:
+    """(the tokens of all requests, how many of them brought KV along, and how many some from swap space)."""
     with ExitStack() as stack:
         engines = []
-        for _ in range(2):
-            engines.append(open_engine(CONFIG))
+        for one in (config, CONFIG):
+            engines.append(open_engine(one))
             stack.callback(engines[-1].engine.close)
         source, target = engines
         names = {int(source.engine.add(request)): request.request_id for request in asked}
         outputs: dict[str, list[int]] = {request.request_id: [] for request in asked}
-        for _ in range(STEPS_BEFORE):
+        for _ in range(num_steps):
             for seq_id, delta in source.engine.step():
                 outputs[names[seq_id]] += delta.token_ids
+        for seq_id, delta in source.engine.come_to_rest():
+            outputs[names[seq_id]] += delta.token_ids
         records = take_records(source.engine.loop)
         moved = {}
         for record in records:
@@ -70,17 +88,24 @@ def move_all(*, copies: bool) -> tuple[list[list[int]], int]:
         target.engine.loop.check_integrity()
         counters = target.engine.loop.counters
         assert copies is False or counters.num_recomputed_tokens == 0
-    return list(outputs.values()), sum(bool(record.blocks) for record in records)
+    swapped = [record for record in records if any(find_slot(place) is not None for place in record.sources)]
+    return list(outputs.values()), sum(bool(record.sources) for record in records), len(swapped)
 
 
 def test_moved_requests_go_on_with_the_tokens_of_one_engine() -> None:
-    outputs, num_with_kv = move_all(copies=True)
+    outputs, num_with_kv, _ = move_all(requests(9), copies=True)
     assert num_with_kv > 3
     assert outputs == one_engine(requests(9))
 
 
+def test_requests_in_swap_space_go_on_with_the_tokens_of_one_engine() -> None:
+    outputs, num_with_kv, num_swapped = move_all(LONGER, SWAPPING, 40, copies=True)
+    assert num_with_kv == len(LONGER) and num_swapped > 1
+    assert outputs == one_engine(LONGER)
+
+
 def test_a_handover_that_copies_no_kv_is_noticed() -> None:
-    assert move_all(copies=False)[0] != one_engine(requests(9))
+    assert move_all(requests(9), copies=False)[0] != one_engine(requests(9))
 
 
 def test_requests_are_not_handed_over_while_a_step_runs() -> None:

@@ -251,12 +251,20 @@ class BelievesOldNumbers(GroupBook):
         return super().note(epoch, number if group is None else group.number, answer)
 
 
+class LeavesOneCopyOut(GroupBook):
+    """As if swapped KV were in place where it is swapped."""
+
+    def drop(self, number: int, copiers: Any) -> Change:
+        return super().drop(number, {one: sorted(epochs)[:-1] or epochs for one, epochs in copiers.items()})
+
+
 FAULTS = {
     DropsAtOnce: "before all have confirmed",
     DropsWhenOneConfirms: "before all have confirmed|in two places",
     LetsOthersGoOn: "goes on|lacks layers",
     ForgetsToCancel: "left in a group",
     BelievesOldNumbers: "is believed",
+    LeavesOneCopyOut: "goes on without its KV",
 }
 
 
@@ -315,5 +323,7 @@ def test_front_cannot_drop_before_all_have_confirmed() -> None:
         book.drop(1, {})
     book.confirm(2, 1)
     with pytest.raises(InvariantError, match="no member"):
-        book.drop(1, {5: 3})
+        book.drop(1, {5: {3}})
+    with pytest.raises(InvariantError, match="by no member"):
+        book.drop(1, {5: set()})
     assert [order.kind for order in book.drop(1, {}).orders] == [OrderKind.DROP, OrderKind.DROP]

@@ -17,6 +17,10 @@ Q = 3  # blocks of a quantum
 Story = tuple[list[MemberReport], list[range], list[HeldRow]]
 
 
+def blocks_of(num_quanta: int) -> st.SearchStrategy[int]:
+    return st.integers(0, num_quanta * Q - 1)
+
+
 @st.composite
 def stories(draw: st.DrawFn) -> Story:
     num_members = draw(st.integers(2, 4))
@@ -34,8 +38,9 @@ def stories(draw: st.DrawFn) -> Story:
         for size in quanta
     ]
     places = draw(st.lists(st.integers(0, num_members - 1), max_size=12))
+    slots = st.lists(st.integers(-6, -1), max_size=draw(st.sampled_from([0, 4])), unique=True)
     rows = [
-        HeldRow(place, tuple(draw(st.lists(st.integers(0, quanta[place] * Q - 1), max_size=5, unique=True))))
+        HeldRow(place, tuple(draw(slots) + draw(st.lists(blocks_of(quanta[place]), max_size=5, unique=True))))
         for place in places
     ]
     return reports, [range(begin, end) for begin, end in pairwise(ends)], rows
@@ -108,13 +113,20 @@ def is_least(reports: list[MemberReport], kept: list[range], used: Sequence[Sequ
 
 
 def quanta_of(rows: Sequence[HeldRow], num_places: int) -> list[list[int]]:
-    return [sorted({b // Q for row in rows if row.place == place for b in row.blocks}) for place in range(num_places)]
+    used = [
+        {b // Q for row in rows if row.place == place for b in row.sources if b >= 0} for place in range(num_places)
+    ]
+    return list(map(sorted, used))
+
+
+def slots_of(rows: Sequence[HeldRow]) -> set[tuple[int, int]]:
+    return {(row.place, source) for row in rows for source in row.sources if source < 0}
 
 
 def fits(reports: list[MemberReport], kept: list[range], rows: Sequence[HeldRow]) -> bool:
-    """The oracle: whether the group's pool can have a quantum for each used one while nothing has left yet."""
+    """The oracle: whether the group's pool can have used quanta and blocks for slots while nothing has left yet."""
     used = quanta_of(rows, len(reports))
-    num = sum(map(len, used))
+    num = sum(map(len, used)) + len(range(0, len(slots_of(rows)), Q))
     if any(num > report.max_quanta for report in reports):
         return False
     members = zip(reports, kept, used, strict=True)
@@ -130,16 +142,20 @@ def test_pages_are_never_overdrawn_and_none_is_left_for_one_more(story: Story) -
         assert run(report, part, used, sizes)
     assert is_least(reports, kept, sizes.used, sizes.num_quanta)
     assert sizes.num_settled_quanta >= sizes.num_quanta >= sum(map(len, sizes.used))
+    assert len(sizes.slot_blocks) <= (sizes.num_quanta - sum(map(len, sizes.used))) * Q
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(story=stories())
-def test_youngest_requests_give_up_their_kv_until_the_rest_fits(story: Story) -> None:
+def test_oldest_requests_keep_their_kv_and_younger_ones_if_it_fits_beside(story: Story) -> None:
     reports, kept, rows = story
     sizes = size_group(reports, kept, rows, Q)
-    wanted = max(num for num in range(len(rows) + 1) if fits(reports, kept, rows[:num]))
-    assert sizes.num_kept_rows == wanted
-    assert list(map(list, sizes.used)) == quanta_of(rows[:wanted], len(reports))
+    wanted: list[HeldRow] = []
+    for index, row in enumerate(rows):
+        does_fit = fits(reports, kept, [*wanted, row])
+        assert does_fit == (index in sizes.kept_rows)
+        wanted += [row] if does_fit else []
+    assert list(map(list, sizes.used)) == quanta_of(wanted, len(reports))
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -149,17 +165,19 @@ def test_blocks_keep_their_pages_under_new_ids(story: Story) -> None:
     reports, kept, rows = story
     sizes = size_group(reports, kept, rows, Q)
     new: dict[tuple[int, int], int] = {}
-    for row in rows[: sizes.num_kept_rows]:
-        new |= zip([(row.place, block) for block in row.blocks], sizes.map_blocks(row, Q), strict=True)
+    for row in (rows[index] for index in sizes.kept_rows):
+        new |= zip([(row.place, source) for source in row.sources], sizes.map_blocks(row, Q), strict=True)
     assert len(set(new.values())) == len(new)
     assert all(0 <= block < sizes.num_quanta * Q for block in new.values())
-    whole = {(place, old // Q, block // Q) for (place, old), block in new.items()}
+    whole = {(place, old // Q, block // Q) for (place, old), block in new.items() if old >= 0}
     assert len({one[:2] for one in whole}) == len(whole) == len({one[2] for one in whole})
-    assert all(old % Q == block % Q for (_, old), block in new.items())
+    assert all(old % Q == block % Q for (_, old), block in new.items() if old >= 0)
+    swapped, num_used = slots_of([rows[index] for index in sizes.kept_rows]), sum(map(len, sizes.used))
+    assert sorted(new[one] for one in swapped) == list(range(num_used * Q, num_used * Q + len(swapped)))
 
 
 def test_blocks_of_a_request_that_gave_its_kv_up_have_no_new_ids() -> None:
-    sizes = GroupSizes(1, ((0, 2), ()), (0, 2), 9, 9, 9)
+    sizes = GroupSizes((0,), ((0, 2), ()), (0, 2), 9, 9, 9)
     assert sizes.map_blocks(HeldRow(0, (7, 0)), 3) == (4, 0)
     with pytest.raises(InvariantError):
         sizes.map_blocks(HeldRow(0, (3,)), 3)
@@ -177,7 +195,7 @@ def test_a_cut_that_is_none_is_refused(kept: list[range]) -> None:
 def test_full_pools_keep_two_thirds_when_parameters_are_small() -> None:
     report = MemberReport(num_kv_pages=4 * 90, quantum_pages=1, max_quanta=999, param_pages=(0,) * 4)
     rows = [HeldRow(place, tuple(range(Q * n, Q * n + Q))) for n in range(90) for place in (0, 1)]
-    assert size_group([report, report], [range(2), range(2, 4)], rows, Q).num_kept_rows == 120
+    assert len(size_group([report, report], [range(2), range(2, 4)], rows, Q).kept_rows) == 120
 
 
 # -- negative controls -------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ class GroupLaws:
         self.ended: set[int] = set()
         self.states: dict[int, GroupState] = {}
         self.sources: dict[tuple[int, int], int] = {}  # (group, handed-over request) -> epoch that has its KV
+        self.swapped: set[tuple[int, int]] = set()  # (group, handed-over request) of those whose KV has no block yet
         self.copied: set[tuple[int, Answer, int, int]] = set()  # (group, answer, request, epoch)
         self.groups: dict[int, Group] = {}
         self.next_epoch = self.next_request = 1
@@ -44,7 +45,10 @@ class GroupLaws:
             answer: {epoch for epoch in group.epochs if (group.number, answer, request, epoch) in self.copied}
             for answer in REQUEST_ANSWERS.values()
         }
-        everywhere = copies[Answer.FETCHED] | {self.sources.get((group.number, request), 0)} == set(group.epochs)
+        in_place = {self.sources.get((group.number, request), 0)}
+        if (group.number, request) in self.swapped:
+            in_place = set()
+        everywhere = copies[Answer.FETCHED] | in_place == set(group.epochs)
         return order.epoch in copies[Answer.COLLECTED] or (order.epoch == group.leader and everywhere)
 
     def check_order(self, process: Process, order: Order, others: list[Process]) -> None:
@@ -55,7 +59,8 @@ class GroupLaws:
         if order.kind in (OrderKind.SETTLE, OrderKind.CLOSE):
             assert not any(one.copying for one in [process, *others]), "KV is unmapped while a copy reads it"
         if order.kind is OrderKind.FETCH:
-            assert all(self.sources[order.number, request] != process.epoch for request in order.requests)
+            own = [one for one in order.requests if self.sources[order.number, one] == process.epoch]
+            assert all((order.number, request) in self.swapped for request in own), "KV is copied onto itself"
         first = {OrderKind.GROW: OrderKind.SETTLE, OrderKind.COMMIT: OrderKind.MOVE}.get(order.kind)
         assert first is None or all(first in one.done for one in [process, *others]), f"{order.kind} before {first}"
         is_leader = process.epoch == self.groups[order.number].leader

@@ -204,7 +204,10 @@ class World(GroupLaws):
                 self.places[request] = ("held", group.number) if request in keeping else ("queue", 0)
         if group.is_confirmed:
             self.sources |= {(group.number, request): epoch for request, epoch in keeping.items()}
-            self.apply(self.book.drop(group.number, keeping))
+            self.swapped |= {(group.number, request) for request in keeping if not request % 3}
+            everywhere = set(group.epochs)
+            copiers = {one: everywhere - ({epoch} if one % 3 else set()) for one, epoch in keeping.items()}
+            self.apply(self.book.drop(group.number, copiers))
         elif group.is_returned:
             assert set(rows.values()) <= {group.leader}
             size = len(group.epochs)

@@ -1,0 +1,104 @@
+"""A drop under swap pressure: requests in swap space go on with their KV, and the tokens are those of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+
+from floodplain.cluster.group_session import Session
+from floodplain.cluster.swap_store import SwapStore
+from floodplain.core.groups import GroupState
+from floodplain.engine.config import EngineConfig
+from tests.support import front_process
+from tests.support.group_in_process import Ring, ring
+
+MODEL, NUM_TOKENS = "dummy:tiny-deep", 36
+FLAGS = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 128, "max_batched_tokens": 256}
+"""One quantum of KV, so that parameters, and what a group gains, are large beside it."""
+PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(40 + number)] for number in range(28)]
+NUM_SWAPPED = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("backstop")
+
+
+@cache
+def expected() -> list[list[int]]:
+    """What one engine gives, with room for all requests."""
+    return front_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS)
+
+
+def run(folder: Path, prepare: Callable[[Ring], None] = lambda _: None) -> tuple[list[list[int]], int, int, int]:
+    """Four instances, most of whose requests are in swap space, drop layers.
+
+    Returns:
+        All tokens; requests that had KV, those that kept it, and those that had some in swap space.
+    """
+
+    async def story() -> tuple[list[list[int]], int, int, int]:
+        async with ring(EngineConfig(model=MODEL, **FLAGS), 4, folder) as one:  # type: ignore[arg-type]
+            one.ask(PROMPTS, NUM_TOKENS)
+            await one.until(lambda: sum(count_swapped(one)) >= NUM_SWAPPED)
+            prepare(one)
+            number = one.grouping.drop([1, 2, 3, 4])
+            plan = one.grouping.plan_of(number)
+            await one.change(number, GroupState.PIPELINED)
+            assert plan is not None
+            rows = [row for report, _ in plan.reports.values() for row in report.rows if row.num_blocks]
+            num_swapped = sum(any(source < 0 for source in each.sources) for each in plan.travellers.values())
+            outputs = await one.results()
+            for member in one.members:
+                member.memory.check_integrity()
+            return outputs, len(rows), one.grouping.counts.num_carried, num_swapped
+
+    return asyncio.run(story())
+
+
+def count_swapped(one: Ring) -> list[int]:
+    return [len(member.engine.engine.loop.state.swapped) for member in one.members]
+
+
+def damage(one: Ring) -> None:
+    """One bit in one layer of one slot of each member that requests will need, once its engine is at rest."""
+
+    def flip(swap: SwapStore, address: str) -> None:
+        plan = one.grouping.plan_of(1)
+        assert plan is not None and plan.sizes is not None
+        place = [report.bulk_address for report, _ in map(plan.reports.__getitem__, plan.epochs)].index(address)
+        slot = next(slot for at, slot in plan.sizes.slot_blocks if at == place)
+        swap._slots.words[slot, 7, 5] ^= 1 << 30
+
+    for member in one.members:
+        assert member.swap is not None
+        member.swap.forget = partial(flip, member.swap, member.bulk.address)  # type: ignore[method-assign]
+
+
+def test_requests_in_swap_space_keep_their_kv_in_a_drop(folder: Path) -> None:
+    outputs, num_rows, num_carried, num_swapped = run(folder)
+    assert outputs == expected()
+    assert num_carried >= num_rows - 2 and num_swapped >= NUM_SWAPPED - 2 > num_rows // 2 - 2
+
+
+def test_requests_with_a_damaged_slot_are_computed_again(folder: Path) -> None:
+    outputs, num_rows, num_carried, _ = run(folder, damage)
+    assert outputs == expected()
+    assert num_rows - 10 < num_carried <= num_rows - 4
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+def test_damage_that_is_not_looked_for_is_in_the_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwapStore, "_prove", lambda self, slots: True)
+    assert run(folder, damage)[0] != expected()
+
+
+def test_member_that_does_not_copy_its_own_slots_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "_copy_own_slots", lambda self, one, write: True)
+    assert run(folder)[0] != expected()

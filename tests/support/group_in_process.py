@@ -1,0 +1,103 @@
+"""A front and instances that can drop layers, in one process: real engines and sockets, and their memory at hand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from floodplain.cluster.dialer import Dialer
+from floodplain.cluster.droppable import Droppable, open_droppable
+from floodplain.cluster.front import Front
+from floodplain.cluster.group_member import GroupMember
+from floodplain.cluster.grouping import Grouping
+from floodplain.cluster.streams import Caller
+from floodplain.core.groups import GroupState
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.engine.config import EngineConfig
+from floodplain.model.tokenizer import ByteTokenizer
+from floodplain.model.weights.open_model import open_model
+from floodplain.web.listen import bind
+
+TOKEN = "secret"
+
+
+class Ring:
+    """A front of instances that serve; what it was asked, and what came of it."""
+
+    def __init__(self, front: Front, instances: Sequence[Droppable]) -> None:
+        self.front, self._instances = front, instances
+        self._streams: list[asyncio.Task[list[int]]] = []
+        self.counts: list[int] = []
+
+    @property
+    def grouping(self) -> Grouping:
+        assert self.front.grouping is not None
+        return self.front.grouping
+
+    @property
+    def members(self) -> list[GroupMember]:
+        """In the order of no epoch."""
+        return [one._member for one in self._instances]
+
+    def ask(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        for prompt in prompts:
+            self.counts.append(0)
+            self._streams.append(asyncio.create_task(self._stream(len(self.counts) - 1, prompt, num_tokens)))
+
+    async def _stream(self, number: int, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        request = Request(
+            request_id=f"r{number}", prompt_token_ids=tuple(prompt), params=params, arrival_s=time.monotonic()
+        )
+        caller, tokens = Caller(ByteTokenizer(256), request), list[int]()
+        self.front.requests.submit(request, caller)
+        while len(tokens) < num_tokens:
+            delta = await caller.deltas.get()
+            if isinstance(delta, BaseException):
+                raise delta
+            tokens += delta.token_ids
+            self.counts[number] = len(tokens)
+        return tokens
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Return when it is so; it fails if a stream has."""
+        while not condition():
+            for stream in self._streams:
+                assert not stream.done() or stream.exception() is None, stream.exception()
+            await asyncio.sleep(0.002)
+
+    async def change(self, number: int, state: GroupState) -> None:
+        """Return when a group is in a state; it fails if the group ends before."""
+        groups = self.grouping.groups
+        await self.until(lambda: (group := groups.get(number)) is None or group.state is state)
+        assert groups.get(number) is not None or state is GroupState.SOLO, self.grouping.counts.problems
+
+    async def results(self) -> list[list[int]]:
+        return list(await asyncio.gather(*self._streams))
+
+
+@asynccontextmanager
+async def ring(config: EngineConfig, num_instances: int, folder: Path) -> AsyncIterator[Ring]:
+    """Instances that have joined, under epochs from 1; a bound in time keeps a bug from hanging the suite."""
+    front = Front(60.0, {TOKEN: 0}, lambda _: None, lambda _: None, lambda _: None,
+                  shape=open_model(config.model).config.shape)  # fmt: skip
+    async with asyncio.timeout(60):
+        sock = bind("127.0.0.1", 0)
+        await front.start(sock)
+        instances = [open_droppable(config, folder, "127.0.0.1") for _ in range(num_instances)]
+        port = sock.getsockname()[1]
+        lives = [asyncio.create_task(Dialer(one, "127.0.0.1", port, TOKEN, 1.0).run()) for one in instances]
+        try:
+            while len(front.book.roster) < num_instances:
+                await asyncio.sleep(0.002)
+            yield Ring(front, instances)
+        finally:
+            for life in lives:
+                life.cancel()
+            await asyncio.gather(*lives, return_exceptions=True)
+            await front.close()
+            sock.close()
