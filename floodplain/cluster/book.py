@@ -109,7 +109,7 @@ class Book:
         placed = []
         if self._homeless and any(one.takes_requests for one in self.roster):
             for entry in sorted(self._homeless.values(), key=lambda one: (one.request.priority, one.number)):
-                epoch = choose_instance(self._views(entry), self._count_blocks(entry))
+                epoch = choose_instance(self._views(entry), self.count_blocks(entry))
                 if epoch is not None:
                     self._put(entry, self.roster.expect(epoch))
                     placed.append(entry)
@@ -123,10 +123,10 @@ class Book:
     def take(self, entry: Entry, token: int) -> None:
         """A placed request got its next token."""
         instance = self.roster.expect(entry.epoch or 0)
-        before = self._count_blocks(entry)
+        before = self.count_blocks(entry)
         entry.tokens.append(token)
         entry.num_fruitless = 0
-        instance.num_demanded_blocks += self._count_blocks(entry) - before
+        instance.num_demanded_blocks += self.count_blocks(entry) - before
 
     def refuse(self, entry: Entry) -> bool:
         """Its instance does not take it. Whether another may: it then waits to be placed there."""
@@ -203,7 +203,7 @@ class Book:
         entry.epoch, entry.ticket = instance.epoch, ticket
         self._placed[ticket] = entry
         instance.tickets.add(ticket)
-        instance.num_demanded_blocks += self._count_blocks(entry)
+        instance.num_demanded_blocks += self.count_blocks(entry)
         instance.prefixes.note(entry.keys)
 
     def _take_back(self, entry: Entry) -> None:
@@ -211,10 +211,10 @@ class Book:
             del self._placed[entry.ticket]
             instance = self.roster.expect(entry.epoch)
             instance.tickets.remove(entry.ticket)
-            instance.num_demanded_blocks -= self._count_blocks(entry)
+            instance.num_demanded_blocks -= self.count_blocks(entry)
             entry.epoch = entry.ticket = None
 
-    def _count_blocks(self, entry: Entry) -> int:
+    def count_blocks(self, entry: Entry) -> int:
         """Blocks of its known tokens and the next one."""
         return entry.num_tokens // self._expect_facts().block_tokens + 1
 
@@ -241,7 +241,7 @@ class Book:
             entries = [self._placed[ticket] for ticket in instance.tickets]
             if any(entry.epoch != instance.epoch for entry in entries):
                 raise InvariantError("a ticket is another instance's")
-            if instance.num_demanded_blocks != sum(map(self._count_blocks, entries)):
+            if instance.num_demanded_blocks != sum(map(self.count_blocks, entries)):
                 raise InvariantError(f"the demand of epoch {instance.epoch} is not its requests'")
         if len(self._placed) != sum(len(one.tickets) for one in self.roster):
             raise InvariantError("a request is placed on an instance that is gone")
