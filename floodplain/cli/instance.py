@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.variables import NO_FLAGS, PREFIX
-from floodplain.cluster.engine_flags import config_of_droppable, config_of_pipeline
+from floodplain.cluster.engine_flags import config_of_droppable, config_of_movable, config_of_pipeline
 from floodplain.cluster.settings import STANDARD_INPUT, InstanceConfig, split_address, split_stage
 from floodplain.engine.config import EngineConfig
 
@@ -54,6 +54,10 @@ def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Membe
 
         host, _ = split_address(instance_config.join, "--join")
         return open_droppable(config_of_droppable(config), instance_config.backstop, host)
+    if instance_config.movable:
+        from floodplain.cluster.movable import open_movable
+
+        return open_movable(config_of_movable(config), split_address(instance_config.join, "--join")[0])
     if instance_config.stage is None:
         from floodplain.cluster.instance import Replica
         from floodplain.engine.async_engine import AsyncEngine
@@ -72,7 +76,7 @@ def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequen
     Args:
         config: Its engine flags.
         is_quiet: Whether it logs nothing.
-        part_flags: What makes it a stage of a pipeline, or lets it drop layers.
+        part_flags: What makes it a stage of a pipeline, or lets it drop layers or move requests.
     """
     command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT, *part_flags]
     for item in fields(EngineConfig):

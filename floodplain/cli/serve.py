@@ -16,11 +16,12 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cluster.engine_flags import (
     config_of_droppable,
     config_of_instance,
+    config_of_movable,
     config_of_pipeline,
     gpus_of_instance,
 )
 from floodplain.cluster.ray_setup import RaySetup
-from floodplain.cluster.settings import ClusterConfig, split_address
+from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, split_address
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.terminal import announce
@@ -89,7 +90,7 @@ def _open_engine(
 
 
 def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[str]]:
-    """The flags that make each instance a stage of the pipeline, or let it drop layers.
+    """The flags that make each instance a stage of the pipeline, or let it drop layers or move requests.
 
     Raises:
         UserError: The step profile cannot be read.
@@ -97,7 +98,8 @@ def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[s
     if not cluster_config.pipeline:
         backstop = cluster_config.backstop
         folder = [] if backstop is None else [f"--backstop={backstop.absolute()}"]
-        flags = [] if cluster_config.relief == "none" else ["--droppable", *folder]
+        flags = ["--droppable", *folder] if cluster_config.relief in DROPPING_RELIEFS else []
+        flags = ["--movable"] if cluster_config.relief == "migrate" else flags
         return [flags for _ in range(num_instances)]
     shared = [f"--microbatches={cluster_config.microbatches}"]
     if cluster_config.step_profile is not None:
@@ -152,8 +154,10 @@ def _open_cluster(
     if is_pipeline:
         config = config_of_pipeline(config)
         logger.info("a pipeline serves by arrival (--policy fcfs), without swap space")
-    if cluster_config.relief != "none":
+    if cluster_config.relief in DROPPING_RELIEFS:
         config = config_of_droppable(config)
+    elif cluster_config.relief == "migrate":
+        config = config_of_movable(config)
     processes = open_processes(config, cluster_config, num_instances, is_quiet=is_quiet)
     token_file = cluster_config.instance_token_file
     token = None if token_file is None else read_token(str(token_file))

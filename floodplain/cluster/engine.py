@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from floodplain.cluster.front import Front
 from floodplain.cluster.launcher import Launcher, Processes
 from floodplain.cluster.monitor import Monitor, Notice
-from floodplain.cluster.settings import MOST_STAGES
+from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
 from floodplain.cluster.streams import Caller
 from floodplain.cluster.webhook import Webhook
 from floodplain.core.errors import InvariantError, QueueFull, ShuttingDown, UserError
@@ -73,10 +73,9 @@ class ClusterEngine:
             tokens[outside_token] = None
         self._subscribers: list[Callable[[Lifecycle], None]] = []
         num_stages = processes.num_slots if is_pipeline else None
-        shape = source.config.shape if relief != "none" else None
-        self.front = Front(
-            silence_s, tokens, self._note_joined, self._note_silent, self._note_finished, num_stages, shape
-        )
+        shape = source.config.shape if relief in DROPPING_RELIEFS else None
+        callbacks = self._note_joined, self._note_silent, self._note_finished
+        self.front = Front(silence_s, tokens, *callbacks, num_stages, shape, migrates=relief == "migrate")
         self._webhook = webhook
         if shape is not None and relief in ("drop", "auto"):
             self._watch_load(shape, is_priced=relief == "auto", most_stages=most_stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from floodplain.core.errors import UserError
@@ -11,6 +12,10 @@ _NOT_DROPPABLE = {
     "lend": "what is lent cannot become the KV of a group",
     "kv_expansion": "layers that stream cannot be dropped",
     "peer_memory": "a group has no swap space",
+}
+_NOT_MOVABLE = {
+    "lend": "blocks that another instance copies cannot be lent",
+    "kv_expansion": "layers that stream cannot be copied by another instance",
 }
 _NO_SWAP = "its stages have no swap space"
 _NOT_IN_PIPELINES = {
@@ -46,12 +51,26 @@ def config_of_droppable(config: EngineConfig) -> EngineConfig:
     Raises:
         UserError: A flag asks for what such an instance cannot do.
     """
-    for name, why in _NOT_DROPPABLE.items():
+    _check_left_out(config, "--relief", _NOT_DROPPABLE)
+    return replace(config, pack_weights=False)
+
+
+def config_of_movable(config: EngineConfig) -> EngineConfig:
+    """The engine flags of an instance whose running requests move.
+
+    Raises:
+        UserError: A flag asks for what such an instance cannot do.
+    """
+    _check_left_out(config, "--relief migrate", _NOT_MOVABLE)
+    return config
+
+
+def _check_left_out(config: EngineConfig, other: str, reasons: Mapping[str, str]) -> None:
+    for name, why in reasons.items():
         value = getattr(config, name)
         if value != _DEFAULTS[name]:
             flag = f"--{name.replace('_', '-')} {value}"
-            raise UserError(f"{flag} does not go with --relief: {why}; leave one of them out")
-    return replace(config, pack_weights=False)
+            raise UserError(f"{flag} does not go with {other}: {why}; leave one of them out")
 
 
 def gpus_of_instance(config: EngineConfig) -> int:

@@ -31,6 +31,8 @@ from floodplain.cluster.messages import (
     pack,
     read_instance_message,
 )
+from floodplain.cluster.migrating import Migrating
+from floodplain.cluster.migration_messages import KvHeld, KvPulled, RequestStopped
 from floodplain.cluster.monitor import Monitor
 from floodplain.cluster.requests import Requests
 from floodplain.cluster.roster import Roster
@@ -54,6 +56,7 @@ class Front:
         on_finished: Called with each request that ended by ``stop`` or ``length``.
         num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
         shape: Of the model whose layers instances may drop; None: they drop none.
+        migrates: Running requests may move between instances, which drop no layers then.
 
     Attributes:
         book: Requests and instances.
@@ -63,6 +66,7 @@ class Front:
         requests: Those that are live, and what became of others.
         grouping: Groups that drop layers; None if instances drop none.
         monitor: To be set if these are made by the load.
+        migrating: Requests that move while they run; None if none does.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class Front:
         on_finished: Callable[[Lifecycle], None],
         num_stages: int | None = None,
         shape: ModelShape | None = None,
+        *,
+        migrates: bool = False,
     ) -> None:
         self.book = Book(Roster(silence_s))
         self.sums = StatsBook()
@@ -90,6 +96,10 @@ class Front:
         if shape is not None:
             self.grouping = Grouping(self.book, shape, self.send, self._end, self.requests.place)
             self.requests.on_closed = self.grouping.forget
+        self.migrating: Migrating | None = None
+        if migrates:
+            self.migrating = Migrating(self.book, self.send, self.requests.place)
+            self.requests.on_closed = self.migrating.forget
         self._on_join, self._on_silent = on_join, on_silent
         self._links: dict[int, FrameLink] = {}
         self._failure: BaseException | None = None
@@ -134,6 +144,8 @@ class Front:
                 self.grouping.expire(time.monotonic())
             if self.monitor is not None:
                 self.monitor.look(time.monotonic())
+            if self.migrating is not None:
+                self.migrating.look(time.monotonic())
             await asyncio.sleep(self._beat_s)
 
     def send(self, epoch: int, message: FrontMessage, token_ids: Sequence[int] = ()) -> None:
@@ -177,7 +189,7 @@ class Front:
             return None
         self.first_facts = self.first_facts or hello.facts
         instance = self.book.join(hello.facts, slots[0], time.monotonic(), hello.stage)
-        instance.can_drop = hello.can_drop
+        instance.can_drop, instance.can_move = hello.can_drop, hello.can_move
         self._links[instance.epoch] = link
         link.send(pack(Welcome(instance.epoch, self._beat_s, self._silence_s)))
         logger.info("instance %d joins: process %d on %s", instance.epoch, hello.facts.pid, hello.facts.host)
@@ -216,6 +228,8 @@ class Front:
             self._end(other, "pipeline")
         if self.grouping is not None:
             self.grouping.end(epoch)
+        if self.migrating is not None:
+            self.migrating.end(epoch)
         self.requests.place()
 
     # -- messages --------------------------------------------------------------------------------------------------
@@ -236,6 +250,9 @@ class Front:
                 self._take_formed(message)
             case Hello():
                 raise WireError("it says hello twice")
+            case KvHeld() | KvPulled() | RequestStopped():
+                if self.migrating is not None:
+                    self.migrating.take(message, integers)
             case _ if self.grouping is not None:
                 self.grouping.take(message, integers)
 

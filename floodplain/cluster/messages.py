@@ -15,6 +15,12 @@ from floodplain.cluster.facts import InstanceFacts, StageFacts
 from floodplain.cluster.frames import pack_frame
 from floodplain.cluster.group_answers import ANSWERS, GroupAnswer
 from floodplain.cluster.group_orders import ORDERS, GroupOrder
+from floodplain.cluster.migration_messages import (
+    MIGRATION_ANSWERS,
+    MIGRATION_ORDERS,
+    MigrationAnswer,
+    MigrationOrder,
+)
 from floodplain.cluster.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.plan import TokenLogprobs
@@ -31,12 +37,14 @@ class Hello:
         facts: What it is.
         stage: None if it needs no other instance.
         can_drop: Whether it may be a member of a group that drops layers.
+        can_move: Whether running requests may move to it, and from it, with their KV.
     """
 
     token: str
     facts: InstanceFacts
     stage: StageFacts | None = None
     can_drop: bool = False
+    can_move: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +154,14 @@ class Formed:
     number: int
 
 
-FrontMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder
-InstanceMessage = Hello | Tokens | Refused | Beat | Leaving | Formed | GroupAnswer
-_FROM_FRONT = {kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat, *ORDERS)}
-_FROM_INSTANCE = {kind.__name__: kind for kind in (Hello, Tokens, Refused, Beat, Leaving, Formed, *ANSWERS)}
+FrontMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder | MigrationOrder
+InstanceMessage = Hello | Tokens | Refused | Beat | Leaving | Formed | GroupAnswer | MigrationAnswer
+_FROM_FRONT = {
+    kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat, *ORDERS, *MIGRATION_ORDERS)
+}
+_FROM_INSTANCE = {
+    kind.__name__: kind for kind in (Hello, Tokens, Refused, Beat, Leaving, Formed, *ANSWERS, *MIGRATION_ANSWERS)
+}
 REFUSALS: Mapping[str, type[UserError]] = {
     "full": QueueFull,
     "stopping": ShuttingDown,

@@ -11,6 +11,8 @@ from prometheus_client.registry import Collector
 from floodplain.cluster.front import Front
 from floodplain.cluster.group_counts import CHANGES
 from floodplain.cluster.grouping import Grouping
+from floodplain.cluster.migrating import Migrating
+from floodplain.cluster.migration_book import MigrationResult
 from floodplain.cluster.roster import STATES
 from floodplain.core.groups import GroupState
 
@@ -70,6 +72,8 @@ class ClusterMetrics(Collector):
             text = "Times that memory was short and no more layers could be dropped."
             notices = {(): front.monitor.num_notices}
             yield self._family(CounterMetricFamily, "overload_notices", text, notices)
+        if front.migrating is not None:
+            yield from self._collect_migrations(front.migrating)
 
     def _collect_groups(self, grouping: Grouping) -> Iterator[Metric]:
         counts, groups = grouping.counts, list(grouping.groups)
@@ -85,6 +89,15 @@ class ClusterMetrics(Collector):
         text = "Requests that changes moved, with their KV or without."
         moved = {("carried",): counts.num_carried, ("recomputed",): counts.num_recomputed}
         yield self._family(CounterMetricFamily, "group_requests", text, moved, "kv")
+
+    def _collect_migrations(self, migrating: Migrating) -> Iterator[Metric]:
+        counts = migrating.counts
+        results = {(result.value,): counts.num_ended[result] for result in MigrationResult}
+        yield self._family(CounterMetricFamily, "migrations", "Moves of running requests.", results, "result")
+        text = "Time from the order to stop a request until it was told to go on."
+        yield self._family(CounterMetricFamily, "migration_downtime_seconds", text, {(): counts.downtime_s})
+        text = "Tokens whose KV moved with requests."
+        yield self._family(CounterMetricFamily, "migrated_tokens", text, {(): counts.num_tokens})
 
     def _family(self, kind: Any, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Metric:
         family: Metric = kind(f"floodplain_{name}", text, labels=["model_name", *labels])

@@ -29,6 +29,7 @@ class Instance:
         stage: Its part of a pipeline; None if it needs no other.
         is_linked: Of a stage: its pipeline is formed.
         can_drop: Whether it may be a member of a group that drops layers.
+        can_move: Whether running requests may move to it, and from it, with their KV.
         part: Its part in such a group, one of ``paused``, ``leading``, ``grouped``; None while it is in none.
         prefixes: What it was given.
     """
@@ -46,6 +47,7 @@ class Instance:
     stage: StageFacts | None = None
     is_linked: bool = False
     can_drop: bool = False
+    can_move: bool = False
     part: str | None = None
 
     @property

@@ -21,7 +21,8 @@ BEATS_PER_TIMEOUT = 5
 
 
 SPLITS = get_args(Split)
-RELIEFS = ("none", "manual", "drop", "auto")
+RELIEFS = ("none", "manual", "drop", "auto", "migrate")
+DROPPING_RELIEFS = ("manual", "drop", "auto")
 MOST_STAGES = 4
 
 
@@ -80,7 +81,8 @@ class ClusterConfig:
         default="none",
         metadata={"help": "what instances do about an overload beside taking turns: none; manual: they can drop "
                           "layers, and floodplain cluster tells them to; drop: they do when KV memory is short; auto: "
-                          "only if that pays (but for none, matrices are not packed on CPUs)",
+                          "only if that pays (for these, matrices are not packed on CPUs); migrate: running requests "
+                          "move with their KV to an instance that has room",
                   "choices": RELIEFS},
     )  # fmt: skip
     most_stages: int = field(
@@ -135,13 +137,17 @@ class ClusterConfig:
                 raise UserError(
                     f"--autoscale-webhook must be http://... or https://..., not {self.autoscale_webhook!r}"
                 )
-        if self.relief == "none":
-            if self.backstop is not None:
-                raise UserError(f"--backstop {self.backstop} needs --relief: nothing else drops layers")
-        elif self.pipeline:
-            raise UserError(f"--relief {self.relief} does not go with --pipeline: its stages have no layers to spare")
-        elif self.instances == 1:
-            raise UserError(f"--relief {self.relief} needs --instances 2 or more: one instance has to keep all layers")
+        drops = self.relief in DROPPING_RELIEFS
+        if self.backstop is not None and not drops:
+            raise UserError(
+                f"--backstop {self.backstop} needs --relief manual, drop or auto: nothing else drops layers"
+            )
+        if self.relief != "none" and self.pipeline:
+            why = "its stages have no layers to spare" if drops else "a request's KV is on all stages"
+            raise UserError(f"--relief {self.relief} does not go with --pipeline: {why}")
+        if self.relief != "none" and self.instances == 1:
+            why = "one instance has to keep all layers" if drops else "a request moves to another one"
+            raise UserError(f"--relief {self.relief} needs --instances 2 or more: {why}")
 
     def _check_cluster(self) -> None:
         if self.cluster is None:
@@ -213,6 +219,9 @@ class InstanceConfig:
     droppable: bool = field(
         default=False, metadata={"help": "let the front have this instance drop layers, as its --relief says"}
     )
+    movable: bool = field(
+        default=False, metadata={"help": "let the front move this instance's requests, as its --relief migrate says"}
+    )
     backstop: Path | None = field(
         default=None,
         metadata={"help": "folder for the copy of the layers of a --droppable instance", "metavar": "FOLDER"},
@@ -227,6 +236,9 @@ class InstanceConfig:
             split_stage(self.stage)
         if self.stage is not None and self.droppable:
             raise UserError("--droppable does not go with --stage: a stage has no layers to spare")
+        if self.movable and (self.stage is not None or self.droppable):
+            other = "--droppable" if self.droppable else "--stage"
+            raise UserError(f"--movable does not go with {other}: requests move between whole instances")
         if self.backstop is not None and not self.droppable:
             raise UserError(f"--backstop {self.backstop} needs --droppable: nothing else drops layers")
         if not 0 <= self.drain_timeout <= 86400:

@@ -1,0 +1,264 @@
+"""The front's side of migrations: running requests move from one instance to another with their KV.
+
+``policy.migration`` says which, ``MigrationBook`` what is due next; this sends it, and moves requests in the front's
+book. A request that cannot go on where it was is computed again from the front's tokens, as after a death.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from floodplain.cluster.book import Book, Entry
+from floodplain.cluster.messages import Abort, FrontMessage
+from floodplain.cluster.migration_book import (
+    Act,
+    Migration,
+    MigrationBook,
+    MigrationState,
+    Step,
+)
+from floodplain.cluster.migration_messages import (
+    GoOn,
+    HoldKv,
+    KvHeld,
+    KvPulled,
+    MigrationAnswer,
+    PullKv,
+    ReleaseKv,
+    RequestStopped,
+    StopRequest,
+)
+from floodplain.cluster.placements import submit_of
+from floodplain.cluster.roster import Instance
+from floodplain.core.errors import UserError
+from floodplain.lending.fields import WireError
+from floodplain.policy.dispatch import InstanceView, freeness
+from floodplain.policy.migration import LOW_FREENESS, MovableRequest, apply_move, choose_move
+
+logger = logging.getLogger(__name__)
+
+STEP_TIMEOUT_S = 30.0
+"""A migration in which an instance that lives does not answer for so long is given up."""
+
+
+@dataclass(eq=False, slots=True)
+class MigrationCounts:
+    """Counters, which only grow.
+
+    Attributes:
+        num_ended: Migrations, by ``MigrationResult``.
+        downtime_s: From the order to stop a request until it was told to go on, of all that were stopped.
+        num_tokens: Tokens whose KV moved.
+    """
+
+    num_ended: Counter[str] = field(default_factory=Counter)
+    downtime_s: float = 0.0
+    num_tokens: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Trip:
+    """What is known of one migration; integers are blocks that the target is to copy."""
+
+    entry: Entry
+    ticket: int
+    since_s: float
+    secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    address: str = ""
+    blocks: Sequence[int] = ()
+    num_computed: int = 0
+    stopped_s: float | None = None
+
+
+class Migrating:
+    """See the module. Everything is called on the front's event loop.
+
+    Args:
+        book: Requests and instances.
+        send: Sends a message, and integers beside it, to the instance of an epoch.
+        place: Places requests that wait.
+
+    Attributes:
+        migrations: Those under way.
+        counts: What became of others.
+    """
+
+    def __init__(
+        self, book: Book, send: Callable[[int, FrontMessage, Sequence[int]], None], place: Callable[[], None]
+    ) -> None:
+        self.migrations = MigrationBook()
+        self.counts = MigrationCounts()
+        self._book, self._send, self._place = book, send, place
+        self._trips: dict[int, _Trip] = {}
+        self._tried_s: dict[int, float] = {}  # when a request's last migration began
+
+    # -- beginnings ----------------------------------------------------------------------------------------------------
+
+    def move_one(self, source: int, target: int) -> int:
+        """Begin to move the shortest request that runs on ``source``, by hand; the migration's number.
+
+        Raises:
+            UserError: These instances cannot, or no request is there to move.
+        """
+        for epoch in (source, target):
+            if not _can_take_part(self._book.roster.expect(epoch)):
+                raise UserError(f"instance {epoch} cannot move requests: start the front with --relief migrate")
+        if source == target:
+            raise UserError(f"instance {source} has the request already: name another one to go on with it")
+        rows = self._movable(source)
+        if not rows:
+            raise UserError(f"instance {source} runs no request that could move")
+        return self._begin(min(rows, key=lambda row: row.num_blocks).number, source, target)
+
+    def look(self, now: float) -> None:
+        """Begin the moves that are worth it, and give up those that do not go on; ask often."""
+        for number in [number for number, trip in self._trips.items() if now - trip.since_s > STEP_TIMEOUT_S]:
+            logger.warning("migration %d is given up: nothing was said for %g s", number, STEP_TIMEOUT_S)
+            self._apply(self.migrations.expire(number))
+        some = [one for one in self._book.roster if _can_take_part(one)]
+        views = {one.epoch: self._view(one) for one in some}
+        while True:
+            rows = {epoch: self._movable(epoch) for epoch, view in views.items() if freeness(view) < LOW_FREENESS}
+            plan = choose_move(views.values(), rows, len(self.migrations), now)
+            if plan is None:
+                return
+            (num_blocks,) = (row.num_blocks for row in rows[plan.source] if row.number == plan.request)
+            pair = apply_move(views[plan.source], views[plan.target], num_blocks)
+            views |= {view.epoch: view for view in pair}
+            self._begin(plan.request, plan.source, plan.target)
+
+    def _view(self, one: Instance) -> InstanceView:
+        """An instance as if all migrations had arrived."""
+        view = InstanceView(one.epoch, one.num_blocks, one.num_demanded_blocks, len(one.tickets))
+        for migration in self.migrations:
+            num_blocks = self._book.count_blocks(self._trips[migration.number].entry)
+            if migration.target == one.epoch:
+                _, view = apply_move(view, view, num_blocks)
+            elif migration.source == one.epoch and migration.state is not MigrationState.FINISHING:
+                view, _ = apply_move(view, view, num_blocks)
+        return view
+
+    def _movable(self, epoch: int) -> list[MovableRequest]:
+        entries = self._book.entries_of(epoch).values()
+        return [
+            MovableRequest(entry.number, self._book.count_blocks(entry), self._tried_s.get(entry.number))
+            for entry in entries
+            if entry.tokens and self.migrations.find(entry.number) is None
+        ]
+
+    def _begin(self, request: int, source: int, target: int) -> int:
+        (entry,) = (one for one in self._book.entries_of(source).values() if one.number == request)
+        now = time.monotonic()
+        one, actions = self.migrations.begin(request, source, target)
+        self._trips[one.number] = _Trip(entry, entry.ticket or 0, now)
+        self._tried_s[request] = now
+        self._apply((one, actions))
+        return one.number
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def take(self, message: MigrationAnswer, integers: Sequence[int]) -> None:
+        """An instance answers. Of a migration that is over nothing counts.
+
+        Raises:
+            WireError: It is no answer.
+        """
+        trip, one = self._trips.get(message.number), self.migrations.get(message.number)
+        if trip is None or one is None:
+            return
+        is_placed = (trip.entry.epoch, trip.entry.ticket) == (one.source, trip.ticket)
+        if not is_placed and one.state is not MigrationState.FINISHING:  # its instance gave it back
+            self._apply(self.migrations.abort(one.number))
+            return
+        trip.since_s = time.monotonic()
+        match message:
+            case KvHeld():
+                trip.address, trip.blocks = message.address, integers
+                num_blocks = len(integers) if message.is_running else None
+                self._apply(self.migrations.hold(one.number, message.epoch, num_blocks))
+            case KvPulled():
+                num_full = self._book.count_blocks(trip.entry) - 1
+                is_whole = message.is_whole
+                self._apply(
+                    self.migrations.pull(one.number, message.epoch, is_whole=is_whole, num_full_blocks=num_full)
+                )
+            case RequestStopped():
+                self._take_stopped(one, trip, message, integers)
+
+    def _take_stopped(self, one: Migration, trip: _Trip, message: RequestStopped, integers: Sequence[int]) -> None:
+        if message.is_stopped and message.num_tokens != trip.entry.num_tokens:
+            raise WireError(f"a request stopped after {message.num_tokens} tokens, not {trip.entry.num_tokens}")
+        trip.blocks, trip.num_computed = integers, message.num_computed
+        num_blocks = len(integers) if message.is_stopped else None
+        self._apply(self.migrations.stop(one.number, message.epoch, num_blocks))
+
+    def end(self, epoch: int) -> None:
+        """The life of an instance is over; requests that were placed on it are given back already."""
+        for step in self.migrations.end(epoch):
+            self._apply(step)
+
+    def forget(self, entry: Entry) -> None:
+        """A request has ended."""
+        self._tried_s.pop(entry.number, None)
+        one = self.migrations.find(entry.number)
+        if one is not None:
+            self._apply(self.migrations.abort(one.number))
+
+    # -- what is due ---------------------------------------------------------------------------------------------------
+
+    def _apply(self, step: Step | None) -> None:
+        if step is None:
+            return
+        one, actions = step
+        trip = self._trips[one.number]
+        for act, epoch in actions:
+            self._do(one, trip, act, epoch)
+        if one.result is not None:
+            del self._trips[one.number]
+            self.counts.num_ended[one.result] += 1
+            logger.debug("migration %d of request %d: %s", one.number, one.request, one.result)
+
+    def _do(self, one: Migration, trip: _Trip, act: Act, epoch: int) -> None:
+        match act:
+            case Act.HOLD:
+                self._send(epoch, HoldKv(epoch, one.number, trip.ticket, one.num_copied, trip.secret), ())
+            case Act.PULL:
+                self._send(epoch, PullKv(epoch, one.number, trip.address, trip.secret), trip.blocks)
+            case Act.STOP:
+                trip.stopped_s = time.monotonic()
+                self._send(epoch, StopRequest(epoch, one.number, one.num_copied), ())
+            case Act.LIFT:
+                self._book.lift(trip.entry)
+                self._send(epoch, Abort(epoch, trip.ticket), ())  # one that has not stopped yet is not wanted there
+            case Act.GO_ON:
+                self._go_on(one, trip, epoch)
+            case Act.RECOMPUTE:
+                self._note_downtime(trip)
+                self._book.wait(trip.entry)
+                self._place()
+            case Act.RELEASE:
+                self._send(epoch, ReleaseKv(epoch, one.number), ())
+
+    def _go_on(self, one: Migration, trip: _Trip, epoch: int) -> None:
+        entry = trip.entry
+        self._book.put(entry, epoch)
+        request = replace(entry.as_request(), is_accepted=True)
+        submit = submit_of(request, epoch, entry.ticket or 0, time.monotonic())
+        message = GoOn(epoch, one.number, trip.num_computed, submit)
+        self._send(epoch, message, request.prompt_token_ids + request.known_token_ids)
+        self._note_downtime(trip)
+        if epoch == one.target:
+            self.counts.num_tokens += trip.num_computed
+
+    def _note_downtime(self, trip: _Trip) -> None:
+        if trip.stopped_s is not None:
+            self.counts.downtime_s += time.monotonic() - trip.stopped_s
+
+
+def _can_take_part(one: Instance) -> bool:
+    return one.can_move and one.takes_requests and one.part is None

@@ -1,0 +1,88 @@
+"""``/migrations``, and what moves a request by hand: ``/v1/cluster/migrate``.
+
+An API key, if the server has any, is needed for the latter.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from floodplain.cluster.front import Front
+from floodplain.cluster.group_routes import find_epoch
+from floodplain.cluster.migrating import Migrating
+from floodplain.core.errors import UserError
+
+
+class Between(BaseModel):
+    """From which instance, to which: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them."""
+
+    source: str
+    target: str
+
+
+class MigrationRow(BaseModel):
+    """One migration under way; epochs are None once the instance's life has ended."""
+
+    number: int
+    source: int | None
+    target: int | None
+    state: str
+    copied_blocks: int
+
+
+class Migrations(BaseModel):
+    """Those under way, and what became of others: ``ended`` counts them by result; both others only grow."""
+
+    migrations: list[MigrationRow]
+    ended: dict[str, int]
+    downtime_s: float
+    moved_tokens: int
+
+
+class Begun(BaseModel):
+    """A migration has begun."""
+
+    number: int
+
+
+def list_migrations(migrating: Migrating) -> Migrations:
+    """What is known now."""
+    rows = [
+        MigrationRow(
+            number=one.number, source=one.source, target=one.target, state=one.state, copied_blocks=one.num_copied
+        )
+        for one in migrating.migrations
+    ]
+    counts = migrating.counts
+    return Migrations(
+        migrations=rows,
+        ended=dict(counts.num_ended),
+        downtime_s=counts.downtime_s,
+        moved_tokens=counts.num_tokens,
+    )
+
+
+def migration_router(front: Front) -> APIRouter:
+    """The routes, for an app."""
+    router = APIRouter()
+
+    @router.get("/migrations")
+    async def migrations() -> Migrations:
+        """Running requests that move between instances."""
+        return list_migrations(_expect_migrating(front))
+
+    @router.post("/v1/cluster/migrate")
+    async def migrate(between: Between) -> Begun:
+        """Begin to move the shortest request that runs on an instance to another one. Answers at once."""
+        migrating = _expect_migrating(front)
+        source, target = find_epoch(front, between.source), find_epoch(front, between.target)
+        return Begun(number=migrating.move_one(source, target))
+
+    return router
+
+
+def _expect_migrating(front: Front) -> Migrating:
+    if front.migrating is None:
+        raise UserError("requests cannot move while they run: start the front with --relief migrate")
+    return front.migrating

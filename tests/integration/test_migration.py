@@ -1,0 +1,178 @@
+"""Running requests move between two instances with their KV, in one process: tokens, and blocks, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from floodplain.cluster import bulk_server
+from floodplain.cluster.kv_copies import Puller, RequestCopy
+from floodplain.cluster.migration_book import MigrationState
+from floodplain.core.errors import UserError
+from floodplain.engine.config import EngineConfig
+from tests.support import front_process
+from tests.support.cluster_peers import until
+from tests.support.moving import Moving, moving
+
+MODEL = "dummy:tiny-deep"
+CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_memory=2**22, max_model_len=512)
+PROMPT = tuple(range(3, 74))
+NUM_TOKENS = 72
+SEEDED = {"temperature": 0.8, "seed": 11}
+
+
+@cache
+def expected(is_seeded: bool = False) -> list[int]:
+    """What one engine gives."""
+    flags = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 512}
+    how = SEEDED if is_seeded else {}
+    (tokens,) = front_process.one_engine(MODEL, [PROMPT], flags, max_tokens=NUM_TOKENS, **how)
+    return tokens
+
+
+def story(tell: Callable[[Moving], Awaitable[None]]) -> None:
+    """Tell a story with two instances."""
+
+    async def run() -> None:
+        async with moving(CONFIG) as some:
+            await tell(some)
+
+    asyncio.run(run())
+
+
+def states_of(some: Moving) -> list[MigrationState]:
+    return [one.state for one in some.migrating.migrations]
+
+
+class Barrier:
+    """Holds the chunks that an instance sends for a migration in a certain state until it is opened."""
+
+    def __init__(self, some: Moving, epoch: int, state: MigrationState) -> None:
+        self.opened, self.num_held = threading.Event(), 0
+        self._some, self._state = some, state
+        some.members[epoch].bulk_gate = self._hold
+
+    def _hold(self) -> None:
+        if self._state in states_of(self._some):
+            self.num_held += 1
+            assert self.opened.wait(30)
+
+
+def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
+    async def tell(some: Moving) -> None:
+        for is_seeded in (False, True):
+            entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS, **(SEEDED if is_seeded else {}))
+            for number in (5, 25, 45):  # there, back, and there again
+                source, target = await some.started(entry, number)
+                some.migrating.move_one(source, target)
+                await some.ended()
+                assert entry.epoch == target
+            assert await some.tokens(caller) == expected(is_seeded)
+        assert some.results() == {"moved": 6}
+        counts = some.migrating.counts
+        assert counts.num_tokens > 6 * len(PROMPT) and 0 < counts.downtime_s < 6.0
+        assert not some.front.requests.num_moved  # none was computed again
+        await some.check_at_rest()
+
+    story(tell)
+
+
+def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = bulk_server.compute_digest
+
+    async def tell(some: Moving) -> None:
+        entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS)
+        for number, wanted in ((5, MigrationState.COPYING), (25, MigrationState.FINISHING)):
+            source, target = await some.started(entry, number)
+            monkeypatch.setattr(
+                bulk_server,
+                "compute_digest",
+                lambda data, wanted=wanted: real(data) ^ (wanted in states_of(some)),
+            )
+            some.migrating.move_one(source, target)
+            await some.ended()
+            assert entry.epoch == source
+        assert await some.tokens(caller) == expected()
+        assert some.results() == {"failed": 2} and not entry.num_moves
+        await some.check_at_rest()
+
+    story(tell)
+
+
+def test_a_partly_filled_block_that_is_not_copied_changes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: tokens that do not differ show that KV was copied, and not that it does not matter."""
+    real = Puller.copy
+
+    async def tell(some: Moving) -> None:
+        def skip_last(self: Puller, one: RequestCopy, write: Any) -> bool:
+            if MigrationState.FINISHING in states_of(some):
+                one = replace(one, sources=one.sources[:-1], targets=one.targets[:-1])
+            return real(self, one, write)
+
+        monkeypatch.setattr(Puller, "copy", skip_last)
+        entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS)
+        some.migrating.move_one(*await some.started(entry, 8))
+        assert await some.tokens(caller) != expected()
+        assert some.results() == {"moved": 1}
+
+    story(tell)
+
+
+@pytest.mark.parametrize("state", [MigrationState.COPYING, MigrationState.FINISHING])
+def test_an_abort_while_kv_is_copied_frees_all_blocks(state: MigrationState) -> None:
+    async def tell(some: Moving) -> None:
+        entry, _ = some.ask(PROMPT, max_tokens=400)
+        source, target = await some.started(entry)
+        barrier = Barrier(some, source, state)
+        some.migrating.move_one(source, target)
+        await until(lambda: barrier.num_held)
+        some.front.requests.drop(entry)
+        barrier.opened.set()
+        assert not len(some.migrating.migrations)
+        assert len(some.front.book) == 0
+        await some.check_at_rest()
+
+    story(tell)
+
+
+@pytest.mark.parametrize("dies", ["source", "target"])
+@pytest.mark.parametrize("state", [MigrationState.COPYING, MigrationState.FINISHING])
+def test_the_end_of_either_life_costs_no_token(dies: str, state: MigrationState) -> None:
+    async def tell(some: Moving) -> None:
+        entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS)
+        source, target = await some.started(entry)
+        barrier = Barrier(some, source, state)
+        some.migrating.move_one(source, target)
+        await until(lambda: barrier.num_held)
+        dead = source if dies == "source" else target
+        some.lives[dead].cancel()
+        await until(lambda: some.front.book.roster.get(dead) is None)
+        barrier.opened.set()
+        assert await some.tokens(caller) == expected()
+        await some.ended()
+        await some.check_at_rest()
+
+    story(tell)
+
+
+def test_what_cannot_move_is_said_in_one_line() -> None:
+    async def tell(some: Moving) -> None:
+        first, second = some.members
+        with pytest.raises(UserError, match="runs no request"):
+            some.migrating.move_one(first, second)
+        entry, caller = some.ask(PROMPT, max_tokens=30)
+        source, target = await some.started(entry)
+        with pytest.raises(UserError, match="has the request already"):
+            some.migrating.move_one(source, source)
+        some.front.book.roster.expect(target).can_move = False
+        with pytest.raises(UserError, match="--relief migrate"):
+            some.migrating.move_one(source, target)
+        await some.tokens(caller)
+
+    story(tell)
