@@ -208,6 +208,8 @@ class Grouping:
         counts = dict.fromkeys(plan.epochs, 0)
         homes = {}
         for request, one in plan.travellers.items():
+            if not self._book.is_lifted(one.entry):
+                continue  # its client hung up
             homes[request] = min(counts, key=lambda epoch: (counts[epoch], epoch))
             counts[homes[request]] += len(one.blocks)
         for epoch in plan.epochs:
@@ -256,6 +258,8 @@ class Grouping:
                 self._forget_plan(plan)
             case GroupState.OVER:
                 self.counts.note(plan.number, "ended", now - plan.begun_s)
+                for one in plan.travellers.values():
+                    self._let_wait_if_lifted(one.entry)
                 self._forget_plan(plan)
 
     def _lead(self, plan: GroupPlan, now: float) -> None:
@@ -284,6 +288,9 @@ class Grouping:
     def _let_wait(self, entry: Entry) -> None:
         if entry.ticket is not None:
             self._book.lift(entry)
+        self._let_wait_if_lifted(entry)
+
+    def _let_wait_if_lifted(self, entry: Entry) -> None:
         if self._book.is_lifted(entry):
             self._book.wait(entry)
             self.counts.num_recomputed += 1

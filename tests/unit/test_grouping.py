@@ -1,0 +1,108 @@
+"""Requests between two members of a group, as the front has them: none is lost, none is placed that has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+
+from floodplain.cluster.book import Book, Entry
+from floodplain.cluster.facts import InstanceFacts
+from floodplain.cluster.group_answers import GroupDone, HandedOver, KvRow, Planned, Prepared
+from floodplain.cluster.group_orders import Adopt, Collect, GroupOrder
+from floodplain.cluster.grouping import Grouping
+from floodplain.cluster.roster import Roster
+from floodplain.core.groups import GroupState
+from floodplain.core.request import Request
+from floodplain.core.sampling import SamplingParams
+from floodplain.cost.model_shape import SHAPES
+
+SHAPE = SHAPES["tiny-deep"]
+NUM_REQUESTS, NUM_PROMPT, BLOCK_TOKENS = 5, 32, 16
+
+
+class Front:
+    """A front with two instances in the middle of a restore: the leader has handed its requests over."""
+
+    def __init__(self) -> None:
+        self.sent: list[GroupOrder] = []
+        self.book = Book(Roster(1.0))
+        for slot in range(2):
+            facts = InstanceFacts("1", "f", "float32", 1024, BLOCK_TOKENS, 80, "host", slot)
+            self.book.join(facts, slot, 0.0).can_drop = True
+        self.grouping = Grouping(self.book, SHAPE, self._send, self._end, lambda: self.book.place())
+        self.number = self.grouping.drop([1, 2])
+        for epoch in (1, 2):
+            self._answer(Prepared(epoch, self.number, None, "h", epoch, f"h:{epoch}", 480, 2, (8,) * 12, 4, ()))
+        for answer in ("dropped", "settled"):
+            self._all(answer)
+        params = SamplingParams(temperature=0.0, max_tokens=100)
+        self.entries = [
+            self.book.open(
+                Request(request_id=str(number), prompt_token_ids=(number,) * NUM_PROMPT, params=params, arrival_s=0.0)
+            )
+            for number in range(NUM_REQUESTS)
+        ]
+        self.book.place()
+        assert {entry.epoch for entry in self.entries} == {1}
+        self.grouping.restore(self.number)
+        self._answer(Planned(1, self.number, 0, ()))
+        for answer in ("moved", "filled"):
+            self._all(answer)
+        rows = tuple(KvRow(entry.ticket or 0, NUM_PROMPT, NUM_PROMPT - 1, 2) for entry in self.entries)
+        self._answer(HandedOver(1, self.number, rows), range(2 * NUM_REQUESTS))
+        assert self.state is GroupState.RETURNING
+
+    @property
+    def state(self) -> GroupState | None:
+        group = self.grouping.groups.get(self.number)
+        return None if group is None else group.state
+
+    def hang_up(self, entry: Entry) -> None:
+        self.grouping.forget(entry)
+        self.book.close(entry)
+
+    def end(self, epoch: int) -> None:
+        self._end(epoch, "hung_up")
+
+    def return_other(self) -> None:
+        self._answer(GroupDone(2, self.number, "returned"))
+
+    def _send(self, epoch: int, order: GroupOrder, integers: Sequence[int]) -> None:
+        self.sent.append(order)
+
+    def _end(self, epoch: int, why: str) -> None:
+        for entry in self.book.end(epoch):
+            self.book.give_back(entry)
+        self.grouping.end(epoch)
+
+    def _all(self, answer: str) -> None:
+        for epoch in (1, 2):
+            self._answer(GroupDone(epoch, self.number, answer))
+
+    def _answer(self, message: Prepared | Planned | HandedOver | GroupDone, integers: Sequence[int] = ()) -> None:
+        self.grouping.take(message, tuple(integers))
+        self.book.check_integrity()
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_death_during_return_lets_handed_over_requests_wait(epoch: int) -> None:
+    front = Front()
+    front.end(epoch)
+    assert front.state is None and front.book.num_homeless == NUM_REQUESTS
+    front.book.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_request_aborted_during_return_is_neither_collected_nor_adopted(seed: int) -> None:
+    front, random = Front(), Random(seed)
+    gone = random.sample(front.entries, random.randint(1, NUM_REQUESTS))
+    for entry in gone:
+        front.hang_up(entry)
+    front.return_other()
+    kept = {entry.number for entry in front.entries} - {entry.number for entry in gone}
+    collected = [held.request for order in front.sent if isinstance(order, Collect) for held in order.held]
+    assert sorted(collected) == sorted(kept) and len(front.book) == len(kept)
+    assert not any(isinstance(order, Adopt) for order in front.sent)
+    assert front.state is (GroupState.ADOPTING if kept else GroupState.CLOSING)
