@@ -109,6 +109,8 @@ class GroupLife(Life):
                 self._session = None
             case Adopt():
                 self._begin(order.submit, integers, session.adopter(order.request, order.num_computed))
+                stream = self._streams[order.submit.ticket]
+                stream.add_done_callback(lambda _: session.release(order.request))  # if it ended before it ran
             case Release():
                 session.release(order.request)
             case Grow() if session.pipeline is not None:
@@ -159,8 +161,8 @@ class GroupLife(Life):
             case Collect():
                 await session.collect(order, integers, self._note_copied(order, Answer.COLLECTED))
             case Close():
-                self._retire_group()
                 await session.close()
+                self._retire_group()  # after the last beat of a group that has an engine
                 self._session = None
                 self._say(order, Answer.CLOSED)
             case _:

@@ -116,9 +116,7 @@ class Session:
         for held in order.held:
             sources = tuple(blocks[start : start + held.num_blocks])
             start += held.num_blocks
-            targets = await self._run(partial(_begin_load, len(sources)))
-            if targets is not None:
-                self._loading[held.request] = targets
+            targets = await self._run(partial(self._begin_load, held.request, len(sources)))
             layers: dict[str, list[int]] = {}
             for layer, address in enumerate(order.addresses):
                 layers.setdefault(address, []).append(layer)
@@ -136,14 +134,13 @@ class Session:
     def adopter(self, request: int, num_computed: int) -> Callable[[Engine, SeqId], None]:
         """What is to be called with the engine that goes on with a request when the request waits there."""
         if request in self._loading:
-            return partial(_adopt_loaded, self._loading.pop(request), num_computed)
+            return partial(self._adopt_loaded, request, num_computed)
         return self._expect_pipeline().adopter(request, num_computed)
 
     def release(self, request: int) -> None:
-        """A request does not come, or comes without KV."""
+        """A request does not come, or comes without KV. Of one that was adopted nothing changes."""
         if request in self._loading:
-            blocks = self._loading.pop(request)
-            self._member.engine.post(lambda engine: engine.loop.state.ledger.abort_load(blocks))
+            self._member.engine.post(partial(self._abort_load, request))
         elif self.pipeline is not None and self.pipeline.engine is not None:
             self.pipeline.release(request)
 
@@ -224,6 +221,27 @@ class Session:
             raise InvariantError("spare pages of a group are gone")
         self._member.grow(engine, pages)
 
+    # -- on the engine's thread: blocks of requests that come home ------------------------------------------------
+
+    def _begin_load(self, request: int, num_blocks: int, engine: Engine) -> list[BlockId] | None:
+        blocks = engine.loop.state.ledger.begin_load(num_blocks)
+        if blocks is not None:
+            self._loading[request] = blocks
+        return blocks
+
+    def _adopt_loaded(self, request: int, num_computed: int, engine: Engine, seq_id: SeqId) -> None:
+        ledger, blocks = engine.loop.state.ledger, self._loading.pop(request)
+        ledger.commit_load(blocks)
+        if not adopt(engine.loop, seq_id, blocks, num_computed, engine.clock()):
+            ledger.free(blocks)
+
+    def _abort_load(self, request: int, engine: Engine) -> None:
+        blocks = self._loading.pop(request, None)
+        if blocks is not None:
+            engine.loop.state.ledger.abort_load(blocks)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
     async def _end_pipeline(self) -> None:
         if self.pipeline is not None:
             await self.pipeline.close()
@@ -252,14 +270,3 @@ class Session:
         if self.pipeline is None:
             raise InvariantError("a group's pipeline is not there")
         return self.pipeline
-
-
-def _begin_load(num_blocks: int, engine: Engine) -> list[BlockId] | None:
-    return engine.loop.state.ledger.begin_load(num_blocks)
-
-
-def _adopt_loaded(blocks: Sequence[BlockId], num_computed: int, engine: Engine, seq_id: SeqId) -> None:
-    ledger = engine.loop.state.ledger
-    ledger.commit_load(blocks)
-    if not adopt(engine.loop, seq_id, blocks, num_computed, engine.clock()):
-        ledger.free(blocks)

@@ -1,0 +1,47 @@
+"""Blocks that are reserved for a request that comes home are adopted or freed, even if its stream never ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from floodplain.cluster.group_session import Session
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.request import SeqId
+
+REQUEST, NUM_LOADED = 7, 3
+
+
+def session_with_engine() -> tuple[Session, Any]:
+    """A session whose member has an engine with nothing but a ledger: what is posted to it runs at once."""
+    state = SimpleNamespace(ledger=BlockLedger(16, 16), sequences={})
+    engine: Any = SimpleNamespace(loop=SimpleNamespace(state=state), clock=lambda: 0.0)
+
+    def post(function: Callable[[Any], object]) -> None:
+        function(engine)
+
+    member: Any = SimpleNamespace(engine=SimpleNamespace(post=post))
+    return Session(member, number=1), engine
+
+
+def test_blocks_of_a_stream_that_never_ran_are_freed() -> None:
+    session, engine = session_with_engine()
+    ledger = engine.loop.state.ledger
+    assert session._begin_load(REQUEST, NUM_LOADED, engine) is not None and ledger.num_available == 16 - NUM_LOADED
+    session.adopter(REQUEST, 40)  # the order came; its stream was cancelled before it submitted anything
+    session.release(REQUEST)
+    assert ledger.num_available == 16
+    session.release(REQUEST)  # a second time nothing changes
+    assert ledger.num_available == 16
+
+
+def test_release_after_adoption_changes_nothing() -> None:
+    session, engine = session_with_engine()
+    ledger = engine.loop.state.ledger
+    session._begin_load(REQUEST, NUM_LOADED, engine)
+    session.adopter(REQUEST, 40)(engine, SeqId(1))  # the request is gone by then: its blocks are free
+    assert ledger.num_available == 16
+    other = ledger.begin_load(16)
+    session.release(REQUEST)
+    assert other is not None and ledger.num_available == 0
