@@ -1,4 +1,4 @@
-"""The processes of the demo's second part: a coordinator and two servers, each as its own verb starts it."""
+"""Verbs as processes; and those of the demo's second part: a coordinator and two servers."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ class VerbProcess:
         words: The verb and its flags.
         log: What it writes to standard error goes there.
         cores: It may run on these, and computes with as many threads; None leaves both to the system.
+        num_threads: It and its children compute with so many each; None: as ``cores`` says.
     """
 
-    def __init__(self, words: Sequence[str], log: Path, cores: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, words: Sequence[str], log: Path, cores: Sequence[int] | None = None, *, num_threads: int | None = None
+    ) -> None:
         self._words = tuple(words)
         self._log = log
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-        if cores:
-            environment["OMP_NUM_THREADS"] = str(len(cores))
+        if num_threads or cores:
+            environment["OMP_NUM_THREADS"] = str(num_threads or len(cores or ()))
         with _bound_to(cores), log.open("wb") as errors:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _VERB, *words, "--format", "json"],

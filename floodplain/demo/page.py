@@ -47,7 +47,7 @@ def write_files(
     from floodplain.observe.report import render_report
     from floodplain.observe.strict_json import save_result
 
-    machine = _machine()
+    machine = describe_machine()
     summary = {"runs": [{"name": name, **result} for name, result in runs], "leases": leases, "machine": machine}
     with writing(folder):
         save_result(folder / "demo.json", summary)
@@ -107,7 +107,8 @@ def _leases_section(folder: Path, leases: Mapping[str, Any], where: str) -> Sect
     return Section(LEASES_TITLE, describe(leases), "leases", to_svg(figure), LEASES_CAPTION)
 
 
-def _machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
+    """Facts of this machine, for ``machine`` of ``demo.json`` and the page."""
     import torch
 
     from floodplain.bench.offline import hardware_report

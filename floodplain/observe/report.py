@@ -6,11 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from floodplain.observe.plots import draw_all, to_svg
 from floodplain.observe.style import Run, subtitle
 from floodplain.observe.table import format_number, lookup, summary_rows, transposed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CAPTIONS: Mapping[str, str] = {
     "ttft": "How long each request waited for its first token. A hill is a queue: requests that came later waited for "
@@ -63,6 +66,7 @@ def render_report(
     paragraphs: Sequence[str] = (),
     ways: Mapping[str, str] | None = None,
     sections: Sequence[Section] = (),
+    figures: Mapping[str, Figure] | None = None,
 ) -> str:
     """Return the page as HTML that refers to nothing outside itself.
 
@@ -73,7 +77,10 @@ def render_report(
         paragraphs: What the reader should know first, in plain words (plain text).
         ways: What the names of the runs stand for, in plain words (plain text).
         sections: What follows the pictures of the runs.
+        figures: The pictures of the runs, by the names of ``CAPTIONS``; None: all that they give.
     """
+    if figures is None:
+        figures = draw_all(runs)
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="where">{escape(subtitle(runs))}</p>',
@@ -85,8 +92,8 @@ def render_report(
         "</ul>",
         "<h2>Numbers</h2>",
         _table(runs),
-        "<h2>Pictures</h2>",
-        *(_picture(name, to_svg(figure), CAPTIONS[name]) for name, figure in draw_all(runs).items()),
+        *(["<h2>Pictures</h2>"] if figures else []),
+        *(_picture(name, to_svg(figure), CAPTIONS[name]) for name, figure in figures.items()),
         *(_section(section) for section in sections),
         *_emulation(runs),
         "<h2>Machine</h2>",
