@@ -5,7 +5,7 @@ machine turns out to do: a stable rate below its capacity, several times that fo
 and every way gets the same requests. Everything runs in this process, from the load client to the model.
 
 Second part: see ``demo.leases``. With ``--expansion`` there is one part: the burst in a part of the memory, without
-layers that stream and with them, and in all of it.
+layers that stream and with them, and in all of it. With ``--cluster`` there is one part, too: see ``demo.relief``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.core.errors import UserError
 from floodplain.demo.leases import serve_scene
 from floodplain.demo.leases_load import FULL_SCENE, QUICK_SCENE
 from floodplain.demo.load import FULL, QUICK, Scale, burst, engine_config, sample_spec
 from floodplain.demo.page import print_summary, write_files
+from floodplain.demo.relief import runs_of, serve_relief
+from floodplain.demo.relief_load import FULL_RELIEF, QUICK_RELIEF
+from floodplain.demo.relief_page import print_cluster_summary, write_cluster_files
 from floodplain.demo.run import Run, measure_machine, serve_way
 from floodplain.demo.ways import WAYS, expansion_ways
 from floodplain.files.results import check_writable
@@ -40,6 +44,9 @@ class DemoConfig:
     expansion: bool = field(
         default=False, metadata={"help": "instead: the same burst in a part of the memory, with layers that stream"}
     )
+    cluster: bool = field(
+        default=False, metadata={"help": "instead: a spike over two instances, which drop layers and restore them"}
+    )
     model: str = field(default="smollm2", metadata={"help": "the model that is served"})
     seed: int = field(default=0, metadata={"help": "seed of arrivals, lengths and texts"})
 
@@ -54,7 +61,11 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo, write its files, print its table."""
     demo = dataclass_from(args, DemoConfig)
+    if demo.cluster and demo.expansion:
+        raise UserError("--cluster does not go with --expansion: each is a demo of its own")
     check_writable(demo.out / "demo.json")
+    if demo.cluster:
+        return _run_cluster(demo, args)
     runs = asyncio.run(_serve_ways(demo, progress=not args.quiet))
     leases = None
     try:
@@ -63,6 +74,14 @@ def run(args: argparse.Namespace) -> int:
         summary = write_files(demo.out, _scale(demo), runs, leases, expands=demo.expansion)
     print_summary(demo.out, summary, as_json=args.format == "json")
     return 1 if any(result["failed"] for _, result in runs) or (leases or {}).get("failed") else 0
+
+
+def _run_cluster(demo: DemoConfig, args: argparse.Namespace) -> int:
+    scale = QUICK_RELIEF if demo.quick else FULL_RELIEF
+    records, cluster = serve_relief(demo.model, demo.seed, scale, progress=not args.quiet)
+    summary = write_cluster_files(demo.out, runs_of(records, demo.model, demo.seed, scale), cluster)
+    print_cluster_summary(demo.out, summary, as_json=args.format == "json")
+    return 1 if cluster["failed"] else 0
 
 
 async def _serve_ways(demo: DemoConfig, *, progress: bool) -> list[Run]:

@@ -1,0 +1,163 @@
+"""``floodplain demo --cluster``: in a spike two instances drop layers and serve as a pipeline; later they restore them.
+
+One front and two instances, as ``floodplain serve --instances 2 --relief drop`` starts them. A few users; then several
+times as many, who need more KV than both pools hold; then the few again, until all layers are back. The experiment is
+that of KunServe's Figure 12, with real processes on one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from floodplain.demo.cluster import VerbProcess
+from floodplain.demo.relief_load import DTYPE, NUM_INSTANCES, Crowd, ReliefScale, relief_requests, serve_words, shifted
+from floodplain.demo.relief_watch import (
+    SOLO,
+    ReliefSample,
+    ReliefTotals,
+    find_spans,
+    has_restored,
+    read_totals,
+    relief_columns,
+    watching_relief,
+)
+
+if TYPE_CHECKING:
+    from floodplain.demo.run import Run
+    from floodplain.workload.records import LoadRequest, RequestRecord
+
+PHASES = ("before", "spike", "after")
+NO_DROP_S = 10.0
+"""If no layer was dropped so long after the spike, none will be."""
+POLL_S = 0.05
+
+
+def serve_relief(
+    model: str, seed: int, scale: ReliefScale, *, progress: bool
+) -> tuple[list[RequestRecord], dict[str, Any]]:
+    """Start the processes, play the scene, end them: the requests' records, and ``cluster`` of ``demo.json``.
+
+    Args:
+        model: That both instances serve.
+        seed: Of lengths and texts.
+        scale: Of the scene.
+        progress: Whether to say on standard error what happens.
+
+    Raises:
+        UserError: The front does not start, or ended.
+    """
+    from floodplain.engine.build import kv_bytes_per_token
+    from floodplain.model.weights.open_model import open_model
+
+    source = open_model(model)
+    requests = relief_requests(source.load_tokenizer(), seed, scale)
+    words = serve_words(model, seed, scale, kv_bytes_per_token(source.config, DTYPE))
+    if progress:
+        print(f"cluster: a front and {NUM_INSTANCES} instances", file=sys.stderr)
+    with (
+        tempfile.TemporaryDirectory(prefix="floodplain-demo-") as folder,
+        VerbProcess(words, Path(folder) / "front.log", num_threads=1) as front,
+    ):
+        ready = front.wait_ready()
+        records, samples, totals = asyncio.run(_play(str(ready["url"]), model, requests, scale))
+    return records, {"command": ["floodplain", *words], "scene": asdict(scale), **summarise(records, samples, totals)}
+
+
+async def _play(
+    url: str, model: str, requests: Sequence[LoadRequest], scale: ReliefScale
+) -> tuple[list[RequestRecord], list[ReliefSample], ReliefTotals]:
+    from floodplain.workload.http_target import HttpTarget
+
+    async with HttpTarget(url, model) as target:
+        crowd = Crowd(target, requests)
+        await crowd.warm_up()
+        over = asyncio.Event()
+        async with watching_relief(url, crowd.begin()) as samples, asyncio.TaskGroup() as group:
+            calm = group.create_task(crowd.visit(scale.num_users, 0.0, lambda _: over.is_set()))
+            more = scale.num_spike_users - scale.num_users
+            group.create_task(crowd.visit(more, scale.spike_s, lambda now_s: now_s >= scale.calm_s))
+            while not (calm.done() or is_at_end(samples, crowd.now_s(), scale)):
+                await asyncio.sleep(POLL_S)
+            await asyncio.sleep(scale.after_s)
+            over.set()
+    return crowd.records, samples, await read_totals(url)
+
+
+def is_at_end(samples: Sequence[ReliefSample], now_s: float, scale: ReliefScale) -> bool:
+    """Whether all layers are back after the spike, or need not be waited for."""
+    if now_s < scale.calm_s:
+        return False
+    is_undropped = all(sample.phase == SOLO for sample in samples)
+    return has_restored(samples) or now_s >= scale.give_up_s or (is_undropped and now_s >= scale.calm_s + NO_DROP_S)
+
+
+def summarise(
+    records: Sequence[RequestRecord], samples: Sequence[ReliefSample], totals: ReliefTotals
+) -> dict[str, Any]:
+    """The scene in numbers, and what the picture shows."""
+    sent = sorted(records, key=lambda record: record.sent_s)
+    return {
+        "blocks": {
+            "before": samples[0].blocks if samples else 0,
+            "dropped": max((sample.blocks for sample in samples if sample.phase == "pipelined"), default=None),
+            "most_used": max((sample.used_blocks for sample in samples), default=0),
+        },
+        "totals": asdict(totals),
+        "completed": sum(record.error is None for record in records),
+        "failed": sum(record.error is not None for record in records),
+        "spans": find_spans(samples),
+        "samples": relief_columns(samples),
+        "requests": {
+            "sent_s": [record.sent_s for record in sent],
+            "ttft_s": [record.token_times_s[0] - record.sent_s if record.token_times_s else None for record in sent],
+        },
+    }
+
+
+def runs_of(records: Sequence[RequestRecord], model: str, seed: int, scale: ReliefScale) -> list[Run]:
+    """A benchmark result for the requests that were sent before the spike, in it, and after it."""
+    from floodplain.bench.offline import hardware_report
+    from floodplain.observe.result import benchmark_result
+    from floodplain.observe.run_facts import RunInfo
+
+    begins = (0.0, scale.spike_s, scale.calm_s, float("inf"))
+    users = (scale.num_users, scale.num_spike_users, scale.num_users)
+    runs = []
+    for phase, from_s, to_s, num_users in zip(PHASES, begins, begins[1:], users, strict=False):
+        part = [shifted(record, -from_s) for record in records if from_s <= record.sent_s < to_s]
+        info = RunInfo(
+            backend="openai",
+            model_id=model,
+            tokenizer_id=model,
+            max_concurrency=num_users,
+            seed=seed,
+            config={"users": num_users, **asdict(scale)},
+            hardware=hardware_report("cpu"),
+        )
+        runs.append((phase, benchmark_result(sorted(part, key=lambda record: record.sent_s), info)))
+    return runs
+
+
+def describe_drop(cluster: Mapping[str, Any]) -> str:
+    """What the drop and the restore were like, in a sentence or two."""
+    totals, blocks = cluster["totals"], cluster["blocks"]
+    if not totals["num_drops"]:
+        return "No layer was dropped: memory was not short for long enough on this machine."
+    restored = (
+        f"All layers were back {totals['restored_s'] / totals['num_restores']:.2f} s after the decision to restore."
+        if totals["num_restores"]
+        else "Layers were not back before the demo ended."
+    )
+    return (
+        f"{blocks['before']} KV blocks became {blocks['dropped'] or '-'}. They could be used "
+        f"{totals['usable_s'] / totals['num_drops']:.2f} s after the decision to drop, and all KV had moved after "
+        f"{totals['dropped_s'] / totals['num_drops']:.2f} s. {restored} In both changes {totals['num_carried']} "
+        f"requests went on with their KV, and {totals['num_recomputed']} were computed again; "
+        f"{cluster['failed']} failed."
+    )

@@ -1,0 +1,214 @@
+"""Looks at ``/groups`` and ``/instances`` of a front several times a second while instances drop layers and restore."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from floodplain.core.errors import UserError
+from floodplain.core.groups import GroupState
+from floodplain.observe.scraped import Scraped
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    import aiohttp
+
+PERIOD_S = 0.1
+_STATES: Mapping[str, tuple[GroupState, ...]] = {
+    "dropping": (GroupState.PREPARING, GroupState.DROPPING),
+    "exchanging": (GroupState.EXCHANGING, GroupState.SETTLING),
+    "pipelined": (GroupState.PIPELINED,),
+    "restoring": (
+        GroupState.PLANNING,
+        GroupState.SHRINKING,
+        GroupState.FILLING,
+        GroupState.HANDOVER,
+        GroupState.RETURNING,
+        GroupState.ADOPTING,
+        GroupState.CLOSING,
+    ),
+}
+SOLO = "solo"
+_PHASE_OF = {state.value: phase for phase, states in _STATES.items() for state in states}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliefSample:
+    """All instances at one moment.
+
+    Attributes:
+        time_s: Seconds since the watch began.
+        phase: ``solo``, ``dropping``, ``exchanging``, ``pipelined`` or ``restoring``.
+        used_blocks: KV blocks that requests hold.
+        blocks: KV blocks that there are: those of the group's pool while there is a group.
+        num_running: Requests in running batches.
+        num_waiting: Requests that wait, and those whose KV is on its way.
+    """
+
+    time_s: float
+    phase: str
+    used_blocks: int
+    blocks: int
+    num_running: int
+    num_waiting: int
+
+
+def relief_columns(samples: Sequence[ReliefSample]) -> dict[str, list[Any]]:
+    """One list for each attribute, for the result's JSON and the picture."""
+    rows = [asdict(sample) for sample in samples]
+    return {item.name: [row[item.name] for row in rows] for item in fields(ReliefSample)}
+
+
+def relief_sample_of(
+    time_s: float, groups: Mapping[str, Any], instances: Mapping[str, Any], solo_blocks: int | None = None
+) -> ReliefSample:
+    """What the answers of ``/groups`` and ``/instances`` say; of a group that is over nothing.
+
+    Requests are counted by the front, exactly. Blocks and running requests are what instances said last: they are
+    bounded by what they can be.
+
+    Args:
+        time_s: When.
+        groups: The one answer.
+        instances: The other one.
+        solo_blocks: Blocks of all pools if no layer is dropped; None: as instances say.
+    """
+    rows = [row for row in groups["groups"] if row["state"] in _PHASE_OF]
+    phase = _PHASE_OF[rows[0]["state"]] if rows else SOLO
+    everyone = instances["instances"]
+    heads = [row for row in everyone if row["state"] != "grouped"]
+    num_placed = sum(row["requests"] for row in everyone)
+    num_running = min(num_placed, sum(row["running"] for row in heads))
+    num_moving = sum(row["requests_on_their_way"] for row in rows)
+    return ReliefSample(
+        time_s=time_s,
+        phase=phase,
+        used_blocks=sum(row["used_blocks"] for row in (everyone if phase == "dropping" else heads)),
+        blocks=_bound(sum(row["blocks"] for row in heads), solo_blocks, phase, is_alone=len(heads) == len(everyone)),
+        num_running=num_running,
+        num_waiting=num_placed - num_running + num_moving + instances["without_instance"],
+    )
+
+
+def _bound(blocks: int, solo_blocks: int | None, phase: str, *, is_alone: bool) -> int:
+    """Blocks that there are: just after a change, one instance has said so and another one has not."""
+    if solo_blocks is None:
+        return blocks
+    if phase == "dropping":
+        return solo_blocks
+    if phase == "exchanging":
+        return max(blocks, solo_blocks)
+    return min(blocks, solo_blocks) if is_alone else blocks
+
+
+def find_spans(samples: Sequence[ReliefSample]) -> list[dict[str, Any]]:
+    """The phases but ``solo``, each from its first sample to the first one of the next: ``phase, from_s, to_s``."""
+    spans: list[dict[str, Any]] = []
+    last = SOLO
+    for sample in samples:
+        if sample.phase != last and last != SOLO:
+            spans[-1]["to_s"] = sample.time_s
+        if sample.phase not in (last, SOLO):
+            spans.append({"phase": sample.phase, "from_s": sample.time_s, "to_s": samples[-1].time_s})
+        last = sample.phase
+    return spans
+
+
+def has_restored(samples: Sequence[ReliefSample]) -> bool:
+    """Whether layers were dropped, and no group is left."""
+    return bool(samples) and samples[-1].phase == SOLO and any(sample.phase == "restoring" for sample in samples)
+
+
+@asynccontextmanager
+async def watching_relief(url: str, begin_s: float, period_s: float = PERIOD_S) -> AsyncIterator[list[ReliefSample]]:
+    """Take samples into the list that is given until the context ends; a look that fails is left out.
+
+    Args:
+        url: The front's.
+        begin_s: Times count from it, on the monotonic clock.
+        period_s: Seconds between two looks.
+    """
+    import aiohttp
+
+    samples: list[ReliefSample] = []
+    async with aiohttp.ClientSession() as session:
+
+        async def look_often() -> None:
+            while True:
+                with suppress(aiohttp.ClientError):
+                    groups, instances = [json.loads(await _get(session, f"{url}/{n}")) for n in ("groups", "instances")]
+                    solo_blocks = samples[0].blocks if samples else None
+                    samples.append(relief_sample_of(time.monotonic() - begin_s, groups, instances, solo_blocks))
+                await asyncio.sleep(period_s)
+
+        task = asyncio.create_task(look_often())
+        try:
+            yield samples
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReliefTotals:
+    """What became of groups since the front began. Seconds are of all drops and all restores together.
+
+    Attributes:
+        num_drops: Groups that were made.
+        num_restores: Groups that ended with all layers back.
+        usable_s: From the decisions to drop until the pools could be used.
+        dropped_s: From the same until no KV was on its way.
+        restored_s: From the decisions to restore until all was as before.
+        num_carried: Requests that went on with their KV, and
+        num_recomputed: those that did not.
+    """
+
+    num_drops: int
+    num_restores: int
+    usable_s: float
+    dropped_s: float
+    restored_s: float
+    num_carried: int
+    num_recomputed: int
+
+
+def totals_of(groups: Mapping[str, Any], metrics: str) -> ReliefTotals:
+    """What the answers of ``/groups`` and ``/metrics`` say."""
+    return ReliefTotals(
+        num_drops=groups["changes"].get("dropped", 0),
+        num_restores=groups["changes"].get("restored", 0),
+        usable_s=Scraped(metrics, "floodplain_").sum("group_usable_seconds_total"),
+        dropped_s=groups["seconds"]["dropped"],
+        restored_s=groups["seconds"]["restored"],
+        num_carried=groups["carried_requests"],
+        num_recomputed=groups["recomputed_requests"],
+    )
+
+
+async def read_totals(url: str) -> ReliefTotals:
+    """Ask the front.
+
+    Raises:
+        UserError: It does not answer.
+    """
+    import aiohttp
+
+    try:
+        async with aiohttp.ClientSession() as session:
+            groups, metrics = [await _get(session, f"{url}/{name}") for name in ("groups", "metrics")]
+    except aiohttp.ClientError as error:
+        raise UserError(f"the front does not answer any more: {error}") from None
+    return totals_of(json.loads(groups), metrics)
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(url) as response:
+        response.raise_for_status()
+        return await response.text()

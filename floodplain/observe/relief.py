@@ -1,0 +1,127 @@
+"""A spike over instances that drop layers and restore them, over time: KV blocks, requests, waits for the first token.
+
+The shape of KunServe's Figure 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from floodplain.observe.style import COLOURS, make_figure, styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PANEL_INCHES = 1.9
+HEADROOM = 1.3
+"""Of a panel, above its highest value: for words."""
+_BLUE, _RED, _GREEN, _, _, _SKY, _BLACK = COLOURS
+SHADES: Mapping[str, str] = {
+    "dropping": "#f7b267",
+    "exchanging": "#ffe08a",
+    "pipelined": "#e3f1e7",
+    "restoring": "#e6d3ea",
+}
+"""Behind all panels, by the name of the span."""
+_BOX: Mapping[str, Any] = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5}
+_WORDS: Mapping[str, Any] = {"va": "top", "fontsize": 8.5, "color": "#333333", "bbox": _BOX}
+_EDGE = 0.16
+"""Words nearer to an edge, as part of the width, begin or end at what they are about."""
+
+
+def draw_relief(cluster: Mapping[str, Any], where: str) -> Figure:
+    """Draw what ``floodplain demo --cluster`` saw (``cluster`` of ``demo.json``).
+
+    Args:
+        cluster: ``samples``: one list for each attribute of ``demo.relief_watch.ReliefSample``; ``spans``;
+            ``requests`` with ``sent_s`` and ``ttft_s``; ``scene`` with the spike; ``totals``.
+        where: Which model, and on what.
+    """
+    from matplotlib.patches import Patch
+
+    with styled():
+        title = "A spike: layers dropped for KV memory, and restored"
+        figure, (blocks, requests, waits) = make_figure(title, where, 3, PANEL_INCHES)
+        panels = (blocks, requests, waits)
+        waits.set_xlim(0, max([1.0, *cluster["samples"]["time_s"], *cluster["requests"]["sent_s"]]))
+        _draw_blocks(blocks, cluster["samples"])
+        _draw_requests(requests, cluster["samples"])
+        _draw_waits(waits, cluster["requests"])
+        for panel in panels:
+            _shade(panel, cluster)
+        _say_durations(blocks, cluster)
+        _say_spike(requests, cluster["scene"])
+        waits.set_xlabel("seconds (dots: when the request was sent; dashed: the spike)")
+        figure.align_ylabels(panels)
+        drawn = [pair for panel in panels for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
+        seen = dict.fromkeys(span["phase"] for span in cluster["spans"])
+        drawn += [(Patch(color=SHADES[phase]), phase) for phase in seen]
+        figure.legend(*zip(*drawn, strict=True), loc="outside lower center", ncols=4, fontsize=9)
+    return figure
+
+
+def _draw_blocks(panel: Axes, samples: Mapping[str, Sequence[float]]) -> None:
+    times_s = samples["time_s"]
+    panel.fill_between(times_s, samples["used_blocks"], step="post", color=_BLUE, linewidth=0, label="KV blocks in use")
+    panel.plot(
+        times_s, samples["blocks"], drawstyle="steps-post", color=_BLACK, linewidth=1.5, label="KV blocks in all"
+    )
+    panel.set_ylim(0, HEADROOM * max([1, *samples["blocks"]]))
+    panel.set_ylabel("KV memory\n(blocks)")
+
+
+def _draw_requests(panel: Axes, samples: Mapping[str, Sequence[float]]) -> None:
+    running, waiting = samples["num_running"], samples["num_waiting"]
+    panel.stackplot(
+        samples["time_s"], running, waiting, step="post", colors=[_SKY, _RED],
+        labels=["requests: running", "waiting, or KV moves"],
+    )  # fmt: skip
+    panel.set_ylim(0, HEADROOM * max([1, *(sum(pair) for pair in zip(running, waiting, strict=True))]))
+    panel.set_ylabel("requests")
+
+
+def _draw_waits(panel: Axes, requests: Mapping[str, Sequence[Any]]) -> None:
+    pairs = list(zip(requests["sent_s"], requests["ttft_s"], strict=True))
+    known = [(sent_s, ttft_s) for sent_s, ttft_s in pairs if ttft_s is not None]
+    panel.plot(
+        *(zip(*known, strict=True) if known else ((), ())),
+        color=_GREEN, marker="o", markersize=3.5, linestyle="none", label="wait for the first token",
+    )  # fmt: skip
+    lost = [sent_s for sent_s, ttft_s in pairs if ttft_s is None]
+    if lost:
+        panel.plot(lost, [0.0] * len(lost), color=_RED, marker="x", linestyle="none", clip_on=False, label="failed")
+    panel.set_ylim(bottom=0)
+    panel.set_ylabel("first token\n(s)")
+
+
+def _shade(panel: Axes, cluster: Mapping[str, Any]) -> None:
+    for span in cluster["spans"]:
+        panel.axvspan(span["from_s"], span["to_s"], color=SHADES[span["phase"]], linewidth=0, zorder=-1)
+    for key in ("spike_s", "calm_s"):
+        panel.axvline(cluster["scene"][key], color="#777777", linestyle="--", linewidth=0.9)
+
+
+def _say_durations(panel: Axes, cluster: Mapping[str, Any]) -> None:
+    """Where layers were dropped, and where they were restored."""
+    totals, begins = cluster["totals"], dict[str, float]()
+    for span in cluster["spans"]:
+        begins.setdefault(span["phase"], span["from_s"])
+    if totals["num_drops"]:
+        when = min(begins.values(), default=0.0)
+        _write(panel, when, f"dropped: usable in {totals['usable_s'] / totals['num_drops']:.2f} s")
+    if totals["num_restores"] and "restoring" in begins:
+        _write(panel, begins["restoring"], f"restored in {totals['restored_s'] / totals['num_restores']:.2f} s")
+
+
+def _say_spike(panel: Axes, scene: Mapping[str, Any]) -> None:
+    middle = (scene["spike_s"] + scene["calm_s"]) / 2
+    _write(panel, middle, f"spike: {scene['num_spike_users']} users, not {scene['num_users']}")
+
+
+def _write(panel: Axes, when: float, words: str) -> None:
+    """At the top of a panel, in the middle above ``when`` if there is room on both sides."""
+    part = when / panel.get_xlim()[1]
+    side = "left" if part < _EDGE else "right" if part > 1 - _EDGE else "center"
+    panel.text(when, 0.97 * panel.get_ylim()[1], words, ha=side, **_WORDS)
