@@ -1,0 +1,87 @@
+"""Draws one load of a result of the burst benchmark: KV, TTFT and waiting requests over time, arm by arm.
+
+python -m benchmarks.cluster.burst_chart FILE --load 2x      # writes FILE's name with -2x.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, styled
+
+PIPELINED = "pipelined"
+SHOWN = ("recompute", "paced", "pipeline", "drop", "auto")
+
+
+def changes_of(timeline: Mapping[str, Sequence[Any]]) -> list[tuple[float, float, str]]:
+    """(begin, end, state) of each stretch of time in which a group was in one state."""
+    found: list[tuple[float, float, str]] = []
+    before: str | None = None
+    for when, state in zip(timeline["time_s"], timeline["state"], strict=True):
+        if before is not None:
+            begin, _, name = found[-1]
+            found[-1] = (begin, when, name)
+        if state is not None and state != before:
+            found.append((when, when, state))
+        before = state
+    return found
+
+
+def draw(runs: Sequence[Mapping[str, Any]], hardware: str, rate: float) -> Any:
+    """The figure: requests' TTFT by when they were sent, KV blocks in use and in all, requests that wait.
+
+    The burst is grey. Where an arm is a group its line is thick.
+    """
+    title = f"{runs[0]['load']}: KV memory and first tokens, with layers dropped and restored"
+    figure, panels = make_figure(title, f"SmolLM2-135M, two instances, {hardware}; calm: {rate:.2f} requests/s", 3, 2.0)
+    ttft, kv, queue = panels
+    for panel in panels:
+        for begin, end in runs[0]["bursts"]:
+            panel.axvspan(begin, end, color="#eeeeee", zorder=0)
+    for index, run in enumerate(runs):
+        colour, times = COLOURS[index % len(COLOURS)], run["timeline"]["time_s"]
+        ttft.plot(
+            run["sent_s"], run["ttft_s"], color=colour, marker=MARKERS[index % len(MARKERS)], markersize=3,
+            linestyle="none", label=run["arm"],
+        )  # fmt: skip
+        kv.plot(times, run["timeline"]["used_blocks"], color=colour, linewidth=1.3)
+        kv.plot(times, run["timeline"]["blocks"], color=colour, linewidth=0.9, linestyle=LINES[3])
+        waiting = [sum(pair) for pair in zip(run["timeline"]["waiting"], run["timeline"]["swapped"], strict=True)]
+        queue.plot(times, waiting, color=colour, linewidth=1.3, drawstyle="steps-post")
+        for begin, end, state in changes_of(run["timeline"]):
+            height = -0.02 if state == PIPELINED else -0.05
+            queue.plot([begin, end], [height, height], color=colour, linewidth=4, transform=queue.get_xaxis_transform(),
+                       clip_on=False, solid_capstyle="butt")  # fmt: skip
+    ttft.set_yscale("log")
+    ttft.set_ylabel("TTFT (s)")
+    kv.set_ylabel("KV blocks\n(dotted: of so many)")
+    queue.set_ylabel("waiting or\nswapped out")
+    queue.set_xlabel("seconds since the load began; bars below: a group, and lower its changes")
+    figure.align_ylabels(panels)
+    figure.legend(*ttft.get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(runs)))
+    return figure
+
+
+def main() -> None:
+    """Read, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--load", default="2x")
+    parser.add_argument("--arms", nargs="+", default=SHOWN)
+    args = parser.parse_args()
+    result = json.loads(args.file.read_text())
+    found = [run for run in result["runs"] if run["load"] == args.load and run["round"] == 1]
+    runs = sorted((run for run in found if run["arm"] in args.arms), key=lambda run: args.arms.index(run["arm"]))
+    if not runs:
+        raise SystemExit(f"{args.file} has no run of {args.load} with these arms: name others")
+    with styled():
+        figure = draw(runs, result["hardware"], result["rate"])
+        figure.savefig(args.file.with_name(f"{args.file.stem}-{args.load}.png"))
+
+
+if __name__ == "__main__":
+    main()
