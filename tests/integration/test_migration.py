@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from floodplain.cluster import bulk_server
+from floodplain.cluster.bulk_wire import compute_digest
 from floodplain.cluster.kv_copies import Puller, RequestCopy
 from floodplain.cluster.migration_book import MigrationState
 from floodplain.core.errors import UserError
@@ -22,6 +22,7 @@ from tests.support.moving import Moving, moving
 
 MODEL = "dummy:tiny-deep"
 CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_memory=2**22, max_model_len=512)
+SMALL = replace(CONFIG, kv_memory=2**20, max_model_len=256)
 PROMPT = tuple(range(3, 74))
 NUM_TOKENS = 72
 SEEDED = {"temperature": 0.8, "seed": 11}
@@ -36,11 +37,11 @@ def expected(is_seeded: bool = False) -> list[int]:
     return tokens
 
 
-def story(tell: Callable[[Moving], Awaitable[None]]) -> None:
+def story(tell: Callable[[Moving], Awaitable[None]], config: EngineConfig = CONFIG) -> None:
     """Tell a story with two instances."""
 
     async def run() -> None:
-        async with moving(CONFIG) as some:
+        async with moving(config) as some:
             await tell(some)
 
     asyncio.run(run())
@@ -84,16 +85,13 @@ def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
 
 
 def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = bulk_server.compute_digest
-
     async def tell(some: Moving) -> None:
         entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS)
         for number, wanted in ((5, MigrationState.COPYING), (25, MigrationState.FINISHING)):
             source, target = await some.started(entry, number)
             monkeypatch.setattr(
-                bulk_server,
-                "compute_digest",
-                lambda data, wanted=wanted: real(data) ^ (wanted in states_of(some)),
+                "floodplain.cluster.bulk_server.compute_digest",
+                lambda data, wanted=wanted: compute_digest(data) ^ (wanted in states_of(some)),
             )
             some.migrating.move_one(source, target)
             await some.ended()
@@ -176,3 +174,26 @@ def test_what_cannot_move_is_said_in_one_line() -> None:
         await some.tokens(caller)
 
     story(tell)
+
+
+def test_requests_move_by_themselves_from_a_full_instance_to_an_empty_one() -> None:
+    async def tell(some: Moving) -> None:
+        full, empty = (some.front.book.roster.expect(epoch) for epoch in some.members)
+        empty.is_leaving = True
+        asked = [some.ask(PROMPT, max_tokens=NUM_TOKENS) for _ in range(5)]
+        empty.is_leaving = False
+        for entry, _ in asked:
+            await until(lambda entry=entry: len(entry.tokens) > 5)
+        assert {entry.epoch for entry, _ in asked} == {full.epoch}
+        some.migrating.look(100.0)
+        num_begun = len(some.migrating.migrations)
+        assert 0 < num_begun < 5
+        some.migrating.look(100.0)  # those under way count where they go
+        assert len(some.migrating.migrations) == num_begun
+        await some.ended()
+        assert sum(entry.epoch == empty.epoch for entry, _ in asked) == num_begun
+        assert [await some.tokens(caller) for _, caller in asked] == [expected()] * 5
+        assert some.results() == {"moved": num_begun}
+        await some.check_at_rest()
+
+    story(tell, SMALL)

@@ -1,0 +1,87 @@
+"""Requests that move between processes, of which one is killed meanwhile: the tokens are those of one engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support import front_process
+from tests.support.front_process import FrontProcess, started
+from tests.support.waiting import wait_until
+
+MODEL = "dummy:tiny-deep"
+FLAGS = ["--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "512", "--relief", "migrate"]
+NUM_TOKENS = 300
+SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
+    with started(tmp_path_factory.mktemp("front"), MODEL, FLAGS) as one:
+        one.wait_full()
+        yield one
+
+
+@cache
+def expected() -> list[int]:
+    """What one engine gives."""
+    flags = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 512}
+    (tokens,) = front_process.one_engine(MODEL, [front_process.PROMPT], flags, max_tokens=NUM_TOKENS, **SEEDED)
+    return tokens
+
+
+def migrations(front: FrontProcess) -> Any:
+    return httpx.get(f"{front.url}/migrations").json()
+
+
+def migrate(front: FrontProcess) -> tuple[Any, Any]:
+    """Begin to move the only request; the rows of its instance and the other one."""
+    source = front.busy()
+    (target,) = (row for row in front.rows() if row["epoch"] != source["epoch"])
+    names = {"source": f"e{source['epoch']}", "target": f"e{target['epoch']}"}
+    httpx.post(f"{front.url}/v1/cluster/migrate", json=names).raise_for_status()
+    return source, target
+
+
+def test_a_stream_moves_in_its_middle(front: FrontProcess) -> None:
+    moved: list[Any] = []
+    answer = httpx.post(f"{front.url}/v1/cluster/migrate", json={"source": "0", "target": "1"})
+    assert answer.status_code == 400 and "runs no request that could move" in answer.json()["error"]["message"]
+
+    def move() -> None:
+        _, target = migrate(front)
+        moved.append(wait_until(lambda: migrations(front)["ended"]))
+        assert front.busy()["epoch"] == target["epoch"]
+
+    assert front.stream(do=move, max_tokens=NUM_TOKENS, **SEEDED) == expected()
+    assert moved == [{"moved": 1}] and migrations(front)["moved_tokens"] >= len(front_process.PROMPT)
+    assert front.listing()["moved_requests"] == 0  # nothing was computed again
+    lines = httpx.get(f"{front.url}/metrics").text.splitlines()
+    (line,) = (one for one in lines if one.startswith("floodplain_migrations_total{") and 'result="moved"' in one)
+    assert line.endswith(" 1.0")
+
+
+@pytest.mark.parametrize("dies", ["source", "target"])
+def test_a_kill_of_either_process_while_kv_is_copied_costs_no_token(front: FrontProcess, dies: str) -> None:
+    front.wait_full()
+
+    def kill() -> None:
+        """The target is stopped, so that the copy is under way for as long as this takes."""
+        source = front.busy()
+        (target,) = (row for row in front.rows() if row["epoch"] != source["epoch"])
+        os.kill(target["pid"], signal.SIGSTOP)
+        migrate(front)
+        wait_until(lambda: [one["state"] for one in migrations(front)["migrations"]] == ["copying"])
+        os.kill((source if dies == "source" else target)["pid"], signal.SIGKILL)
+        if dies == "source":
+            os.kill(target["pid"], signal.SIGCONT)
+
+    before = migrations(front)["ended"].get("failed", 0)
+    assert front.stream(do=kill, max_tokens=NUM_TOKENS, **SEEDED) == expected()
+    assert migrations(front)["ended"]["failed"] == before + 1
