@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from floodplain.core.errors import InvariantError
 from floodplain.core.plan import StepPlan
 from floodplain.core.request import FinishReason, SeqId
+from floodplain.policy.registry import make_policy
 from floodplain.runtime.migration import Incoming, Outgoing, Stopped
 from tests.support.driver import Driver
 from tests.support.examples import examples
@@ -85,6 +86,8 @@ class Way:
 def go(driver: Driver, num_steps: int) -> None:
     """Plan and complete; steps may stay outstanding."""
     for _ in range(num_steps):
+        while driver.executor.transfers:
+            driver.settle()
         is_planned = isinstance(driver.plan(), StepPlan)
         if driver.pending and not (is_planned and len(driver.pending) < driver.loop.state.config.depth):
             driver.complete()
@@ -116,13 +119,16 @@ def finish_all(way: Way) -> None:
         assert not driver.loop.state.awaits_blocks
 
 
-def open_way(depth: int, num_blocks: int, prompts: list[int], num_steps: int, *, copies_tail: bool = True) -> Way:
+def open_way(
+    depth: int, num_blocks: int, prompts: list[int], num_steps: int, *, policy: str = "fcfs", copies_tail: bool = True
+) -> Way:
     """Two loops with some requests each, the first of the source about to move."""
     both = []
     for side in range(2):
         loop = make_loop(
-            policy=AheadPolicy() if depth > 1 else None,
+            policy=AheadPolicy() if depth > 1 else make_policy(policy),
             num_blocks=num_blocks,
+            num_slots=0 if policy == "fcfs" else 40,
             depth=depth,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=4,
@@ -138,6 +144,7 @@ def open_way(depth: int, num_blocks: int, prompts: list[int], num_steps: int, *,
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
+    st.sampled_from(["fcfs", "fcfs", "cfs", "fair"]),
     st.sampled_from([1, 1, 2]),
     st.integers(12, 24),
     st.lists(st.integers(1, 20), min_size=2, max_size=7),
@@ -146,9 +153,9 @@ def open_way(depth: int, num_blocks: int, prompts: list[int], num_steps: int, *,
     st.sampled_from([MOVES, MOVES, RETURNS, RECOMPUTED, EARLY]),
 )
 def test_a_request_that_moves_or_comes_back_keeps_its_tokens(
-    depth: int, num_blocks: int, prompts: list[int], num_steps: int, gaps: list[int], end: str
+    policy: str, depth: int, num_blocks: int, prompts: list[int], num_steps: int, gaps: list[int], end: str
 ) -> None:
-    way = open_way(depth, num_blocks, prompts, num_steps)
+    way = open_way(depth if policy == "fcfs" else 1, num_blocks, prompts, num_steps, policy=policy)
     migrate(way, end, gaps)
     finish_all(way)
 
