@@ -40,13 +40,16 @@ def migrations(front: FrontProcess) -> Any:
     return httpx.get(f"{front.url}/migrations").json()
 
 
-def migrate(front: FrontProcess) -> tuple[Any, Any]:
-    """Begin to move the only request; the rows of its instance and the other one."""
-    source = front.busy()
-    (target,) = (row for row in front.rows() if row["epoch"] != source["epoch"])
+def pair(front: FrontProcess) -> tuple[Any, Any]:
+    """The rows of the instance that has the only request, and of the other one."""
+    source, target = sorted(front.rows(), key=lambda row: -row["requests"])
+    assert (source["requests"], target["requests"]) == (1, 0)
+    return source, target
+
+
+def migrate(front: FrontProcess, source: Any, target: Any) -> None:
     names = {"source": f"e{source['epoch']}", "target": f"e{target['epoch']}"}
     httpx.post(f"{front.url}/v1/cluster/migrate", json=names).raise_for_status()
-    return source, target
 
 
 def test_a_stream_moves_in_its_middle(front: FrontProcess) -> None:
@@ -55,9 +58,10 @@ def test_a_stream_moves_in_its_middle(front: FrontProcess) -> None:
     assert answer.status_code == 400 and "runs no request that could move" in answer.json()["error"]["message"]
 
     def move() -> None:
-        _, target = migrate(front)
+        source, target = pair(front)
+        migrate(front, source, target)
         moved.append(wait_until(lambda: migrations(front)["ended"]))
-        assert front.busy()["epoch"] == target["epoch"]
+        assert pair(front)[0]["epoch"] == target["epoch"]
 
     assert front.stream(do=move, max_tokens=NUM_TOKENS, **SEEDED) == expected()
     assert moved == [{"moved": 1}] and migrations(front)["moved_tokens"] >= len(front_process.PROMPT)
@@ -73,10 +77,9 @@ def test_a_kill_of_either_process_while_kv_is_copied_costs_no_token(front: Front
 
     def kill() -> None:
         """The target is stopped, so that the copy is under way for as long as this takes."""
-        source = front.busy()
-        (target,) = (row for row in front.rows() if row["epoch"] != source["epoch"])
+        source, target = pair(front)
         os.kill(target["pid"], signal.SIGSTOP)
-        migrate(front)
+        migrate(front, source, target)
         wait_until(lambda: [one["state"] for one in migrations(front)["migrations"]] == ["copying"])
         os.kill((source if dies == "source" else target)["pid"], signal.SIGKILL)
         if dies == "source":
