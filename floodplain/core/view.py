@@ -144,7 +144,7 @@ class View:
         outstanding: Sequences in steps that are not complete: they cannot be preempted now.
         num_available_blocks: Blocks that can be given, by eviction of cached prefixes at need.
         num_empty_blocks: Those of them that hold no cached prefix.
-        num_blocks: Blocks of the pool.
+        num_blocks: Blocks of the pool, those that are about to return to it included: any request fits into so many.
         block_tokens: Tokens in a block.
         max_batched_tokens: Most tokens in one step.
         max_num_seqs: Most sequences on the device.

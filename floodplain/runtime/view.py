@@ -51,7 +51,7 @@ class ViewBuilder:
             num_empty_blocks=ledger.num_empty,
             num_draining_blocks=ledger.num_draining,
             key_credits=state.accounts.credits,
-            num_blocks=ledger.num_blocks,
+            num_blocks=ledger.num_blocks + state.num_returning_blocks,
             block_tokens=ledger.block_tokens,
             max_batched_tokens=state.config.max_batched_tokens,
             max_num_seqs=state.config.max_num_seqs,

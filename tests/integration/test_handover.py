@@ -108,6 +108,40 @@ def test_a_handover_that_copies_no_kv_is_noticed() -> None:
     assert move_all(requests(9), copies=False)[0] != one_engine(requests(9))
 
 
+def test_requests_that_are_larger_than_a_returning_pool_wait_for_it() -> None:
+    """A member that returns from a group has a part of its blocks at first, and requests in swap space."""
+    config = replace(SWAPPING, kv_memory=3 * 2**19, max_model_len=512)
+    asked = [replace(one, prompt_token_ids=(one.prompt_token_ids * 20)[:280]) for one in LONGER[:5]]
+    opened = open_engine(config)
+    engine, pool, state = opened.engine, opened.pool, opened.engine.loop.state
+    try:
+        names = {int(engine.add(request)): request.request_id for request in asked}
+        outputs: dict[str, list[int]] = {request.request_id: [] for request in asked}
+        for _ in range(60):
+            for seq_id, delta in engine.step():
+                outputs[names[seq_id]] += delta.token_ids
+        for seq_id, delta in engine.come_to_rest():
+            outputs[names[seq_id]] += delta.token_ids
+        for seq in list(state.running):
+            engine.finish(seq.seq_id, FinishReason.ABORT)
+        alive = [names[int(seq.seq_id)] for seq in state.sequences.values()]
+        num_blocks, longest = pool.num_blocks, max(len(seq.tokens) for seq in state.swapped)
+        pages = pool.shrink(state.ledger, 1).pages
+        state.num_returning_blocks = num_blocks - pool.num_blocks
+        assert 0 < pool.num_blocks * config.block_tokens < longest
+        for _ in range(20):
+            for seq_id, delta in engine.step():
+                outputs[names[seq_id]] += delta.token_ids
+        assert pool.grow(state.ledger, state.num_returning_blocks, pages) is not None
+        state.num_returning_blocks = 0
+        finish(engine, outputs, names)
+        engine.loop.check_integrity()
+    finally:
+        engine.close()
+    expected = dict(zip(outputs, one_engine(asked), strict=True))
+    assert len(alive) > 1 and [outputs[name] for name in alive] == [expected[name] for name in alive]
+
+
 def test_requests_are_not_handed_over_while_a_step_runs() -> None:
     opened = open_engine(CONFIG)
     try:
