@@ -212,8 +212,10 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            while not self._is_closing:
+            while True:
                 self._take_inbox(block_s=self._engine.rest_s)
+                if self._is_closing:  # perhaps since a pause, in which memory was unmapped
+                    return
                 deltas = self._engine.step()
                 ended = [life for _, life, reason in self._engine.take_finished() if reason is not FinishReason.ABORT]
                 if deltas or ended:

@@ -184,6 +184,23 @@ def test_a_paused_engine_has_delivered_all_and_computes_nothing_until_released()
     assert tokens == one_engine(requests(3)[2:])[0]
 
 
+def test_an_engine_that_is_closed_in_a_pause_computes_nothing_more() -> None:
+    """Its memory may be unmapped by then: a member of a group has returned."""
+
+    async def story() -> tuple[int, int]:
+        engine = AsyncEngine.from_config(replace(CONFIG, max_model_len=256))
+        await engine.start()
+        stream = engine.stream(requests(3)[2])
+        await anext(stream)
+        await engine.pause()
+        before = engine.engine.loop.counters.num_steps
+        await engine.close()
+        return before, engine.engine.loop.counters.num_steps
+
+    before, after = asyncio.run(story())
+    assert before == after
+
+
 def test_closing_an_engine_ends_a_pause() -> None:
     async def story() -> None:
         engine = AsyncEngine.from_config(CONFIG)
