@@ -155,6 +155,8 @@ class Grouping:
     def expire(self, now: float) -> None:
         """End groups in which nothing was done for too long; ask often."""
         for group in self.groups:
+            if group.state is GroupState.PIPELINED:
+                continue
             is_preparing = group.state is GroupState.PREPARING
             plan, limit_s = self._plans[group.number], PREPARE_TIMEOUT_S if is_preparing else STEP_TIMEOUT_S
             if now - plan.since_s > limit_s:

@@ -97,7 +97,7 @@ class Monitor:
         self._timing = DropTiming(settings)
         self._steps = StepMeter()
         self._short_since_s: float | None = None
-        self._noticed_s = -inf
+        self._noticed_s = self._priced_s = -inf
 
     def look(self, now: float) -> None:
         """Look at the load, and act on it; without an instance there is none."""
@@ -179,7 +179,12 @@ class Monitor:
         offers = [Offer(Lever.WAIT, rate), Offer(Lever.HOST, rate)]
         offers.append(Offer(Lever.DROP, pipelined, cost.pause_s, cost.remap_s))
         self.decision = choose_relief(overload, offers)
-        logger.debug("%s: %s for %s of %s", self.decision, overload, offers, step)
+        if now - self._priced_s >= NOTICE_S:
+            self._priced_s = now
+            prices = ", ".join(f"{lever} {price:.0f}" for lever, price in self.decision.prices.items())
+            logger.info(
+                "memory is short: %s, token-seconds of %s; %s, %s", self.decision.reason.value, prices, overload, step
+            )
         return self.decision.lever is Lever.DROP
 
     def _cost(self, load: ClusterLoad, num_stages: int) -> DropCost:
