@@ -67,16 +67,14 @@ def test_streams_have_the_tokens_of_one_engine(front: FrontProcess, how: dict[st
     assert streamed == one_engine(prompts, max_tokens=40, **how)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_killed_stage_costs_no_token_and_the_pipeline_forms_anew(front: FrontProcess, stage: int) -> None:
+def test_a_killed_leader_costs_no_token_and_the_pipeline_forms_anew(front: FrontProcess) -> None:
+    """Of another stage: ``test_an_instance_beside_the_pipeline_takes_its_requests``."""
     before, moved = wait_formed(front), front.listing()["moved_requests"]
-    tokens = front.stream(do=lambda: kill(front, stage))
-    assert tokens == [*expected()]
+    assert front.stream(do=lambda: kill(front, 0)) == [*expected()]
     assert front.listing()["moved_requests"] == moved + 1
     after = wait_formed(front)
-    assert after[1 - stage]["pid"] == before[1 - stage]["pid"]  # it kept its layers, and linked up anew
-    assert after[stage]["pid"] != before[stage]["pid"] and after[0]["epoch"] > before[0]["epoch"]
-    assert front.stream(max_tokens=20) == [*expected()[:20]]
+    assert after[1]["pid"] == before[1]["pid"]  # it kept its layers, and linked up anew
+    assert after[0]["pid"] != before[0]["pid"] and after[0]["epoch"] > before[0]["epoch"]
 
 
 def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_when_it_wakes(front: FrontProcess) -> None:
@@ -97,7 +95,7 @@ def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_when_it_wakes(
 
 
 def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess) -> None:
-    wait_formed(front)
+    before = wait_formed(front)
     flags = ["--join", front.address(), "--instance-token-file", str(front.token_file)]
     beside = subprocess.Popen([*VERB, "instance", MODEL, *flags, *FLAGS, "--kv-memory", "8MiB", "-q"], cwd=ROOT)
     try:
@@ -108,6 +106,8 @@ def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess)
             wait_until(lambda: all(one["requests"] for one in front.rows() if one["stage"] != 1), timeout_s=60)
             kill(front, 1)
             assert [one.result() for one in streaming] == [[*expected()[:200]]] * 4
+        after = wait_formed(front)
+        assert after[0]["pid"] == before[0]["pid"] and after[1]["pid"] != before[1]["pid"]
     finally:
         beside.terminate()
         assert beside.wait(30) == 0
@@ -127,7 +127,7 @@ def test_metrics_say_how_long_stages_computed_and_idled(front: FrontProcess) -> 
     whole = [seconds[stage, "busy"] + seconds[stage, "bubble"] for stage in "01"]
     assert whole[0] == pytest.approx(whole[1])
     ends = {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("instance_ends_total")}
-    assert ends["pipeline"] >= 3
+    assert ends["pipeline"] >= 2
 
 
 def test_a_stage_that_the_front_did_not_start_is_refused_in_one_line(front: FrontProcess) -> None:
