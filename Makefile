@@ -65,6 +65,7 @@ test-cluster: $(CLUSTER_STAMP)
 # More than a hundred faults in real processes, about ten minutes; its last result is committed.
 chaos: $(STAMP)
 	$(BIN)/python -m tests.chaos.run
+	$(BIN)/python -m tests.chaos.group_run
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -124,22 +123,6 @@ def test_idle_instances_that_drop_layers_serve_what_comes(front: FrontProcess) -
     assert {row["state"] for row in front.rows()} == {"leading", "grouped"}
     assert verb(front, "restore", "0") == 0
     wait_solo(front)
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_killed_member_costs_no_token_and_the_other_has_all_layers_again(front: FrontProcess, place: int) -> None:
-    wait_solo(front)
-    with ThreadPoolExecutor(len(PROMPTS)) as threads:
-        streams = Streams(front, threads)
-        streams.wait(10)
-        assert verb(front, "drop", "0", "1") == 0
-        streams.wait(5)
-        epoch = groups(front)["groups"][0]["instances"][place]
-        (row,) = (row for row in front.rows() if row["epoch"] == epoch)
-        os.kill(row["pid"], signal.SIGKILL)
-        assert streams.result() == expected()
-    wait_solo(front)
-    assert any(one["pid"] != row["pid"] for one in front.rows())
 
 
 def test_what_cannot_be_done_is_said_in_one_line(front: FrontProcess, capsys: Any, folder: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,24 +28,36 @@ START_TIMEOUT_S = 120.0
 
 
 class FrontProcess:
-    """A front of two instances.
+    """A front of some instances.
 
     Args:
         folder: For its log.
         model: As on the command line.
         flags: Of ``serve``.
+        num_instances: How many it starts.
+        environment: More variables for all processes.
     """
 
-    def __init__(self, folder: Path, model: str, flags: Sequence[str]) -> None:
-        self.model = model
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        flags: Sequence[str],
+        num_instances: int = 2,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model, self.num_instances = model, num_instances
         self.token_file = folder / "token"
         self.token_file.write_text("outside\n")
         self.token_file.chmod(0o600)
         self.log = folder / "log"
-        command = [*VERB, "serve", model, *flags, "--port", "0", "--format", "json", "--instances", "2"]
-        command += ["--instance-token-file", str(self.token_file)]
+        command = [*VERB, "serve", model, *flags, "--port", "0", "--format", "json"]
+        command += ["--instances", str(num_instances), "--instance-token-file", str(self.token_file)]
+        variables = {**os.environ, **(environment or {})}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT)
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=variables
+            )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.log.read_text()
@@ -59,8 +71,9 @@ class FrontProcess:
         return list(self.listing()["instances"])
 
     def wait_full(self) -> list[Any]:
-        """Both instances, once they serve."""
-        found: Any = wait_until(lambda: len(rows := self.rows()) == 2 and rows, timeout_s=START_TIMEOUT_S)
+        """All instances, once they serve."""
+        count = self.num_instances
+        found: Any = wait_until(lambda: len(rows := self.rows()) == count and rows, timeout_s=START_TIMEOUT_S)
         return list(found)
 
     def busy(self) -> Any:

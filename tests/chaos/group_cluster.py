@@ -1,0 +1,165 @@
+"""A front whose instances drop layers, with streams over it, as a chaos run has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.chaos import group_hooks
+from tests.chaos.group_load import Known, Load
+from tests.support.front_process import ROOT, START_TIMEOUT_S, FrontProcess
+from tests.support.waiting import wait_until
+
+MODEL = "dummy:tiny-deep"
+ENGINE = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 1024}
+FLAGS = ["--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "1024", "--max-batched-tokens", "512"]
+NUM_STREAMS = 6
+PATIENCE_S = 60.0
+HEADER_BYTES = 4096
+"""Of a backstop, which is damaged behind its header: that is what a look at it does not show."""
+
+
+class GroupCluster:
+    """See the module. ``close`` it.
+
+    Args:
+        folder: For the log, the backstop, and what patched processes read.
+        num_instances: Of the front.
+        known: Requests of the load.
+    """
+
+    def __init__(self, folder: Path, num_instances: int, known: Sequence[Known]) -> None:
+        self.control, self._backstops = folder / "control", folder / "backstops"
+        self.control.mkdir()
+        flags = [*FLAGS, "--relief", "manual", "--backstop", str(self._backstops)]
+        paths = [str(ROOT / "tests" / "chaos" / "hooks"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), group_hooks.FOLDER: str(self.control)}
+        self.front = FrontProcess(folder, MODEL, flags, num_instances, environment)
+        self.load = Load(self.front.url, MODEL, known, NUM_STREAMS)
+        self._threads = ThreadPoolExecutor(2)
+        self._http = httpx.Client(base_url=self.front.url, timeout=PATIENCE_S)
+        self.num_blocks = 0
+        self.pids: set[int] = set()
+
+    def start(self) -> None:
+        """Wait until all instances serve, and begin the load."""
+        self.num_blocks = self.front.wait_full()[0]["blocks"]
+        self.load.start()
+        self.wait_for_calm()
+
+    # -- what the front says and does ------------------------------------------------------------------------------
+
+    def groups(self) -> Any:
+        return self._http.get("/groups").json()
+
+    def state(self) -> str | None:
+        """Of the only group; None without one."""
+        return next((row["state"] for row in self.groups()["groups"]), None)
+
+    def change(self, name: str) -> int:
+        """How often groups were changed in this way."""
+        return int(self.groups()["changes"].get(name, 0))
+
+    def ask(self, verb: str, body: Any) -> Future[httpx.Response]:
+        """Ask for a drop or a restore, which is answered later."""
+        return self._threads.submit(self._http.post, f"/v1/cluster/{verb}", json=body)
+
+    def log_bytes(self) -> int:
+        return self.front.log.stat().st_size
+
+    def log_since(self, start: int) -> str:
+        with self.front.log.open("rb") as log:
+            log.seek(start)
+            return log.read().decode(errors="replace")
+
+    def last_words(self) -> str:
+        return self.log_since(max(0, self.log_bytes() - 6000))
+
+    # -- patched processes -----------------------------------------------------------------------------------------
+
+    def hold(self, point: str, when: str, pids: Sequence[int]) -> None:
+        """Let these processes wait there."""
+        self._remove("at-*")
+        group_hooks.write(self.control, group_hooks.HOLD, {"at": [point, when], "pids": list(pids)})
+
+    def held(self) -> set[int]:
+        """Those that wait."""
+        return {int(path.name.removeprefix("at-")) for path in self.control.glob("at-*")}
+
+    def let_go(self) -> None:
+        self._remove(group_hooks.HOLD)
+
+    def damage(self, what: str) -> None:
+        """Change bytes of all chunks of a store, from now on."""
+        self._remove("damaged")
+        group_hooks.write(self.control, group_hooks.DAMAGE, what)
+
+    def stop_damage(self) -> bool:
+        """Whether bytes were changed."""
+        self._remove(group_hooks.DAMAGE)
+        return (self.control / "damaged").exists()
+
+    def blind(self) -> None:
+        """From now on chunks are taken whatever their digest is."""
+        group_hooks.write(self.control, group_hooks.BLIND, True)
+
+    def open_backstop(self) -> int:
+        """A descriptor of the file of layers."""
+        (path,) = self._backstops.glob("*.layers")
+        return os.open(path, os.O_RDWR)
+
+    def _remove(self, pattern: str) -> None:
+        for path in self.control.glob(pattern):
+            path.unlink()
+
+    # -- laws ------------------------------------------------------------------------------------------------------
+
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        try:
+            wait_until(lambda: self.load.wrong or condition(), timeout_s=PATIENCE_S)
+        except AssertionError:
+            seen = f"{self.front.listing()}, {self.groups()}"
+            for pid in (self.front.process.pid, *(row["pid"] for row in self.front.rows())):
+                os.kill(pid, group_hooks.STACKS)
+            raise AssertionError(f"{what}: {seen}; see {self.front.log}\n{self.last_words()}") from None
+
+    def wait_for_calm(self) -> None:
+        """All instances serve by themselves with all of their memory, every stream goes on, and no token is wrong."""
+        self.wait_for(self.is_solo, "not all are back")
+        before = list(self.load.num_tokens)
+        self.wait_for(
+            lambda: all(now > then for now, then in zip(self.load.num_tokens, before, strict=True)), "a stream hangs"
+        )
+        assert not self.load.wrong, f"{self.load.wrong}\n{self.last_words()}"
+        assert self.front.process.poll() is None
+
+    def is_solo(self) -> bool:
+        """Whether all instances serve by themselves with all of their memory."""
+        rows = self.front.rows()
+        self.pids |= {row["pid"] for row in rows}
+        are_back = all(row["state"] == "serving" and row["blocks"] == self.num_blocks for row in rows)
+        return len(rows) == self.front.num_instances and are_back and not self.groups()["groups"]
+
+    def finish(self) -> None:
+        """End in order; no process is left."""
+        self.load.close()
+        self.front.process.send_signal(signal.SIGTERM)
+        assert self.front.process.wait(START_TIMEOUT_S) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in self.pids), "a process is left"
+
+    def close(self) -> None:
+        self.let_go()
+        self.load.close()
+        self._threads.shutdown()
+        self._http.close()
+        self.front.client.close()
+        self.front.process.kill()
+        self.front.process.wait()
+        assert self.front.process.stdout is not None
+        self.front.process.stdout.close()

@@ -1,0 +1,286 @@
+"""What goes wrong with a group of instances, in which of its states, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import httpx
+
+from floodplain.core.groups import GroupState
+from tests.chaos.group_cluster import HEADER_BYTES, NUM_STREAMS, GroupCluster
+
+S = GroupState
+STOP_S = 3.0
+"""How long a process is stopped: three times the silence after which it is taken for dead."""
+BEFORE = (S.PREPARING, S.DROPPING, S.EXCHANGING, S.SETTLING)
+"""States of a drop."""
+AFTER = (S.PLANNING, S.SHRINKING, S.FILLING, S.HANDOVER, S.RETURNING, S.ADOPTING, S.CLOSING)
+"""States of a restore."""
+STATES = (*BEFORE, S.PIPELINED, *AFTER)
+POINTS: Mapping[GroupState, str] = {
+    S.PREPARING: "pause", S.DROPPING: "drop", S.EXCHANGING: "copy", S.SETTLING: "settle", S.PLANNING: "plan",
+    S.SHRINKING: "move", S.FILLING: "fill", S.HANDOVER: "return", S.RETURNING: "return", S.ADOPTING: "copy",
+    S.CLOSING: "close",
+}  # fmt: skip
+"""Where members wait so that the group stays in a state; see ``group_hooks.py``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A fault, and the state of the group in which it strikes."""
+
+    fault: str
+    state: GroupState
+
+    def __str__(self) -> str:
+        return f"{self.fault} while {self.state}"
+
+
+class Scene:
+    """One story as it is played: a group is led to the story's state, which lasts until ``let_go``.
+
+    Args:
+        cluster: In calm.
+        state: Where the fault is to strike.
+        random: Draws all that is left open.
+
+    Attributes:
+        pids: Of the members, the leader's first.
+    """
+
+    def __init__(self, cluster: GroupCluster, state: GroupState, random: Random) -> None:
+        self.cluster, self.state, self.random = cluster, state, random
+        rows = sorted(cluster.front.rows(), key=lambda row: row["slot"])
+        members = random.sample(rows, random.randint(2, len(rows)))
+        self.pids = [row["pid"] for row in members]
+        self._names = [f"e{row['epoch']}" for row in members]
+        self._answer: Future[httpx.Response] | None = None
+
+    def begin(self) -> None:
+        """Lead the group to its state."""
+        if self.state in BEFORE:
+            self._hold()
+        self._answer = self.ask_drop()
+        if self.state not in BEFORE:
+            self.wait_in(S.PIPELINED)
+        if self.state in AFTER:
+            self._hold()
+            self.ask_restore().result()
+        if self.state is not S.PIPELINED:
+            self.wait_in(self.state)
+            self.cluster.wait_for(self.cluster.held, f"no member waits while {self.state}")
+
+    def _hold(self) -> None:
+        leader, others = self.pids[:1], self.pids[1:]
+        pids = {S.PLANNING: leader, S.HANDOVER: leader, S.RETURNING: others}.get(self.state)
+        if pids is None and POINTS[self.state] == "copy":
+            pids = self.pids  # which of them have something to copy is not known
+        elif pids is None:
+            pids = self.random.sample(self.pids, self.random.randint(1, len(self.pids)))
+        self.cluster.hold(POINTS[self.state], self.random.choice(("before", "after")), pids)
+
+    def wait_in(self, state: GroupState) -> None:
+        self.cluster.wait_for(lambda: self.cluster.state() == state, f"the group is never {state}")
+
+    def ask_drop(self) -> Future[httpx.Response]:
+        return self.cluster.ask("drop", {"instances": self._names})
+
+    def ask_restore(self) -> Future[httpx.Response]:
+        return self.cluster.ask("restore", {"instance": self._names[0]})
+
+    def draw_member(self, leads: bool) -> int:
+        """The leader, or one of the others."""
+        return int(self.pids[0] if leads else self.random.choice(self.pids[1:]))
+
+    def expect_end(self) -> None:
+        """A member's death ends the group: before the drop it was never made."""
+        cluster, word = self.cluster, "cancelled" if self.state is S.PREPARING else "ended"
+        cluster.wait_for(lambda: cluster.state() is None, "the group lives on")
+        assert self._answer is not None
+        assert self._answer.result().status_code == (409 if self.state is S.PREPARING else 200)
+        assert cluster.change(word) == self._num[word] + 1
+
+    def go_home(self) -> None:
+        """Nothing has ended the group: it goes on, and is restored."""
+        self.cluster.let_go()
+        if self.state in (*BEFORE, S.PIPELINED):
+            self.wait_in(S.PIPELINED)
+            assert self.ask_restore().result().status_code == 200
+        self.cluster.wait_for(lambda: self.cluster.state() is None, "the group is never restored")
+        assert self.cluster.change("restored") == self._num["restored"] + 1, self.cluster.last_words()
+
+    def play(self, fault: Callable[[Scene], None]) -> None:
+        """All of it."""
+        self._num = {word: self.cluster.change(word) for word in ("cancelled", "ended", "restored")}
+        fault(self)
+        self.cluster.let_go()
+        self.cluster.wait_for_calm()
+
+
+def kill_leader(scene: Scene) -> None:
+    """SIGKILL of the member that has the step loop."""
+    _kill(scene, leads=True)
+
+
+def kill_other(scene: Scene) -> None:
+    """SIGKILL of another member."""
+    _kill(scene, leads=False)
+
+
+def _kill(scene: Scene, leads: bool) -> None:
+    scene.begin()
+    os.kill(scene.draw_member(leads), signal.SIGKILL)
+    if scene.random.random() < 0.5:
+        scene.cluster.let_go()  # what waited acts beside the end of the group, else after it
+    scene.expect_end()
+
+
+def stop_leader(scene: Scene) -> None:
+    """SIGSTOP of the leader for so long that it is taken for dead; what it does when it wakes is late."""
+    _stop(scene, leads=True)
+
+
+def stop_other(scene: Scene) -> None:
+    """SIGSTOP of another member."""
+    _stop(scene, leads=False)
+
+
+def _stop(scene: Scene, leads: bool) -> None:
+    scene.begin()
+    pid = scene.draw_member(leads)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        scene.cluster.let_go()
+        time.sleep(STOP_S)  # the fault itself
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    scene.expect_end()
+
+
+def hang_up(scene: Scene) -> None:
+    """Clients hang up in the middle of a change, which goes on."""
+    scene.begin()
+    load = scene.cluster.load
+    before = load.num_hung_up
+    streams = scene.random.sample(range(NUM_STREAMS), scene.random.randint(1, NUM_STREAMS))
+    scene.cluster.wait_for(lambda: load.hang_up(streams), "no client hangs up")
+    scene.cluster.wait_for(lambda: load.num_hung_up > before, "a client that hangs up goes on")
+    scene.go_home()
+
+
+def ask_again(scene: Scene) -> None:
+    """A drop and a restore are asked for in the middle of a change: refused in one line each; the change goes on."""
+    scene.begin()
+    requests = [scene.ask_drop()] if scene.state is S.PIPELINED else [scene.ask_drop(), scene.ask_restore()]
+    for answer in [request.result() for request in requests]:
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and message and "\n" not in message
+    scene.go_home()
+
+
+def damage_kv(scene: Scene) -> None:
+    """Chunks of KV come damaged: their requests are computed again, and the group goes on."""
+    before = scene.cluster.groups()["recomputed_requests"]
+    scene.cluster.damage("kv")
+    scene.begin()
+    scene.go_home()
+    assert scene.cluster.stop_damage(), "no chunk was damaged"
+    assert scene.cluster.groups()["recomputed_requests"] > before
+
+
+def damage_parameters(scene: Scene) -> None:
+    """Chunks of parameters come damaged: the layers are read from the backstop."""
+    _damage_parameters(scene, "parameters")
+
+
+def damage_parameters_at_source(scene: Scene) -> None:
+    """A member sends wrong parameters with right digests of their chunks: that of the layer tells."""
+    _damage_parameters(scene, "source")
+
+
+def _damage_parameters(scene: Scene, what: str) -> None:
+    start = scene.cluster.log_bytes()
+    scene.cluster.damage(what)
+    scene.begin()
+    scene.go_home()
+    assert scene.cluster.stop_damage(), "no chunk was damaged"
+    lines = scene.cluster.log_since(start).splitlines()
+    assert any("from the backstop" in line and "of 0 from the backstop" not in line for line in lines)
+
+
+def cut_backstop(scene: Scene) -> None:
+    """The backstop was cut before a drop: nothing is dropped, and one line says why."""
+    fd = scene.cluster.open_backstop()
+    try:
+        size = os.fstat(fd).st_size
+        last = os.pread(fd, 1, size - 1)
+        os.ftruncate(fd, size - 1)
+        answer = scene.ask_drop().result()
+        os.pwrite(fd, last, size - 1)
+    finally:
+        os.close(fd)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 409 and "backstop" in message and "\n" not in message
+    assert scene.cluster.state() is None
+
+
+def overwrite_backstop(scene: Scene) -> None:
+    """The backstop was overwritten, and is needed: instances that cannot repair exit, and start again."""
+    scene.begin()
+    fd = scene.cluster.open_backstop()
+    try:
+        content = os.pread(fd, os.fstat(fd).st_size, 0)
+        os.pwrite(fd, bytes(len(content) - HEADER_BYTES), HEADER_BYTES)
+        having = [pid for pid in scene.pids if _has_open(pid, fd)]  # others have an older file, which was mended
+        victim = scene.draw_member(scene.random.random() < 0.5)
+        os.kill(victim, signal.SIGKILL)
+        scene.cluster.let_go()
+        scene.expect_end()
+        scene.cluster.wait_for_calm()
+        os.pwrite(fd, content, 0)  # for those that have it open still
+    finally:
+        os.close(fd)
+    pids = {row["pid"] for row in scene.cluster.front.rows()}
+    assert victim not in pids and (scene.state in WHOLE or pids.isdisjoint(having))
+
+
+def _has_open(pid: int, fd: int) -> bool:
+    """Whether a process has a file open."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if os.path.samestat(path.stat(), os.fstat(fd)):
+                return True
+    return False
+
+
+WHOLE = (S.DROPPING, S.FILLING, S.HANDOVER, S.RETURNING, S.ADOPTING, S.CLOSING)
+"""Members may have all their parameters still, or again: these need no backstop."""
+
+EVERYWHERE = (kill_leader, kill_other, stop_leader, stop_other, hang_up, ask_again)
+SOMEWHERE: Mapping[Callable[[Scene], None], tuple[GroupState, ...]] = {
+    damage_kv: (S.PIPELINED,) * 6,  # the damage is in exchange and return: the change goes through all states
+    damage_parameters: (S.PIPELINED,) * 4,
+    damage_parameters_at_source: (S.PIPELINED,) * 4,
+    cut_backstop: (S.SOLO,) * 4,
+    overwrite_backstop: (*STATES[1:],),
+}
+FAULTS = {fault.__name__: fault for fault in (*EVERYWHERE, *SOMEWHERE)}
+STORIES = tuple(
+    Story(fault.__name__, state)
+    for fault, states in ((*((one, STATES) for one in EVERYWHERE), *SOMEWHERE.items()))
+    for state in states
+)
+"""All of them: each fault in each state in which it can strike."""
+
+
+def play(cluster: GroupCluster, story: Story, random: Random) -> None:
+    """Play a story; the cluster is in calm before and after it."""
+    Scene(cluster, story.state, random).play(FAULTS[story.fault])
