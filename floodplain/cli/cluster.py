@@ -25,12 +25,15 @@ ABOUT = {
     "drop": "Let two to four instances share one copy of the layers, as a pipeline with a larger KV pool. "
     "The first one named leads.",
     "restore": "Let the instances of a group have all layers again.",
+    "migrate": "Move the shortest running request of one instance, with its KV, to another one.",
 }
+COUNTS: Mapping[str, str | int] = {"drop": "+", "restore": 1, "migrate": 2}
+"""Instances that a verb names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterVerbConfig:
-    """The flags of both verbs.
+    """The flags of all of them.
 
     Raises:
         UserError: A value is out of its range.
@@ -49,13 +52,12 @@ class ClusterVerbConfig:
 
 
 def add_parser(verbs: Any) -> None:
-    """Add both verbs and their flags."""
+    """Add the verbs and their flags."""
     changes = verbs.add_parser("cluster", allow_abbrev=False).add_subparsers(metavar="|".join(ABOUT))
     for name, about in ABOUT.items():
         parser = add_verb(changes, name, about)
-        count = "+" if name == "drop" else 1
         what = "an instance: its slot (0, 1, ...), or e and its epoch, as floodplain instances shows them"
-        parser.add_argument("instances", nargs=count, metavar="INSTANCE", help=what)
+        parser.add_argument("instances", nargs=COUNTS[name], metavar="INSTANCE", help=what)
         add_dataclass_flags(parser, ClusterVerbConfig)
 
 
@@ -63,9 +65,12 @@ def run(args: argparse.Namespace) -> int:
     """Do it, and wait until it is done; 1 if the front refuses or does not answer, or the group ends meanwhile."""
     config, verb = dataclass_from(args, ClusterVerbConfig), args.verb.split()[1]
     base_url = config.base_url.rstrip("/")
-    body = {"instances": args.instances} if verb == "drop" else {"instance": args.instances[0]}
+    body: dict[str, Any] = {"instances": args.instances} if verb == "drop" else {"instance": args.instances[0]}
+    if verb == "migrate":
+        body = dict(zip(("source", "target"), args.instances, strict=True))
     try:
-        row = _wait(base_url, _ask(f"{base_url}/v1/cluster/{verb}", body), verb, config.wait)
+        begun = _ask(f"{base_url}/v1/cluster/{verb}", body)
+        row = begun if verb == "migrate" else _wait(base_url, begun, verb, config.wait)
     except urllib.error.HTTPError as error:
         complain(_reason(error))
         return 1
@@ -84,8 +89,10 @@ def describe(row: Mapping[str, Any], verb: str) -> str:
 
     Args:
         row: See ``cluster.group_routes.GroupRow``.
-        verb: ``drop`` or ``restore``.
+        verb: ``drop``, ``restore``, or ``migrate``, whose row has a number alone.
     """
+    if verb == "migrate":
+        return f"migration {row['number']} begins: /migrations and /metrics say how it ends"
     who = f"instances {', '.join(map(str, row['instances']))}"
     if verb == "restore":
         what = "have all layers again" if row["state"] == "solo" else f"restore theirs ({row['state']})"

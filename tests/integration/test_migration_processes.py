@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from floodplain.cli.main import main
 from tests.support import front_process
 from tests.support.front_process import FrontProcess, started
 from tests.support.waiting import wait_until
@@ -48,8 +49,8 @@ def pair(front: FrontProcess) -> tuple[Any, Any]:
 
 
 def migrate(front: FrontProcess, source: Any, target: Any) -> None:
-    names = {"source": f"e{source['epoch']}", "target": f"e{target['epoch']}"}
-    httpx.post(f"{front.url}/v1/cluster/migrate", json=names).raise_for_status()
+    names = [f"e{source['epoch']}", f"e{target['epoch']}"]
+    assert main(["cluster", "migrate", *names, "--base-url", front.url, "--quiet"]) == 0
 
 
 def test_a_stream_moves_in_its_middle(front: FrontProcess) -> None:
