@@ -69,7 +69,7 @@ def _count(cluster: GroupCluster) -> dict[str, int]:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--faults", type=int, default=len(STORIES), help="more begin anew")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "groups.json")
     args = parser.parse_args()
