@@ -34,34 +34,32 @@ def changes_of(timeline: Mapping[str, Sequence[Any]]) -> list[tuple[float, float
 def draw(runs: Sequence[Mapping[str, Any]], hardware: str, rate: float) -> Any:
     """The figure: requests' TTFT by when they were sent, KV blocks in use and in all, requests that wait.
 
-    The burst is grey. Where an arm is a group its line is thick.
+    Below, when an arm's instances were a group; its changes are black. The burst is grey.
     """
     title = f"{runs[0]['load']}: KV memory and first tokens, with layers dropped and restored"
-    figure, panels = make_figure(title, f"SmolLM2-135M, two instances, {hardware}; calm: {rate:.2f} requests/s", 3, 2.0)
-    ttft, kv, queue = panels
+    figure, panels = make_figure(title, f"SmolLM2-135M, two instances, {hardware}; calm: {rate:.2f} requests/s", 4, 1.6)
+    ttft, kv, queue, group = panels
     for panel in panels:
         for begin, end in runs[0]["bursts"]:
             panel.axvspan(begin, end, color="#eeeeee", zorder=0)
     for index, run in enumerate(runs):
         colour, times = COLOURS[index % len(COLOURS)], run["timeline"]["time_s"]
-        ttft.plot(
-            run["sent_s"], run["ttft_s"], color=colour, marker=MARKERS[index % len(MARKERS)], markersize=3,
-            linestyle="none", label=run["arm"],
-        )  # fmt: skip
+        marker = MARKERS[index % len(MARKERS)]
+        ttft.plot(run["sent_s"], run["ttft_s"], marker, color=colour, markersize=3, label=run["arm"])
         kv.plot(times, run["timeline"]["used_blocks"], color=colour, linewidth=1.3)
         kv.plot(times, run["timeline"]["blocks"], color=colour, linewidth=0.9, linestyle=LINES[3])
         waiting = [sum(pair) for pair in zip(run["timeline"]["waiting"], run["timeline"]["swapped"], strict=True)]
         queue.plot(times, waiting, color=colour, linewidth=1.3, drawstyle="steps-post")
         for begin, end, state in changes_of(run["timeline"]):
-            height = -0.02 if state == PIPELINED else -0.05
-            queue.plot([begin, end], [height, height], color=colour, linewidth=4, transform=queue.get_xaxis_transform(),
-                       clip_on=False, solid_capstyle="butt")  # fmt: skip
+            shade = colour if state == PIPELINED else "#000000"
+            group.barh(-index, end - begin, left=begin, height=0.6, color=shade)
     ttft.set_yscale("log")
     ttft.set_ylabel("TTFT (s)")
     kv.set_ylabel("KV blocks\n(dotted: of so many)")
     queue.set_ylabel("waiting or\nswapped out")
-    queue.set_xlabel("seconds since the load began; bars below: a group, and lower its changes")
-    figure.align_ylabels(panels)
+    group.set_yticks([-index for index in range(len(runs))], [run["arm"] for run in runs], fontsize=8)
+    group.set_ylim(0.5 - len(runs), 0.5)
+    group.set_xlabel("seconds since the load began")
     figure.legend(*ttft.get_legend_handles_labels(), loc="outside lower center", ncols=min(5, len(runs)))
     return figure
 
