@@ -33,7 +33,7 @@ from floodplain.cluster.group_session import Session
 from floodplain.cluster.group_steps import Answer
 from floodplain.cluster.life import Life
 from floodplain.cluster.messages import FrontMessage, Welcome
-from floodplain.cluster.sums import StatsBook
+from floodplain.cluster.sums import StatsBook, since
 from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats
@@ -83,7 +83,7 @@ class GroupLife(Life):
 
     def _stats(self) -> EngineStats:
         """Those of the own engine and the group's: what either has counted adds up."""
-        self._counted.note(_OWN, self._member.engine.stats())
+        self._counted.note(_OWN, since(self._member.engine.stats(), self._before))
         pipeline = None if self._session is None else self._session.pipeline
         if pipeline is not None and pipeline.engine is not None:
             self._counted.note(_GROUP, pipeline.engine.stats())

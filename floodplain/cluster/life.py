@@ -23,6 +23,7 @@ from floodplain.cluster.messages import (
     refusal_of,
 )
 from floodplain.cluster.placements import Submit, request_of
+from floodplain.cluster.sums import since
 from floodplain.core.errors import PeerLost, UserError
 from floodplain.core.request import FinishReason, Request
 from floodplain.engine.async_engine import AsyncEngine
@@ -47,6 +48,7 @@ class Life:
 
     def __init__(self, link: FrameLink, welcome: Welcome, engine: AsyncEngine | None) -> None:
         self._engine, self._link = engine, link
+        self._before = EngineStats() if engine is None else engine.stats()  # counted in lives before this one
         self._epoch, self._beat_s = welcome.epoch, welcome.beat_s
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, Request] = {}
@@ -101,7 +103,7 @@ class Life:
         logger.warning("the front has been silent for %g s", FRONT_SILENCE_S)
 
     def _stats(self) -> EngineStats:
-        return EngineStats() if self._engine is None else self._engine.stats()
+        return EngineStats() if self._engine is None else since(self._engine.stats(), self._before)
 
     def find_failure(self) -> BaseException | None:
         """What ended the engine, if something did."""

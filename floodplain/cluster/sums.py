@@ -51,6 +51,28 @@ class StatsBook:
         return replace(total, recall_times_s=tuple(self._recall_times_s))
 
 
+def since(now: EngineStats, before: EngineStats) -> EngineStats:
+    """What an engine has counted since an earlier look, and how it is now: a new life counts from zero."""
+    values = {
+        item.name: _subtract(getattr(now, item.name), getattr(before, item.name))
+        for item in fields(EngineStats)
+        if item.name not in _GAUGES and item.name not in ("recall_times_s", "expansion")
+    }
+    expansion = replace(
+        now.expansion,
+        loaded_bytes=now.expansion.loaded_bytes - before.expansion.loaded_bytes,
+        written_bytes=now.expansion.written_bytes - before.expansion.written_bytes,
+        stall_s=now.expansion.stall_s - before.expansion.stall_s,
+    )
+    return replace(now, **values, expansion=expansion)
+
+
+def _subtract(now: Any, before: Any) -> Any:
+    if not isinstance(now, dict):
+        return now - before
+    return {key: number - before.get(key, 0) for key, number in now.items()}
+
+
 def _add(all_stats: Iterable[EngineStats]) -> EngineStats:
     many = list(all_stats)
     values = {

@@ -17,7 +17,7 @@ from floodplain.cluster.prefixes import PrefixMemory
 from floodplain.cluster.restarts import CALM_S, FIRST_DELAY_S, MAX_FAILED_STARTS, MOST_DELAY_S, Restarts
 from floodplain.cluster.roster import Roster
 from floodplain.cluster.settings import ClusterConfig, InstanceConfig, split_address
-from floodplain.cluster.sums import StatsBook
+from floodplain.cluster.sums import StatsBook, since
 from floodplain.core.errors import UserError
 from floodplain.core.hashing import BlockKey
 from floodplain.engine.config import EngineConfig
@@ -87,6 +87,22 @@ def test_counters_never_fall_whoever_dies(story: list[tuple[int, int, bool]]) ->
         assert total.num_steps == counted >= before.num_steps
     living = {epoch for epoch in latest if epoch in epoch_of.values()}
     assert book.total().num_running == 2 * len(living)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8))
+def test_a_process_that_lives_again_counts_nothing_twice(steps: list[int]) -> None:
+    """One engine in one life after the other: its own counters go on."""
+    book, before, counted = StatsBook(), EngineStats(), 0
+    for epoch, number in enumerate(steps, start=1):
+        counted += number
+        facts = ExpansionFacts(loaded_bytes=counted)
+        now = EngineStats(num_steps=counted, num_running=3, swap_bytes={("out", "host"): counted}, expansion=facts)
+        book.note(epoch, since(now, before))
+        assert book.total().num_running == 3
+        book.retire(epoch)
+        before = now
+    total = book.total()
+    assert (total.num_steps, total.swap_bytes[("out", "host")], total.expansion.loaded_bytes) == (counted,) * 3
 
 
 def test_recalls_are_counted_once_and_expansions_are_a_mean() -> None:
