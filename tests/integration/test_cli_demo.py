@@ -19,6 +19,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.spec import WorkloadSpec, build
+from tests.support.swapping import unknown_prices
 
 NUM_REQUESTS = 16
 BASE = EngineConfig(
@@ -35,7 +36,8 @@ def runs() -> dict[str, dict[str, Any]]:
     async def serve_all() -> dict[str, dict[str, Any]]:
         return dict([await serve_way(way, BASE, SPEC, 1.0, progress=False) for way in WAYS])
 
-    return asyncio.run(serve_all())
+    with unknown_prices():
+        return asyncio.run(serve_all())
 
 
 def test_every_way_answers_the_same_requests(runs: dict[str, dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 MODEL = "dummy:tiny-deep"
 ENGINE = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 1024}
 FLAGS = ["--dtype", "float32", "--kv-memory", "4MiB", "--max-model-len", "1024", "--max-batched-tokens", "512"]
-NUM_TOKENS = 700
+NUM_TOKENS = 900
 """Of a stream: long enough for a drop and a restore in its middle."""
 PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(20 + 30 * number)] for number in range(4)]
 
@@ -106,7 +106,8 @@ def test_streams_cross_a_drop_and_a_restore_with_their_kv(front: FrontProcess, c
         assert "have all layers again" in capsys.readouterr().out
         assert streams.result() == expected()
     after = groups(front)
-    assert after["carried_requests"] == before["carried_requests"] + 2 * len(PROMPTS)
+    num_carried = after["carried_requests"] - before["carried_requests"]
+    assert len(PROMPTS) < num_carried <= 2 * len(PROMPTS)  # on a quick machine a stream may end before the restore
     assert after["recomputed_requests"] == before["recomputed_requests"]
     wait_solo(front)
 

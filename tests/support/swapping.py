@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
+
+import pytest
 
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason, Resumption
 from floodplain.core.request import SeqId
 from floodplain.core.tiers import Tier
-from floodplain.core.view import View
+from floodplain.core.view import Prices, View
 from floodplain.policy.fcfs import FcfsPolicy
+from floodplain.runtime.prices import StepPrices
 from tests.support.loops import RandomPolicy, is_under_way
 
 BLOCK_BYTES = 8192
 """Of tiny-llama in fp32: 2 layers of K and V, 16 tokens, 2 heads, 16 elements."""
+
+
+@contextmanager
+def unknown_prices() -> Iterator[None]:
+    """Policies swap, however quickly this machine computes a prompt of a tiny model."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(StepPrices, "now", property(lambda self: Prices()))
+        yield
 
 
 class ImpatientPolicy(RandomPolicy):

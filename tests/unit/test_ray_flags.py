@@ -70,6 +70,7 @@ def test_a_missing_or_old_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(("device", "num_gpus"), [("cpu", 0), ("cuda", 1)])
 def test_ray_reserves_what_an_instance_takes(monkeypatch: pytest.MonkeyPatch, device: str, num_gpus: int) -> None:
     """Ray shows an instance one GPU, so each is told to take the first."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     set_version(monkeypatch, "2.60.0")
     seen: dict[str, Any] = {}
     monkeypatch.setattr(RayProcesses, "__init__", lambda self, *what: seen.update(what=what))
