@@ -24,6 +24,8 @@ from tests.support.waiting import wait_until
 MODEL = "dummy:tiny-llama"
 ENGINE = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 1024}
 FLAGS = ["--dtype", "float32", "--kv-memory", "1MiB", "--max-model-len", "1024"]
+LONG = 900
+"""Tokens of a stream that must not end before something happens to its instance."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def test_streams_have_the_tokens_of_one_engine_and_use_both_instances(front: Fro
 
 
 def test_a_kill_in_the_middle_of_a_stream_costs_no_token(front: FrontProcess) -> None:
-    how: dict[str, Any] = {"temperature": 1.0, "seed": 5}  # greedy ones: the next test
+    how: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": LONG}  # greedy ones: the next test
     before = {row["epoch"] for row in front.wait_full()}
     moved = front.listing()["moved_requests"]
     assert [front.stream(do=front.kill_busy, **how)] == one_engine([PROMPT], **how)
@@ -63,10 +65,10 @@ def test_a_stopped_instance_loses_its_requests_and_joins_anew_when_it_wakes(fron
         os.kill(stopped[0]["pid"], signal.SIGSTOP)
 
     try:
-        tokens = front.stream(do=stop)  # ends, though its instance is silent and its connection stands
+        tokens = front.stream(do=stop, max_tokens=LONG)  # ends, though its instance is silent and its connection stands
     finally:
         os.kill(stopped[0]["pid"], signal.SIGCONT)
-    assert [tokens] == one_engine([PROMPT])
+    assert [tokens] == one_engine([PROMPT], max_tokens=LONG)
     rows = front.wait_full()
     (again,) = (row for row in rows if row["pid"] == stopped[0]["pid"])
     assert again["epoch"] > stopped[0]["epoch"] and front.listing()["ends"]["silent"] == 1
