@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from floodplain.core.errors import InvariantError
 from floodplain.core.kv_sources import find_slot
@@ -32,12 +33,22 @@ class MemberReport:
         quantum_pages: Pages of a whole quantum in one layer.
         max_quanta: Quanta for which address space is reserved.
         param_pages: Pages that dropping the parameters of each layer frees.
+        held: Layers that it has now; None: all.
+        holder: Of a member of a group that is merged: the place whose rows are those of that group, and whose quanta it
+            has, too, in its own layers. None: its own.
     """
 
     num_kv_pages: int
     quantum_pages: int
     max_quanta: int
     param_pages: tuple[int, ...]
+    held: range | None = None
+    holder: int | None = None
+
+    @property
+    def num_held_layers(self) -> int:
+        """Layers in which its used quanta have pages."""
+        return len(self.param_pages) if self.held is None else len(self.held)
 
     def count_grouped_pages(self, kept: range) -> int:
         """Pages for KV after it has dropped the parameters of all layers but ``kept``."""
@@ -72,9 +83,9 @@ class GroupSizes:
 
     Attributes:
         kept_rows: Indices of the rows that keep their KV, ascending; the others are computed again.
-        used: For each place, quanta of the member's own pool that hold KV of these rows, ascending. The k-th one
-            becomes quantum ``first[place] + k`` of the group.
-        first: For each place, the first of the group's quanta that are its own used ones.
+        used: For each place, quanta of the member's pool that hold KV of these rows, ascending. The k-th one becomes
+            quantum ``first[place] + k`` of the group. Places with one holder have the same.
+        first: For each place, the first of the group's quanta that are its used ones.
         num_quanta: Of the group's pool during the exchange.
         num_settled_quanta: The same after the exchange.
         num_restore_quanta: The most that it may have when the dropped parameters are to be mapped again.
@@ -98,7 +109,7 @@ class GroupSizes:
 
 def count_exchange_quanta(report: MemberReport, kept: range, num_used: int) -> int:
     """Quanta that a member can map in its kept layers while KV of ``num_used`` quanta has not left; may be negative."""
-    num_leaving = num_used * (len(report.param_pages) - len(kept)) * report.quantum_pages
+    num_leaving = num_used * (report.num_held_layers - len(kept)) * report.quantum_pages
     num_pages = report.count_grouped_pages(kept) - num_leaving
     return min(report.max_quanta, num_pages // (len(kept) * report.quantum_pages))
 
@@ -133,7 +144,7 @@ def size_group(
     Args:
         reports: Of the members, by place.
         kept: Layers that each of them keeps: together all, in order, none twice, none empty.
-        rows: Requests that members hold, of all members, oldest first.
+        rows: Requests that members hold, of all members, oldest first, each at the place of its holder.
         quantum_blocks: Blocks of a quantum, alike in all members.
 
     Raises:
@@ -142,11 +153,13 @@ def size_group(
     _check_cut(reports, kept)
     kept_rows, used = choose_kept_rows(reports, kept, rows, quantum_blocks)
     slots = dict.fromkeys(slot for index in kept_rows for slot in rows[index].slots)
-    end = sum(map(len, used)) * quantum_blocks
+    holders = _holders_of(reports)
+    sizes = [len(quanta) if place == holder else 0 for place, quanta, holder in zip(count(), used, holders)]
+    end = sum(sizes) * quantum_blocks
     return GroupSizes(
         kept_rows=kept_rows,
         used=used,
-        first=tuple(sum(map(len, used[:place])) for place in range(len(used))),
+        first=tuple(sum(sizes[:holder]) for holder in holders),
         num_quanta=min(map(count_exchange_quanta, reports, kept, map(len, used))),
         num_settled_quanta=min(map(count_settled_quanta, reports, kept)),
         num_restore_quanta=min(map(count_restore_quanta, reports, kept)),
@@ -163,20 +176,25 @@ def choose_kept_rows(
     all used quanta, and behind them for a block for each slot. A quantum is used if one row that keeps its KV has a
     block there: pages move as whole quanta. Arguments as in ``size_group``.
     """
-    used: list[set[int]] = [set() for _ in reports]
+    used: dict[int, set[int]] = {holder: set() for holder in _holders_of(reports)}
+    by_place = [used[holder] for holder in _holders_of(reports)]
     slots: set[tuple[int, int]] = set()
     kept_rows = []
     for index, row in enumerate(rows):
         new = {block // quantum_blocks for block in row.blocks} - used[row.place]
         new_slots = {*row.slots} - slots
         used[row.place] |= new
-        num_quanta = sum(map(len, used)) + -(-(len(slots) + len(new_slots)) // quantum_blocks)
-        if num_quanta > min(map(count_exchange_quanta, reports, kept, map(len, used))):
+        num_quanta = sum(map(len, used.values())) + -(-(len(slots) + len(new_slots)) // quantum_blocks)
+        if num_quanta > min(map(count_exchange_quanta, reports, kept, map(len, by_place))):
             used[row.place] -= new
             continue
         slots |= new_slots
         kept_rows.append(index)
-    return tuple(kept_rows), tuple(tuple(sorted(quanta)) for quanta in used)
+    return tuple(kept_rows), tuple(tuple(sorted(quanta)) for quanta in by_place)
+
+
+def _holders_of(reports: Sequence[MemberReport]) -> list[int]:
+    return [place if report.holder is None else report.holder for place, report in enumerate(reports)]
 
 
 def map_blocks(blocks: Sequence[int], used: Sequence[int], first: int, quantum_blocks: int) -> tuple[int, ...]:
@@ -202,3 +220,6 @@ def _check_cut(reports: Sequence[MemberReport], kept: Sequence[range]) -> None:
     layers = [layer for part in kept for layer in part]
     if len(reports) != len(kept) or sizes != {len(layers)} or layers != list(range(len(layers))) or not all(kept):
         raise InvariantError(f"{list(kept)} do not cut the layers of {len(reports)} members")
+    for report, part in zip(reports, kept, strict=True):
+        if report.held is not None and not {*part} <= {*report.held}:
+            raise InvariantError(f"layers {part} are to be kept by a member that has {report.held}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,6 +23,17 @@ def blocks_of(num_quanta: int) -> st.SearchStrategy[int]:
 
 
 @st.composite
+def merging(draw: st.DrawFn, reports: list[MemberReport], ends: list[int]) -> list[MemberReport]:
+    """Members that have some layers only, and of which some are in one group already."""
+    merged: list[MemberReport] = []
+    for place, report in enumerate(reports):
+        alone = [other for other, one in enumerate(merged) if one.holder is None]
+        held = range(draw(st.integers(0, ends[place])), draw(st.integers(ends[place + 1], ends[-1])))
+        merged.append(replace(report, held=held, holder=draw(st.sampled_from([None, *alone]))))
+    return merged
+
+
+@st.composite
 def stories(draw: st.DrawFn) -> Story:
     num_members = draw(st.integers(2, 4))
     counts = [draw(st.integers(1, 3)) for _ in range(num_members)]
@@ -37,7 +49,10 @@ def stories(draw: st.DrawFn) -> Story:
         )
         for size in quanta
     ]
-    places = draw(st.lists(st.integers(0, num_members - 1), max_size=12))
+    if draw(st.booleans()):
+        reports = draw(merging(reports, ends))
+    holders = sorted({place if one.holder is None else one.holder for place, one in enumerate(reports)})
+    places = draw(st.lists(st.sampled_from(holders), max_size=12))
     slots = st.lists(st.integers(-6, -1), max_size=draw(st.sampled_from([0, 4])), unique=True)
     rows = [
         HeldRow(place, tuple(draw(slots) + draw(st.lists(blocks_of(quanta[place]), max_size=5, unique=True))))
@@ -73,7 +88,7 @@ class Pages:
 def hold_exchange(report: MemberReport, kept: range, used: Sequence[int], num_quanta: int) -> Pages:
     pages, others = Pages(report), [layer for layer in range(len(report.param_pages)) if layer not in kept]
     pages.unmap("param", others)
-    pages.map("own", others, used)
+    pages.map("own", [layer for layer in others if report.held is None or layer in report.held], used)
     pages.map("group", kept, range(num_quanta))
     return pages
 
@@ -112,11 +127,15 @@ def is_least(reports: list[MemberReport], kept: list[range], used: Sequence[Sequ
     )
 
 
-def quanta_of(rows: Sequence[HeldRow], num_places: int) -> list[list[int]]:
-    used = [
-        {b // Q for row in rows if row.place == place for b in row.sources if b >= 0} for place in range(num_places)
-    ]
+def quanta_of(rows: Sequence[HeldRow], reports: Sequence[MemberReport]) -> list[list[int]]:
+    """The oracle: quanta of each place, be they of its own rows or of those of its holder."""
+    holders = [place if one.holder is None else one.holder for place, one in enumerate(reports)]
+    used = [{b // Q for row in rows if row.place == holder for b in row.sources if b >= 0} for holder in holders]
     return list(map(sorted, used))
+
+
+def count_used(used: Sequence[Sequence[int]], reports: Sequence[MemberReport]) -> int:
+    return sum(len(quanta) for quanta, one in zip(used, reports, strict=True) if one.holder is None)
 
 
 def slots_of(rows: Sequence[HeldRow]) -> set[tuple[int, int]]:
@@ -125,8 +144,8 @@ def slots_of(rows: Sequence[HeldRow]) -> set[tuple[int, int]]:
 
 def fits(reports: list[MemberReport], kept: list[range], rows: Sequence[HeldRow]) -> bool:
     """The oracle: whether the group's pool can have used quanta and blocks for slots while nothing has left yet."""
-    used = quanta_of(rows, len(reports))
-    num = sum(map(len, used)) + len(range(0, len(slots_of(rows)), Q))
+    used = quanta_of(rows, reports)
+    num = count_used(used, reports) + len(range(0, len(slots_of(rows)), Q))
     if any(num > report.max_quanta for report in reports):
         return False
     members = zip(reports, kept, used, strict=True)
@@ -141,8 +160,9 @@ def test_pages_are_never_overdrawn_and_none_is_left_for_one_more(story: Story) -
     for report, part, used in zip(reports, kept, sizes.used, strict=True):
         assert run(report, part, used, sizes)
     assert is_least(reports, kept, sizes.used, sizes.num_quanta)
-    assert sizes.num_settled_quanta >= sizes.num_quanta >= sum(map(len, sizes.used))
-    assert len(sizes.slot_blocks) <= (sizes.num_quanta - sum(map(len, sizes.used))) * Q
+    num_used = count_used(sizes.used, reports)
+    assert sizes.num_settled_quanta >= sizes.num_quanta >= num_used
+    assert len(sizes.slot_blocks) <= (sizes.num_quanta - num_used) * Q
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -155,7 +175,7 @@ def test_oldest_requests_keep_their_kv_and_younger_ones_if_it_fits_beside(story:
         does_fit = fits(reports, kept, [*wanted, row])
         assert does_fit == (index in sizes.kept_rows)
         wanted += [row] if does_fit else []
-    assert list(map(list, sizes.used)) == quanta_of(wanted, len(reports))
+    assert list(map(list, sizes.used)) == quanta_of(wanted, reports)
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -172,7 +192,7 @@ def test_blocks_keep_their_pages_under_new_ids(story: Story) -> None:
     whole = {(place, old // Q, block // Q) for (place, old), block in new.items() if old >= 0}
     assert len({one[:2] for one in whole}) == len(whole) == len({one[2] for one in whole})
     assert all(old % Q == block % Q for (_, old), block in new.items() if old >= 0)
-    swapped, num_used = slots_of([rows[index] for index in sizes.kept_rows]), sum(map(len, sizes.used))
+    swapped, num_used = slots_of([rows[index] for index in sizes.kept_rows]), count_used(sizes.used, reports)
     assert sorted(new[one] for one in swapped) == list(range(num_used * Q, num_used * Q + len(swapped)))
 
 
