@@ -3,6 +3,9 @@
 Two phases: no member is told to drop anything before all have confirmed what they hold (``confirm``, then ``drop``).
 A member that ends while the group is being prepared costs the others a pause; later, the lives of all members end.
 Messages name the group by its number, which is used once: one of an ended group changes nothing.
+
+A new group may take in groups that are pipelined, with all of their members. Until all members of the new one have
+confirmed, the old ones live on beside it; when it drops layers, they are no more.
 """
 
 from __future__ import annotations
@@ -10,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from floodplain.cluster.fetches import Outcome
+from floodplain.cluster.group_candidates import check_members
 from floodplain.cluster.group_progress import Change, Group, cancel_orders, collection_of, exchange_of
 from floodplain.cluster.group_steps import Answer, Order
 from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.groups import GroupEvent, GroupState
-
-MIN_MEMBERS, MAX_MEMBERS = 2, 4
 
 
 class GroupBook:
@@ -38,8 +40,24 @@ class GroupBook:
         return self._groups.get(number)
 
     def find(self, epoch: int) -> Group | None:
-        """The group of which this epoch is a member; None if it serves by itself."""
-        return next((group for group in self._groups.values() if epoch in group.epochs), None)
+        """The group of which this epoch is a member, of two the new one; None if it serves by itself."""
+        return next((group for group in reversed(self._groups.values()) if epoch in group.epochs), None)
+
+    def find_old(self, epochs: Sequence[int]) -> list[Group]:
+        """The groups that a group of these instances, each once, would take in.
+
+        Raises:
+            UserError: One is in the middle of a change, or has further members.
+        """
+        found = {group.number: group for epoch in epochs if (group := self.find(epoch)) is not None}
+        for group in found.values():
+            if group.state is not GroupState.PIPELINED:
+                raise UserError(f"group {group.number} is {group.state}: try again when it is {GroupState.PIPELINED}")
+            if not set(group.epochs) < set(epochs):
+                rest = sorted(set(group.epochs) - set(epochs))
+                more = f"instances {rest}, too" if rest else "other instances beside them"
+                raise UserError(f"instances {sorted(group.epochs)} are group {group.number}: name {more}")
+        return list(found.values())
 
     # -- the caller decides ----------------------------------------------------------------------------------------
 
@@ -47,14 +65,10 @@ class GroupBook:
         """Begin a group of these instances, the leader first.
 
         Raises:
-            UserError: They are too few or too many, or one is in a group.
+            UserError: They are too few or too many, or see ``find_old``.
         """
-        if not MIN_MEMBERS <= len(epochs) <= MAX_MEMBERS or len(set(epochs)) < len(epochs):
-            raise UserError(f"a group has {MIN_MEMBERS} to {MAX_MEMBERS} different instances: name so many")
-        for epoch in epochs:
-            if (group := self.find(epoch)) is not None:
-                raise UserError(f"instance {epoch} is in group {group.number}: restore that one first")
-        group = Group(self._next_number, tuple(epochs))
+        check_members(epochs)
+        group = Group(self._next_number, tuple(epochs), tuple(self.find_old(epochs)))
         self._next_number += 1
         self._groups[group.number] = group
         return self._take(group, GroupEvent.PREPARE)
@@ -72,6 +86,8 @@ class GroupBook:
         """
         group = self._expect(number, GroupState.PREPARING, copiers)
         group.fetches = exchange_of(group.epochs, copiers)
+        for old in group.old:
+            del self._groups[old.number]
         return self._take(group, GroupEvent.DROP)
 
     def cancel(self, number: int) -> Change | None:
@@ -88,6 +104,11 @@ class GroupBook:
         group = self._groups.get(number)
         if group is None:
             raise UserError(f"there is no group {number}: ask for the groups that there are")
+        new = self.find(group.leader)
+        if new is not None and new is not group:
+            raise UserError(
+                f"group {number} is about to join group {new.number}, which is {new.state}: try again later"
+            )
         if group.state is not GroupState.PIPELINED:
             raise UserError(f"group {number} is {group.state}: try again when it is {GroupState.PIPELINED}")
         return self._take(group, GroupEvent.RESTORE)
@@ -156,7 +177,7 @@ class GroupBook:
         return self._change(group, before, orders, lost=(request,) if outcome is Outcome.LOST else ())
 
     def end(self, epoch: int) -> Change | None:
-        """A life is over: of its group, too, if it is in one."""
+        """A life is over: of its group, too, if it is in one. Ask again: there may be an old one beside a new one."""
         group = self.find(epoch)
         return None if group is None else self._end(group, GroupEvent.ENDED, epoch)
 
@@ -202,11 +223,12 @@ class GroupBook:
         return Change(group, tuple(orders), entered, ended, lost)
 
     def check_integrity(self) -> None:
-        """Check that no epoch is in two groups.
+        """Check that no epoch is in two groups, but for one that is being prepared and one that it takes in.
 
         Raises:
             InvariantError: One is.
         """
-        members = [epoch for group in self._groups.values() for epoch in group.epochs]
+        old = {one.number for group in self._groups.values() for one in group.old}
+        members = [epoch for group in self._groups.values() if group.number not in old for epoch in group.epochs]
         if len(members) != len(set(members)):
             raise InvariantError("an instance is in two groups")

@@ -29,6 +29,7 @@ from floodplain.cluster.group_orders import (
     Return,
     Settle,
 )
+from floodplain.cluster.group_pipeline import GroupPipeline
 from floodplain.cluster.group_session import Session
 from floodplain.cluster.group_steps import Answer
 from floodplain.cluster.life import Life
@@ -65,8 +66,7 @@ class GroupLife(Life):
 
     def find_failure(self) -> BaseException | None:
         """What ended the engine, the group, or an order."""
-        pipeline = None if self._session is None else self._session.pipeline
-        in_group = None if pipeline is None else pipeline.failure
+        in_group = None if self._pipeline is None else self._pipeline.failure
         return self._member.engine.failure or in_group or self._failed
 
     async def leave_group(self) -> None:
@@ -84,10 +84,17 @@ class GroupLife(Life):
     def _stats(self) -> EngineStats:
         """Those of the own engine and the group's: what either has counted adds up."""
         self._counted.note(_OWN, since(self._member.engine.stats(), self._before))
-        pipeline = None if self._session is None else self._session.pipeline
-        if pipeline is not None and pipeline.engine is not None:
-            self._counted.note(_GROUP, pipeline.engine.stats())
+        if self._pipeline is not None and self._pipeline.engine is not None:
+            self._counted.note(_GROUP, self._pipeline.engine.stats())
         return self._counted.total()
+
+    @property
+    def _pipeline(self) -> GroupPipeline | None:
+        """Of the group; while one that takes it in is prepared, of the old one."""
+        session = self._session
+        if session is not None and session.old is not None:
+            return session.old.pipeline
+        return None if session is None else session.pipeline
 
     # -- orders --------------------------------------------------------------------------------------------------------
 
@@ -98,15 +105,15 @@ class GroupLife(Life):
             self._obey(message, token_ids)
 
     def _obey(self, order: GroupOrder, integers: tuple[int, ...]) -> None:
-        if isinstance(order, Prepare) and self._session is None:
-            self._session = Session(self._member, order.number)
+        if isinstance(order, Prepare) and (self._session is None or self._session.pipeline is not None):
+            self._session = Session(self._member, order.number, self._session)
         session = self._session
         if session is None or session.number != order.number:
             return
         match order:
             case Cancel():
                 session.cancel()
-                self._session = None
+                self._session = session.old
             case Adopt():
                 self._begin(order.submit, integers, session.adopter(order.request, order.num_computed))
                 stream = self._streams[order.submit.ticket]
@@ -134,10 +141,7 @@ class GroupLife(Life):
             case Prepare():
                 await self._prepare(session)
             case Drop():
-                self._forget_streams()
-                await session.drop(order, integers)
-                self._engine = None if session.pipeline is None else session.pipeline.engine
-                self._say(order, Answer.DROPPED)
+                await self._drop(session, order, integers)
             case Fetch():
                 await session.fetch(order, integers, self._note_copied(order, Answer.FETCHED))
             case Settle():
@@ -176,7 +180,6 @@ class GroupLife(Life):
             return
         rows, blocks = await self._rows_of(records)
         memory, (host, port) = member.memory, member.listener.getsockname()[:2]
-        pool = member.pool
         prepared = Prepared(
             epoch=self._epoch,
             number=session.number,
@@ -184,15 +187,21 @@ class GroupLife(Life):
             host=host,
             port=port,
             bulk_address=member.bulk.address,
-            num_kv_pages=len(pool.quanta) * memory.quantum_pages * pool.layout.num_layers,
+            num_kv_pages=member.num_kv_pages,
             quantum_pages=memory.quantum_pages,
             param_pages=member.param_pages,
             quantum_blocks=memory.quantum_blocks,
             rows=tuple(rows),
         )
         if problem is not None:
-            self._session = None
+            self._session = session.old
         self._send(prepared, blocks)
+
+    async def _drop(self, session: Session, order: Drop, integers: Sequence[int]) -> None:
+        self._forget_streams()
+        await session.drop(order, integers, self._retire_group)
+        self._engine = None if session.pipeline is None else session.pipeline.engine
+        self._say(order, Answer.DROPPED)
 
     async def _plan(self, session: Session, order: Plan) -> None:
         if session.pipeline is None:

@@ -57,6 +57,12 @@ class GroupMember:
         return self.pool.layout.layer_block_bytes
 
     @property
+    def num_kv_pages(self) -> int:
+        """Pages behind the KV pool, over all layers, while it is in no group."""
+        num_blocks = self.pool.num_blocks + self.engine.engine.loop.state.num_returning_blocks
+        return num_blocks // self.pool.quantum_blocks * self.memory.quantum_pages * self.pool.layout.num_layers
+
+    @property
     def param_pages(self) -> tuple[int, ...]:
         """Pages of each layer's parameters."""
         return tuple(buffer.num_pages for buffer in self._buffers)

@@ -52,6 +52,8 @@ class HeldRequest:
 class Drop:
     """Drop all layers but some, map the group's pool, link up: ``GroupDone``. Beside it: used quanta, then blocks.
 
+    A member of a group that is taken in drops some of the layers that it has, and leaves its old pipeline.
+
     Attributes:
         epoch: Of the member.
         number: Of the group.
@@ -59,7 +61,7 @@ class Drop:
         num_members: of how many.
         first_layer: The first that it keeps, and
         end_layer: the first behind these.
-        num_used: Used quanta of its own pool; the k-th becomes the group's quantum ``first_quantum + k``.
+        num_used: Used quanta of its own pool, or of its old group; the k-th becomes quantum ``first_quantum + k``.
         first_quantum: See above.
         num_quanta: Of the group.
         max_model_len: Most tokens of a request: what one instance can hold, so that it can come home.
@@ -96,12 +98,14 @@ class Fetch:
         epoch: Of the member.
         number: Of the group.
         addresses: Bulk servers, by place.
+        sources: For each place, and each layer of the model: the place that has the KV of this place's requests.
         held: The requests.
     """
 
     epoch: int
     number: int
     addresses: tuple[str, ...]
+    sources: tuple[tuple[int, ...], ...]
     held: tuple[HeldRequest, ...]
 
 

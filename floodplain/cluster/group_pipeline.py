@@ -140,14 +140,27 @@ class GroupPipeline:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
+    async def hold(self) -> list[Record]:
+        """Compute nothing until ``go_on``, or for good. Of the leader: what it has; of others nothing is to be held."""
+        self.is_ending = True
+        if self.engine is None:
+            return []
+        self._pause = await self.engine.pause()
+        return await self._pause.run(lambda engine: take_records(engine.loop))
+
+    def go_on(self) -> None:
+        """Compute as before ``hold``."""
+        self.is_ending = False
+        if self._pause is not None:
+            self._pause.release()
+            self._pause = None
+
     async def leave(self) -> list[Record]:
         """Compute nothing more. Of the leader: what it has; its links stay open until ``close``."""
-        self.is_ending = True
+        records = await self.hold()
         if self._worker is not None:
             await asyncio.to_thread(self._worker.close)
-            return []
-        self._pause = await self._expect_engine().pause()
-        return await self._pause.run(lambda engine: take_records(engine.loop))
+        return records
 
     async def close(self) -> None:
         """End the links and what computes over them. Safe to call twice."""

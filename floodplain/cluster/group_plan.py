@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from floodplain.cluster.book import Entry
 from floodplain.cluster.facts import InstanceFacts
 from floodplain.cluster.group_answers import HandedOver, KvRow, Prepared
+from floodplain.cluster.group_merge import Merge
 from floodplain.cluster.group_orders import (
     Cancel,
     Close,
@@ -74,6 +75,7 @@ class GroupPlan:
         since_s: When its state, or the progress in it, changed last.
         begun_s: When the present change, a drop or a restore, was asked for.
         reports: What members said when they were paused, and their blocks, by epoch.
+        merge: What becomes of members of groups that it takes in; None if there are none.
         kept: Layers by place, once the group drops.
         sizes: Quanta, from then on.
         travellers: Requests on their way, by the book's numbers.
@@ -86,6 +88,7 @@ class GroupPlan:
     max_model_len: int
     since_s: float
     begun_s: float
+    merge: Merge | None = None
     reports: dict[int, tuple[Prepared, tuple[int, ...]]] = field(default_factory=dict)
     kept: tuple[range, ...] = ()
     sizes: GroupSizes | None = None
@@ -124,9 +127,9 @@ class GroupPlan:
         """
         reports = [self.report_of(place) for place in range(len(self.epochs))]
         layer_block_bytes = 2 * shape.kv_size * DTYPE_BYTES[facts.dtype] * facts.block_tokens
-        self.kept = split_layers(
-            shape.num_layers, [_memory_of(one, layer_block_bytes) for one in reports], head_layers(shape)
-        )
+        memories = [_memory_of(one, layer_block_bytes) for one in reports]
+        merge = self.merge or _no_merge(split_layers(shape.num_layers, memories, head_layers(shape)), shape.num_layers)
+        self.merge, self.kept = merge, merge.kept
         found = [
             (entry, HeldRow(place, blocks), row.num_computed)
             for place, epoch in enumerate(self.epochs)
@@ -136,8 +139,12 @@ class GroupPlan:
         found.sort(key=lambda one: (one[0].request.priority, one[0].number))
         quantum_blocks = reports[0].quantum_blocks
         members = [
-            MemberReport(one.num_kv_pages, one.quantum_pages, _most_quanta(one), one.param_pages) for one in reports
-        ]
+            MemberReport(
+                one.num_kv_pages, one.quantum_pages, _most_quanta(one), one.param_pages, merge.held[place],
+                None if merge.holders[place] == place else merge.holders[place],
+            )
+            for place, one in enumerate(reports)
+        ]  # fmt: skip
         self.sizes = size_group(members, self.kept, [row for _, row, _ in found], quantum_blocks)
         for entry, row, num_computed in (found[index] for index in self.sizes.kept_rows):
             blocks = self.sizes.map_blocks(row, quantum_blocks)
@@ -146,11 +153,15 @@ class GroupPlan:
             self.travellers[entry.number] = Traveller(entry, num_computed, row.place, blocks, sources)
 
     def find_copiers(self) -> dict[int, frozenset[int]]:
-        """For each request on its way: epochs of members that copy KV of it. Its own member copies swapped blocks."""
-        copiers = {}
+        """For each request on its way: epochs of members that copy KV of it. Its own member copies swapped blocks.
+
+        Members of the group that it comes from have their layers of it.
+        """
+        copiers, holders = {}, self._expect_merge().holders
         for request, one in self.travellers.items():
-            own = {self.epochs[one.place]} if one.sources == one.blocks else set()
-            copiers[request] = frozenset({*self.epochs} - own)
+            is_swapped = one.sources != one.blocks
+            pairs = zip(self.epochs, holders, strict=True)
+            copiers[request] = frozenset(epoch for epoch, holder in pairs if is_swapped or holder != one.place)
         return copiers
 
     # -- telling -------------------------------------------------------------------------------------------------------
@@ -168,7 +179,7 @@ class GroupPlan:
                 held, blocks = self._held(order.requests)
                 addresses = tuple(self.report_of(place).bulk_address for place in range(len(self.epochs)))
                 sources = [source for request in order.requests for source in self.travellers[request].sources]
-                return Fetch(epoch, number, addresses, held), (*blocks, *sources)
+                return Fetch(epoch, number, addresses, self._expect_merge().sources, held), (*blocks, *sources)
             case OrderKind.RELEASE:
                 return Release(epoch, number, order.requests[0]), ()
             case OrderKind.MOVE:
@@ -228,6 +239,11 @@ class GroupPlan:
         quantum_blocks = self.report_of(0).quantum_blocks
         return tuple(sorted({block // quantum_blocks for one in self.travellers.values() for block in one.blocks}))
 
+    def _expect_merge(self) -> Merge:
+        if self.merge is None:
+            raise InvariantError(f"group {self.number} is not divided yet")
+        return self.merge
+
     def _expect_sizes(self) -> GroupSizes:
         if self.sizes is None:
             raise InvariantError(f"group {self.number} is not divided yet")
@@ -242,6 +258,13 @@ def rows_with_blocks(message: Prepared | HandedOver, blocks: Sequence[int]) -> l
             rows.append((row, tuple(blocks[start : start + row.num_blocks])))
         start += row.num_blocks
     return rows
+
+
+def _no_merge(kept: Sequence[range], num_layers: int) -> Merge:
+    """Of members that have all layers before."""
+    places = tuple(range(len(kept)))
+    held = tuple(range(num_layers) for _ in places)
+    return Merge(tuple(kept), held, places, tuple((place,) * num_layers for place in places))
 
 
 def _memory_of(report: Prepared, layer_block_bytes: int) -> StageMemory:

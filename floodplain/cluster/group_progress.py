@@ -18,11 +18,12 @@ class Group:
         number: Names it.
         epochs: Of its members, by place; the first one's is the leader's.
         state: Where it is.
+        old: Groups that it takes in when it drops layers; until then they live.
         fetches: Requests whose KV is copied between members, or will be.
     """
 
-    def __init__(self, number: int, epochs: tuple[int, ...]) -> None:
-        self.number, self.epochs = number, epochs
+    def __init__(self, number: int, epochs: tuple[int, ...], old: tuple[Group, ...] = ()) -> None:
+        self.number, self.epochs, self.old = number, epochs, old
         self.state = GroupState.SOLO
         self.fetches = Fetches({})
         self._answered: set[int] = set()

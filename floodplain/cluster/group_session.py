@@ -1,7 +1,8 @@
 """One group as a member has it: from the pause to the last page that returned. Orders come from the front.
 
 Two phases. Until ``drop`` nothing is unmapped: the engine is paused, and ``cancel`` lets it go on. From then on the
-member has some layers only, until ``close``, or ``abandon`` if the group ends otherwise.
+member has some layers only, until ``close``, or ``abandon`` if the group ends otherwise. In place of its own engine a
+member may bring a session of an old group, which goes on if the new group is cancelled, and ends when it drops.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from floodplain.cluster.group_member import GroupMember
 from floodplain.cluster.group_orders import Collect, Drop, Fetch, Fill
 from floodplain.cluster.group_pipeline import GroupPipeline
-from floodplain.cluster.kv_copies import KV, SWAP, KvStore, Puller, RequestCopy, Writer, copy_own, write_pool
+from floodplain.cluster.kv_copies import KV, SWAP, KvStore, Puller, RequestCopy, copy_own, group_layers, write_pool
 from floodplain.cluster.swap_store import copy_slots
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId
@@ -33,10 +34,14 @@ class Session:
     Args:
         member: What it is a session of.
         number: Of the group.
+        old: Of a group that is taken in; None if the member serves alone.
+
+    Attributes:
+        old: The same, until ``drop``.
     """
 
-    def __init__(self, member: GroupMember, number: int) -> None:
-        self.number = number
+    def __init__(self, member: GroupMember, number: int, old: Session | None = None) -> None:
+        self.number, self.old = number, old
         self.pipeline: GroupPipeline | None = None
         self._member = member
         self._pause: Pause | None = None
@@ -48,29 +53,42 @@ class Session:
     # -- in -------------------------------------------------------------------------------------------------------
 
     async def pause(self) -> list[Record]:
-        """Hold the engine at a step boundary: what it has."""
+        """Hold the engine at a step boundary, the old pipeline's if there is one: what it has."""
+        if self.old is not None:
+            return await self.old._expect_pipeline().hold()
         self._pause = await self._member.engine.pause()
         return await self._pause.run(lambda engine: take_records(engine.loop))
 
     def cancel(self) -> None:
         """Go on as before."""
+        if self.old is not None:
+            self.old._expect_pipeline().go_on()
         if self._pause is not None:
             self._pause.release()
             self._pause = None
 
-    async def drop(self, order: Drop, integers: Sequence[int]) -> None:
+    async def drop(self, order: Drop, integers: Sequence[int], on_left: Callable[[], None]) -> None:
         """Unmap all layers but some, link with the neighbours, and compute as a stage.
+
+        Args:
+            order: What the front has planned, and
+            integers: beside it.
+            on_left: Called when the pipeline of the old group has ended, if there is one.
 
         Raises:
             PeerLost: A neighbour is not there.
         """
-        if self._pause is None:
-            raise InvariantError("layers are to be dropped, and the engine is not paused")
         member, self._secret = self._member, bytes.fromhex(order.secret)
         self._puller = Puller(self._secret)
         await self._in_thread(member.withdraw_parameters)
-        await self._pause.run(partial(self._unmap, order, tuple(integers[: order.num_used])))
-        self.cancel()
+        used = tuple(integers[: order.num_used])
+        if self.old is not None:
+            await self._take_over(self.old, order, used, on_left)
+        elif self._pause is not None:
+            await self._pause.run(partial(self._unmap, order, used))
+            self.cancel()
+        else:
+            raise InvariantError("layers are to be dropped, and the engine is not paused")
         member.bulk.admit(self._secret)
         member.bulk.serve(KV, KvStore(member.memory), member.layer_block_bytes)
         member.serve_swap()
@@ -92,23 +110,29 @@ class Session:
             pool.grow(ledger, len(quanta) * pool.quantum_blocks, pages)
             raise
 
+    async def _take_over(self, old: Session, order: Drop, used: tuple[int, ...], on_left: Callable[[], None]) -> None:
+        """The old group is no more; its KV stays in its pages."""
+        await old._end()
+        on_left()
+        self.old = None
+        kept = range(order.first_layer, order.end_layer)
+        memory = self._member.memory
+        await self._in_thread(memory.drop_more, used, kept, order.first_quantum, order.num_quanta)
+
     # -- KV comes -------------------------------------------------------------------------------------------------
 
     async def fetch(self, order: Fetch, integers: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
         """Copy the kept layers of requests: from the members that have them, and from the own swap space."""
-        num_blocks, start = len(integers) // 2, 0
+        memory, num_blocks, start = self._member.memory, len(integers) // 2, 0
         for held in order.held:
             end = start + held.num_blocks
             targets, sources = integers[start:end], integers[num_blocks + start : num_blocks + end]
-            start, address = end, order.addresses[held.place]
-            one = RequestCopy(held.request, tuple(sources), tuple(targets), {address: self._member.memory.kept})
-            is_own = address == self._member.bulk.address
-            copy = self._copy_own_slots if is_own else self._expect_puller().copy
-            on_copied(held.request, await self._in_thread(copy, one, self._member.memory.write))
-
-    def _copy_own_slots(self, one: RequestCopy, write: Writer) -> bool:
-        swap, kept = self._member.swap, self._member.memory.kept
-        return swap is not None and copy_slots(swap, one, kept, write)
+            places, start = order.sources[held.place], end
+            layers = group_layers(memory.kept, lambda layer, places=places: order.addresses[places[layer]])  # type: ignore[misc]
+            one = RequestCopy(held.request, tuple(sources), tuple(targets), layers)
+            is_own = self._member.bulk.address in layers
+            copy = partial(copy_slots, self._member.swap, memory.kept) if is_own else self._expect_puller().copy
+            on_copied(held.request, await self._in_thread(copy, one, memory.write))
 
     async def collect(self, order: Collect, blocks: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
         """Bring requests home: all their layers into blocks of the own pool."""
@@ -117,9 +141,7 @@ class Session:
             sources = tuple(blocks[start : start + held.num_blocks])
             start += held.num_blocks
             targets = await self._run(partial(self._begin_load, held.request, len(sources)))
-            layers: dict[str, list[int]] = {}
-            for layer, address in enumerate(order.addresses):
-                layers.setdefault(address, []).append(layer)
+            layers = group_layers(range(len(order.addresses)), order.addresses.__getitem__)
             is_whole = targets is not None and await self._in_thread(
                 self._collect_one, RequestCopy(held.request, sources, tuple(targets), layers)
             )
@@ -182,9 +204,7 @@ class Session:
 
     async def close(self) -> None:
         """Return all pages to the own pool."""
-        await self._end_pipeline()
-        await self._in_thread(self._member.bulk.withdraw, KV)
-        self._member.bulk.revoke(self._secret)
+        await self._end()
         await self._run(lambda engine: self._member.grow(engine, self._member.memory.close_group()))
 
     async def abandon(self) -> None:
@@ -194,15 +214,20 @@ class Session:
             UserError: The backstop is unreadable.
         """
         self.cancel()
-        if self._puller is None:
-            return
-        self._puller.close()
+        if self.old is not None:
+            await self.old.abandon()
+        elif self._puller is not None:
+            await self._end()
+            await self._run(self._repair)
+
+    async def _end(self) -> None:
+        """End copies, the pipeline, and what others read."""
+        self._expect_puller().close()
         await asyncio.gather(*self._threads, return_exceptions=True)
         await self._end_pipeline()
         await self._in_thread(self._member.bulk.withdraw, KV)
         await self._in_thread(self._member.bulk.withdraw, SWAP)
         self._member.bulk.revoke(self._secret)
-        await self._run(self._repair)
 
     def _repair(self, engine: Engine) -> None:
         for blocks in self._loading.values():

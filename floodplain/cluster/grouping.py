@@ -21,13 +21,14 @@ from floodplain.cluster.group_answers import (
     read_answer,
 )
 from floodplain.cluster.group_book import GroupBook
+from floodplain.cluster.group_candidates import find_max_model_len
 from floodplain.cluster.group_counts import GroupCounts
+from floodplain.cluster.group_merge import plan_merge
 from floodplain.cluster.group_orders import Adopt, GroupOrder
 from floodplain.cluster.group_plan import GroupPlan, Traveller, rows_with_blocks
 from floodplain.cluster.group_progress import Change, Group
 from floodplain.cluster.group_steps import Answer, Order, OrderKind
 from floodplain.cluster.placements import submit_of
-from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
 
@@ -73,21 +74,19 @@ class Grouping:
     def drop(self, epochs: Sequence[int]) -> int:
         """Begin to make a group of these instances, the leader first; its number.
 
+        Groups of them that are pipelined are taken in as wholes; then the order is one in which layers can be shared.
+
         Raises:
             UserError: Of the front's instances these cannot be a group.
         """
-        facts = []
-        for epoch in epochs:
-            instance = self._book.roster.get(epoch)
-            if instance is None or not instance.can_drop or instance.is_leaving:
-                raise UserError(f"instance {epoch} cannot drop layers: start the front with --relief")
-            facts.append(instance.facts)
-        if self._shape.num_layers < len(epochs):
-            raise UserError(f"{self._shape.num_layers} layers cannot be shared by {len(epochs)} instances: name fewer")
-        change = self.groups.prepare(epochs)
+        max_model_len = find_max_model_len(self._book.roster, epochs, self._shape.num_layers)
+        order, merge = tuple(epochs), None
+        old = {group.epochs: self._plans[group.number].kept for group in self.groups.find_old(epochs)}
+        if old:
+            order, merge = plan_merge(epochs, old, self._shape.num_layers)
+        change = self.groups.prepare(order)
         now = time.monotonic()
-        max_model_len = min(one.max_model_len for one in facts)
-        self._plans[change.group.number] = GroupPlan(change.group.number, tuple(epochs), max_model_len, now, now)
+        self._plans[change.group.number] = GroupPlan(change.group.number, order, max_model_len, now, now, merge)
         for epoch in epochs:
             self._book.roster.expect(epoch).part = "paused"
         self._apply(change)
@@ -140,9 +139,8 @@ class Grouping:
             self._bring_home(plan)
 
     def end(self, epoch: int) -> None:
-        """The life of an instance is over: with it, those of its group."""
-        group = self.groups.find(epoch)
-        if group is not None:
+        """The life of an instance is over: with it, those of its group, and of one that is to be taken in."""
+        while (group := self.groups.find(epoch)) is not None:
             self.counts.problems[group.number] = f"instance {epoch} is gone"
             self._apply(self.groups.end(epoch))
 
@@ -192,6 +190,8 @@ class Grouping:
             for entry in by_ticket.values():
                 self._lift(plan, entry)
             self._book.roster.expect(epoch).part = "paused" if epoch == plan.epochs[0] else "grouped"
+        for old in group.old:
+            del self._plans[old.number]
         self._apply(self.groups.drop(group.number, plan.find_copiers()))
 
     def _lift_rows(self, plan: GroupPlan, message: HandedOver, integers: Sequence[int]) -> None:
@@ -278,7 +278,8 @@ class Grouping:
         for epoch in plan.epochs:
             instance = self._book.roster.get(epoch)
             if instance is not None:
-                instance.part = None
+                old = self.groups.find(epoch)  # of a merge that was cancelled
+                instance.part = None if old is None else "leading" if epoch == old.leader else "grouped"
 
     def _lift(self, plan: GroupPlan, entry: Entry) -> None:
         """Off its instance: with its KV if it is a traveller, else it waits to be computed again."""

@@ -175,6 +175,14 @@ class Puller:
         return self._clients[address]
 
 
+def group_layers(layers: Iterable[int], address_of: Callable[[int], str]) -> dict[str, list[int]]:
+    """Layers by the address that each comes from."""
+    found: dict[str, list[int]] = {}
+    for layer in layers:
+        found.setdefault(address_of(layer), []).append(layer)
+    return found
+
+
 def write_pool(pool: KVPool) -> Writer:
     """Writes blocks of a pool that are loading: no step reads them."""
 

@@ -62,8 +62,10 @@ class SwapStore:
         return is_whole
 
 
-def copy_slots(swap: SwapStore, one: RequestCopy, layers: Iterable[int], write: Writer) -> bool:
+def copy_slots(swap: SwapStore | None, layers: Iterable[int], one: RequestCopy, write: Writer) -> bool:
     """Copy what a request has in the own swap space; whether all of that is there, proven whole."""
+    if swap is None:
+        return False
     targets = one.find_targets().get(SWAP, {})
     slots = np.array([*targets], dtype=np.int64)
     try:

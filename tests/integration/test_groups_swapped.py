@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from floodplain.cluster.group_session import Session
 from floodplain.cluster.swap_store import SwapStore
 from floodplain.core.groups import GroupState
 from floodplain.engine.config import EngineConfig
@@ -97,8 +96,3 @@ def test_requests_with_a_damaged_slot_are_computed_again(folder: Path) -> None:
 def test_damage_that_is_not_looked_for_is_in_the_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SwapStore, "_prove", lambda self, slots: True)
     assert run(folder, damage)[0] != expected()
-
-
-def test_member_that_does_not_copy_its_own_slots_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "_copy_own_slots", lambda self, one, write: True)
-    assert run(folder)[0] != expected()

@@ -38,6 +38,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     book_type: Callable[[], GroupBook] = GroupBook
     reached: ClassVar[Counter[Edge]] = Counter()
+    num_merged: ClassVar[int] = 0
 
     @initialize(num=st.integers(2, 6), num_requests=st.integers(0, 6))
     def begin(self, num: int, num_requests: int) -> None:
@@ -58,10 +59,14 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(seed=SEEDS)
     def prepare(self, seed: int) -> None:
-        dice = Random(seed)
+        """A group of any instances; half of the time, with all of a group that is there."""
+        dice, world = Random(seed), self.world
+        named = [epoch for group in world.book for epoch in group.epochs if group.state is GroupState.PIPELINED]
+        named = [epoch for epoch in dict.fromkeys(named) if dice.random() < 0.9] if dice.random() < 0.5 else []
+        others = [epoch for epoch in sorted(world.members) if epoch not in named]
         num = dice.choice([2, 2, 3, 4])
-        if num <= len(self.world.members):
-            self.world.prepare(dice.sample(sorted(self.world.members), num))
+        if num <= len(world.members):
+            world.prepare([*named, *dice.sample(others, max(0, min(num - len(named), len(others))))])
 
     @rule(seed=SEEDS)
     def restore(self, seed: int) -> None:
@@ -162,6 +167,7 @@ class GroupMachine(RuleBasedStateMachine):
             world.restore(group.number)
         world.settle(dice)
         world.finish(dice)
+        type(self).num_merged += world.num_merged
 
 
 def run(machine: type[GroupMachine], num_examples: int) -> None:
@@ -182,6 +188,7 @@ def test_groups_end_whole_under_any_order_of_messages_and_faults() -> None:
 
     run(Machine, examples(100))
     assert {end for _, end in Machine.reached} == set(GroupState), "these stories are too tame"
+    assert Machine.num_merged > 2, "too few groups are merged"
 
 
 @pytest.mark.parametrize("state", list(STEPS), ids=str)
@@ -206,6 +213,37 @@ def test_member_may_end_in_every_state(state: GroupState, size: int) -> None:
         others = set(range(1, size + 2)) - {group.epochs[place]}
         assert set(world.members) == (others if goes_on else {size + 1})
         world.join()
+        world.settle(dice)
+        world.finish(dice)
+        assert len(world.places) == 9
+
+
+@pytest.mark.parametrize("state", list(STEPS), ids=str)
+def test_member_may_end_in_every_state_of_a_merge(state: GroupState) -> None:
+    """Of two groups that become one: until all have confirmed, the other one goes on."""
+    for victim in (1, 2, 4):
+        world, dice = World(GroupBook()), Random(victim)
+        for _ in range(5):
+            world.join()
+        for _ in range(9):
+            world.submit()
+        for pair in ([1, 2], [3, 4]):
+            world.prepare(pair)
+            world.settle(dice)
+        world.prepare([1, 2, 3, 4])
+        group = world.groups[3]
+        assert [old.number for old in group.old] == [1, 2]
+        while group.state is not state:
+            if group.state is GroupState.PIPELINED:
+                world.restore(3)
+            world.step(dice, is_faulty=False)
+        world.end(victim)
+        others = {3, 4} if victim < 3 else {1, 2}
+        assert set(world.members) == ({5, *others} if state is GroupState.PREPARING else {5})
+        world.join()
+        world.settle(dice)
+        for rest in world.book:
+            world.restore(rest.number)
         world.settle(dice)
         world.finish(dice)
         assert len(world.places) == 9
@@ -251,6 +289,26 @@ class BelievesOldNumbers(GroupBook):
         return super().note(epoch, number if group is None else group.number, answer)
 
 
+class TakesPartsOfGroups(GroupBook):
+    """A member of a group joins another one, and leaves its pipeline without a stage."""
+
+    def find_old(self, epochs: Any) -> list[Group]:
+        found = {group.number: group for epoch in epochs if (group := self.find(epoch)) is not None}
+        if any(group.state is not GroupState.PIPELINED for group in found.values()):
+            raise UserError("not now")
+        return list(found.values())
+
+
+class ForgetsOldGroups(GroupBook):
+    """A merge that is cancelled leaves its members in no group."""
+
+    def refuse(self, epoch: int, number: int) -> Change | None:
+        change = super().refuse(epoch, number)
+        for old in () if change is None else change.group.old:
+            self._groups.pop(old.number, None)
+        return change
+
+
 class LeavesOneCopyOut(GroupBook):
     """As if swapped KV were in place where it is swapped."""
 
@@ -261,7 +319,7 @@ class LeavesOneCopyOut(GroupBook):
 FAULTS = {
     DropsAtOnce: "before all have confirmed",
     DropsWhenOneConfirms: "before all have confirmed|in two places",
-    LetsOthersGoOn: "goes on|lacks layers",
+    LetsOthersGoOn: "goes on|lacks layers|before all have confirmed",
     ForgetsToCancel: "left in a group",
     BelievesOldNumbers: "is believed",
     LeavesOneCopyOut: "goes on without its KV",
@@ -275,6 +333,31 @@ def test_faulty_book_is_found(book: type[GroupBook]) -> None:
 
     with pytest.raises(AssertionError, match=FAULTS[book]):
         run(Machine, 200)
+
+
+def test_a_part_of_a_group_that_joins_another_one_is_found() -> None:
+    world, dice = World(TakesPartsOfGroups()), Random(1)
+    for _ in range(3):
+        world.join()
+    world.prepare([1, 2])
+    world.settle(dice)
+    change = world.book.prepare([1, 3])
+    world.groups[2], world.kept[2] = change.group, {1: frozenset({0, 1}), 3: frozenset({2, 3})}
+    with pytest.raises(AssertionError, match="lacks layers"):
+        world.apply(change)
+        world.settle(dice)
+
+
+def test_an_old_group_that_is_forgotten_is_found() -> None:
+    world, dice = World(ForgetsOldGroups()), Random(1)
+    for _ in range(3):
+        world.join()
+    world.prepare([1, 2])
+    world.settle(dice)
+    world.prepare([1, 3, 2])
+    with pytest.raises(AssertionError, match="lacks layers"):
+        world.apply(world.book.refuse(3, 2))
+        world.settle(dice)
 
 
 def test_blocks_freed_under_a_copy_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +384,25 @@ def test_an_instance_is_in_one_group_of_two_to_four() -> None:
         with pytest.raises(UserError, match="2 to 4"):
             book.prepare(epochs)
     book.prepare([1, 2])
-    with pytest.raises(UserError, match="instance 2 is in group 1"):
+    with pytest.raises(UserError, match="group 1 is preparing: try again"):
         book.prepare([3, 2])
     assert book.cancel(1) is not None and book.prepare([3, 2]).group.number == 2
+
+
+def test_a_group_is_taken_in_as_a_whole_and_not_restored_meanwhile() -> None:
+    world, dice = World(GroupBook()), Random(1)
+    for _ in range(5):
+        world.join()
+    world.prepare([1, 2])
+    world.settle(dice)
+    for epochs, why in (([1, 3], r"are group 1: name instances \[2\], too"), ([2, 1], "name other instances beside")):
+        with pytest.raises(UserError, match=why):
+            world.book.prepare(epochs)
+    number = world.book.prepare([1, 3, 2]).group.number
+    with pytest.raises(UserError, match="group 1 is about to join group 2"):
+        world.book.restore(1)
+    assert world.book.cancel(number) is not None
+    assert world.book.restore(1).group.state is GroupState.PLANNING
 
 
 def test_restore_in_the_middle_of_a_change_is_refused_in_one_line() -> None:

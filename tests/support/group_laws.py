@@ -25,19 +25,19 @@ class GroupLaws:
         self.past: list[Said] = []
         self.ended: set[int] = set()
         self.states: dict[int, GroupState] = {}
-        self.sources: dict[tuple[int, int], int] = {}  # (group, handed-over request) -> epoch that has its KV
+        self.sources: dict[tuple[int, int], set[int]] = {}  # (group, handed-over request) -> epochs that have its KV
+        self.kept: dict[int, dict[int, frozenset[int]]] = {}  # group -> epoch -> layers
         self.swapped: set[tuple[int, int]] = set()  # (group, handed-over request) of those whose KV has no block yet
         self.copied: set[tuple[int, Answer, int, int]] = set()  # (group, answer, request, epoch)
         self.groups: dict[int, Group] = {}
         self.next_epoch = self.next_request = 1
+        self.num_merged = 0
 
     def members_of(self, group: Group) -> Iterator[Process]:
         return (self.members[epoch] for epoch in group.epochs if epoch in self.members)
 
     def kept_of(self, number: int, epoch: int) -> frozenset[int]:
-        epochs = self.groups[number].epochs
-        place, size = epochs.index(epoch), len(epochs)
-        return frozenset(range(place * len(LAYERS) // size, (place + 1) * len(LAYERS) // size))
+        return self.kept[number][epoch]
 
     def is_copied(self, request: int, order: Order, group: Group) -> bool:
         """Whether every member that needs a copy of a request's KV has one."""
@@ -45,7 +45,7 @@ class GroupLaws:
             answer: {epoch for epoch in group.epochs if (group.number, answer, request, epoch) in self.copied}
             for answer in REQUEST_ANSWERS.values()
         }
-        in_place = {self.sources.get((group.number, request), 0)}
+        in_place = self.sources.get((group.number, request), set())
         if (group.number, request) in self.swapped:
             in_place = set()
         everywhere = copies[Answer.FETCHED] | in_place == set(group.epochs)
@@ -56,10 +56,11 @@ class GroupLaws:
         size = len(self.groups[order.number].epochs)
         if order.kind is OrderKind.DROP:
             assert process.is_paused and len(others) == size - 1, "a member drops before all have confirmed"
+            assert self.kept_of(order.number, process.epoch) <= process.layers, "a member keeps layers that it lacks"
         if order.kind in (OrderKind.SETTLE, OrderKind.CLOSE):
             assert not any(one.copying for one in [process, *others]), "KV is unmapped while a copy reads it"
         if order.kind is OrderKind.FETCH:
-            own = [one for one in order.requests if self.sources[order.number, one] == process.epoch]
+            own = [one for one in order.requests if process.epoch in self.sources[order.number, one]]
             assert all((order.number, request) in self.swapped for request in own), "KV is copied onto itself"
         first = {OrderKind.GROW: OrderKind.SETTLE, OrderKind.COMMIT: OrderKind.MOVE}.get(order.kind)
         assert first is None or all(first in one.done for one in [process, *others]), f"{order.kind} before {first}"
@@ -74,7 +75,8 @@ class GroupLaws:
             assert not list(self.members_of(group)), "a member of a group that is over goes on"
         if group.state is GroupState.SOLO:
             for one in self.members_of(group):
-                assert one.number != group.number or one.is_told(OrderKind.CANCEL), "a member is left in a group"
+                is_left = group.number in (one.number, one.next_number)
+                assert not is_left or one.is_told(OrderKind.CANCEL), "a member is left in a group"
 
     def check(self) -> None:
         self.book.check_integrity()

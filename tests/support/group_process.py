@@ -22,11 +22,12 @@ class Said:
 
 @dataclass
 class Process:
-    """One life of an instance; ``done`` is what it has obeyed in its group."""
+    """One life of an instance; ``done`` is what it obeyed in its group, ``next_number`` a group it is paused for."""
 
     epoch: int
     layers: frozenset[int] = LAYERS
     number: int | None = None
+    next_number: int | None = None
     is_paused: bool = False
     is_stopped: bool = False
     serving: set[int] = field(default_factory=set)

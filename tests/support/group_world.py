@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from random import Random
 
+from floodplain.cluster.group_merge import plan_merge
 from floodplain.cluster.group_progress import Change, Group
 from floodplain.cluster.group_steps import Answer, Order, OrderKind
 from floodplain.core.errors import UserError
@@ -19,6 +21,11 @@ REPLIES = {
     OrderKind.SETTLE: Answer.SETTLED, OrderKind.PLAN: Answer.PLANNED, OrderKind.MOVE: Answer.MOVED,
     OrderKind.FILL: Answer.FILLED, OrderKind.RETURN: Answer.RETURNED, OrderKind.CLOSE: Answer.CLOSED,
 }  # fmt: skip
+
+
+def cut_evenly(size: int) -> tuple[range, ...]:
+    ends = [place * len(LAYERS) // size for place in range(size + 1)]
+    return tuple(range(begin, end) for begin, end in pairwise(ends))
 
 
 class World(GroupLaws):
@@ -40,7 +47,8 @@ class World(GroupLaws):
         for request, place in self.places.items():
             if place == ("at", epoch):
                 self.places[request] = ("queue", 0)
-        self.apply(self.book.end(epoch))
+        for _ in range(2):  # of a group, and of one that is to take it in
+            self.apply(self.book.end(epoch))
         assert self.book.find(epoch) is None
         self.place()
 
@@ -51,17 +59,20 @@ class World(GroupLaws):
             verb, request = order
             (process.serving.add if verb == "submit" else process.serving.discard)(request)
             return
-        others = [one for one in self.members.values() if one.number == order.number and one is not process]
+        number = order.number
+        others = [
+            one for one in self.members.values() if number in (one.number, one.next_number) and one is not process
+        ]
         is_living = process.epoch in self.members
         if is_living:
             self.check_order(process, order, others)
         if order.kind is OrderKind.PREPARE:
             is_willing = not is_faulty or dice.random() < 0.9
-            process.number, process.is_paused = (order.number, True) if is_willing else (process.number, False)
-            process.done = set()
+            if is_willing:
+                process.next_number, process.is_paused = number, True
             process.outbox.append(Said(process.epoch, order.number, Answer.CONFIRMED if is_willing else None))
             return
-        if process.number != order.number:
+        if number not in (process.number, process.next_number):
             return  # it refused, and is told to go on
         self.change_memory(process, order)
         process.done.add(order.kind)
@@ -74,10 +85,12 @@ class World(GroupLaws):
     def change_memory(self, process: Process, order: Order) -> None:
         match order.kind:
             case OrderKind.CANCEL:
-                process.is_paused, process.number = False, None
+                process.is_paused, process.next_number = False, None
             case OrderKind.DROP:
                 process.layers, process.is_paused = self.kept_of(order.number, process.epoch), False
+                process.number, process.next_number = order.number, None
                 process.serving.clear()
+                process.done.clear()
                 process.outbox.append(Said(process.epoch, order.number, Answer.DROPPED))
             case OrderKind.ADOPT:
                 process.serving |= set(order.requests)
@@ -91,6 +104,7 @@ class World(GroupLaws):
                 process.serving.clear()
             case OrderKind.CLOSE:
                 process.number = None
+                process.done.clear()
 
     def finish_copy(self, process: Process, dice: Random, *, is_faulty: bool) -> None:
         request, answer = process.copying.pop(dice.randrange(len(process.copying)))
@@ -120,19 +134,31 @@ class World(GroupLaws):
 
     def prepare(self, epochs: list[int]) -> None:
         try:
-            change = self.book.prepare(epochs)
+            old = {group.epochs: self.ranges_of(group) for group in self.book.find_old(epochs)}
+            order, kept = tuple(epochs), cut_evenly(len(epochs))
+            if old:
+                order, merge = plan_merge(epochs, old, len(LAYERS))
+                kept = merge.kept
+            change = self.book.prepare(order)
         except UserError:
             assert any(self.book.find(epoch) for epoch in epochs)
             return
         assert change.group.number not in self.groups
         self.groups[change.group.number] = change.group
+        self.kept[change.group.number] = dict(zip(order, map(frozenset, kept), strict=True))
         self.apply(change)
+
+    def ranges_of(self, group: Group) -> list[range]:
+        layers = [self.kept_of(group.number, epoch) for epoch in group.epochs]
+        return [range(min(part), max(part) + 1) for part in layers]
 
     def restore(self, number: int) -> None:
         try:
             self.apply(self.book.restore(number))
         except UserError:
-            assert number not in self.groups or self.groups[number].state is not GroupState.PIPELINED
+            group = self.book.get(number)
+            is_merged = group is not None and self.book.find(group.leader) is not group
+            assert group is None or is_merged or group.state is not GroupState.PIPELINED
 
     def abort(self, request: int) -> None:
         kind, where = self.places.pop(request)
@@ -203,15 +229,25 @@ class World(GroupLaws):
             for request in rows:
                 self.places[request] = ("held", group.number) if request in keeping else ("queue", 0)
         if group.is_confirmed:
-            self.sources |= {(group.number, request): epoch for request, epoch in keeping.items()}
-            self.swapped |= {(group.number, request) for request in keeping if not request % 3}
-            everywhere = set(group.epochs)
-            copiers = {one: everywhere - ({epoch} if one % 3 else set()) for one, epoch in keeping.items()}
-            self.apply(self.book.drop(group.number, copiers))
+            self.apply(self.book.drop(group.number, self.find_copiers(group, keeping)))
         elif group.is_returned:
             assert set(rows.values()) <= {group.leader}
             size = len(group.epochs)
             self.apply(self.book.adopt(group.number, {one: group.epochs[one % size] for one in keeping}))
+
+    def find_copiers(self, group: Group, keeping: dict[int, int]) -> dict[int, set[int]]:
+        """Some requests of single instances are in swap space; KV of old groups is with all of their members."""
+        old = {epoch: set(one.epochs) for one in group.old for epoch in one.epochs}
+        self.ended |= {one.number for one in group.old}
+        self.num_merged += bool(group.old)
+        copiers = {}
+        for request, epoch in keeping.items():
+            self.sources[group.number, request] = in_place = old.get(epoch, {epoch})
+            if epoch not in old and not request % 3:
+                self.swapped.add((group.number, request))
+                in_place = set()
+            copiers[request] = set(group.epochs) - in_place
+        return copiers
 
     # -- stories ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,64 @@
+"""What becomes of members of groups that are taken in by a new one: their order, their layers, and who has which KV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from floodplain.core.errors import UserError
+from floodplain.core.merge_cut import cut_merge
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """By place in the new group.
+
+    Attributes:
+        kept: Layers that each member keeps.
+        held: Layers that it has before.
+        holders: The place under which its rows come: that of its old leader, or its own.
+        sources: For each layer of the model: the place that has its KV of the rows under this place.
+    """
+
+    kept: tuple[range, ...]
+    held: tuple[range, ...]
+    holders: tuple[int, ...]
+    sources: tuple[tuple[int, ...], ...]
+
+
+def plan_merge(
+    epochs: Sequence[int], old: Mapping[tuple[int, ...], Sequence[range]], num_layers: int
+) -> tuple[tuple[int, ...], Merge]:
+    """(The members in the order of the pipeline, the rest).
+
+    Args:
+        epochs: Members of the new group, in any order.
+        old: Epochs of each old group, the leader first, and the layers of each of its members.
+        num_layers: Of the model.
+
+    Raises:
+        UserError: They cannot share the layers.
+    """
+    kept_of = {epoch: part for members, kept in old.items() for epoch, part in zip(members, kept, strict=True)}
+    held = [kept_of.get(epoch, range(num_layers)) for epoch in epochs]
+    cut = cut_merge(held, num_layers)
+    if cut is None:
+        raise UserError(f"instances {sorted(epochs)} cannot share {num_layers} layers by dropping more: restore first")
+    order = tuple(epochs[member] for member in cut.order)
+    members_of = {epoch: members for members in old for epoch in members}
+    place_of = {epoch: place for place, epoch in enumerate(order)}
+    sources = [
+        tuple(
+            next(
+                place_of[one] for one in members_of.get(epoch, (epoch,)) if layer in kept_of.get(one, range(num_layers))
+            )
+            for layer in range(num_layers)
+        )
+        for epoch in order
+    ]
+    return order, Merge(
+        kept=cut.kept,
+        held=tuple(held[member] for member in cut.order),
+        holders=tuple(place_of[members_of.get(epoch, (epoch,))[0]] for epoch in order),
+        sources=tuple(sources),
+    )

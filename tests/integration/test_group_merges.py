@@ -1,0 +1,118 @@
+"""Groups that become one under live requests: the tokens of one engine, whatever ends when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.cluster.group_plan import GroupPlan
+from floodplain.cluster.kv_copies import Puller
+from floodplain.core.groups import GroupState
+from floodplain.engine.config import EngineConfig
+from tests.support import front_process
+from tests.support.group_in_process import Ring, ring
+
+MODEL, NUM_TOKENS = "dummy:tiny-deep", 120
+SHORT = 60
+"""Tokens of streams that need not last until a restore."""
+FLAGS = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 256, "max_batched_tokens": 512}
+PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(40 + 3 * number)] for number in range(10)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("backstop")
+
+
+@cache
+def expected() -> list[list[int]]:
+    """What one engine gives."""
+    return front_process.one_engine(MODEL, PROMPTS, {**FLAGS, "kv_memory": 2**25}, max_tokens=NUM_TOKENS)
+
+
+async def group(one: Ring, *groups: list[int]) -> int:
+    """All of these become groups, one after the other, once every stream has tokens; the number of the last one."""
+    number = 0
+    for epochs in groups:
+        before = max(one.counts)
+        await one.until(lambda before=before: min(one.counts) > before)  # type: ignore[misc]
+        number = one.grouping.drop(epochs)
+        await one.change(number, GroupState.PIPELINED)
+    return number
+
+
+def on_ring(
+    folder: Path, play: Callable[[Ring], Any], num_tokens: int = NUM_TOKENS
+) -> tuple[list[list[int]], int, int]:
+    """(all tokens, requests that were carried, and computed again) of a story of four instances."""
+
+    async def story() -> tuple[list[list[int]], int, int]:
+        async with ring(EngineConfig(model=MODEL, **FLAGS), 4, folder) as one:  # type: ignore[arg-type]
+            one.ask(PROMPTS, num_tokens)
+            await play(one)
+            outputs = await one.results()
+            counts = one.grouping.counts
+            await one.until(lambda: len(one.front.book.roster) == 4)
+            for member in one.members:
+                member.memory.check_integrity()
+            return outputs, counts.num_carried, counts.num_recomputed
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "groups, most_layers", [(([1, 2], [3, 4], [4, 3, 2, 1]), 3), (([1, 2], [2, 1, 3], [4, 2, 1, 3]), 4)]
+)
+def test_groups_merge_and_restore_with_the_kv_of_all_requests(
+    folder: Path, groups: tuple[list[int], ...], most_layers: int
+) -> None:
+    async def play(one: Ring) -> None:
+        number = await group(one, *groups)
+        plan = one.grouping.plan_of(number)
+        assert plan is not None and max(map(len, plan.kept)) == most_layers
+        assert [each.number for each in one.grouping.groups] == [number]
+        carried.append(one.grouping.counts.num_carried)
+        one.grouping.restore(number)
+        await one.change(number, GroupState.SOLO)
+        sizes = {member.pool.num_blocks for member in one.members}
+        assert sizes == {80}
+
+    carried: list[int] = []
+    outputs, num_carried, num_recomputed = on_ring(folder, play)
+    assert outputs == expected()
+    assert carried[0] >= 2 * len(PROMPTS) and num_carried >= carried[0] + len(PROMPTS) // 2 and num_recomputed == 0
+
+
+@pytest.mark.parametrize("state", [GroupState.PREPARING, GroupState.EXCHANGING], ids=str)
+def test_a_member_may_end_in_a_merge(folder: Path, state: GroupState) -> None:
+    """Until all have confirmed, it ends its own group only: the other one goes on as it was."""
+
+    async def play(one: Ring) -> None:
+        await group(one, [1, 2], [3, 4])
+        enter = one.grouping._enter
+
+        def end_then(plan: GroupPlan, entered: GroupState) -> None:
+            enter(plan, entered)
+            if plan.number == 3 and entered is state:
+                asyncio.get_running_loop().call_soon(one.front._end, 2, "hung_up")
+
+        one.grouping._enter = end_then  # type: ignore[method-assign]
+        one.grouping.drop([1, 2, 3, 4])
+        await one.until(lambda: one.grouping.counts.num_changes["ended"])
+        assert [each.number for each in one.grouping.groups] == ([2] if state is GroupState.PREPARING else [])
+
+    assert on_ring(folder, play, SHORT)[0] == [tokens[:SHORT] for tokens in expected()]
+
+
+def test_a_merge_that_copies_no_kv_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(one: Ring) -> None:
+        await group(one, [1, 2], [3, 4])
+        monkeypatch.setattr(Puller, "copy", lambda self, request, write: True)
+        await group(one, [1, 2, 3, 4])
+
+    assert on_ring(folder, play, SHORT)[0] != [tokens[:SHORT] for tokens in expected()]
