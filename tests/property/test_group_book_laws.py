@@ -321,7 +321,7 @@ FAULTS = {
     DropsWhenOneConfirms: "before all have confirmed|in two places",
     LetsOthersGoOn: "goes on|lacks layers|before all have confirmed",
     ForgetsToCancel: "left in a group",
-    BelievesOldNumbers: "is believed",
+    BelievesOldNumbers: "is believed|waits for none",
     LeavesOneCopyOut: "goes on without its KV",
 }
 
