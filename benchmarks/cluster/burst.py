@@ -31,7 +31,7 @@ PLAN: Mapping[str, Sequence[str]] = {
     "4x": ("recompute", "paced", "pipeline", "drop"),
     "waves": ("drop", "drop, kept"),
     "endless": ("recompute", "drop"),
-    "burstgpt": ("recompute", "paced", "drop"),
+    "burstgpt": ("recompute", "migrate", "paced", "drop"),
 }
 """Arms of each load, if ``--arms`` names no others. The first one is the baseline."""
 

@@ -37,6 +37,7 @@ ARMS: Mapping[str, Arm] = {
     "recompute, plain": Arm((*_FCFS, *_PLAIN)),
     "paced": Arm(_PACED),
     "paced, plain": Arm((*_PACED, *_PLAIN)),
+    "migrate": Arm((*_FCFS, "--relief", "migrate")),
     "pipeline": Arm(("--pipeline",)),
     "drop": Arm((*_FCFS, *_MANUAL), _BOTH),
     "drop, kept": Arm((*_FCFS, *_MANUAL), frozenset({DropMove.DROP})),
