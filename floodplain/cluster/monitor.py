@@ -7,8 +7,8 @@ can be dropped and requests wait on, an autoscaler is told: a drop is the bridge
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from math import inf
 
 from floodplain.cluster.book import Book
@@ -32,6 +32,8 @@ FIRST_REMAP_S_PER_BYTE = 2.5e-10
 FIRST_BANDWIDTH = 1e9
 """Bytes of KV per second between members, before any was measured."""
 SETTINGS = DropTimingSettings()
+MOST_DROPS = 2
+"""Between two restores, if a drop need not pay: the second one merges groups. The price of a merge is not known."""
 NOTICE_S = 10.0
 """Between two notices to an autoscaler."""
 
@@ -94,7 +96,7 @@ class Monitor:
         self._book, self._sums, self._grouping, self._shape = book, sums, grouping, shape
         self._is_priced, self._most_stages, self._on_overload = is_priced, most_stages, on_overload
         self._settings = settings
-        self._timing = DropTiming(settings)
+        self._timing = DropTiming(settings if is_priced else replace(settings, most_drops=MOST_DROPS))
         self._steps = StepMeter()
         self._short_since_s: float | None = None
         self._noticed_s = self._priced_s = -inf
@@ -210,11 +212,7 @@ class Monitor:
 
     def _drop(self, need_blocks: int) -> bool:
         """Whether a group is being made."""
-        loads = [
-            GroupLoad((one.epoch,), (one.facts.num_blocks,), one.num_demanded_blocks)
-            for one in self._find_heads()
-            if one.can_drop and one.state == "serving"
-        ]
+        loads = [*self._single_loads(), *self._group_loads()]
         if len(loads) < 2:
             return False
         sizes = self._sizes()
@@ -227,6 +225,19 @@ class Monitor:
             except UserError as error:
                 logger.warning("instances %s are not made a group: %s", list(epochs), error)
         return is_begun
+
+    def _single_loads(self) -> Iterator[GroupLoad]:
+        for one in self._find_heads():
+            if one.can_drop and one.state == "serving":
+                yield GroupLoad((one.epoch,), (one.facts.num_blocks,), one.num_demanded_blocks)
+
+    def _group_loads(self) -> Iterator[GroupLoad]:
+        roster = self._book.roster
+        for group in self._grouping.groups:
+            members = [one for epoch in group.epochs if (one := roster.get(epoch)) is not None]
+            if group.state is GroupState.PIPELINED and len(members) == len(group.epochs):
+                pools = tuple(one.facts.num_blocks for one in members)
+                yield GroupLoad(group.epochs, pools, sum(one.num_demanded_blocks for one in members))
 
     def _restore_all(self) -> None:
         for group in list(self._grouping.groups):

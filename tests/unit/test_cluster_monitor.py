@@ -128,6 +128,25 @@ def test_groups_are_restored_when_it_has_been_calm_and_not_before() -> None:
     assert group.state is GroupState.PLANNING
 
 
+@pytest.mark.parametrize("is_priced", [False, True])
+def test_groups_merge_if_memory_stays_short_and_no_price_is_asked_for(is_priced: bool) -> None:
+    cluster = Cluster(4, is_priced=is_priced)
+    cluster.give(24)
+    for number, epochs in enumerate(([1, 2], [3, 4]), start=1):
+        cluster.grouping.drop(epochs)
+        group, plan = cluster.grouping.groups.get(number), cluster.grouping.plan_of(number)
+        assert group is not None and plan is not None
+        group.state, plan.kept = GroupState.PIPELINED, (range(6), range(6, 12))
+        for epoch, part in zip(epochs, ("leading", "grouped"), strict=True):
+            cluster.book.roster.expect(epoch).part = part
+    cluster.monitor._timing._num_drops = 1  # the monitor made them
+    cluster.sent.clear()
+    cluster.pass_time(12, used=100, waiting=2)
+    assert cluster.prepared() == (set() if is_priced else {1, 2, 3, 4})
+    assert [group.number for group in cluster.grouping.groups] == ([1, 2] if is_priced else [1, 2, 3])
+    assert bool(cluster.notices) == is_priced
+
+
 def test_one_instance_alone_has_an_autoscaler_told_every_ten_seconds() -> None:
     cluster = Cluster(1)
     cluster.give(12)
