@@ -50,6 +50,9 @@ class Peer:
                 connection, _ = self._listener.accept()
                 self.num_connections += 1
                 self._sockets.append(connection)
+                if self._closed.is_set():  # ``close`` may not have seen it
+                    connection.close()
+                    return
                 with suppress(OSError):
                     self._converse(connection)
 
