@@ -187,7 +187,7 @@ def test_groups_end_whole_under_any_order_of_messages_and_faults() -> None:
     class Machine(GroupMachine):
         reached: ClassVar[Counter[Edge]] = Counter()
 
-    run(Machine, examples(100))
+    run(Machine, examples(100), derandomize=True)
     assert {end for _, end in Machine.reached} == set(GroupState), "these stories are too tame"
     assert Machine.num_merged > 2, "too few groups are merged"
 
