@@ -24,11 +24,6 @@ FLAGS = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 256, "max_batc
 PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(40 + 3 * number)] for number in range(10)]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("backstop")
-
-
 @cache
 def expected() -> list[list[int]]:
     """What one engine gives."""

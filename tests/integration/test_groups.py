@@ -27,11 +27,6 @@ PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(20 + 30 * numb
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("backstop")
-
-
-@pytest.fixture(scope="module")
 def front(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[FrontProcess]:
     flags = [*FLAGS, "--relief", "manual", "--backstop", str(folder)]
     with started(tmp_path_factory.mktemp("front"), MODEL, flags) as one:

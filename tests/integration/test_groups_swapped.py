@@ -22,11 +22,6 @@ PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(40 + number)] 
 NUM_SWAPPED = 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("backstop")
-
-
 @cache
 def expected() -> list[list[int]]:
     """What one engine gives, with room for all requests."""

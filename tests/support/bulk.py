@@ -176,3 +176,16 @@ def damage(frame: Frame, position: int) -> Frame:
 def forge(frame: Frame) -> Frame:
     """The frame with the digest of the bytes that it has."""
     return replace(frame, body={**frame.body, "digest": compute_digest(frame.data)})
+
+
+LONG_S = 60.0
+"""A timeout that no test waits for."""
+KV = random_store(1)
+PARAMETERS = random_store(2, num_pieces=2100, index_bytes=7)
+WIDE = random_store(3, num_pieces=3, index_bytes=5 * CHUNK_BYTES)
+STORES = {"kv": KV, "parameters": PARAMETERS, "wide": WIDE}
+
+
+def whole(part: int = 0) -> BulkItem:
+    """All of one part of ``KV``."""
+    return item("kv", part, *range(40))
