@@ -13,8 +13,9 @@ import pytest
 
 from floodplain.core.groups import GroupState as S
 from tests.chaos.group_cluster import ENGINE, MODEL, GroupCluster
-from tests.chaos.group_faults import Scene, Story, play
+from tests.chaos.group_faults import play
 from tests.chaos.group_load import known_requests
+from tests.chaos.group_scene import Scene, Story
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
