@@ -11,15 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from floodplain.cluster.book import Book, Entry
-from floodplain.cluster.group_answers import (
-    Copied,
-    GroupAnswer,
-    GroupDone,
-    HandedOver,
-    Planned,
-    Prepared,
-    read_answer,
-)
+from floodplain.cluster.group_answers import Copied, GroupAnswer, GroupDone, HandedOver, Planned, Prepared, read_answer
 from floodplain.cluster.group_book import GroupBook
 from floodplain.cluster.group_candidates import find_max_model_len
 from floodplain.cluster.group_counts import GroupCounts
@@ -129,10 +121,8 @@ class Grouping:
             case GroupDone():
                 self._apply(self.groups.note(message.epoch, message.number, read_answer(message.answer)))
             case Copied():
-                answer, request = read_answer(message.answer), message.request
-                self._apply(
-                    self.groups.note_request(message.epoch, message.number, answer, request, is_ok=message.is_whole)
-                )
+                answer, request, is_ok = read_answer(message.answer), message.request, message.is_whole
+                self._apply(self.groups.note_request(message.epoch, message.number, answer, request, is_ok=is_ok))
         if group.is_confirmed and self.groups.get(group.number) is group:
             self._divide(plan, group)
         elif group.is_returned:
@@ -140,9 +130,12 @@ class Grouping:
 
     def end(self, epoch: int) -> None:
         """The life of an instance is over: with it, those of its group, and of one that is to be taken in."""
+        changes = []
         while (group := self.groups.find(epoch)) is not None:
             self.counts.problems[group.number] = f"instance {epoch} is gone"
-            self._apply(self.groups.end(epoch))
+            changes.append(self.groups.end(epoch))
+        for change in reversed(changes):  # the old group's first: no request is placed on it again
+            self._apply(change)
 
     def forget(self, entry: Entry) -> None:
         """The client of a request hung up: its KV is not wanted any more."""
@@ -158,9 +151,8 @@ class Grouping:
             is_preparing = group.state is GroupState.PREPARING
             plan, limit_s = self._plans[group.number], PREPARE_TIMEOUT_S if is_preparing else STEP_TIMEOUT_S
             if now - plan.since_s > limit_s:
-                self.counts.problems.setdefault(
-                    group.number, f"nothing was done for {limit_s:g} s while it was {group.state}"
-                )
+                why = f"nothing was done for {limit_s:g} s while it was {group.state}"
+                self.counts.problems.setdefault(group.number, why)
                 self._apply(self.groups.expire(group.number, group.state))
 
     # -- answers ------------------------------------------------------------------------------------------------------
@@ -227,6 +219,8 @@ class Grouping:
         plan = self._plans[change.group.number]
         if change.entered is not None:
             self._enter(plan, change.entered)
+        for epoch in change.ended:
+            self._book.roster.expect(epoch).part = "grouped"  # no request is placed on it before its life ends
         for request in change.lost:
             self._let_wait(plan.travellers[request].entry)
         for order in change.orders:

@@ -23,29 +23,43 @@ NUM_REQUESTS, NUM_PROMPT, BLOCK_TOKENS = 5, 32, 16
 
 
 class Front:
-    """A front with two instances in the middle of a restore: the leader has handed its requests over."""
+    """A front with a group of its first instances, which serves; requests are placed on its leader.
 
-    def __init__(self) -> None:
+    Args:
+        num_members: Of the group, epochs from 1.
+        num_others: Further instances, which have no request.
+    """
+
+    def __init__(self, num_members: int = 2, num_others: int = 0) -> None:
         self.sent: list[GroupOrder] = []
         self.book = Book(Roster(1.0))
-        for slot in range(2):
-            facts = InstanceFacts("1", "f", "float32", 1024, BLOCK_TOKENS, 80, "host", slot)
-            self.book.join(facts, slot, 0.0).can_drop = True
-        self.grouping = Grouping(self.book, SHAPE, self._send, self._end, lambda: None)
-        self.number = self.grouping.drop([1, 2])
-        for epoch in (1, 2):
+        self.members = range(1, num_members + 1)
+        for slot in self.members:
+            self._join(slot)
+        self.grouping = Grouping(self.book, SHAPE, self._send, self._end, self._place)
+        self.number = self.grouping.drop(self.members)
+        for epoch in self.members:
             self._answer(Prepared(epoch, self.number, None, "h", epoch, f"h:{epoch}", 480, 2, (8,) * 12, 4, ()))
         for answer in ("dropped", "settled"):
             self._all(answer)
+        self.entries = self.submit()
+        assert {entry.epoch for entry in self.entries} == {1}
+        for slot in range(num_others):
+            self._join(num_members + 1 + slot)
+
+    def submit(self) -> list[Entry]:
         params = SamplingParams(temperature=0.0, max_tokens=100)
-        self.entries = [
+        entries = [
             self.book.open(
                 Request(request_id=str(number), prompt_token_ids=(number,) * NUM_PROMPT, params=params, arrival_s=0.0)
             )
             for number in range(NUM_REQUESTS)
         ]
-        self.book.place()
-        assert {entry.epoch for entry in self.entries} == {1}
+        self._place()
+        return entries
+
+    def hand_over(self) -> None:
+        """The group is in the middle of a restore: the leader has handed its requests over."""
         self.grouping.restore(self.number)
         self._answer(Planned(1, self.number, 0, ()))
         for answer in ("moved", "filled"):
@@ -72,13 +86,21 @@ class Front:
     def _send(self, epoch: int, order: GroupOrder, integers: Sequence[int]) -> None:
         self.sent.append(order)
 
+    def _join(self, slot: int) -> None:
+        facts = InstanceFacts("1", "f", "float32", 1024, BLOCK_TOKENS, 80, "host", slot)
+        self.book.join(facts, slot, 0.0).can_drop = True
+
+    def _place(self) -> None:
+        self.book.place()
+
     def _end(self, epoch: int, why: str) -> None:
         for entry in self.book.end(epoch):
-            self.book.give_back(entry)
+            assert self.book.give_back(entry), "a request is given up"
         self.grouping.end(epoch)
+        self._place()
 
     def _all(self, answer: str) -> None:
-        for epoch in (1, 2):
+        for epoch in self.members:
             self._answer(GroupDone(epoch, self.number, answer))
 
     def _answer(self, message: Prepared | Planned | HandedOver | GroupDone, integers: Sequence[int] = ()) -> None:
@@ -89,6 +111,7 @@ class Front:
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_death_during_return_lets_handed_over_requests_wait(epoch: int) -> None:
     front = Front()
+    front.hand_over()
     front.end(epoch)
     assert front.state is None and front.book.num_homeless == NUM_REQUESTS
     front.book.check_integrity()
@@ -97,6 +120,7 @@ def test_death_during_return_lets_handed_over_requests_wait(epoch: int) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_request_aborted_during_return_is_neither_collected_nor_adopted(seed: int) -> None:
     front, random = Front(), Random(seed)
+    front.hand_over()
     gone = random.sample(front.entries, random.randint(1, NUM_REQUESTS))
     for entry in gone:
         front.hang_up(entry)
@@ -106,3 +130,23 @@ def test_request_aborted_during_return_is_neither_collected_nor_adopted(seed: in
     assert sorted(collected) == sorted(kept) and len(front.book) == len(kept)
     assert not any(isinstance(order, Adopt) for order in front.sent)
     assert front.state is (GroupState.ADOPTING if kept else GroupState.CLOSING)
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 4])
+def test_group_that_ends_is_one_ended_instance_to_its_requests(epoch: int) -> None:
+    """They are not placed on members whose lives are about to end: of three ends in a row a request is given up."""
+    front = Front(num_members=4)
+    front.end(epoch)
+    assert front.state is None and len(front.book.roster) == 0
+    assert {entry.num_fruitless for entry in front.entries} == {1}
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_requests_that_wait_in_a_merge_are_not_placed_on_a_group_that_ends(epoch: int) -> None:
+    front = Front(num_members=2, num_others=1)
+    front.grouping.drop([1, 2, 3])
+    waiting = front.submit()
+    assert {entry.epoch for entry in waiting} == {None}
+    front.end(epoch)
+    assert [one.epoch for one in front.book.roster] == [3]
+    assert {(entry.epoch, entry.num_moves) for entry in waiting} == {(3, 0)}
