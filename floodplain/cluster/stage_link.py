@@ -1,8 +1,8 @@
-"""The link from one stage of a pipeline to another: two connections, so that activations never wait behind bulk data.
+"""The link from one stage of a pipeline to another: a connection that carries step plans with their activations.
 
-The sender dials, and shows a secret that the front gave to the members of this pipeline alone. Activations are read by
-a thread as they come, so that two stages which send to each other never wait for each other's full buffers; bulk data
-is read when it is asked for, and its sender waits until then.
+The sender dials, and shows a secret that the front gave to the members of this pipeline alone. Frames are read by a
+thread as they arrive, so that two stages which send to each other never wait for each other's full buffers. KV and
+parameters have connections of their own (``bulk_server.py``), so that activations never wait behind them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from floodplain.cluster.stage_frames import Frame, FrameSocket
-from floodplain.core.errors import PeerLost
+from floodplain.core.errors import InvariantError, PeerLost
 
 HELLO_TIMEOUT_S = 5.0
 """For a stranger's hello, after which it is hung up on."""
@@ -28,9 +27,8 @@ MAX_UNREAD = 64
 """Activations that lie unread; no pipeline has so many steps under way."""
 
 _MAGIC = b"FPSL"
-_HELLO = struct.Struct(f"!4sBIH{SECRET_BYTES}s")
+_HELLO = struct.Struct(f"!4sIH{SECRET_BYTES}s")
 _YES = b"\x01"
-ACTIVATIONS, BULK = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,43 +45,40 @@ class LinkKey:
     number: int
     sender: int
 
-    def hello(self, kind: int) -> bytes:
+    def hello(self) -> bytes:
         """The first bytes of a connection."""
-        return _HELLO.pack(_MAGIC, kind, self.number, self.sender, self.secret)
+        return _HELLO.pack(_MAGIC, self.number, self.sender, self.secret)
 
-    def kind_of(self, hello: bytes) -> int | None:
-        """Which connection of this link a hello opens; None if it is another's."""
-        kinds = [kind for kind in (ACTIVATIONS, BULK) if hmac.compare_digest(self.hello(kind), hello)]
-        return kinds[0] if kinds else None
+    def opens(self, hello: bytes) -> bool:
+        """Whether a hello is that of this link."""
+        return hmac.compare_digest(self.hello(), hello)
 
 
 class StageLink:
-    """One end of a link. ``send`` and ``recv`` carry activations, the other two bulk data; each on its own thread.
+    """One end of a link; ``send`` and ``recv`` may be called on two threads.
 
     Args:
-        activations: Connected.
-        bulk: Connected.
+        sock: Connected.
         max_data_bytes: Most raw bytes of a frame.
     """
 
-    def __init__(self, activations: socket.socket, bulk: socket.socket, max_data_bytes: int) -> None:
-        self._activations = FrameSocket(activations, max_data_bytes)
-        self._bulk = FrameSocket(bulk, max_data_bytes)
+    def __init__(self, sock: socket.socket, max_data_bytes: int) -> None:
+        self._sock = FrameSocket(sock, max_data_bytes)
         self._frames: queue.SimpleQueue[Frame | PeerLost] = queue.SimpleQueue()
         self._lost: PeerLost | None = None
         self._reader = threading.Thread(target=self._read, name="floodplain-stage-link", daemon=True)
         self._reader.start()
 
     def send(self, frame: Frame) -> None:
-        """Send activations.
+        """Send a frame.
 
         Raises:
             PeerLost: The link has ended.
         """
-        self._activations.send(frame)
+        self._sock.send(frame)
 
     def recv(self) -> Frame:
-        """The next activations, in the order in which they were sent.
+        """The next frame, in the order in which they were sent.
 
         Raises:
             PeerLost: The link has ended, and all that came before was given out.
@@ -95,32 +90,15 @@ class StageLink:
             self._lost = frame
         raise self._lost
 
-    def send_bulk(self, frame: Frame) -> None:
-        """Send bulk data; wait while the other end does not ask for it.
-
-        Raises:
-            PeerLost: The link has ended.
-        """
-        self._bulk.send(frame)
-
-    def recv_bulk(self) -> Frame:
-        """The next bulk data.
-
-        Raises:
-            PeerLost: The link has ended.
-        """
-        return self._bulk.read()
-
     def close(self) -> None:
         """End the link; whoever waits on it gets ``PeerLost``. Safe to call twice, on any thread."""
-        self._activations.close()
-        self._bulk.close()
+        self._sock.close()
         self._reader.join()
 
     def _read(self) -> None:
         try:
             while True:
-                frame = self._activations.read()
+                frame = self._sock.read()
                 if self._frames.qsize() >= MAX_UNREAD:
                     raise PeerLost(f"a stage sent more than {MAX_UNREAD} steps ahead")
                 self._frames.put(frame)
@@ -134,17 +112,11 @@ async def dial_link(host: str, port: int, key: LinkKey, max_data_bytes: int) -> 
     Raises:
         PeerLost: It does not listen, or does not take the key.
     """
-    socks: list[socket.socket] = []
     try:
-        for kind in (ACTIVATIONS, BULK):
-            socks.append(await _dial(host, port, key.hello(kind)))
+        sock = await _dial(host, port, key.hello())
     except OSError as error:
-        _close_all(socks)
         raise PeerLost(f"the next stage at {host}:{port} cannot be reached ({error})") from None
-    except BaseException:
-        _close_all(socks)
-        raise
-    return StageLink(_make_blocking(socks[ACTIVATIONS]), _make_blocking(socks[BULK]), max_data_bytes)
+    return StageLink(_make_blocking(sock), max_data_bytes)
 
 
 async def _dial(host: str, port: int, hello: bytes) -> socket.socket:
@@ -171,41 +143,37 @@ async def accept_link(listener: socket.socket, key: LinkKey, max_data_bytes: int
         key: Of the link.
         max_data_bytes: Most raw bytes of a frame.
     """
-    door = _Door(listener, key)
-    try:
-        await door.wait()
-    except BaseException:
-        _close_all(door.found.values())
-        raise
-    return StageLink(_make_blocking(door.found[ACTIVATIONS]), _make_blocking(door.found[BULK]), max_data_bytes)
+    return StageLink(_make_blocking(await _Door(listener, key).wait()), max_data_bytes)
 
 
 class _Door:
-    """Connections whose hellos are read side by side, until both of a link are there.
-
-    Attributes:
-        found: These, by kind.
-    """
+    """Connections whose hellos are read side by side, until one shows the key."""
 
     def __init__(self, listener: socket.socket, key: LinkKey) -> None:
-        self.found: dict[int, socket.socket] = {}
         self._listener, self._key = listener, key
-        self._is_whole = asyncio.Event()
+        self._found: list[socket.socket] = []
+        self._is_found = asyncio.Event()
         self._strangers: set[asyncio.Task[None]] = set()
 
-    async def wait(self) -> None:
-        """Return when the link is whole."""
+    async def wait(self) -> socket.socket:
+        """The connection; the caller owns it."""
         listening = asyncio.create_task(self._listen())
-        waiting = asyncio.create_task(self._is_whole.wait())
+        waiting = asyncio.create_task(self._is_found.wait())
+        found = None
         try:
             await asyncio.wait((listening, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if listening.done():
+            if not self._found:
                 listening.result()  # the listener is broken
+                raise InvariantError("a listener ends without an error")
+            found = self._found[0]
+            return found
         finally:
             tasks = [listening, waiting, *self._strangers]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for sock in self._found if found is None else self._found[1:]:
+                sock.close()
 
     async def _listen(self) -> None:
         while True:
@@ -222,8 +190,7 @@ class _Door:
         sock.setblocking(False)
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
-                kind = self._key.kind_of(await _read_exactly(sock, _HELLO.size))
-                if kind is None or kind in self.found:
+                if not self._key.opens(await _read_exactly(sock, _HELLO.size)) or self._found:
                     sock.close()
                     return
                 await loop.sock_sendall(sock, _YES)
@@ -233,9 +200,8 @@ class _Door:
         except BaseException:
             sock.close()
             raise
-        self.found[kind] = sock
-        if len(self.found) == 2:
-            self._is_whole.set()
+        self._found.append(sock)
+        self._is_found.set()
 
 
 async def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
@@ -250,8 +216,3 @@ def _make_blocking(sock: socket.socket) -> socket.socket:
     sock.setblocking(True)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
-
-
-def _close_all(socks: Iterable[socket.socket]) -> None:
-    for sock in socks:
-        sock.close()

@@ -7,7 +7,7 @@ import json
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from floodplain.cluster.stage_frames import Frame
-from floodplain.cluster.stage_link import ACTIVATIONS, BULK, MAX_UNREAD, LinkKey, StageLink, accept_link, dial_link
+from floodplain.cluster.stage_link import MAX_UNREAD, LinkKey, StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
 from tests.support.examples import examples
 from tests.support.stage_links import KEY, MAX_DATA_BYTES, linked, listen, open_link
@@ -28,7 +28,7 @@ def is_same(a: Frame, b: Frame) -> bool:
     return a.body == b.body and np.array_equal(a.integers, b.integers) and np.array_equal(a.data, b.data)
 
 
-def test_frames_arrive_as_they_were_sent_in_both_kinds() -> None:
+def test_frames_arrive_as_they_were_sent() -> None:
     @settings(max_examples=examples(30), deadline=None)
     @given(
         frames=st.lists(
@@ -44,23 +44,10 @@ def test_frames_arrive_as_they_were_sent_in_both_kinds() -> None:
     def check(frames: list[Frame]) -> None:
         for frame in frames:
             sender.send(frame)
-            sender.send_bulk(frame)
         assert all(is_same(frame, receiver.recv()) for frame in frames)
-        assert all(is_same(frame, receiver.recv_bulk()) for frame in frames)
 
     with linked() as (sender, receiver):
         check()
-
-
-def test_activations_pass_bulk_data_that_its_reader_leaves_unread() -> None:
-    with linked() as (sender, receiver), ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(sender.send_bulk, BIG)  # more than any buffer between them
-        for step in range(20):
-            sender.send(Frame({"step": step}, data=BIG.data[: 2**20]))
-            assert receiver.recv().body == {"step": step}
-        assert not sending.done()
-        assert is_same(receiver.recv_bulk(), BIG)
-        sending.result(10)
 
 
 def test_two_stages_that_send_at_once_do_not_wait_for_each_other() -> None:
@@ -72,15 +59,17 @@ def test_two_stages_that_send_at_once_do_not_wait_for_each_other() -> None:
 
 
 def test_a_sender_whose_reader_stands_still_is_freed_by_close() -> None:
-    with linked() as (sender, receiver), ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(sender.send_bulk, BIG)
-        reading = threads.submit(receiver.recv)
-        sender.close()
-        with pytest.raises(PeerLost):
-            sending.result(10)
-        with pytest.raises(PeerLost):
-            reading.result(10)
-        sender.close()
+    ours, other = socket.socketpair()  # the other end reads nothing
+    with other, ThreadPoolExecutor(2) as threads:
+        link = StageLink(ours, MAX_DATA_BYTES)
+        sending = threads.submit(link.send, BIG)  # more than any buffer between them
+        reading = threads.submit(link.recv)
+        assert other.recv(1)
+        link.close()
+        for waiting in (sending, reading):
+            with pytest.raises(PeerLost):
+                waiting.result(10)
+        link.close()
 
 
 def test_what_came_before_the_end_is_given_out_and_then_the_end_stays() -> None:
@@ -91,8 +80,6 @@ def test_what_came_before_the_end_is_given_out_and_then_the_end_stays() -> None:
         for _ in range(2):
             with pytest.raises(PeerLost, match="hung up"):
                 receiver.recv()
-        with pytest.raises(PeerLost):
-            receiver.recv_bulk()
         with pytest.raises(PeerLost):
             while True:  # the first ones go into buffers of the system
                 receiver.send(Frame({}))
@@ -120,13 +107,11 @@ def raw_frame(body: bytes = b"{}", num_integers: int = 0, num_data: int = 0, tai
 def test_a_sender_that_dies_in_mid_message_or_speaks_nonsense_is_lost(sent: bytes, why: str) -> None:
     """The link ends with the reason, after what was whole before it."""
     with ExitStack() as stack:
-        pairs = [socket.socketpair() for _ in range(2)]
-        receiver = StageLink(pairs[0][0], pairs[1][0], max_data_bytes=100)
+        theirs, ours = socket.socketpair()
+        receiver = StageLink(theirs, max_data_bytes=100)
         stack.callback(receiver.close)
-        for ours in (pairs[0][1], pairs[1][1]):
-            stack.callback(ours.close)
-        pairs[0][1].sendall(raw_frame(json.dumps({"step": 0}).encode()) + sent)
-        pairs[0][1].close()
+        with ours:
+            ours.sendall(raw_frame(json.dumps({"step": 0}).encode()) + sent)
         receiver._reader.join(10)
         assert receiver.recv().body == {"step": 0}
         with pytest.raises(PeerLost, match=why):
@@ -149,7 +134,7 @@ def test_another_secret_pipeline_or_stage_is_refused_and_the_right_one_let_in(ke
                 await dial_link(*address, key, MAX_DATA_BYTES)
             silent = socket.create_connection(address)  # says nothing
             half = socket.create_connection(address)
-            half.sendall(KEY.hello(ACTIVATIONS)[:10])
+            half.sendall(KEY.hello()[:10])
             sender = await dial_link(*address, KEY, MAX_DATA_BYTES)
             receiver = await accepting
             sender.send(Frame({"step": 1}))
@@ -160,24 +145,25 @@ def test_another_secret_pipeline_or_stage_is_refused_and_the_right_one_let_in(ke
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
-def test_the_same_connection_twice_is_none() -> None:
-    async def run() -> None:
-        with listen() as listener:
-            loop, address = asyncio.get_running_loop(), listener.getsockname()[:2]
-            accepting = asyncio.create_task(accept_link(listener, KEY, MAX_DATA_BYTES))
-            answers = []
-            socks = [socket.socket() for _ in range(3)]
-            for sock, kind in zip(socks, (BULK, BULK, ACTIVATIONS), strict=True):
-                sock.setblocking(False)
-                await loop.sock_connect(sock, address)
-                await loop.sock_sendall(sock, KEY.hello(kind))
-                answers.append(await loop.sock_recv(sock, 1))
-            assert answers == [b"\x01", b"", b"\x01"]
-            (await accepting).close()
-            for sock in socks:
-                sock.close()
+def test_of_two_connections_with_the_key_one_is_the_link() -> None:
+    with listen() as listener, socket.socket() as one, socket.socket() as other:
+        for sock in (one, other):
+            sock.connect(listener.getsockname()[:2])
+            sock.sendall(KEY.hello())
+        link = asyncio.run(asyncio.wait_for(accept_link(listener, KEY, MAX_DATA_BYTES), 20))
+        link.send(Frame({"step": 1}))
+        link.close()
+        listener.close()  # the system hangs up on a connection that was not accepted
+        assert sum(b"step" in read_all(sock) for sock in (one, other)) == 1
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+
+def read_all(sock: socket.socket) -> bytes:
+    """What comes until the other end hangs up."""
+    data = b""
+    with suppress(ConnectionError):
+        while more := sock.recv(2**16):
+            data += more
+    return data
 
 
 def test_nobody_at_the_address_is_one_line_and_waiting_can_be_given_up() -> None:
