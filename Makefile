@@ -41,10 +41,10 @@ $(VLLM_STAMP): tools/setup_vllm.sh
 test-vllm: $(VLLM_STAMP)
 	set -e; for file in tests/vllm/test_*.py; do $(TEST_VLLM) $$file; done
 
-# For every change of the plug-in: one storm, its control, shared prefixes, and vLLM's names. Not in .ci/run, whose clean
-# clone would install the environment each time.
+# For every change of the plug-in: one storm, its control, shared prefixes, async scheduling, vLLM's names. Not in
+# .ci/run, whose clean clone would install the environment each time.
 test-vllm-quick: $(VLLM_STAMP)
-	set -e; for file in refusals identity prefixes; do $(TEST_VLLM) -m quick tests/vllm/test_$$file.py; done
+	set -e; for file in refusals identity prefixes async; do $(TEST_VLLM) -m quick tests/vllm/test_$$file.py; done
 
 $(CLIENTS_STAMP): tools/setup_clients.sh
 	PYTHON=$(PYTHON) tools/setup_clients.sh

@@ -49,7 +49,7 @@ class FakeRequest:
     def __init__(self, number: int, num_prompt: int, hashes: list[bytes]) -> None:
         self.request_id, self.num_prompt_tokens, self.block_hashes = f"request-{number}", num_prompt, hashes
         self._all_token_ids = [7] * num_prompt
-        self.num_computed_tokens, self.max_tokens = 0, 20_000
+        self.num_computed_tokens, self.num_output_placeholders, self.max_tokens = 0, 0, 20_000
         self.priority, self.arrival_time = 0, float(number)
 
     @property

@@ -22,10 +22,8 @@ from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 from floodplain.policy.goals import GAP_TOKENS
 from floodplain.policy.registry import POLICIES
 
-OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--async-scheduling", "--model")
+OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--model")
 """Of vLLM, set here."""
-
-NO_ASYNC = "each step is planned when the last one has ended: vLLM runs with --no-async-scheduling"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
     command = build_command(config, args.vllm_flags, find_server(name))
     expect_tested(version, allow_untested=config.allow_untested, how="pass --allow-untested")
     say(shlex.join(mask_command(command, os.environ)))
-    if not args.quiet:
-        print(f"floodplain: {NO_ASYNC}", file=sys.stderr, flush=True)
     os.execv(command[0], command)
 
 
@@ -122,7 +118,7 @@ def build_command(config: VllmConfig, flags: Sequence[str], server: Sequence[str
         "kv_connector_extra_config": extra,
     }
     return [
-        *server, config.model, "--no-async-scheduling",
+        *server, config.model,
         "--scheduler-cls", SCHEDULER,
         "--kv-transfer-config", json.dumps(transfer), *flags,
     ]  # fmt: skip

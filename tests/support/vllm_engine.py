@@ -31,7 +31,7 @@ class FakeRequest:
     def __init__(self, number: int, text: int, num_prompt: int) -> None:
         self.request_id, self.text, self.number = f"request-{number}", text, number
         self.num_prompt_tokens, self.num_tokens = num_prompt, num_prompt
-        self.num_computed_tokens, self.max_tokens = 0, 30
+        self.num_computed_tokens, self.num_output_placeholders, self.max_tokens = 0, 0, 30
         self.priority, self.arrival_time = number % 3 - 1, float(number)
 
     @property

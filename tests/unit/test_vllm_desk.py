@@ -134,6 +134,8 @@ def test_orders_are_given_once() -> None:
     office.send_away()
     assert office.desk.take_orders(is_idle=False) == StepOrders()
     assert office.desk.take_orders(is_idle=True) == StepOrders(is_idle=True)
+    office.desk.is_computing = True
+    assert not office.desk.take_orders(is_idle=True).is_idle, "tokens of an outstanding step wait for no copy"
 
 
 def test_slots_are_whole_blocks_of_what_was_given() -> None:

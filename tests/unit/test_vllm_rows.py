@@ -14,10 +14,14 @@ from floodplain.core.plan import Reason
 from floodplain.core.request import SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Link, SlotLedger, Tier
-from floodplain.core.view import SequenceView, TierView
+from floodplain.core.view import Prices, SequenceView, TierView
 from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.desk import SwapDesk
+from floodplain.plugins.vllm.lobby import Lobby
+from floodplain.plugins.vllm.outlook import Outlook, Present
 from floodplain.plugins.vllm.prefix_watch import Found
 from floodplain.plugins.vllm.rows import Limits, RowMaker, sort_rows, view_tiers
+from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.runtime.links import Links
 from tests.support.vllm_books import Block, Pool
@@ -60,7 +64,8 @@ class World:
     ) -> TrackedRequest:
         request = SimpleNamespace(
             request_id=f"request-{number}", num_prompt_tokens=10, num_tokens=10 + num_output, num_computed_tokens=0,
-            num_output_tokens=num_output, max_tokens=max_tokens, priority=priority, arrival_time=float(number),
+            num_output_placeholders=0, num_output_tokens=num_output, max_tokens=max_tokens, priority=priority,
+            arrival_time=float(number),
             block_hashes=[b"%d" % index for index in range((10 + num_output) // TOKENS)],
         )  # fmt: skip
         return TrackedRequest(SeqId(number), cast(Any, request), credit=0.5)
@@ -99,13 +104,21 @@ def absent_counts(row: SequenceView) -> tuple[int, int, int, int]:
 # -- on the device -----------------------------------------------------------------------------------------------------
 
 
-@given(num_output=st.integers(1, 19), max_tokens=st.integers(20, 40), max_len=st.integers(30, 64))
+@given(
+    num_output=st.integers(1, 19),
+    max_tokens=st.integers(20, 40),
+    max_len=st.integers(30, 64),
+    num_ahead=st.integers(0, 1),
+)
 def test_a_decoding_row_says_which_step_needs_a_block_and_which_has_nothing_to_run(
-    num_output: int, max_tokens: int, max_len: int
+    num_output: int, max_tokens: int, max_len: int, num_ahead: int
 ) -> None:
+    """A token that an outstanding step generates counts as one that is known."""
     world = World()
     one = world.arrive(num_output=num_output, max_tokens=max_tokens)
     num_blocks, num_computed = len(world.run(one, 9 + num_output)), 9 + num_output
+    cast(Any, one.request).num_tokens -= num_ahead
+    cast(Any, one.request).num_output_placeholders = num_ahead
     limits = Limits(LIMITS.num_blocks, TOKENS, 64, 8, max_model_len=max_len)
     row = RowMaker(limits, world, world.books, STEP).running(one)
     step, num_tokens, due_step = STEP, 10 + num_output, None
@@ -127,6 +140,22 @@ def test_a_prompt_in_chunks_says_what_is_left_of_it_and_no_step(num_computed: in
     row = world.make.running(one)
     assert (row.is_decoding, row.block_due_step, row.end_step) == (False, NEVER, NEVER)
     assert (row.num_remaining, row.num_blocks) == (10 - num_computed, -(-num_computed // TOKENS))
+
+
+def test_a_request_whose_last_token_is_on_its_way_is_not_preempted() -> None:
+    world = World()
+    ones = [world.arrive(number, num_output=4) for number in range(2)]
+    for one, num_ahead in zip(ones, (15, 16), strict=True):  # of 20 tokens
+        world.run(one, 13 + num_ahead)
+        cast(Any, one.request).num_output_placeholders = num_ahead
+    desk = SwapDesk(PluginSettings(swap_bytes=800), 8, TOKENS, num_workers=1)
+    outlook = Outlook(LIMITS, world, desk, Lobby(desk.roster, lambda one: one.order_key, 4))
+    held, gone = world.pool.give(3), world.pool.give(2)
+    world.pool.touch(held[:1])
+    present = Present(tuple(ones), deferred=(*held, *gone))
+    view = outlook.view(STEP, present, is_open=True, prices=Prices(), completion_step=-1)
+    assert [row.end_step - STEP for row in view.running] == [1, 0] and view.outstanding == {1}
+    assert view.num_draining_blocks == 4, "all that nothing but an outstanding step holds"
 
 
 def test_the_last_token_of_a_prompt_runs_as_any_token_does() -> None:

@@ -72,6 +72,7 @@ Stranger = type("FloodplainScheduler", (), {})
         {"parallel_config__tensor_parallel_size": 2, "parallel_config__distributed_executor_backend": "mp"},
         {"kv_transfer_config__kv_load_failure_policy": "recompute"},
         {"scheduler_config__scheduler_cls": Heir},
+        {"scheduler_config__async_scheduling": True},
         *({"cache_config__cache_dtype": dtype} for dtype in CACHE_DTYPES),
     ],
 )
@@ -86,7 +87,6 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"scheduler_config__async_scheduling": True}, "pass --no-async-scheduling"),
         ({"scheduler_config__enable_chunked_prefill": False}, "leave --no-enable-chunked-prefill out"),
         ({"scheduler_config__disable_chunked_mm_input": True}, "leave --disable-chunked-mm-input out"),
         (

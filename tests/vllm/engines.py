@@ -173,7 +173,7 @@ def expect_nothing_left(llm: LLM) -> None:
     scheduler, desk = scheduler_of(llm), desk_of(llm)
     core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
     for _ in range(100):
-        if not desk.books.num_in_flight:
+        if not desk.books.num_in_flight and not core.batch_queue:
             break
         core.step_fn()
     desk.books.backups.check_integrity()

@@ -77,8 +77,17 @@ class SwapBooks:
     @property
     def num_draining_blocks(self) -> int:
         """Blocks that only copies still hold."""
-        held = {block.block_id: block for block in self.held_blocks}
-        num_holds = Counter(block.block_id for block in self.held_blocks)
+        return self.count_draining()
+
+    def count_draining(self, deferred: Sequence[Any] = ()) -> int:
+        """Blocks that only copies and outstanding steps still hold.
+
+        Args:
+            deferred: Those that outstanding steps do, once for each hold.
+        """
+        holds = [*self.held_blocks, *deferred]
+        held = {block.block_id: block for block in holds}
+        num_holds = Counter(block.block_id for block in holds)
         return sum(block.ref_cnt == num_holds[block_id] for block_id, block in held.items())
 
     def count_restorable(self, tracked: TrackedRequest) -> int:

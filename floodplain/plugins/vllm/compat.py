@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,8 +24,8 @@ from floodplain.plugins.vllm.rows import Limits
 from floodplain.plugins.vllm.turn_queue import TurnQueue
 
 
-class SteeredScheduler(Scheduler):
-    """See the module."""
+class SteeredScheduler(AsyncScheduler):
+    """See the module. A step is planned before the tokens of the last one are known if vLLM is configured so."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -32,6 +33,7 @@ class SteeredScheduler(Scheduler):
         self._queue, self._holding = TurnQueue(), TurnQueue()
         self.waiting, self.kv_holding_waiting = self._queue, self._holding
         self.is_resetting = False
+        self.is_async = bool(self.scheduler_config.async_scheduling)
         self.finder = BlockFinder(self.kv_cache_manager)
 
     # -- for a subclass --------------------------------------------------------------------------------------------
@@ -68,6 +70,11 @@ class SteeredScheduler(Scheduler):
     @abstractmethod
     def held_blocks(self) -> Sequence[Any]:
         """Blocks that copies hold, once for each of those copies."""
+
+    @property
+    def deferred_blocks(self) -> list[Any]:
+        """Blocks that only an outstanding step holds, which may still write them; freed when it ends."""
+        return [block for _, blocks in self.deferred_frees for block in blocks]
 
     def read_limits(self) -> Limits:
         """What vLLM was told once."""
@@ -113,6 +120,8 @@ class SteeredScheduler(Scheduler):
 
     def is_ready(self, request: Request) -> bool:
         """Whether a waiting request could begin; vLLM is asked if it is one that waits for something."""
+        if request.num_stale_output_tokens and not request.drop_stale_output:
+            return False  # preempted with a step outstanding, whose token is delivered first
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             return True
         if not self._handle_blocked_waiting_request(request):
@@ -155,6 +164,8 @@ class SteeredScheduler(Scheduler):
             if reset_running_requests:
                 self.void_copies()
                 self._free_waiting()
+                while self.running:  # here, so that it is known which blocks an outstanding step still writes
+                    self._preempt_request(self.running.pop(), time.monotonic(), drop_stale_output=True)
             with self._free_held():
                 is_reset: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
         finally:
@@ -184,13 +195,23 @@ class SteeredScheduler(Scheduler):
 
     @contextmanager
     def _free_held(self) -> Iterator[None]:
-        """While the context is open, blocks that only copies hold are free; allocate none."""
-        held = list(self.held_blocks)
+        """While the context is open, blocks that only copies or outstanding steps hold are free; allocate none."""
+        held = [*self.held_blocks, *self.deferred_blocks]
         self.finder.pool.free_blocks(held)
         try:
             yield
         finally:
             self.finder.pool.touch(held)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """A step is planned; with async scheduling, placeholders stand for its tokens."""
+        (AsyncScheduler if self.is_async else Scheduler)._update_after_schedule(self, scheduler_output)
+
+    def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
+        """Tokens of a step are known; with async scheduling, they replace its placeholders."""
+        base = AsyncScheduler if self.is_async else Scheduler
+        known: tuple[list[int], bool] = base._update_request_with_output(self, request, *args, **kwargs)
+        return known
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.note_departure(request)

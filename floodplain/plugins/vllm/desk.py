@@ -34,6 +34,7 @@ class SwapDesk:
 
     Attributes:
         lock: Held while the books change, beside which a thread may look after leases.
+        is_computing: A step is outstanding that computes: no worker waits for copies.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SwapDesk:
         self.tally = SwapTally()
         self.links = Links([Link(one.tier, FIRST_BANDWIDTH) for one in slots], block_bytes)
         self.lock = threading.Lock()
+        self.is_computing = False
         self.borrowing = None if peer is None else Borrowing(settings, self.books, peer, self.lock, self._is_idle)
         self.watchers: list[Callable[[View, float, Decision], None]] = []
         """Told of every decision, and of the time it was made at: so that it can be made again elsewhere."""
@@ -82,7 +84,7 @@ class SwapDesk:
 
     def take_orders(self, *, is_idle: bool) -> StepOrders:
         """What workers have to do in the next step."""
-        return StepOrders(tuple(self.books.take_due()), self.books.take_owners(), is_idle)
+        return StepOrders(tuple(self.books.take_due()), self.books.take_owners(), is_idle and not self.is_computing)
 
     def note_report(self, report: WorkerReport) -> None:
         """What workers have done: a copy has ended when it has for all of them."""

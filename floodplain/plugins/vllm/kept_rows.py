@@ -92,7 +92,7 @@ def _holds(row: SequenceView, one: TrackedRequest, step: int) -> bool:
         row.is_decoding
         and step <= row.block_due_step
         and row.num_scheduled + num_passed == request.num_computed_tokens
-        and row.num_tokens + num_passed == request.num_tokens
+        and row.num_tokens + num_passed == one.num_expected_tokens
         and row.num_backed_blocks == len(one.backups)
         and row.entered_step == one.entered_step
         and row.first_token_s == one.first_token_s

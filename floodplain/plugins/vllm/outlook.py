@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from floodplain.core.sequence import Status
 from floodplain.core.view import Prices, SequenceView, View
@@ -21,11 +23,13 @@ class Present:
         running: They compute.
         arrived: Their copies back have ended; they compute from this step on.
         loading: Their copies back are under way.
+        deferred: Blocks of requests that hold them no more, until outstanding steps end.
     """
 
     running: tuple[TrackedRequest, ...]
     arrived: tuple[TrackedRequest, ...] = ()
     loading: tuple[TrackedRequest, ...] = ()
+    deferred: Sequence[Any] = ()
 
 
 class Outlook:
@@ -56,14 +60,17 @@ class Outlook:
         make = RowMaker(limits, self._blocks, desk.books, step)
         swapped, waiting = self._absent_rows(make) if is_open else ((), ())
         num_free = self._blocks.count_free()
+        running = self._rows.running((*present.running, *present.arrived), make, step)
+        # Preempting a request whose last token is on its way, or whose copy back has just ended, gains nothing.
+        ending = [row.seq_id for row in running if row.end_step <= step]
         view = View(
             step=step,
-            running=self._rows.running((*present.running, *present.arrived), make, step),
+            running=running,
             waiting=waiting,
             num_waiting=self._lobby.num_waiting if is_open else 0,
             swapped=swapped,
             loading=sort_rows(make.loading(one) for one in present.loading),
-            outstanding=frozenset([one.seq_id for one in present.arrived]),
+            outstanding=frozenset([*(one.seq_id for one in present.arrived), *ending]),
             num_available_blocks=num_free,
             num_blocks=limits.num_blocks,
             block_tokens=limits.block_tokens,
@@ -71,7 +78,7 @@ class Outlook:
             max_num_seqs=limits.max_num_seqs,
             tiers=view_tiers(desk.books, desk.block_bytes, desk.links.as_of(step)),
             prices=prices,
-            num_draining_blocks=desk.books.num_draining_blocks,
+            num_draining_blocks=desk.books.count_draining(present.deferred),
             num_empty_blocks=num_free,
             key_credits={"": 0.0},
             completion_step=completion_step,

@@ -88,9 +88,9 @@ class RowMaker:
         request, table = tracked.request, self._blocks.table(tracked.request.request_id)
         num_exclusive = self._blocks.count_exclusive(tracked.seq_id, table)
         num_computed = request.num_computed_tokens
-        is_decoding = request.num_tokens - num_computed == 1
+        is_decoding = tracked.num_expected_tokens - num_computed == 1
         room = len(table) * self._limits.block_tokens - num_computed
-        left = min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len) - request.num_tokens
+        most = min(request.num_prompt_tokens + request.max_tokens, self._limits.max_model_len)
         return self._make(
             tracked,
             Status.RUNNING,
@@ -99,7 +99,7 @@ class RowMaker:
             exclusive_blocks=num_exclusive,
             is_decoding=is_decoding,
             block_due_step=self._step + room if is_decoding else _NEVER,
-            end_step=self._step + left if is_decoding else _NEVER,
+            end_step=self._step + most - tracked.num_expected_tokens if is_decoding else _NEVER,
             num_backed_blocks=len(tracked.backups),
         )
 
@@ -154,7 +154,7 @@ class RowMaker:
             client="",
             num_prompt=request.num_prompt_tokens,
             since_step=self._step,
-            num_tokens=request.num_tokens,
+            num_tokens=tracked.num_expected_tokens,
             num_scheduled=num_scheduled,
             num_blocks=num_blocks,
             exclusive_blocks=exclusive_blocks,

@@ -16,6 +16,7 @@ from floodplain.plugins.vllm.compat import SteeredScheduler, num_tokens_in
 from floodplain.plugins.vllm.lobby import Lobby
 from floodplain.plugins.vllm.outlook import Outlook, Present
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
+from floodplain.plugins.vllm.step_timer import StepTimer
 from floodplain.plugins.vllm.support import NO_CONNECTOR
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.wires import FloodplainConnector
@@ -51,7 +52,7 @@ class FloodplainScheduler(SteeredScheduler):
         self._caps: dict[str, int] = {}
         self._leaving: Preemption | None = None
         self._was_running: set[SeqId] = set()
-        self._issued_s = 0.0
+        self._timer = StepTimer()
 
     # -- what the policy sees --------------------------------------------------------------------------------------
 
@@ -60,7 +61,8 @@ class FloodplainScheduler(SteeredScheduler):
         arrived, loading = self.take_arrived()
         if self.is_open:
             self._lobby.refresh(self.take_queued(), self.is_ready)
-        present = Present(*map(self._find_all, (self.running, arrived, loading)))
+        running, come, coming = map(self._find_all, (self.running, arrived, loading))
+        present = Present(running, come, coming, self.deferred_blocks)
         return self._outlook.view(
             self._step,
             present,
@@ -78,6 +80,7 @@ class FloodplainScheduler(SteeredScheduler):
     def plan(self) -> Iterable[str]:
         """See ``SteeredScheduler``: ask the policy, and do what it says."""
         self._step += 1
+        self._desk.is_computing = self._timer.is_computing
         self._note_changes()
         if self._desk.borrowing is not None:
             self._desk.borrowing.at_boundary()
@@ -153,7 +156,7 @@ class FloodplainScheduler(SteeredScheduler):
                 one.entered_step = self._step
                 self._desk.books.note_start(one)
         self._was_running = set(running)
-        self._issued_s = time.monotonic()
+        self._timer.begin(time.monotonic(), computes=bool(num_tokens_in(output)))
 
     def note_end(self, output: SchedulerOutput) -> None:
         """See ``SteeredScheduler``: what it cost, and who got a token."""
@@ -161,7 +164,7 @@ class FloodplainScheduler(SteeredScheduler):
         num_tokens = num_tokens_in(output)
         sizes = list(num_tokens.values())
         num_single = sizes.count(1)
-        self._prices.learn(num_single, sum(sizes) - num_single, now - self._issued_s)
+        self._prices.learn(num_single, sum(sizes) - num_single, self._timer.end(now))
         for request_id in num_tokens:
             one = self._desk.roster.find(request_id)
             if one is not None:

@@ -24,10 +24,6 @@ Check = tuple[Callable[[Any], bool], str]
 
 _CHECKS: tuple[Check, ...] = (
     (
-        lambda c: c.scheduler_config.async_scheduling,
-        "each step is planned when the last one has ended: pass --no-async-scheduling",
-    ),
-    (
         lambda c: c.speculative_config is not None,
         "speculative decoding is not supported yet: leave --speculative-config out",
     ),

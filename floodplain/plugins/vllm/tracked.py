@@ -58,6 +58,12 @@ class TrackedRequest:
         self.num_local_tokens = self.num_cached_tokens = 0
 
     @property
+    def num_expected_tokens(self) -> int:
+        """Tokens that are known, and those that outstanding steps generate."""
+        num_tokens: int = self.request.num_tokens + self.request.num_output_placeholders
+        return num_tokens
+
+    @property
     def order_key(self) -> OrderKey:
         """(priority, arrival, id)."""
         return (self.request.priority, self.request.arrival_time, self.seq_id)

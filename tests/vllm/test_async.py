@@ -1,0 +1,172 @@
+"""Async scheduling: tokens are those of stock vLLM that plans each step when the last one has ended.
+
+vLLM's engine plans a step while the one before is outstanding, so that policies preempt requests whose next token is
+not known yet. What computes is vLLM's own model runner on a CPU (see ``ahead``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
+
+from vllm import LLM, SamplingParams
+
+from floodplain.plugins.vllm.books import SwapBooks
+from floodplain.plugins.vllm.tracked import TrackedRequest
+from tests.vllm.ahead import plan_ahead
+from tests.vllm.engines import (
+    BLOCK_TOKENS,
+    Load,
+    close,
+    drive,
+    expect_nothing_left,
+    make_load,
+    make_ours,
+    scheduler_of,
+    serve_calmly,
+)
+from tests.vllm.storm import StormPolicy
+
+
+@dataclass(frozen=True)
+class StoppedLoad(Load):
+    """Every other request ends with a token that is not known to be its last until it is there."""
+
+    stops: tuple[int, ...] = ()
+
+    def params(self, index: int) -> SamplingParams:
+        params = super().params(index)
+        if index % 2:
+            params.stop_token_ids = [self.stops[index]]
+        return params
+
+    def cut(self, tokens: dict[int, list[int]]) -> dict[int, list[int]]:
+        """What is left of outputs that were not stopped."""
+        ends = {index: said.index(self.stops[index]) + 1 for index, said in tokens.items() if index % 2}
+        return {index: said[: ends.get(index)] for index, said in tokens.items()}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Load:
+    return make_load(seed=5, num_requests=12, num_common=40)
+
+
+@pytest.fixture(scope="module")
+def calm(model: Path, plain: Load) -> dict[int, list[int]]:
+    return serve_calmly(model, plain)
+
+
+@pytest.fixture(scope="module")
+def load(plain: Load, calm: dict[int, list[int]]) -> StoppedLoad:
+    return StoppedLoad(plain.prompts, plain.lengths, tuple(calm[i][len(calm[i]) * 2 // 3] for i in range(len(plain))))
+
+
+@pytest.fixture(scope="module")
+def expected(load: StoppedLoad, calm: dict[int, list[int]]) -> dict[int, list[int]]:
+    return load.cut(calm)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        plan_ahead(patch)
+        flags = {"num_gpu_blocks_override": 32, "enable_prefix_caching": True, "max_num_batched_tokens": 64}
+        settings = {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}
+        llm = make_ours(model, settings, async_scheduling=True, **flags)
+        yield llm
+        close(llm)
+
+
+@pytest.fixture
+def early(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that were to come when a request was preempted, for each that was preempted with a step outstanding."""
+    scheduler, found = scheduler_of(engine), list[int]()
+    depart = scheduler.note_departure
+
+    def note(request: Any) -> None:
+        if request.num_in_flight_tokens:
+            found.append(request.num_output_placeholders)
+        depart(request)
+
+    monkeypatch.setattr(scheduler, "note_departure", note)
+    return found
+
+
+@pytest.fixture
+def llm(engine: LLM) -> Iterator[LLM]:
+    """The engine as it was made; nothing is left in it afterwards."""
+    policy = scheduler_of(engine).policy_object
+    yield engine
+    expect_nothing_left(engine)
+    scheduler_of(engine).policy_object = policy
+    assert engine.reset_prefix_cache()
+
+
+@pytest.mark.quick
+def test_turns_are_taken_while_tokens_are_on_their_way(
+    llm: LLM, load: StoppedLoad, expected: dict[int, list[int]], early: list[int]
+) -> None:
+    run = drive(llm, load)
+    assert run.tokens == expected
+    assert early.count(1) > 5, "preempted before their tokens were known"
+    assert len(run.resumed) > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_survive_storms_and_aborts_with_a_step_outstanding(
+    llm: LLM, load: StoppedLoad, expected: dict[int, list[int]], early: list[int], seed: int
+) -> None:
+    policy = scheduler_of(llm).policy_object = StormPolicy(seed, chance=0.1)
+    dice, aborted = Random(seed), set[int]()
+
+    def abort(step: int) -> None:
+        if step % 9 == 4 and len(aborted) < 3:
+            victim = dice.choice([index for index in range(len(load)) if index not in aborted])
+            aborted.add(victim)
+            llm.llm_engine.abort_request([str(victim)])
+
+    tokens = drive(llm, load, each_step=abort).tokens
+    assert tokens == {index: expected[index] for index in tokens} and len(tokens) >= len(load) - 3
+    assert policy.num_sent_away > 20 and early.count(1) > 10 and early.count(0) > 0, "in prompts, too"
+
+
+def test_a_reset_with_a_step_outstanding_costs_no_token(
+    llm: LLM, load: StoppedLoad, expected: dict[int, list[int]]
+) -> None:
+    """Its tokens are thrown away, and its blocks are written until it ends."""
+    scheduler, num_deferred = scheduler_of(llm), list[int]()
+
+    def reset(step: int) -> None:
+        if step % 8 == 7 and step < 120:
+            assert llm.reset_prefix_cache(reset_running_requests=True)
+            num_deferred.append(len(scheduler.deferred_blocks))
+
+    assert drive(llm, load, each_step=reset).tokens == expected
+    assert max(num_deferred) > 5
+
+
+@pytest.mark.quick
+def test_kv_of_the_outstanding_step_matters(
+    llm: LLM, load: StoppedLoad, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: without what that step writes, tokens would be others."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+    swap_out = SwapBooks.swap_out
+
+    def erase_last(books: SwapBooks, one: TrackedRequest, blocks: Any, num_computed: int, *rest: Any) -> bool:
+        if one.request.num_output_placeholders:
+            block, place = divmod(num_computed - 1, BLOCK_TOKENS)
+            for cache in runner.kv_caches:
+                cache[blocks[block].block_id, :, place] = 0
+        return swap_out(books, one, blocks, num_computed, *rest)
+
+    monkeypatch.setattr(SwapBooks, "swap_out", erase_last)
+    tokens = drive(llm, load).tokens
+    assert sum(tokens[index] != expected[index] for index in expected) > 2
