@@ -26,6 +26,7 @@ from benchmarks.gpu.layer_rows import measure_layers
 from benchmarks.gpu.memory_rows import COPY_BYTES, measure_pages, measure_resizing, measure_transfers
 from benchmarks.gpu.model_rows import ModelBench, measure_ceilings
 from benchmarks.gpu.plain_device import PlainDevice
+from benchmarks.gpu.remap_rows import measure_remap
 from benchmarks.gpu.tier_rows import find_places, measure_copy_sizes, measure_guests, measure_tiers
 from benchmarks.gpu.timing import HEADER, Row
 from floodplain.core.errors import UserError
@@ -131,6 +132,7 @@ def measure_all(report: Report, model: str, seed: int) -> None:
         with open_cuda_device(0) as device:
             report.run("pages", measure_pages(device))
             report.run("resizing", measure_resizing(device, bench.layout, seed))
+            report.run("remap", measure_remap(device, bench.layout))
     bench.close()
 
 

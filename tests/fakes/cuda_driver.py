@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from floodplain.memory.cuda import driver as cuda_driver
+from floodplain.memory.cuda.device import CudaArena, CudaDevice
 from floodplain.memory.host import libc
 
 PAGE_BYTES = 64 * 1024
@@ -221,3 +222,20 @@ class FakeDriver:
         patch.setattr(cuda_driver, "_load_driver", lambda: self)
         patch.setattr(torch.cuda, "init", lambda: None)
         return self
+
+    def install_tensors(self, patch: pytest.MonkeyPatch) -> None:
+        """Let torch see mapped memory as this machine's, and the free bytes of the first device."""
+
+        def view(arena: Any, dtype: torch.dtype, shape: tuple[int, ...], num_elements: int) -> torch.Tensor:
+            memory = (ctypes.c_uint8 * (num_elements * dtype.itemsize)).from_address(arena._address)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+        def mem_get_info(index: int) -> tuple[int, int]:
+            gpu = self.gpus[index]
+            return (gpu.num_pages - gpu.num_used_pages) * PAGE_BYTES, gpu.num_pages * PAGE_BYTES
+
+        patch.setattr(CudaArena, "_view", view)
+        patch.setattr(CudaDevice, "torch_device", torch.device("cpu"))
+        patch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+        patch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
+        patch.setattr(torch.cuda, "synchronize", lambda index=None: None)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from floodplain.core.blocks import BlockLedger
+from floodplain.memory.group_memory import GroupMemory
+from floodplain.memory.kv_layout import KVLayout
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.paged_buffer import PagedBuffer
 from floodplain.model.attention.backend import AttentionBackend, AttentionShape
 from floodplain.model.batch import ForwardBatch, PrefillSegment
 
@@ -66,6 +72,53 @@ def make_problem(
         row += count
     batch = _make_batch(shape, decodes, prefills, tables, torch.cat(slots), torch.cat(positions), device)
     return Problem(batch, q.to(device), new_kv.to(device), kv.to(device), torch.cat(answers).to(device))
+
+
+def moved_attention(
+    device: Any, backend: Callable[[AttentionShape], AttentionBackend], forgets: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention says over a layer's blocks in a pool, and when their pages lie in a group's memory.
+
+    Args:
+        device: Whose pages they are: some 30 of 2 MiB.
+        backend: What computes it.
+        forgets: Whether block ids stay those of before the drop: a fault.
+    """
+    shape = AttentionShape(32, 8, 128, 16)
+    problem = make_problem(shape, [300, 17, 64], [(50, 130)], device=str(device.torch_device))
+    layout = KVLayout(num_layers=2, block_tokens=16, num_kv_heads=8, head_dim=128, dtype=problem.q.dtype)
+    buffers = [PagedBuffer(device, 2 * device.page_bytes) for _ in range(layout.num_layers)]
+    for buffer in buffers:
+        buffer.map(device.allocate(buffer.num_pages) or [])
+    size = layout.count_quantum_blocks(device.page_bytes)
+    num_quanta = -(-problem.kv.shape[0] // size)
+    pool = KVPool(device, layout, num_quanta * size)
+    ledger = BlockLedger(0, layout.block_tokens, quantum_blocks=size)
+    pool.grow(ledger, pool.max_blocks)
+    pool.layers[1][: problem.kv.shape[0]] = problem.kv
+    before = _attend(problem, backend(shape), problem.batch, pool.layers[1])
+    quanta, first = pool.quanta, 1
+    used = quanta[::-1]
+    memory = GroupMemory(device, layout, buffers)
+    memory.drop(pool.shrink(ledger, 0).pages, quanta, used, range(1, 2), first, num_quanta + 1)
+    at = torch.tensor([first + used.index(quantum) for quantum in range(num_quanta)], device=problem.kv.device)
+
+    def find(blocks: torch.Tensor) -> torch.Tensor:
+        return blocks if forgets else at[blocks // size] * size + blocks % size
+
+    batch = replace(
+        problem.batch,
+        slot_mapping=find(problem.batch.slot_mapping // 16) * 16 + problem.batch.slot_mapping % 16,
+        block_tables=find(problem.batch.block_tables),
+        prefills=tuple(replace(one, block_table=find(one.block_table)) for one in problem.batch.prefills),
+    )
+    return before, _attend(problem, backend(shape), batch, memory.layers[1])
+
+
+def _attend(problem: Problem, backend: AttentionBackend, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    plan = backend.plan(batch, problem.q.dtype)
+    plan.write(kv, problem.new_kv)
+    return plan.attend(problem.q, problem.new_kv, kv)
 
 
 def attention_by_definition(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
