@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -22,6 +23,8 @@ from floodplain.workload.records import LoadRequest
 BLOCK_TOKENS = 32
 MAX_MODEL_LEN = 1024
 SCHEDULER = "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
+ALONE = ", no swap"
+"""Behind the name of a policy: the scheduler without swap space."""
 
 
 def make_burst(seed: int, num_requests: int, rate: float) -> list[LoadRequest]:
@@ -41,13 +44,17 @@ def make_burst(seed: int, num_requests: int, rate: float) -> list[LoadRequest]:
 
 
 def make_engine(way: str, model: str, kv_tokens: int) -> LLM:
-    """``stock``, or the name of one of our policies."""
+    """``stock``, ``native`` (vLLM's own offloading), or the name of one of our policies, also with ``ALONE`` behind."""
     flags: dict[str, Any] = {
         "model": model, "dtype": "bfloat16", "block_size": BLOCK_TOKENS, "max_model_len": MAX_MODEL_LEN,
-        "num_gpu_blocks_override": kv_tokens // BLOCK_TOKENS, "enable_prefix_caching": False,
+        "num_gpu_blocks_override": kv_tokens // BLOCK_TOKENS, "enable_prefix_caching": way == "native",
         "async_scheduling": False, "max_num_seqs": 64,
     }  # fmt: skip
-    if way != "stock":
+    if way == "native":
+        flags["kv_offloading_size"] = 1.0  # GiB
+    elif way.endswith(ALONE):
+        flags |= {"scheduler_cls": SCHEDULER, "additional_config": {"floodplain": {"policy": way.removesuffix(ALONE)}}}
+    elif way != "stock":
         from vllm.config import KVTransferConfig
 
         flags["scheduler_cls"] = SCHEDULER
@@ -58,6 +65,37 @@ def make_engine(way: str, model: str, kv_tokens: int) -> LLM:
             kv_connector_extra_config={"policy": way, "swap_memory": "1GiB"},
         )
     return LLM(**flags)
+
+
+@dataclass
+class Work:
+    """What an engine's scheduler did since it is watched.
+
+    Attributes:
+        num_preemptions: Requests that were sent away.
+        num_computed_tokens: Of all steps.
+    """
+
+    num_preemptions: int = 0
+    num_computed_tokens: int = 0
+
+
+def watch(llm: LLM) -> Work:
+    """Count from now on."""
+    work, scheduler = Work(), llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    schedule, preempt = scheduler.schedule, scheduler._preempt_request
+
+    def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        work.num_computed_tokens += output.total_num_scheduled_tokens
+        return output
+
+    def counted_preempt(*args: Any, **kwargs: Any) -> Any:
+        work.num_preemptions += 1
+        return preempt(*args, **kwargs)
+
+    scheduler.schedule, scheduler._preempt_request = counted_schedule, counted_preempt
+    return work
 
 
 def serve(llm: LLM, burst: Sequence[LoadRequest]) -> list[tuple[float, list[float]]]:
@@ -83,9 +121,17 @@ def serve(llm: LLM, burst: Sequence[LoadRequest]) -> list[tuple[float, list[floa
     return [(request.arrival_s, times[request.request_id]) for request in burst]
 
 
-def summarize(times: Sequence[tuple[float, list[float]]]) -> dict[str, Any]:
+def measure_burst(llm: LLM, burst: Sequence[LoadRequest]) -> dict[str, Any]:
     """A run as the columns of comparisons need it (``observe.run_columns``), without goals."""
-    return {"duration_s": max(seen[-1] for _, seen in times) - times[0][0], **latency_lists(times)}
+    work = watch(llm)
+    times = serve(llm, burst)
+    num_needed = sum(len(request.prompt_token_ids) + request.max_tokens - 1 for request in burst)
+    return {
+        "duration_s": max(seen[-1] for _, seen in times) - times[0][0],
+        "preemptions": work.num_preemptions,
+        "recomputed_tokens": work.num_computed_tokens - num_needed,
+        **latency_lists(times),
+    }
 
 
 def measure_goals(llm: LLM, burst: Sequence[LoadRequest]) -> dict[str, Any]:
@@ -98,7 +144,7 @@ def measure_goals(llm: LLM, burst: Sequence[LoadRequest]) -> dict[str, Any]:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", help="stock, or a policy: cfs, fair, paced, fcfs")
+    parser.add_argument("way", help=f"stock, native, or a policy (cfs, fair, paced, fcfs), also with {ALONE!r} behind")
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rate", type=float, default=4.58, help="requests per second")
@@ -109,7 +155,7 @@ def main() -> None:
     llm = make_engine(args.way, args.model, args.kv_tokens)
     llm.generate([{"prompt_token_ids": [7] * 64}] * 4, SamplingParams(max_tokens=32, ignore_eos=True), use_tqdm=False)
     burst = make_burst(args.seed, args.requests, args.rate)
-    found = measure_goals(llm, burst) if args.unloaded else summarize(serve(llm, burst))
+    found = measure_goals(llm, burst) if args.unloaded else measure_burst(llm, burst)
     print(json.dumps({"way": args.way, "seed": args.seed} | found), flush=True)
 
 

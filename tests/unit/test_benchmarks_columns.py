@@ -58,15 +58,19 @@ def test_vllm_runs_are_compared_seed_by_seed_and_every_aim_names_a_column() -> N
     def run(way: str, seed: int, ttft_s: float) -> dict[str, Any]:
         lists = {key: [value] * 2 for key, value in {"tpot_s": 0.1, "e2e_s": 2.0, "longest_gap_s": 0.1}.items()}
         return {
-            "way": way, "seed": seed, "goals_s": [1.0, 0.1], "duration_s": 2.0, "output_tokens": 20,
-            "ttft_s": [ttft_s] * 2, **lists,
+            "load": "burst", "way": way, "seed": seed, "goals_s": [1.0, 0.1], "duration_s": 2.0, "output_tokens": 20,
+            "ttft_s": [ttft_s] * 2, **lists, **counts,
         }  # fmt: skip
 
-    table = vllm.format_table([run("stock", 1, 4.0), run("paced", 1, 1.0), run("stock", 2, 8.0)], "paced")
-    first, second = table.split("**seed 2**")
+    counts = {"preemptions": 3, "recomputed_tokens": 200}
+    runs = [run("stock", 1, 4.0), run("paced", 1, 1.0), run("paced", 1, 1.0) | {"preemptions": 5}, run("stock", 2, 8.0)]
+    table = vllm.format_table({"runs": runs, "refused": [{"way": "native", "refused": "not on a CPU"}]})
+    first, second = table.split("**burst, seed 2**")
+    assert "`native` did not run: not on a CPU" in second
     assert rows(first)["paced"] | {"attained": "100%", "TTFT p99": "0.25x (1.00 s)"} == rows(first)["paced"]
     assert rows(first)["stock"]["attained"] == "0%"
     assert rows(second)["stock"]["TTFT p99"] == "8.00 s"
-    assert rows(second)["paced"]["TTFT p99"] == "-"
+    assert list(rows(second)) == ["stock", "aim"]
+    assert "| 4 | 200 |" in first and "| 3 | 200 |" in second
     assert set(vllm.AIMS) <= set(COLUMNS)
     assert "<= 0.125x" in first
