@@ -45,8 +45,10 @@ class GroupPipeline:
         kept = range(order.first_layer, order.end_layer)
         self._parts = replace(member.parts, model=member.parts.model.part(kept))
         self._limits = plan_limits(self._parts, self._count_blocks(order.num_quanta), order.max_model_len)
-        secret, max_bytes = bytes.fromhex(order.secret), self._limits.max_data_bytes
-        self._ring = StageRing(member.listener, secret, order.number, order.place, order.num_members, max_bytes)
+        secret, device = bytes.fromhex(order.secret), self._parts.model.device
+        self._ring = StageRing(
+            member.listener, secret, order.number, order.place, order.num_members, self._limits, device
+        )
         self._worker: StageWorker | None = None
         self._held: HeldBlocks | None = None
         self._pause: Pause | None = None

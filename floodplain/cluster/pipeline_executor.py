@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from floodplain.cluster.device_link import Link
 from floodplain.cluster.plan_codec import PlanLimits, Travelling, pack_plan, pack_result, read_plan, read_result
-from floodplain.cluster.stage_link import StageLink
 from floodplain.core.errors import PeerLost
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.tiers import CopyTime
@@ -39,8 +39,8 @@ class PipelineExecutor:
     def __init__(
         self,
         runner: StageRunner,
-        outbound: StageLink,
-        inbound: StageLink,
+        outbound: Link,
+        inbound: Link,
         limits: PlanLimits,
         clock: Callable[[], float] = time.monotonic,
         busy: Busy = nullcontext,
@@ -65,7 +65,8 @@ class PipelineExecutor:
         with self._busy():
             x = self._runner.run(plan, None)
         assert isinstance(x, torch.Tensor)
-        self._outbound.send(pack_plan(Travelling(plan, x, (self._clock() - begin_s,))))
+        step = Travelling(plan, x, (self._clock() - begin_s,))
+        self._outbound.send(pack_plan(step, self._outbound.carries_tensors))
 
     def collect(self) -> StepResult:
         """See ``Executor``.
@@ -122,8 +123,8 @@ class StageWorker:
     def __init__(
         self,
         runner: StageRunner,
-        inbound: StageLink,
-        outbound: StageLink,
+        inbound: Link,
+        outbound: Link,
         limits: PlanLimits,
         clock: Callable[[], float] = time.monotonic,
         busy: Busy = nullcontext,
@@ -165,4 +166,4 @@ class StageWorker:
         if isinstance(result, StepResult):
             self._outbound.send(pack_result(result, busy_s))
         else:
-            self._outbound.send(pack_plan(Travelling(step.plan, result, busy_s)))
+            self._outbound.send(pack_plan(Travelling(step.plan, result, busy_s), self._outbound.carries_tensors))

@@ -64,8 +64,8 @@ class Travelling:
     busy_s: tuple[float, ...]
 
 
-def pack_plan(step: Travelling) -> Frame:
-    """The frame of a plan, for the next stage."""
+def pack_plan(step: Travelling, keeps_tensor: bool = False) -> Frame:
+    """The frame of a plan, for the next stage; its activations as host bytes, or as the tensor that they are."""
     plan = step.plan
     body = {
         "step": plan.step_id,
@@ -77,6 +77,8 @@ def pack_plan(step: Travelling) -> Frame:
     }
     blocks = [block for table in plan.tables for block in table.blocks]
     integers = np.array([*plan.decodes, *blocks], dtype=np.int64)
+    if keeps_tensor:
+        return Frame(body, integers, tensor=step.x)
     return Frame(body, integers, step.x.contiguous().cpu().view(torch.uint8).numpy().reshape(-1))
 
 
@@ -97,6 +99,10 @@ def read_plan(frame: Frame, limits: PlanLimits) -> Travelling:
         busy_s = tuple(map(float, frame.body["busy_s"]))
     except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
         raise PeerLost(f"a stage sent a plan that is none ({error!r})") from None
+    if frame.tensor is not None:
+        if frame.tensor.shape != (plan.num_tokens, limits.hidden_size) or frame.data.nbytes:
+            raise PeerLost(f"a stage sent activations {tuple(frame.tensor.shape)} for {plan.num_tokens} tokens")
+        return Travelling(plan, frame.tensor, busy_s)
     num_bytes = plan.num_tokens * limits.hidden_size * limits.dtype.itemsize
     if frame.data.nbytes != num_bytes:
         raise PeerLost(f"a stage sent {frame.data.nbytes} bytes of activations, not {num_bytes}")

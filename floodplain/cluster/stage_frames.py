@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from floodplain.core.errors import InvariantError, PeerLost
 
@@ -36,11 +37,13 @@ class Frame:
         body: A JSON object.
         integers: Beside it, int64.
         data: Raw bytes, uint8: a tensor's.
+        tensor: Activations on a device, in place of ``data``; a connection cannot carry them, a ``DeviceLink`` does.
     """
 
     body: dict[str, Any]
     integers: npt.NDArray[np.int64] = field(default_factory=lambda: _NO_INTEGERS)
     data: npt.NDArray[np.uint8] = field(default_factory=lambda: _NO_BYTES)
+    tensor: torch.Tensor | None = None
 
 
 class FrameSocket:
@@ -66,7 +69,10 @@ class FrameSocket:
 
         Raises:
             PeerLost: The connection has ended, or ``close`` was called.
+            InvariantError: The frame has a tensor.
         """
+        if frame.tensor is not None:
+            raise InvariantError("a tensor is sent over a connection that carries none")
         text = json.dumps(frame.body, separators=(",", ":")).encode()
         head = _HEAD.pack(len(text), frame.integers.nbytes, frame.data.nbytes)
         try:

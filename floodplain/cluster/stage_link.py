@@ -60,7 +60,12 @@ class StageLink:
     Args:
         sock: Connected.
         max_data_bytes: Most raw bytes of a frame.
+
+    Attributes:
+        carries_tensors: False: activations are raw bytes of a frame.
     """
+
+    carries_tensors = False
 
     def __init__(self, sock: socket.socket, max_data_bytes: int) -> None:
         self._sock = FrameSocket(sock, max_data_bytes)
@@ -89,6 +94,15 @@ class StageLink:
                 return frame
             self._lost = frame
         raise self._lost
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more arrives, frames that wait for ``recv`` aside."""
+        return not self._reader.is_alive()
+
+    def wait_end(self) -> None:
+        """Wait until the link has ended, by this end or the other."""
+        self._reader.join()
 
     def close(self) -> None:
         """End the link; whoever waits on it gets ``PeerLost``. Safe to call twice, on any thread."""

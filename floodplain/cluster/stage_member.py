@@ -155,7 +155,8 @@ class _StageLife(Life):
         limits = plan_limits(member.stage.parts, form.num_blocks, form.max_model_len)
         runner = member.stage.make_runner(form.max_model_len)
         secret, num_stages = bytes.fromhex(form.secret), member.num_stages
-        self._ring = StageRing(member.listener, secret, form.number, member.place, num_stages, limits.max_data_bytes)
+        device = member.stage.parts.model.device
+        self._ring = StageRing(member.listener, secret, form.number, member.place, num_stages, limits, device)
         inbound, outbound = await self._ring.open(form.host, form.port)
         if member.place == 0:
             executor = PipelineExecutor(runner, outbound, inbound, limits)

@@ -7,6 +7,11 @@ import socket
 from collections.abc import Coroutine
 from typing import Any
 
+import torch
+
+from floodplain.cluster.device_link import Link
+from floodplain.cluster.link_choice import RECEIVER, SENDER, choose_link, introduce
+from floodplain.cluster.plan_codec import PlanLimits
 from floodplain.cluster.stage_link import LinkKey, StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
 
@@ -23,18 +28,27 @@ class StageRing:
         number: Of the pipeline.
         place: Of this stage, from 0, and
         num_stages: of how many.
-        max_data_bytes: Most raw bytes of a frame.
+        limits: What plans may name.
+        device: Of the stage's activations.
     """
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, number: int, place: int, num_stages: int, max_data_bytes: int
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        number: int,
+        place: int,
+        num_stages: int,
+        limits: PlanLimits,
+        device: torch.device,
     ) -> None:
-        self._listener, self._max_data_bytes = listener, max_data_bytes
+        self._listener, self._limits, self._device = listener, limits, device
+        self._is_first, self._is_last = place == 0, place == num_stages - 1
         self._before = LinkKey(secret, number, (place - 1) % num_stages)
         self._own = LinkKey(secret, number, place)
         self._links: list[StageLink] = []
 
-    async def open(self, host: str, port: int) -> tuple[StageLink, StageLink]:
+    async def open(self, host: str, port: int) -> tuple[Link, Link]:
         """(from the stage before, to the next one).
 
         Args:
@@ -44,10 +58,7 @@ class StageRing:
         Raises:
             PeerLost: One is not there.
         """
-        tasks = [
-            asyncio.create_task(self._keep(accept_link(self._listener, self._before, self._max_data_bytes))),
-            asyncio.create_task(self._keep(dial_link(host, port, self._own, self._max_data_bytes))),
-        ]
+        tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._dial(host, port))]
         try:
             async with asyncio.timeout(LINK_TIMEOUT_S):
                 inbound, outbound = await asyncio.gather(*tasks)
@@ -63,6 +74,22 @@ class StageRing:
         """End the links that there are. Safe to call twice; waits for their threads."""
         for link in self._links:
             link.close()
+
+    async def _accept(self) -> Link:
+        link = await self._keep(accept_link(self._listener, self._before, self._limits.max_data_bytes))
+        own_host = self._listener.getsockname()[0]
+        return link if self._is_first else await self._choose(link, RECEIVER, own_host)
+
+    async def _dial(self, host: str, port: int) -> Link:
+        link = await self._keep(dial_link(host, port, self._own, self._limits.max_data_bytes))
+        return link if self._is_last else await self._choose(link, SENDER, host)
+
+    async def _choose(self, link: StageLink, rank: int, host: str) -> Link:
+        """``close`` ends what is made here, too: a device link ends with its connection."""
+        introduce(
+            link, self._device
+        )  # before a thread waits, so that threads that wait for each other cannot be too few
+        return await asyncio.to_thread(choose_link, link, rank, self._limits, self._device, host)
 
     async def _keep(self, coming: Coroutine[Any, Any, StageLink]) -> StageLink:
         """A link that comes, so that ``close`` ends it whatever becomes of the other one."""

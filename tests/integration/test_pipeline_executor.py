@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from floodplain.cluster.device_link import Link
 from floodplain.cluster.pipeline_engine import make_engine, plan_limits
 from floodplain.cluster.pipeline_executor import PipelineExecutor, StageWorker
+from floodplain.cluster.plan_codec import PlanLimits
 from floodplain.cluster.stage_link import StageLink
 from floodplain.core.errors import PeerLost
 from floodplain.core.request import Request
@@ -18,24 +21,28 @@ from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.shell import Engine
 from floodplain.policy.microbatch import MicrobatchRule
 from tests.integration.test_stage_runner import SHAPE, one_engine, requests, stages_of
+from tests.support.gloo_links import Forgetful, link_by_gloo
 from tests.support.stage_links import KEY, MAX_DATA_BYTES, listen, open_link
 
 NUM_STAGES = 3
 
 
 @contextmanager
-def pipeline() -> Iterator[tuple[Engine, list[StageWorker], list[tuple[StageLink, StageLink]]]]:
+def pipeline(
+    make_device_link: Callable[[StageLink, StageLink, PlanLimits], tuple[Link, Link]] | None = None,
+) -> Iterator[tuple[Engine, list[StageWorker], list[tuple[Link, Link]]]]:
     """(the leader's engine, the other stages, the links in the order of their senders, sender's end first)."""
     with ExitStack() as stack:
         stages = stack.enter_context(stages_of(NUM_STAGES))
-        links = []
+        links: list[tuple[Link, Link]] = []
+        limits = plan_limits(stages[0].parts, min(stage.num_blocks for stage in stages), 512)
         for place in range(NUM_STAGES):
             with listen() as listener:
                 ends = asyncio.run(open_link(listener, replace(KEY, sender=place), MAX_DATA_BYTES))
-            links.append(ends)
-            for end in ends:
+            is_plain = make_device_link is None or place == NUM_STAGES - 1
+            links.append(ends if is_plain or make_device_link is None else make_device_link(*ends, limits))
+            for end in links[-1]:
                 stack.callback(end.close)
-        limits = plan_limits(stages[0].parts, min(stage.num_blocks for stage in stages), 512)
         runners = [stage.make_runner(512) for stage in stages]
         workers = [
             StageWorker(runners[place], links[place - 1][1], links[place][0], limits) for place in range(1, NUM_STAGES)
@@ -67,6 +74,16 @@ def test_three_stages_give_the_tokens_of_one_engine_and_say_how_busy_they_were()
         assert stats.stage_busy_s.keys() == {"0", "1", "2"}
         assert all(0 < busy_s < stats.pipeline_s for busy_s in stats.stage_busy_s.values())
         assert [worker.failure for worker in workers] == [None, None]
+
+
+def test_tokens_are_the_same_if_activations_go_from_device_to_device() -> None:
+    """Over gloo here, over NCCL between GPUs. The control: activations that arrive as zeros change tokens."""
+    asked = requests(5)
+    with pipeline(link_by_gloo) as (engine, _, links):
+        assert [end.carries_tensors for pair in links for end in pair] == [True] * 4 + [False] * 2
+        assert drain(engine, asked) == one_engine(asked)
+    with pipeline(partial(link_by_gloo, group_class=Forgetful)) as (engine, _, _):
+        assert drain(engine, asked) != one_engine(asked)
 
 
 @pytest.mark.parametrize("place", range(NUM_STAGES))

@@ -1,0 +1,43 @@
+"""Device links between two ends in one process, over gloo: tensors of the CPU go as those of GPUs do over NCCL."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from floodplain.cluster import link_choice
+from floodplain.cluster.device_link import Link, PairGroup
+from floodplain.cluster.link_choice import RECEIVER, SENDER, EndFacts, choose_link, introduce
+from floodplain.cluster.plan_codec import PlanLimits
+from floodplain.cluster.stage_link import StageLink
+
+CPU, HOST = torch.device("cpu"), "127.0.0.1"
+
+
+def choose_gloo(one: EndFacts, other: EndFacts) -> str:
+    return "gloo"
+
+
+class Forgetful(PairGroup):
+    """The fault to be found: a transfer that says it has ended, and left nothing."""
+
+    def recv(self, x: torch.Tensor) -> None:
+        super().recv(x)
+        x.zero_()
+
+
+def link_by_gloo(
+    sender: StageLink, receiver: StageLink, limits: PlanLimits, group_class: Any = PairGroup
+) -> tuple[Link, Link]:
+    """Device links over both ends of a link."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(link_choice, "PairGroup", group_class)
+        choose = partial(choose_link, limits=limits, device=CPU, host=HOST, choose=choose_gloo)
+        for end in (sender, receiver):
+            introduce(end, CPU)
+        ends = [threads.submit(choose, end, rank) for end, rank in ((sender, SENDER), (receiver, RECEIVER))]
+        return ends[0].result(20), ends[1].result(20)
