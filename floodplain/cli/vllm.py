@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,11 @@ from floodplain.policy.goals import GAP_TOKENS
 from floodplain.policy.registry import POLICIES
 
 OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--model")
-"""Of vLLM, set here."""
+"""Of vLLM, set here; ``--additional-config`` and ``--kv-offloading-size`` are with ``--swap none`` and ``vllm``."""
+
+SWAPS = ("host", "peer", "vllm", "none")
+"""Where the KV of requests that are sent away goes: our swap space, a neighbour's memory in front of it, vLLM's own
+offloading, or nowhere: it is computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +45,20 @@ class VllmConfig:
         default=None,
         metadata={"help": f"paced: longest silence, in seconds (default: as {GAP_TOKENS} tokens take at the pace)"},
     )
-    swap_memory: int = field(
-        default=DEFAULT_SWAP_BYTES, metadata={"size": True, "help": "host memory of each worker for swap space"}
+    swap: str | None = field(
+        default=None,
+        metadata={
+            "choices": SWAPS,
+            "help": "where KV goes that must leave the device; vllm: its own offloading; none: it is computed again "
+            "(default: peer with --coordinator, else host)",
+        },
+    )
+    swap_memory: int | None = field(
+        default=None,
+        metadata={
+            "size": True,
+            "help": "host memory for swap space, of each worker; with --swap vllm, of all (default: 4GiB)",
+        },
     )
     coordinator: str | None = field(
         default=None, metadata={"help": "borrow memory on neighbours: address of the coordinator of leases"}
@@ -104,26 +120,44 @@ def build_command(config: VllmConfig, flags: Sequence[str], server: Sequence[str
     Raises:
         UserError: A flag is out of its range, or set here already.
     """
+    own = _own_flags(config)
     for flag in flags:
         name = flag.partition("=")[0]  # what follows may be a secret
-        if name.startswith("--") and _is_own(name.replace("_", "-").partition(".")[0]):
+        if name.startswith("--") and _is_own(name.replace("_", "-").partition(".")[0], {*OWN_FLAGS, *own[::2]}):
             raise UserError(f"{name} is set by floodplain: leave it out")
-    extra = {one.name: getattr(config, one.name) for one in fields(config) if one.name != "model"}
+    return [*server, config.model, "--scheduler-cls", SCHEDULER, *own, *flags]
+
+
+def _own_flags(config: VllmConfig) -> list[str]:
+    """Flags of vLLM that hold our settings, and say where KV goes: names and values in turns."""
+    swap = config.swap or ("host" if config.coordinator is None else "peer")
+    _check_swap(config, swap)
+    extra = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in ("model", "swap")}
     extra = {name: value for name, value in extra.items() if value is not None and value is not False}
+    num_bytes = extra.setdefault("swap_memory", DEFAULT_SWAP_BYTES)
     read_settings(extra, are_flags=True)
+    if swap in ("none", "vllm"):
+        del extra["swap_memory"]
+        native = ["--kv-offloading-size", f"{num_bytes / 2**30:g}"] if swap == "vllm" else []
+        return ["--additional-config", json.dumps({"floodplain": extra}), *native]
     transfer = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
-    return [
-        *server, config.model,
-        "--scheduler-cls", SCHEDULER,
-        "--kv-transfer-config", json.dumps(transfer), *flags,
-    ]  # fmt: skip
+    return ["--kv-transfer-config", json.dumps(transfer)]
 
 
-def _is_own(name: str) -> bool:
+def _check_swap(config: VllmConfig, swap: str) -> None:
+    if swap == "peer" and config.coordinator is None:
+        raise UserError("--swap peer borrows memory: pass --coordinator, which knows who lends")
+    if swap != "peer" and config.coordinator is not None:
+        raise UserError(f"--coordinator says who lends memory, and --swap {swap} borrows none: leave one of them out")
+    if swap == "none" and config.swap_memory is not None:
+        raise UserError("--swap-memory says how to swap, and --swap none does not: leave one of them out")
+
+
+def _is_own(name: str, own: Iterable[str]) -> bool:
     """Whether vLLM takes ``name`` for a flag that is set here; it accepts the beginning of one, too."""
-    return len(name) > len("--") and any(flag.startswith(name) for flag in OWN_FLAGS)
+    return len(name) > len("--") and any(flag.startswith(name) for flag in own)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from floodplain.cli import main as cli
 from floodplain.cli.masking import MASK, mask_command
 from floodplain.cli.vllm import VllmConfig, build_command, find_server
 from floodplain.core.errors import UserError
+from floodplain.plugins.vllm.register import SCHEDULER
+from floodplain.plugins.vllm.settings import find_extra, read_alone
 
 SERVER = ["python", "-m", "server", "--model"]
 
@@ -66,6 +69,67 @@ def test_it_becomes_vllms_server_with_ours_in_it(become: list[list[str]], capsys
     out, err = capsys.readouterr()
     assert shlex.split(out) == command, "what is printed can be pasted"
     assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "more"),
+    [
+        (["--swap", "none"], []),
+        (["--swap", "vllm"], ["--kv-offloading-size", "4"]),
+        (["--swap", "vllm", "--swap-memory", "1536MiB"], ["--kv-offloading-size", "1.5"]),
+    ],
+)
+def test_the_policy_runs_without_our_swap_space(flags: list[str], more: list[str], become: list[list[str]]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["vllm", "serve", "m", *flags, "--slice", "7", "--policy", "cfs", "--", "--port", "9"])
+    settings = json.dumps({"floodplain": {"policy": "cfs", "slice": 7}})
+    ours = ["--scheduler-cls", SCHEDULER, "--additional-config", settings, *more]
+    assert become[0][become[0].index("m") + 1 :] == [*ours, "--port", "9"]
+    config = SimpleNamespace(kv_transfer_config=None, additional_config=json.loads(settings))
+    found = read_alone(find_extra(config))
+    assert (found.policy, found.swap_bytes) == ("cfs", 0)
+
+
+def test_memory_is_borrowed_with_a_coordinator(become: list[list[str]]) -> None:
+    for flags in ([], ["--swap", "peer"]):
+        with pytest.raises(SystemExit):
+            cli.main(["vllm", "serve", "m", "--coordinator", "http://host:1", *flags])
+    assert become[0] == become[1] and extra_of(become[0])["coordinator"] == "http://host:1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--swap", "peer"], "--swap peer borrows memory: pass --coordinator"),
+        (["--swap", "host", "--coordinator", "http://host:1"], "--swap host borrows none: leave one of them out"),
+        (["--swap", "vllm", "--coordinator", "http://host:1"], "--swap vllm borrows none: leave one of them out"),
+        (["--swap", "none", "--swap-memory", "1GiB"], "--swap none does not: leave one of them out"),
+        (["--swap", "none", "--slice", "0"], "--slice must be between 1 and 10000 steps, not 0"),
+        (["--swap", "none", "--", "--additional-config", "{}"], "--additional-config is set by floodplain"),
+        (["--swap", "vllm", "--", "--kv_offloading_size=4"], "--kv_offloading_size is set by floodplain"),
+    ],
+)
+def test_where_kv_goes_must_be_clear(
+    flags: list[str], message: str, become: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["vllm", "serve", "m", *flags]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert not become
+
+
+@pytest.mark.parametrize(
+    ("additional", "message"),
+    [
+        ({"floodplain": 7}, "make it a JSON object"),
+        ({"floodplain": {"swap_memory": 1}}, "which is none of policy, seed"),
+        ({"floodplain": {"policy": 3}}, "additional_config has a value for 'policy' of the wrong kind"),
+    ],
+)
+def test_settings_without_our_connector_are_checked(additional: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        read_alone(find_extra(SimpleNamespace(kv_transfer_config=None, additional_config=additional)))
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ import pytest
 from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.compat_names import count_block_bytes, find_cache_problem
 from floodplain.plugins.vllm.refusal import Refusal, refusals_in_one_line
-from floodplain.plugins.vllm.register import CONNECTOR, SCHEDULER
+from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, NATIVE, SCHEDULER
 from floodplain.plugins.vllm.support import (
     CACHE_DTYPES,
-    expect_connector,
     expect_supported,
     names_connector,
     names_scheduler,
@@ -107,6 +106,18 @@ def test_borrowing_and_sleep_are_let_in_where_vllm_has_what_they_need() -> None:
         ({"cache_config__kv_offloading_size": 4.0}, "leave --kv-offloading-size out"),
         ({"cache_config__cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not supported: use one of auto,"),
         ({"kv_transfer_config__kv_connector": "MultiConnector"}, "MultiConnector is not supported"),
+        ({"kv_transfer_config__kv_connector": "NixlConnector"}, "or with none: name no other kv_connector"),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": NATIVE,
+                    "kv_role": "kv_both",
+                    "kv_connector_module_path": CONNECTOR_MODULE,
+                },
+                "cache_config__kv_offloading_size": 4.0,
+            },
+            "leave --kv-offloading-size out",
+        ),
         ({"kv_transfer_config__kv_role": "kv_producer"}, 'set "kv_role": "kv_both"'),
         ({"scheduler_config__scheduler_cls": None}, f"pass --scheduler-cls {SCHEDULER}"),
         ({"scheduler_config__scheduler_cls": Stranger}, f"pass --scheduler-cls {SCHEDULER}"),
@@ -123,12 +134,20 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], messa
     assert message in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("transfer", [None, SimpleNamespace(kv_connector="Other", kv_connector_extra_config={})])
-def test_the_scheduler_without_its_connector_is_refused(transfer: Any) -> None:
-    config = make_config(kv_transfer_config=transfer)
+@pytest.mark.parametrize("connector", [None, NATIVE])
+def test_the_scheduler_runs_with_no_connector_or_with_vllms_own(connector: str | None) -> None:
+    """Which vLLM names itself if it is told to offload."""
+    transfer = None if connector is None else {"kv_connector": connector, "kv_role": "kv_both"}
+    size = None if connector is None else 4.0
+    config = make_config(
+        kv_transfer_config=transfer and transfer | {"kv_connector_extra_config": {"cpu_bytes_to_use": 2**32}},
+        cache_config__kv_offloading_size=size,
+    )
     assert names_scheduler(config) and not names_connector(config)
-    with pytest.raises(UserError, match="FloodplainScheduler needs FloodplainConnector beside it"):
-        expect_connector(config)
+    expect_supported(config, borrows=False, follows_sleep=False)
+    with pytest.raises(UserError, match="leave --enable-lora out"):
+        config.lora_config = object()
+        expect_supported(config, borrows=False, follows_sleep=False)
 
 
 def test_a_configuration_that_names_nothing_of_ours_is_none_of_ours() -> None:
@@ -137,7 +156,6 @@ def test_a_configuration_that_names_nothing_of_ours_is_none_of_ours() -> None:
     inner = {"connectors": [{"kv_connector": CONNECTOR}]}
     many = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=inner)
     assert names_connector(make_config(kv_transfer_config=many))
-    expect_connector(make_config())
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------------

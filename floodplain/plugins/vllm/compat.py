@@ -47,6 +47,14 @@ class SteeredScheduler(AsyncScheduler):
         """How many of these tokens a request may compute in this step."""
 
     @abstractmethod
+    def note_arrival(self, request: Request) -> None:
+        """A request is new."""
+
+    @abstractmethod
+    def note_finish(self, request: Request) -> None:
+        """A request has ended, or was aborted."""
+
+    @abstractmethod
     def note_departure(self, request: Request) -> None:
         """A request leaves the device; its blocks are still its own."""
 
@@ -130,6 +138,16 @@ class SteeredScheduler(AsyncScheduler):
         return True
 
     # -- what vLLM calls -------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """See vLLM. Of a session that goes on, the request is there already."""
+        if request.request_id not in self.requests:
+            self.note_arrival(request)
+        super().add_request(request)
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self.note_finish(request)
+        return super()._free_request(request, delay_free_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """See vLLM."""
@@ -232,6 +250,11 @@ class SteeredScheduler(AsyncScheduler):
     def _inflight_prefill_reserved_blocks(self) -> int:
         """A policy has already left room for those that are there."""
         return 0
+
+
+def local_tokens_in(output: SchedulerOutput) -> dict[str, int]:
+    """How many leading tokens each request that is new in a step did not have to compute."""
+    return {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
 
 
 def num_tokens_in(output: SchedulerOutput) -> dict[str, int]:

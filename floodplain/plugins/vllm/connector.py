@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from floodplain.plugins.vllm.compat_names import find_config, follows_sleep
 from floodplain.plugins.vllm.refusal import end_quietly_after_refusals, refusals_in_one_line
 from floodplain.plugins.vllm.register import CONNECTOR
-from floodplain.plugins.vllm.settings import read_settings
-from floodplain.plugins.vllm.support import expect_connector, expect_supported, names_connector, names_scheduler
+from floodplain.plugins.vllm.settings import find_extra, read_alone, read_settings
+from floodplain.plugins.vllm.support import expect_supported, names_connector, names_scheduler
 from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def refuse_early() -> None:
     config = find_config()
     if config is not None and (names_scheduler(config) or names_connector(config)):
         with refusals_in_one_line():
-            expect_connector(config)
             check_config(config)
 
 
@@ -61,8 +60,7 @@ def check_config(vllm_config: Any) -> None:
     Raises:
         UserError: One line, with what to change.
     """
-    extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    is_own = vllm_config.kv_transfer_config.kv_connector == CONNECTOR
-    settings = read_settings(extra if is_own else {})
+    extra = find_extra(vllm_config)
+    settings = (read_settings if names_connector(vllm_config) else read_alone)(extra)
     expect_tested(find_distribution()[1], allow_untested=bool(extra.get("allow_untested")))
     expect_supported(vllm_config, borrows=settings.coordinator is not None, follows_sleep=follows_sleep())

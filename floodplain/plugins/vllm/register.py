@@ -7,6 +7,8 @@ from contextlib import suppress
 CONNECTOR = "FloodplainConnector"
 CONNECTOR_MODULE = "floodplain.plugins.vllm.connector"
 SCHEDULER = "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
+NATIVE = "OffloadingConnector"
+"""vLLM's own connector for swap space in the host's memory."""
 
 
 def register() -> None:

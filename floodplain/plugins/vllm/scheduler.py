@@ -12,12 +12,16 @@ from floodplain.core.errors import UserError
 from floodplain.core.plan import Decision, Preemption, PreemptionMode, Reason
 from floodplain.core.request import SeqId
 from floodplain.core.view import View
-from floodplain.plugins.vllm.compat import SteeredScheduler, num_tokens_in
+from floodplain.plugins.vllm.compat import SteeredScheduler, local_tokens_in, num_tokens_in
+from floodplain.plugins.vllm.compat_names import count_block_bytes, find_cache_problem
+from floodplain.plugins.vllm.connector import check_config
+from floodplain.plugins.vllm.desk import SwapDesk
 from floodplain.plugins.vllm.lobby import Lobby
 from floodplain.plugins.vllm.outlook import Outlook, Present
 from floodplain.plugins.vllm.refusal import refusals_in_one_line
+from floodplain.plugins.vllm.settings import find_extra, read_alone
 from floodplain.plugins.vllm.step_timer import StepTimer
-from floodplain.plugins.vllm.support import NO_CONNECTOR
+from floodplain.plugins.vllm.support import NO_SWAP
 from floodplain.plugins.vllm.tracked import TrackedRequest
 from floodplain.plugins.vllm.wires import FloodplainConnector
 from floodplain.runtime.prices import StepPrices
@@ -30,14 +34,13 @@ logger = logging.getLogger(__name__)
 
 
 class FloodplainScheduler(SteeredScheduler):
-    """What ``--scheduler-cls`` names. Needs ``FloodplainConnector`` beside it."""
+    """What ``--scheduler-cls`` names. Without ``FloodplainConnector`` beside it there is no swap space of ours."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._is_alone = not isinstance(self.connector, FloodplainConnector)
         with refusals_in_one_line():
-            if not isinstance(self.connector, FloodplainConnector):
-                raise UserError(NO_CONNECTOR)
-        self._desk = self.connector.desk
+            self._desk = self._make_desk() if self._is_alone else self.connector.desk
         self._settings = self._desk.settings
         self.policy_object = self._settings.make_policy()
         self._rng = Random(self._settings.seed)
@@ -53,6 +56,23 @@ class FloodplainScheduler(SteeredScheduler):
         self._leaving: Preemption | None = None
         self._was_running: set[SeqId] = set()
         self._timer = StepTimer()
+
+    def _make_desk(self) -> SwapDesk:
+        """One without slots; vLLM's own connector may keep what is sent away.
+
+        Raises:
+            UserError: The configuration or the model is not supported.
+        """
+        check_config(self.vllm_config)
+        groups = self.kv_cache_config.kv_cache_groups
+        problem = find_cache_problem(groups)
+        if problem is not None:
+            raise UserError(problem)
+        desk = SwapDesk(read_alone(find_extra(self.vllm_config)), count_block_bytes(groups[0]), self.block_size, 1)
+        desk.books.bind(self.finder.pool)
+        if self.connector is None:
+            logger.warning("floodplain: %s", NO_SWAP)
+        return desk
 
     # -- what the policy sees --------------------------------------------------------------------------------------
 
@@ -119,6 +139,14 @@ class FloodplainScheduler(SteeredScheduler):
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
+    def note_arrival(self, request: Request) -> None:
+        """See ``SteeredScheduler``."""
+        self._desk.roster.arrive(request)
+
+    def note_finish(self, request: Request) -> None:
+        """See ``SteeredScheduler``: nothing is kept of it."""
+        self._desk.depart(request.request_id)
+
     def note_departure(self, request: Request) -> None:
         """See ``SteeredScheduler``: vLLM may have sent it away itself, for want of blocks; then it swaps, too."""
         one, books = self._desk.roster[request.request_id], self._desk.books
@@ -135,8 +163,8 @@ class FloodplainScheduler(SteeredScheduler):
         self._desk.tally.count("preemptions_total", became.value)
 
     def find_owner(self, arrival: str) -> str | None:
-        """See ``SteeredScheduler``."""
-        return self._desk.books.find_owner(arrival)
+        """See ``SteeredScheduler``: another connector names requests, and not copies."""
+        return arrival if self._is_alone else self._desk.books.find_owner(arrival)
 
     def void_copies(self) -> None:
         """See ``SteeredScheduler``."""
@@ -149,6 +177,9 @@ class FloodplainScheduler(SteeredScheduler):
 
     def note_step(self, output: SchedulerOutput) -> None:
         """See ``SteeredScheduler``."""
+        if self._is_alone:  # else vLLM asks our connector first
+            for request_id, num_tokens in local_tokens_in(output).items():
+                self._desk.roster[request_id].note_local(num_tokens)
         running = {self._desk.roster[request.request_id].seq_id: request for request in self.running}
         for seq_id, request in running.items():
             if seq_id not in self._was_running:

@@ -1,14 +1,18 @@
-"""What users can tell the plug-in: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``."""
+"""What users can tell the plug-in: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``.
+
+Where the scheduler runs without our connector, it is ``floodplain`` of ``--additional-config``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from floodplain.core.errors import SettingRefused, UserError
 from floodplain.core.sizes import MAX_SIZE_BYTES, parse_size
 from floodplain.memory.host.named_file import NAME
+from floodplain.plugins.vllm.register import CONNECTOR
 from floodplain.policy.base import Policy
 from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.policy.settings import settings_for
@@ -25,6 +29,9 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "coordinator": str, "coordinator_token_file": str, "device_name": str, "peer_memory": (int, str),
 }  # fmt: skip
 """Every setting, and what it may be."""
+
+ALONE = ("policy", "seed", "allow_untested", "slice", "pace", "max_gap")
+"""Settings of the scheduler without our connector."""
 
 _BORROWING = ("coordinator_token_file", "device_name", "peer_memory")
 """Settings that say something of a coordinator's."""
@@ -63,21 +70,56 @@ class PluginSettings:
         return make_policy(self.policy, settings_for(self.policy, **{"max_gap_s": None, **(self.sharing or {})}))
 
 
-def read_settings(extra: Mapping[str, Any], *, are_flags: bool = False) -> PluginSettings:
-    """Check what stands in ``kv_connector_extra_config``.
+def find_extra(vllm_config: Any) -> dict[str, Any]:
+    """The names and values that a configuration of vLLM has for us.
+
+    Raises:
+        UserError: They are no JSON object.
+    """
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == CONNECTOR:
+        return dict(transfer.kv_connector_extra_config)
+    additional = vllm_config.additional_config
+    extra = additional.get("floodplain", {}) if isinstance(additional, Mapping) else {}
+    if not isinstance(extra, Mapping):
+        raise UserError(f'--additional-config has "floodplain": {extra!r}: make it a JSON object')
+    return dict(extra)
+
+
+def read_alone(extra: Mapping[str, Any], *, are_flags: bool = False) -> PluginSettings:
+    """Check what stands in ``floodplain`` of ``--additional-config``: no swap space, so nothing about that.
 
     Args:
         extra: Names and values.
         are_flags: They were given as flags, and what is wrong is said of those.
 
     Raises:
+        UserError: A name is unknown or not for here, or a value is out of its range.
+    """
+    others = [name for name in extra if name not in ALONE]
+    if others:
+        raise UserError(f"additional_config has {others[0]!r} for floodplain, which is none of {', '.join(ALONE)}")
+    return replace(read_settings(extra, are_flags=are_flags, where="additional_config"), swap_bytes=0)
+
+
+def read_settings(
+    extra: Mapping[str, Any], *, are_flags: bool = False, where: str = "kv_connector_extra_config"
+) -> PluginSettings:
+    """Check what stands in ``kv_connector_extra_config``.
+
+    Args:
+        extra: Names and values.
+        are_flags: They were given as flags, and what is wrong is said of those.
+        where: They stand.
+
+    Raises:
         UserError: A name is unknown, or a value is out of its range.
     """
     for name, value in extra.items():
         if name not in _TYPES:
-            raise UserError(f"kv_connector_extra_config has {name!r}, which is none of {', '.join(_TYPES)}")
+            raise UserError(f"{where} has {name!r}, which is none of {', '.join(_TYPES)}")
         if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] is not bool):
-            raise UserError(f"kv_connector_extra_config has a value for {name!r} of the wrong kind: {value!r}")
+            raise UserError(f"{where} has a value for {name!r} of the wrong kind: {value!r}")
     policy = extra.get("policy", DEFAULT_POLICY)
     if policy not in POLICIES:
         raise UserError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")

@@ -10,17 +10,23 @@ from importlib import import_module
 from typing import Any
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
+from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, NATIVE, SCHEDULER
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Of vLLM's KV cache: those whose blocks hold all that belongs to them."""
 
-NO_CONNECTOR = (
-    f"FloodplainScheduler needs {CONNECTOR} beside it, alone: pass --kv-transfer-config"
-    f' \'{{"kv_connector": "{CONNECTOR}", "kv_connector_module_path": "{CONNECTOR_MODULE}", "kv_role": "kv_both"}}\''
+NO_SWAP = (
+    "the policy decides, and there is no swap space: whoever is sent away is computed again. To have some, pass"
+    f' --kv-transfer-config \'{{"kv_connector": "{CONNECTOR}", "kv_connector_module_path": "{CONNECTOR_MODULE}",'
+    ' "kv_role": "kv_both"}\''
 )
 
 Check = tuple[Callable[[Any], bool], str]
+
+
+def _connector(vllm_config: Any) -> str | None:
+    return getattr(vllm_config.kv_transfer_config, "kv_connector", None)
+
 
 _CHECKS: tuple[Check, ...] = (
     (
@@ -64,7 +70,7 @@ _CHECKS: tuple[Check, ...] = (
         "prompts are computed in chunks: leave --disable-chunked-mm-input out",
     ),
     (
-        lambda c: c.scheduler_config.disable_hybrid_kv_cache_manager is False,
+        lambda c: _connector(c) == CONNECTOR and c.scheduler_config.disable_hybrid_kv_cache_manager is False,
         "vLLM's hybrid KV cache manager is not supported: leave --no-disable-hybrid-kv-cache-manager out",
     ),
     (
@@ -76,15 +82,25 @@ _CHECKS: tuple[Check, ...] = (
         "the transfer of encoder outputs is not supported: leave --ec-transfer-config out",
     ),
     (
-        lambda c: c.cache_config.kv_offloading_size is not None,
+        lambda c: (
+            c.cache_config.kv_offloading_size is not None
+            and (
+                _connector(c) == CONNECTOR
+                or getattr(c.kv_transfer_config, "kv_connector_module_path", None) is not None
+            )
+        ),
         "floodplain has swap space of its own (swap_memory): leave --kv-offloading-size out",
     ),
     (
-        lambda c: c.kv_transfer_config.kv_connector == "MultiConnector",
+        lambda c: _connector(c) == "MultiConnector",
         f"MultiConnector is not supported: name {CONNECTOR} itself as kv_connector",
     ),
     (
-        lambda c: c.kv_transfer_config.kv_role != "kv_both",
+        lambda c: _connector(c) not in (None, CONNECTOR, NATIVE),
+        f"FloodplainScheduler runs with {CONNECTOR}, with vLLM's {NATIVE} or with none: name no other kv_connector",
+    ),
+    (
+        lambda c: _connector(c) == CONNECTOR and c.kv_transfer_config.kv_role != "kv_both",
         'KV is saved and loaded: set "kv_role": "kv_both" in --kv-transfer-config',
     ),
 )
@@ -123,16 +139,6 @@ def names_connector(vllm_config: Any) -> bool:
 def names_scheduler(vllm_config: Any) -> bool:
     """Whether a configuration of vLLM names our scheduler, or a class that is made of it."""
     return _is_ours(vllm_config.scheduler_config.scheduler_cls)
-
-
-def expect_connector(vllm_config: Any) -> None:
-    """Refuse a configuration without our connector.
-
-    Raises:
-        UserError: One line that says what to pass.
-    """
-    if not names_connector(vllm_config):
-        raise UserError(NO_CONNECTOR)
 
 
 def _is_ours(scheduler: str | type | None) -> bool:

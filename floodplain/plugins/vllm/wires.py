@@ -126,13 +126,8 @@ class FloodplainConnector(KVConnectorBase_V1):
             with refusals_in_one_line():
                 borrowing.start()
 
-    def on_new_request(self, request: Any) -> None:
-        """See vLLM."""
-        self.desk.roster.arrive(request)
-
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See vLLM: its blocks can go; copies that still read some hold those."""
-        self.desk.depart(request.request_id)
         return False, None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
