@@ -65,7 +65,8 @@ def calm(model: Path, plain: Load) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def load(plain: Load, calm: dict[int, list[int]]) -> StoppedLoad:
-    return StoppedLoad(plain.prompts, plain.lengths, tuple(calm[i][len(calm[i]) * 2 // 3] for i in range(len(plain))))
+    stops = (max(set(calm[index]), key=calm[index].index) for index in range(len(plain)))  # the last new one
+    return StoppedLoad(plain.prompts, plain.lengths, tuple(stops))
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +112,15 @@ def llm(engine: LLM) -> Iterator[LLM]:
 
 @pytest.mark.quick
 def test_turns_are_taken_while_tokens_are_on_their_way(
-    llm: LLM, load: StoppedLoad, expected: dict[int, list[int]], early: list[int]
+    llm: LLM, plain: Load, calm: dict[int, list[int]], early: list[int]
 ) -> None:
-    run = drive(llm, load)
-    assert run.tokens == expected
-    assert early.count(1) > 5, "preempted before their tokens were known"
+    run = drive(llm, plain)
+    assert run.tokens == calm
+    assert early.count(1) > 10, "preempted before their tokens were known"
     assert len(run.resumed) > 10
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_tokens_survive_storms_and_aborts_with_a_step_outstanding(
     llm: LLM, load: StoppedLoad, expected: dict[int, list[int]], early: list[int], seed: int
 ) -> None:
@@ -134,7 +135,7 @@ def test_tokens_survive_storms_and_aborts_with_a_step_outstanding(
 
     tokens = drive(llm, load, each_step=abort).tokens
     assert tokens == {index: expected[index] for index in tokens} and len(tokens) >= len(load) - 3
-    assert policy.num_sent_away > 20 and early.count(1) > 10 and early.count(0) > 0, "in prompts, too"
+    assert policy.num_sent_away > 20 and early.count(1) > 10
 
 
 def test_a_reset_with_a_step_outstanding_costs_no_token(
@@ -154,7 +155,7 @@ def test_a_reset_with_a_step_outstanding_costs_no_token(
 
 @pytest.mark.quick
 def test_kv_of_the_outstanding_step_matters(
-    llm: LLM, load: StoppedLoad, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, plain: Load, calm: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: without what that step writes, tokens would be others."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
@@ -168,5 +169,5 @@ def test_kv_of_the_outstanding_step_matters(
         return swap_out(books, one, blocks, num_computed, *rest)
 
     monkeypatch.setattr(SwapBooks, "swap_out", erase_last)
-    tokens = drive(llm, load).tokens
-    assert sum(tokens[index] != expected[index] for index in expected) > 2
+    tokens = drive(llm, plain).tokens
+    assert sum(tokens[index] != calm[index] for index in calm) > 2
