@@ -58,10 +58,6 @@ class GroupCluster:
     def groups(self) -> Any:
         return self._http.get("/groups").json()
 
-    def state(self) -> str | None:
-        """Of the only group; None without one."""
-        return next((row["state"] for row in self.groups()["groups"]), None)
-
     def change(self, name: str) -> int:
         """How often groups were changed in this way."""
         return int(self.groups()["changes"].get(name, 0))
@@ -132,6 +128,10 @@ class GroupCluster:
     def wait_for_calm(self) -> None:
         """All instances serve by themselves with all of their memory, every stream goes on, and no token is wrong."""
         self.wait_for(self.is_solo, "not all are back")
+        self.wait_for_tokens()
+
+    def wait_for_tokens(self) -> None:
+        """Every stream goes on, and no token is wrong."""
         before = list(self.load.num_tokens)
         self.wait_for(
             lambda: all(now > then for now, then in zip(self.load.num_tokens, before, strict=True)), "a stream hangs"

@@ -12,7 +12,7 @@ from random import Random
 
 from floodplain.core.groups import GroupState
 from tests.chaos.group_cluster import HEADER_BYTES, NUM_STREAMS, GroupCluster
-from tests.chaos.group_scene import STATES, Scene, Story
+from tests.chaos.group_scene import BEFORE, STATES, Scene, Story
 
 S = GroupState
 STOP_S = 3.0
@@ -31,10 +31,12 @@ def kill_other(scene: Scene) -> None:
 
 def _kill(scene: Scene, leads: bool) -> None:
     scene.begin()
-    os.kill(scene.draw_member(leads), signal.SIGKILL)
-    if scene.random.random() < 0.5:
+    victim = scene.draw_member(leads)
+    is_last = scene.is_awaited(victim)
+    os.kill(victim, signal.SIGKILL)
+    if scene.random.random() < 0.5 and is_last:
         scene.cluster.let_go()  # what waited acts beside the end of the group, else after it
-    scene.expect_end()
+    scene.expect_end(victim)
 
 
 def stop_leader(scene: Scene) -> None:
@@ -49,14 +51,16 @@ def stop_other(scene: Scene) -> None:
 
 def _stop(scene: Scene, leads: bool) -> None:
     scene.begin()
-    pid = scene.draw_member(leads)
-    os.kill(pid, signal.SIGSTOP)
+    victim = scene.draw_member(leads)
+    is_last = scene.is_awaited(victim)
+    os.kill(victim, signal.SIGSTOP)
     try:
-        scene.cluster.let_go()
+        if is_last:
+            scene.cluster.let_go()
         time.sleep(STOP_S)  # the fault itself
     finally:
-        os.kill(pid, signal.SIGCONT)
-    scene.expect_end()
+        os.kill(victim, signal.SIGCONT)
+    scene.expect_end(victim)
 
 
 def hang_up(scene: Scene) -> None:
@@ -123,7 +127,7 @@ def cut_backstop(scene: Scene) -> None:
         os.close(fd)
     message = answer.json()["error"]["message"]
     assert answer.status_code == 409 and "backstop" in message and "\n" not in message
-    assert scene.cluster.state() is None
+    scene.expect_refusal()
 
 
 def overwrite_backstop(scene: Scene) -> None:
@@ -137,7 +141,7 @@ def overwrite_backstop(scene: Scene) -> None:
         victim = scene.draw_member(scene.random.random() < 0.5)
         os.kill(victim, signal.SIGKILL)
         scene.cluster.let_go()
-        scene.expect_end()
+        scene.expect_end(victim)
         scene.cluster.wait_for_calm()
         os.pwrite(fd, content, 0)  # for those that have it open still
     finally:
@@ -172,9 +176,29 @@ STORIES = tuple(
     for fault, states in ((*((one, STATES) for one in EVERYWHERE), *SOMEWHERE.items()))
     for state in states
 )
-"""All of them: each fault in each state in which it can strike."""
+"""All of one group: each fault in each state in which it can strike."""
+
+MERGED = (*BEFORE, S.PIPELINED, S.FILLING, S.HANDOVER)
+MERGES = tuple(
+    Story(fault.__name__, state, is_merge=True)
+    for fault, states in (
+        (kill_leader, MERGED),
+        (kill_other, (*MERGED, S.PREPARING, S.EXCHANGING)),  # of an old group that ends, or of one that goes on
+        (stop_leader, (S.PREPARING, S.EXCHANGING, S.FILLING)),
+        (stop_other, (S.PREPARING, S.DROPPING, S.SETTLING)),
+        (hang_up, (S.EXCHANGING,)),
+        (ask_again, (S.PREPARING,)),
+        (damage_kv, (S.PIPELINED,) * 2),
+        (damage_parameters, (S.PIPELINED,)),
+        (damage_parameters_at_source, (S.PIPELINED,)),
+        (cut_backstop, (S.SOLO,)),
+        (overwrite_backstop, (S.PIPELINED,)),
+    )
+    for state in states
+)
+"""The same of groups that take in others."""
 
 
 def play(cluster: GroupCluster, story: Story, random: Random) -> None:
     """Play a story; the cluster is in calm before and after it."""
-    Scene(cluster, story.state, random).play(FAULTS[story.fault])
+    Scene(cluster, story, random).play(FAULTS[story.fault])

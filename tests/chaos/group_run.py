@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from random import Random
@@ -17,35 +18,51 @@ from statistics import median
 from typing import Any
 
 from tests.chaos.group_cluster import ENGINE, MODEL, GroupCluster
-from tests.chaos.group_faults import STORIES, play
+from tests.chaos.group_faults import MERGES, STORIES, play
 from tests.chaos.group_load import known_requests
+from tests.chaos.group_scene import Story
 
-ROUNDS = (2, 3)
-"""Instances of the front; the stories are dealt to the rounds in turns."""
+PARTS = {"groups": (STORIES, (2, 3)), "merges": (MERGES, (3, 4))}
+"""Stories, and how many instances the fronts have to which they are dealt in turns."""
 
 
-def run(seed: int, num_faults: int) -> dict[str, Any]:
-    """Stories in an order by seed, over one front after the other."""
-    stories = Random(seed).sample(STORIES, len(STORIES))
-    dealt = [stories[number % len(stories)] for number in range(num_faults)]
+def deal(part: str, seed: int, num_faults: int | None) -> list[tuple[int, list[tuple[int, Story]]]]:
+    """For each front of a part: how many instances it has, and its stories, in an order by seed, with their numbers.
+
+    Args:
+        part: Of ``PARTS``.
+        seed: See above.
+        num_faults: Of the part, stories beginning anew after the last; None: each once.
+    """
+    found, fronts = PARTS[part]
+    stories = Random(seed).sample(found, len(found))
+    dealt = [(number, stories[number % len(stories)]) for number in range(num_faults or len(stories))]
+    return [(num_instances, dealt[which :: len(fronts)]) for which, num_instances in enumerate(fronts)]
+
+
+def run(seed: int, num_faults: int | None, parts: Sequence[str]) -> dict[str, Any]:
+    """The stories of these parts, over one front after the other."""
+    fronts = [front for part in parts for front in deal(part, seed, num_faults)]
     known = known_requests(MODEL, ENGINE, seed)
     seconds, totals = defaultdict[str, list[float]](list), Counter[str]()
-    for which, num_instances in enumerate(ROUNDS):
+    for num_instances, dealt in fronts:
         folder = Path(tempfile.mkdtemp(prefix="chaos-groups-"))
         with closing(GroupCluster(folder, num_instances, known)) as cluster:
             cluster.start()
-            for number in range(which, num_faults, len(ROUNDS)):
-                begin_s, story = time.monotonic(), dealt[number]
+            for number, story in dealt:
+                begin_s = time.monotonic()
                 play(cluster, story, Random(f"{seed} {number}"))
                 seconds[story.fault].append(time.monotonic() - begin_s)
                 print(f"{number:4} {num_instances} {story!s:48} {seconds[story.fault][-1]:5.1f} s", flush=True)
             totals.update(_count(cluster))
             cluster.finish()
         shutil.rmtree(folder)  # of a run that failed, the log stays
+    played = [story for _, dealt in fronts for _, story in dealt]
     return {
         "seed": seed,
+        "merges": sum(story.is_merge for story in played),
         "faults": {name: len(some) for name, some in sorted(seconds.items())},
-        "states": dict(sorted(Counter(str(story.state) for story in dealt).items())),
+        "states": dict(sorted(Counter(str(story.state) for story in played).items())),
         "seconds": {
             name: {"median": round(median(some), 2), "max": round(max(some), 2)}
             for name, some in sorted(seconds.items())
@@ -69,12 +86,13 @@ def _count(cluster: GroupCluster) -> dict[str, int]:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=len(STORIES), help="more begin anew")
+    parser.add_argument("--faults", type=int, help="of each part (default: each once); more begin anew")
+    parser.add_argument("--only", choices=PARTS, help="this part (default: all)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "groups.json")
     args = parser.parse_args()
     begin_s = time.monotonic()
-    result = run(args.seed, args.faults)
+    result = run(args.seed, args.faults, [args.only] if args.only else [*PARTS])
     facts = {"command": " ".join(["python -m tests.chaos.group_run", *sys.argv[1:]])}
     facts |= {"python": platform.python_version(), "minutes": f"{(time.monotonic() - begin_s) / 60:.1f}"}
     args.out.write_text(json.dumps({**facts, **result}, indent=1) + "\n")

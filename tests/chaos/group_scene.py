@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import httpx
 
@@ -18,6 +19,8 @@ BEFORE = (S.PREPARING, S.DROPPING, S.EXCHANGING, S.SETTLING)
 AFTER = (S.PLANNING, S.SHRINKING, S.FILLING, S.HANDOVER, S.RETURNING, S.ADOPTING, S.CLOSING)
 """States of a restore."""
 STATES = (*BEFORE, S.PIPELINED, *AFTER)
+WORDS = ("cancelled", "ended", "restored")
+"""What may become of a group; see ``group_counts``."""
 POINTS: Mapping[GroupState, str] = {
     S.PREPARING: "pause", S.DROPPING: "drop", S.EXCHANGING: "copy", S.SETTLING: "settle", S.PLANNING: "plan",
     S.SHRINKING: "move", S.FILLING: "fill", S.HANDOVER: "return", S.RETURNING: "return", S.ADOPTING: "copy",
@@ -28,13 +31,14 @@ POINTS: Mapping[GroupState, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A fault, and the state of the group in which it strikes."""
+    """A fault, and the state of the group in which it strikes; in a merge the group takes in others."""
 
     fault: str
     state: GroupState
+    is_merge: bool = False
 
     def __str__(self) -> str:
-        return f"{self.fault} while {self.state}"
+        return f"{self.fault} while {'a merge is ' * self.is_merge}{self.state}"
 
 
 class Scene:
@@ -42,19 +46,21 @@ class Scene:
 
     Args:
         cluster: In calm.
-        state: Where the fault is to strike.
+        story: What is played. Of a merge all instances are members: a pair with one that serves alone, or two pairs.
         random: Draws all that is left open.
 
     Attributes:
-        pids: Of the members, the leader's first.
+        pids: Of the members, once the group has been asked for: the leader's first.
     """
 
-    def __init__(self, cluster: GroupCluster, state: GroupState, random: Random) -> None:
-        self.cluster, self.state, self.random = cluster, state, random
+    def __init__(self, cluster: GroupCluster, story: Story, random: Random) -> None:
+        self.cluster, self.state, self.random = cluster, story.state, random
         rows = sorted(cluster.front.rows(), key=lambda row: row["slot"])
-        members = random.sample(rows, random.randint(2, len(rows)))
+        members = random.sample(rows, len(rows) if story.is_merge else random.randint(2, len(rows)))
         self.pids = [row["pid"] for row in members]
-        self._names = [f"e{row['epoch']}" for row in members]
+        self._epochs = {row["pid"]: row["epoch"] for row in members}
+        self._is_merge = story.is_merge
+        self._old: dict[int, list[int]] = {}  # pids of the members of groups that are taken in, by number
         self._answer: Future[httpx.Response] | None = None
 
     def begin(self) -> None:
@@ -62,13 +68,13 @@ class Scene:
         if self.state in BEFORE:
             self._hold()
         self._answer = self.ask_drop()
-        if self.state not in BEFORE:
-            self.wait_in(S.PIPELINED)
+        self.wait_in(self.state if self.state in BEFORE else S.PIPELINED)
+        self._sort_members()
         if self.state in AFTER:
             self._hold()
             self.ask_restore().result()
-        if self.state is not S.PIPELINED:
             self.wait_in(self.state)
+        if self.state is not S.PIPELINED:
             self.cluster.wait_for(self.cluster.held, f"no member waits while {self.state}")
 
     def _hold(self) -> None:
@@ -80,26 +86,67 @@ class Scene:
             pids = self.random.sample(self.pids, self.random.randint(1, len(self.pids)))
         self.cluster.hold(POINTS[self.state], self.random.choice(("before", "after")), pids)
 
+    def _sort_members(self) -> None:
+        """In the order of the pipeline, which a merge chooses."""
+        (group,) = self._new_groups()
+        self.pids.sort(key=lambda pid: group["instances"].index(self._epochs[pid]))
+
+    def _new_groups(self) -> list[Any]:
+        return [row for row in self.cluster.groups()["groups"] if row["number"] not in self._old]
+
+    def find_state(self) -> str | None:
+        """Of the story's group; None without it."""
+        return next((row["state"] for row in self._new_groups()), None)
+
     def wait_in(self, state: GroupState) -> None:
-        self.cluster.wait_for(lambda: self.cluster.state() == state, f"the group is never {state}")
+        self.cluster.wait_for(lambda: self.find_state() == state, f"the group is never {state}")
 
     def ask_drop(self) -> Future[httpx.Response]:
-        return self.cluster.ask("drop", {"instances": self._names})
+        return self._ask_drop(self.pids)
+
+    def _ask_drop(self, pids: Sequence[int]) -> Future[httpx.Response]:
+        return self.cluster.ask("drop", {"instances": [f"e{self._epochs[pid]}" for pid in pids]})
 
     def ask_restore(self) -> Future[httpx.Response]:
-        return self.cluster.ask("restore", {"instance": self._names[0]})
+        return self._ask_restore(self.pids[0])
+
+    def _ask_restore(self, pid: int) -> Future[httpx.Response]:
+        return self.cluster.ask("restore", {"instance": f"e{self._epochs[pid]}"})
 
     def draw_member(self, leads: bool) -> int:
         """The leader, or one of the others."""
         return int(self.pids[0] if leads else self.random.choice(self.pids[1:]))
 
-    def expect_end(self) -> None:
-        """A member's death ends the group: before the drop it was never made."""
-        cluster, word = self.cluster, "cancelled" if self.state is S.PREPARING else "ended"
-        cluster.wait_for(lambda: cluster.state() is None, "the group lives on")
+    def is_awaited(self, pid: int) -> bool:
+        """Whether the group cannot become SOLO, or drop, when the other members have answered."""
+        return self.state not in (S.PREPARING, S.CLOSING) or pid in self.cluster.held()
+
+    def expect_end(self, victim: int) -> None:
+        """A member's death ends the group. Before the drop it was never made: old groups of other members go on."""
+        cluster, is_cancelled = self.cluster, self.state is S.PREPARING
+        cluster.wait_for(lambda: self.find_state() is None, "the group lives on")
         assert self._answer is not None
-        assert self._answer.result().status_code == (409 if self.state is S.PREPARING else 200)
-        assert cluster.change(word) == self._num[word] + 1
+        assert self._answer.result().status_code == (409 if is_cancelled else 200)
+        alive = {number for number, pids in self._old.items() if is_cancelled and victim not in pids}
+        self._expect_old(alive)
+        num_ended = len(self._old) - len(alive) if is_cancelled else 1
+        self._expect_changes(cancelled=int(is_cancelled), ended=num_ended)
+
+    def _expect_old(self, numbers: Collection[int]) -> None:
+        """Of the groups that were to be taken in, these go on as they were."""
+        states = {row["number"]: row["state"] for row in self.cluster.groups()["groups"]}
+        assert states == dict.fromkeys(numbers, S.PIPELINED), self.cluster.last_words()
+        if states:
+            self.cluster.wait_for_tokens()
+
+    def _expect_changes(self, **changes: int) -> None:
+        found = {word: self.cluster.change(word) - self._num[word] for word in WORDS}
+        assert found == dict.fromkeys(WORDS, 0) | changes, self.cluster.last_words()
+
+    def expect_refusal(self) -> None:
+        """There is no new group, and all is as before."""
+        assert self.find_state() is None
+        self._expect_old(self._old)
 
     def go_home(self) -> None:
         """Nothing has ended the group: it goes on, and is restored."""
@@ -107,12 +154,27 @@ class Scene:
         if self.state in (*BEFORE, S.PIPELINED):
             self.wait_in(S.PIPELINED)
             assert self.ask_restore().result().status_code == 200
-        self.cluster.wait_for(lambda: self.cluster.state() is None, "the group is never restored")
-        assert self.cluster.change("restored") == self._num["restored"] + 1, self.cluster.last_words()
+        self.cluster.wait_for(lambda: self.find_state() is None, "the group is never restored")
+        self._expect_changes(restored=1)
 
     def play(self, fault: Callable[[Scene], None]) -> None:
         """All of it."""
-        self._num = {word: self.cluster.change(word) for word in ("cancelled", "ended", "restored")}
+        if self._is_merge:
+            self._make_old()
+        self._num = {word: self.cluster.change(word) for word in WORDS}
         fault(self)
         self.cluster.let_go()
+        for row in self.cluster.groups()["groups"]:
+            if row["number"] in self._old:
+                assert self._ask_restore(self._old[row["number"]][0]).result().status_code == 200
         self.cluster.wait_for_calm()
+
+    def _make_old(self) -> None:
+        """Groups that the story's one takes in."""
+        for pids in (self.pids[:2], self.pids[2:]):
+            if len(pids) == 1:
+                continue
+            number = self._ask_drop(pids).result().json()["number"]
+            self.wait_in(S.PIPELINED)
+            self._old[number] = pids
+        self.cluster.wait_for_tokens()
