@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-import os
-import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
@@ -24,10 +20,10 @@ from floodplain.cluster.link_choice import (
 )
 from floodplain.cluster.plan_codec import PlanLimits
 from floodplain.cluster.stage_frames import Frame
-from floodplain.cluster.stage_link import StageLink, accept_link, dial_link
 from floodplain.core.errors import InvariantError, PeerLost
-from tests.support.gloo_links import CPU, HOST, choose_gloo, link_by_gloo
-from tests.support.stage_links import KEY, MAX_DATA_BYTES, linked, listen
+from tests.support.dying_sender import HOST, dying_sender, expect_death_in_mid_transfer, make_x
+from tests.support.gloo_links import CPU, choose_gloo, link_by_gloo
+from tests.support.stage_links import linked
 
 LIMITS = PlanLimits(
     num_blocks=4, max_model_len=64, max_batched_tokens=32, hidden_size=24, vocab_size=9, dtype=torch.bfloat16
@@ -43,20 +39,16 @@ def ends() -> Iterator[tuple[Link, Link]]:
             end.close()
 
 
-def make_x(rows: int, columns: int = LIMITS.hidden_size) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(LIMITS.dtype)
-
-
 def test_tensors_arrive_bit_for_bit_in_order_beside_frames_without(ends: tuple[Link, Link]) -> None:
     sender, receiver = ends
     sizes = [1, 32, 7, 1]
     for step, rows in enumerate(sizes):
-        sender.send(Frame({"step": step}, tensor=make_x(rows)))
+        sender.send(Frame({"step": step}, tensor=make_x(rows, LIMITS)))
         sender.send(Frame({"plain": step}))
     for step, rows in enumerate(sizes):
         frame = receiver.recv()
         assert frame.body == {"step": step} and frame.tensor is not None
-        assert torch.equal(frame.tensor, make_x(rows))
+        assert torch.equal(frame.tensor, make_x(rows, LIMITS))
         assert receiver.recv().body == {"plain": step}
 
 
@@ -74,46 +66,19 @@ def test_a_link_that_is_closed_ends_both_ends(ends: tuple[Link, Link]) -> None:
     with pytest.raises(PeerLost, match="hung up"):
         receiver.recv()
     with pytest.raises(PeerLost):
-        sender.send(Frame({}, tensor=make_x(3)))
+        sender.send(Frame({}, tensor=make_x(3, LIMITS)))
 
 
 def test_a_plain_connection_takes_no_tensor() -> None:
     with linked() as (sender, _), pytest.raises(InvariantError, match="carries none"):
-        sender.send(Frame({}, tensor=make_x(3)))
-
-
-def announce_then_die(port: int) -> None:
-    """The sending stage: one whole step, then a plan whose activations never follow."""
-    link = asyncio.run(dial_link(HOST, port, KEY, MAX_DATA_BYTES))
-    introduce(link, CPU)
-    sender = choose_link(link, SENDER, LIMITS, CPU, HOST, choose_gloo)
-    sender.send(Frame({}, tensor=make_x(5)))
-    link.send(Frame({"tensor": [5, LIMITS.hidden_size]}))
-    link.recv()
-    os.kill(os.getpid(), signal.SIGKILL)
+        sender.send(Frame({}, tensor=make_x(3, LIMITS)))
 
 
 def test_a_stage_that_is_killed_in_mid_transfer_ends_the_recv_that_waits() -> None:
-    with listen() as listener:
-        process = multiprocessing.get_context("spawn").Process(
-            target=announce_then_die, args=(listener.getsockname()[1],), daemon=True
-        )
-        process.start()
-        link: StageLink = asyncio.run(asyncio.wait_for(accept_link(listener, KEY, MAX_DATA_BYTES), 60))
+    with dying_sender(LIMITS, CPU, choose_gloo) as (link, process):
         introduce(link, CPU)
         receiver = choose_link(link, RECEIVER, LIMITS, CPU, HOST, choose_gloo)
-        try:
-            frame = receiver.recv()
-            assert frame.tensor is not None and torch.equal(frame.tensor, make_x(5))
-            link.send(Frame({}))
-            with pytest.raises(PeerLost):
-                receiver.recv()
-            process.join(20)
-            assert process.exitcode == -signal.SIGKILL
-        finally:
-            receiver.close()
-            process.kill()
-            process.join()
+        expect_death_in_mid_transfer(receiver, link, process, LIMITS)
 
 
 def test_a_neighbour_that_says_nonsense_of_itself_is_lost() -> None:

@@ -14,8 +14,9 @@ from floodplain.cluster.device_link import Link, PairGroup
 from floodplain.cluster.link_choice import RECEIVER, SENDER, EndFacts, choose_link, introduce
 from floodplain.cluster.plan_codec import PlanLimits
 from floodplain.cluster.stage_link import StageLink
+from tests.support.dying_sender import HOST
 
-CPU, HOST = torch.device("cpu"), "127.0.0.1"
+CPU = torch.device("cpu")
 
 
 def choose_gloo(one: EndFacts, other: EndFacts) -> str:

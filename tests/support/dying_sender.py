@@ -1,0 +1,72 @@
+"""A stage in a process of its own that sends one step whole, and of the next one the plan without its activations."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+
+import pytest
+import torch
+
+from floodplain.cluster.device_link import Link
+from floodplain.cluster.link_choice import SENDER, Choose, choose_link, introduce
+from floodplain.cluster.plan_codec import PlanLimits
+from floodplain.cluster.stage_frames import Frame
+from floodplain.cluster.stage_link import StageLink, accept_link, dial_link
+from floodplain.core.errors import PeerLost
+from tests.support.stage_links import KEY, MAX_DATA_BYTES, listen
+
+HOST = "127.0.0.1"
+NUM_ROWS = 5
+
+
+def make_x(rows: int, limits: PlanLimits) -> torch.Tensor:
+    """Activations that both processes know."""
+    return torch.randn(rows, limits.hidden_size, generator=torch.Generator().manual_seed(rows)).to(limits.dtype)
+
+
+@contextmanager
+def dying_sender(limits: PlanLimits, device: torch.device, choose: Choose) -> Iterator[tuple[StageLink, BaseProcess]]:
+    """The receiver's end of a link on which nothing was said yet, and the process at the other end."""
+    with listen() as listener:
+        args = (listener.getsockname()[1], limits, device, choose)
+        process = multiprocessing.get_context("spawn").Process(target=_announce_then_die, args=args, daemon=True)
+        process.start()
+        link = None
+        try:
+            link = asyncio.run(asyncio.wait_for(accept_link(listener, KEY, MAX_DATA_BYTES), 60))
+            yield link, process
+        finally:
+            if link is not None:
+                link.close()
+            process.kill()
+            process.join()
+
+
+def expect_death_in_mid_transfer(receiver: Link, link: StageLink, process: BaseProcess, limits: PlanLimits) -> None:
+    """One step arrives bit for bit; then the sender is killed while this end waits for a tensor."""
+    try:
+        frame = receiver.recv()
+        assert frame.tensor is not None and torch.equal(frame.tensor.cpu(), make_x(NUM_ROWS, limits))
+        link.send(Frame({}))
+        with pytest.raises(PeerLost):
+            receiver.recv()
+        process.join(20)
+        assert process.exitcode == -signal.SIGKILL
+    finally:
+        receiver.close()
+
+
+def _announce_then_die(port: int, limits: PlanLimits, device: torch.device, choose: Choose) -> None:
+    link = asyncio.run(dial_link(HOST, port, KEY, MAX_DATA_BYTES))
+    introduce(link, device)
+    sender = choose_link(link, SENDER, limits, device, HOST, choose)
+    sender.send(Frame({}, tensor=make_x(NUM_ROWS, limits).to(device)))
+    link.send(Frame({"tensor": [NUM_ROWS, limits.hidden_size]}))
+    link.recv()  # the other end has the first step
+    os.kill(os.getpid(), signal.SIGKILL)
