@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
 from floodplain.cluster.device_link import Link
-from floodplain.cluster.link_choice import RECEIVER, SENDER, choose_link, introduce
+from floodplain.cluster.link_choice import RECEIVER, SENDER, choose_link, describe_end, introduce
 from floodplain.cluster.plan_codec import PlanLimits
 from floodplain.cluster.stage_link import LinkKey, StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
@@ -47,6 +49,7 @@ class StageRing:
         self._before = LinkKey(secret, number, (place - 1) % num_stages)
         self._own = LinkKey(secret, number, place)
         self._links: list[StageLink] = []
+        self._threads = ThreadPoolExecutor(2, "floodplain-link-choice")  # they wait for other stages: not the loop's
 
     async def open(self, host: str, port: int) -> tuple[Link, Link]:
         """(from the stage before, to the next one).
@@ -74,6 +77,7 @@ class StageRing:
         """End the links that there are. Safe to call twice; waits for their threads."""
         for link in self._links:
             link.close()
+        self._threads.shutdown(wait=False)
 
     async def _accept(self) -> Link:
         link = await self._keep(accept_link(self._listener, self._before, self._limits.max_data_bytes))
@@ -85,11 +89,13 @@ class StageRing:
         return link if self._is_last else await self._choose(link, SENDER, host)
 
     async def _choose(self, link: StageLink, rank: int, host: str) -> Link:
-        """``close`` ends what is made here, too: a device link ends with its connection."""
-        introduce(
-            link, self._device
-        )  # before a thread waits, so that threads that wait for each other cannot be too few
-        return await asyncio.to_thread(choose_link, link, rank, self._limits, self._device, host)
+        """Stages on CPUs have nothing to choose, and say nothing. ``close`` ends what is made here, too: a device link
+        ends with its connection."""
+        if not describe_end(self._device).device:
+            return link
+        introduce(link, self._device)
+        choose = partial(choose_link, link, rank, self._limits, self._device, host)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, choose)
 
     async def _keep(self, coming: Coroutine[Any, Any, StageLink]) -> StageLink:
         """A link that comes, so that ``close`` ends it whatever becomes of the other one."""
