@@ -1,4 +1,4 @@
-"""The scheduler without a connector: the policy decides, and whoever is sent away is computed again."""
+"""The scheduler without a connector: the policy decides, and requests that are sent away are computed again."""
 
 from __future__ import annotations
 

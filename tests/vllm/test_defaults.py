@@ -129,7 +129,7 @@ def install(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (SCHEDULER, "FloodplainScheduler needs FloodplainConnector beside it"),
+        ([*SCHEDULER, "--additional-config", '{"floodplain": {"swap_memory": 1}}'], "which is none of policy, seed"),
         (
             [*SCHEDULER, "--disable-hybrid-kv-cache-manager", "--enable-lora", *TRANSFER],
             "leave --enable-lora out",

@@ -16,7 +16,7 @@ CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Of vLLM's KV cache: those whose blocks hold all that belongs to them."""
 
 NO_SWAP = (
-    "the policy decides, and there is no swap space: whoever is sent away is computed again. To have some, pass"
+    "the policy decides, and there is no swap space: a request that is sent away is computed again. To have some, pass"
     f' --kv-transfer-config \'{{"kv_connector": "{CONNECTOR}", "kv_connector_module_path": "{CONNECTOR_MODULE}",'
     ' "kv_role": "kv_both"}\''
 )
