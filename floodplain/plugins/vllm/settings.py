@@ -86,12 +86,11 @@ def find_extra(vllm_config: Any) -> dict[str, Any]:
     return dict(extra)
 
 
-def read_alone(extra: Mapping[str, Any], *, are_flags: bool = False) -> PluginSettings:
+def read_alone(extra: Mapping[str, Any]) -> PluginSettings:
     """Check what stands in ``floodplain`` of ``--additional-config``: no swap space, so nothing about that.
 
     Args:
         extra: Names and values.
-        are_flags: They were given as flags, and what is wrong is said of those.
 
     Raises:
         UserError: A name is unknown or not for here, or a value is out of its range.
@@ -99,7 +98,7 @@ def read_alone(extra: Mapping[str, Any], *, are_flags: bool = False) -> PluginSe
     others = [name for name in extra if name not in ALONE]
     if others:
         raise UserError(f"additional_config has {others[0]!r} for floodplain, which is none of {', '.join(ALONE)}")
-    return replace(read_settings(extra, are_flags=are_flags, where="additional_config"), swap_bytes=0)
+    return replace(read_settings(extra, where="additional_config"), swap_bytes=0)
 
 
 def read_settings(
