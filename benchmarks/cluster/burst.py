@@ -30,6 +30,7 @@ PLAN: Mapping[str, Sequence[str]] = {
     "2x": ("recompute", "recompute, plain", "paced", "paced, plain", "pipeline", "drop", "auto"),
     "4x": ("recompute", "paced", "pipeline", "drop"),
     "waves": ("drop", "drop, kept"),
+    "waves apart": ("drop", "drop, kept"),
     "endless": ("recompute", "drop"),
     "burstgpt": ("recompute", "migrate", "paced", "drop"),
 }

@@ -64,7 +64,8 @@ class Load:
 LOADS: Mapping[str, Load] = {
     "2x": Load(((5, 1), (30, 2), (8, 1))),
     "4x": Load(((5, 1), (20, 4), (8, 1))),
-    "waves": Load(((5, 1), (15, 4), (25, 0.25), (15, 4), (5, 1))),
+    "waves": Load(((5, 1), (15, 4), (25, 1), (15, 4), (5, 1))),
+    "waves apart": Load(((5, 1), (15, 4), (25, 0.25), (15, 4), (5, 1))),
     "endless": Load(((5, 1), (45, 4))),
     "burstgpt": Load(trace="burstgpt_burst_1h.csv"),
 }

@@ -80,7 +80,7 @@ def _wait(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def client_command(model: Path, port: int, args: argparse.Namespace, out: Path) -> list[str]:
-    """vLLM's client: random prompts of 100 to 300 tokens, 50 to 250 tokens out, Poisson arrivals."""
+    """vLLM's client: random prompts of 100 to 300 tokens, 75 to 225 tokens out, Poisson arrivals."""
     return [
         sys.executable, "-c", CLIENT, "--backend", "openai", "--base-url", f"http://127.0.0.1:{port}",
         "--model", "smollm2", "--tokenizer", str(model),
