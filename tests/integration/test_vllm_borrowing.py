@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from floodplain.core.errors import UserError
+from floodplain.core.plan import Reason
+from floodplain.core.tiers import Tier
 from floodplain.lending import peer_parts
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.plugins.vllm.borrowing import Borrowing
@@ -108,6 +110,26 @@ def test_whoever_leaves_last_leaves_the_rest_to_the_thread(monkeypatch: pytest.M
         inside.desk.depart("a")
         wait_until(lambda: neighbour.taken_pages == 0)
         assert inside.borrowing.facts().num_borrowed["forced"] == 0
+
+
+def test_an_idle_engine_notes_the_end_of_what_was_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last request ends while its copy comes nearer: its slots are free again, without a boundary or news."""
+    with neighbourhood(monkeypatch) as (_, inside):
+        books, tier = inside.desk.books, inside.borrowing._tier
+        inside.arrive()
+        one = inside.desk.roster["a"]
+        assert books.swap_out(one, Pool(1).give(1), BLOCK_TOKENS, Reason.SLICE_ENDED, Tier.HOST)
+        (transfer,) = books.take_due()
+        books.settle(transfer.transfer_id, frozenset())
+        with monkeypatch.context() as patch:
+            patch.setattr(tier._mover, "poll", list)  # the copy takes a while
+            with inside.desk.lock:
+                tier.look()
+            assert inside.borrowing.num_moving == 1
+            inside.desk.depart("a")
+            assert inside.borrowing._hurry() is not None, "the thread waits for news that never comes"
+        wait_until(lambda: not inside.borrowing.num_moving)
+        assert not any(slots.num_taken for slots in books.backups.slots.values())
 
 
 def test_at_the_deadline_memory_goes_whoever_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

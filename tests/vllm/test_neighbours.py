@@ -22,6 +22,7 @@ from vllm import LLM
 from floodplain.lending import peer_parts
 from floodplain.lending.peer_tier import PeerTier
 from floodplain.memory.host.device_file import PAGE_BYTES
+from floodplain.plugins.vllm.borrowing import Borrowing
 from tests.support.lending import Neighbour, coordinating
 from tests.vllm.engines import (
     BLOCK_TOKENS,
@@ -87,13 +88,18 @@ def calm(llm: LLM, neighbour: Neighbour) -> Iterator[None]:
     neighbour.lend(NUM_PAGES)
     wait_until(lambda: len(tier_of(llm)._held) == NUM_CHUNKS)
     yield
+    wait_until(lambda: not borrowing_of(llm).num_moving)
     expect_nothing_left(llm)
 
 
-def tier_of(llm: LLM) -> PeerTier:
+def borrowing_of(llm: LLM) -> Borrowing:
     borrowing = desk_of(llm).borrowing
     assert borrowing is not None
-    return borrowing._tier
+    return borrowing
+
+
+def tier_of(llm: LLM) -> PeerTier:
+    return borrowing_of(llm)._tier
 
 
 def count_moved(llm: LLM) -> Counter[str]:

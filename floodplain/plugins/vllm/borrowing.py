@@ -45,7 +45,8 @@ class Borrowing:
         assert settings.coordinator is not None, "there is nobody to ask"
         client = open_client(settings.coordinator, settings.coordinator_token_file)
         agent = LeaseAgent(client, settings.device_name or default_device_name(), is_last=settings.device_name is None)
-        self._tier = PeerTier(agent.membership, parts.memory, parts.slots, parts.mover, Relocations(keeper))
+        self._relocations = Relocations(keeper)
+        self._tier = PeerTier(agent.membership, parts.memory, parts.slots, parts.mover, self._relocations)
         self._neighbours = Neighbours(agent, peer_tier=self._tier, hurry=self._hurry)
         self._lock, self._is_idle = lock, is_idle
 
@@ -66,14 +67,20 @@ class Borrowing:
         with self._lock:
             self._neighbours.at_boundary(time.monotonic())
 
+    @property
+    def num_moving(self) -> int:
+        """Copies between neighbours and the host whose end was not noted yet: their slots are taken so long."""
+        return self._relocations.num_in_flight
+
     def _hurry(self) -> float | None:
         """On the watch's thread. Seconds until it should look again, None if only news can change anything."""
         with self._lock:
             is_idle = self._is_idle()
             if is_idle:
                 self._tier.look()
+            is_done = is_idle and not self.num_moving  # no news tells of a copy that ends
         left_s = self._tier.hurry()
-        if is_idle and left_s is None:
+        if is_done and left_s is None:
             return None
         return PATIENCE_S if left_s is None else min(left_s, PATIENCE_S)
 
