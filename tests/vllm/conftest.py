@@ -16,8 +16,9 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",  # threads that wait for work leave the cores to others
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines share the cores
 }
 
 

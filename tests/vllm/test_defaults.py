@@ -40,7 +40,7 @@ def run(*words: str, seconds: float = PATIENCE_S, installed: Path | None = None)
     """
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     path = os.pathsep.join(map(str, [ROOT, *([installed] if installed else [])]))
-    environment |= {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    environment |= {"PYTHONPATH": path, "VLLM_CPU_KVCACHE_SPACE": "1"}
     return subprocess.run(
         [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )

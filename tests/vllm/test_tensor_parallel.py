@@ -34,15 +34,6 @@ SPLIT = {"tensor_parallel_size": NUM_WORKERS}
 FLAGS = {"skip_tokenizer_init": True, "max_model_len": 320}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_each() -> Iterator[None]:
-    """Workers inherit this; on two cores vLLM finds no place of its own for each of two workers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        yield
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
