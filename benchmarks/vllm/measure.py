@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -16,31 +15,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 from vllm import LLM, SamplingParams
 
+from benchmarks.vllm.story import BLOCK_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, make_burst
 from floodplain.observe.run_columns import latency_lists
 from floodplain.workload.goals import sample_requests, unloaded_goals_s
 from floodplain.workload.records import LoadRequest
 
-BLOCK_TOKENS = 32
-MAX_MODEL_LEN = 1024
 SCHEDULER = "floodplain.plugins.vllm.scheduler.FloodplainScheduler"
 ALONE = ", no swap"
 """Behind the name of a policy: the scheduler without swap space."""
-
-
-def make_burst(seed: int, num_requests: int, rate: float) -> list[LoadRequest]:
-    """Poisson arrivals, prompts of 100 to 300 tokens, outputs lognormal about 155."""
-    rng, now, burst = Random(seed), 0.0, []
-    for number in range(num_requests):
-        now += rng.expovariate(rate)
-        prompt = tuple(rng.randrange(10, 40_000) for _ in range(rng.randrange(100, 301)))
-        length = max(16, min(512, round(rng.lognormvariate(4.9, 0.55))))
-        burst.append(
-            LoadRequest(
-                request_id=str(number), arrival_s=now, prompt=None, prompt_token_ids=prompt, max_tokens=length,
-                ignore_eos=True,
-            )
-        )  # fmt: skip
-    return burst
 
 
 def make_engine(way: str, model: str, kv_tokens: int) -> LLM:
@@ -48,7 +30,7 @@ def make_engine(way: str, model: str, kv_tokens: int) -> LLM:
     flags: dict[str, Any] = {
         "model": model, "dtype": "bfloat16", "block_size": BLOCK_TOKENS, "max_model_len": MAX_MODEL_LEN,
         "num_gpu_blocks_override": kv_tokens // BLOCK_TOKENS, "enable_prefix_caching": way == "native",
-        "async_scheduling": False, "max_num_seqs": 64,
+        "async_scheduling": False, "max_num_seqs": MAX_NUM_SEQS,
     }  # fmt: skip
     if way == "native":
         flags["kv_offloading_size"] = 1.0  # GiB
