@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
 
@@ -77,6 +78,9 @@ def test_windows_in_all_layers_are_refused_in_one_line(tmp_path: Path, capfd: py
     assert capfd.readouterr().err.count("floodplain: ") == 1
 
 
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_supported(), reason="of x86 CPUs, vLLM has fp8 KV caches on those with AVX-512 or AMX only"
+)
 def test_caches_of_fp8_come_back_as_they_left(model: Path) -> None:
     load = make_load(seed=9, num_requests=12)
     expected = serve_calmly(model, load, kv_cache_dtype="fp8")
