@@ -32,3 +32,13 @@ def model() -> Path:
     folder = ROOT / "out/smollm2"
     subprocess.run([sys.executable, str(ROOT / "tools/export_smollm2.py"), str(folder)], check=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four layers without a tokenizer (``shards.write_llama``): for what no weights of a real model change."""
+    from tests.vllm.shards import write_llama
+
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder

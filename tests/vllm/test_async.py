@@ -59,8 +59,8 @@ def plain() -> Load:
 
 
 @pytest.fixture(scope="module")
-def calm(model: Path, plain: Load) -> dict[int, list[int]]:
-    return serve_calmly(model, plain)
+def calm(llama: Path, plain: Load) -> dict[int, list[int]]:
+    return serve_calmly(llama, plain, skip_tokenizer_init=True)
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +75,12 @@ def expected(load: StoppedLoad, calm: dict[int, list[int]]) -> dict[int, list[in
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
+def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         plan_ahead(patch)
         flags = {"num_gpu_blocks_override": 32, "enable_prefix_caching": True, "max_num_batched_tokens": 64}
         settings = {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}
-        llm = make_ours(model, settings, async_scheduling=True, **flags)
+        llm = make_ours(llama, settings, async_scheduling=True, skip_tokenizer_init=True, **flags)
         yield llm
         close(llm)
 

@@ -37,14 +37,14 @@ def load() -> Load:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, load: Load) -> dict[int, list[int]]:
-    return serve_calmly(model, load)
+def expected(llama: Path, load: Load) -> dict[int, list[int]]:
+    return serve_calmly(llama, load, skip_tokenizer_init=True)
 
 
 @pytest.fixture(scope="module")
-def llm(model: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
+def llm(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
     flags = {"num_gpu_blocks_override": 36, "enable_prefix_caching": True}
-    llm = make_ours(model, {"policy": "paced", "swap_memory": "256MiB"}, **flags)
+    llm = make_ours(llama, {"policy": "paced", "swap_memory": "256MiB"}, skip_tokenizer_init=True, **flags)
     yield llm
     close(llm)
 

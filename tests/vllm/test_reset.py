@@ -44,14 +44,14 @@ def load() -> Load:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, load: Load) -> dict[int, list[int]]:
-    return serve_calmly(model, load)
+def expected(llama: Path, load: Load) -> dict[int, list[int]]:
+    return serve_calmly(llama, load, skip_tokenizer_init=True)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
+def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
     flags = {"num_gpu_blocks_override": 36, "enable_prefix_caching": True, "max_num_batched_tokens": 64}
-    llm = make_ours(model, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, **flags)
+    llm = make_ours(llama, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, skip_tokenizer_init=True, **flags)
     yield llm
     close(llm)
 

@@ -26,19 +26,12 @@ from tests.vllm.engines import (
     scheduler_of,
     serve_calmly,
 )
-from tests.vllm.shards import processes_end, write_llama
+from tests.vllm.shards import processes_end
 from tests.vllm.storm import StormPolicy
 
 NUM_WORKERS = 2
 SPLIT = {"tensor_parallel_size": NUM_WORKERS}
 FLAGS = {"skip_tokenizer_init": True, "max_model_len": 320}
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    write_llama(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
