@@ -25,10 +25,10 @@ ALONE = ", no swap"
 """Behind the name of a policy: the scheduler without swap space."""
 
 
-def make_engine(way: str, model: str, kv_tokens: int) -> LLM:
+def make_engine(way: str, model: str, kv_tokens: int, dtype: str) -> LLM:
     """``stock``, ``native`` (vLLM's own offloading), or the name of one of our policies, also with ``ALONE`` behind."""
     flags: dict[str, Any] = {
-        "model": model, "dtype": "bfloat16", "block_size": BLOCK_TOKENS, "max_model_len": MAX_MODEL_LEN,
+        "model": model, "dtype": dtype, "block_size": BLOCK_TOKENS, "max_model_len": MAX_MODEL_LEN,
         "num_gpu_blocks_override": kv_tokens // BLOCK_TOKENS, "enable_prefix_caching": way == "native",
         "async_scheduling": False, "max_num_seqs": MAX_NUM_SEQS,
     }  # fmt: skip
@@ -132,9 +132,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4.58, help="requests per second")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--kv-tokens", type=int, default=4096)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--unloaded", action="store_true", help="a few of the requests, one at a time, for goals")
     args = parser.parse_args()
-    llm = make_engine(args.way, args.model, args.kv_tokens)
+    llm = make_engine(args.way, args.model, args.kv_tokens, args.dtype)
     llm.generate([{"prompt_token_ids": [7] * 64}] * 4, SamplingParams(max_tokens=32, ignore_eos=True), use_tqdm=False)
     burst = make_burst(args.seed, args.requests, args.rate)
     found = measure_goals(llm, burst) if args.unloaded else measure_burst(llm, burst)
