@@ -25,8 +25,11 @@ ALONE = ", no swap"
 """Behind the name of a policy: the scheduler without swap space."""
 
 
-def make_engine(way: str, model: str, kv_tokens: int, dtype: str) -> LLM:
-    """``stock``, ``native`` (vLLM's own offloading), or the name of one of our policies, also with ``ALONE`` behind."""
+def make_engine(way: str, model: str, kv_tokens: int, dtype: str, **settings: Any) -> LLM:
+    """``stock``, ``native`` (vLLM's own offloading), or the name of one of our policies, also with ``ALONE`` behind.
+
+    ``settings`` are more of the plug-in with swap space.
+    """
     flags: dict[str, Any] = {
         "model": model, "dtype": dtype, "block_size": BLOCK_TOKENS, "max_model_len": MAX_MODEL_LEN,
         "num_gpu_blocks_override": kv_tokens // BLOCK_TOKENS, "enable_prefix_caching": way == "native",
@@ -44,7 +47,7 @@ def make_engine(way: str, model: str, kv_tokens: int, dtype: str) -> LLM:
             kv_connector="FloodplainConnector",
             kv_connector_module_path="floodplain.plugins.vllm.connector",
             kv_role="kv_both",
-            kv_connector_extra_config={"policy": way, "swap_memory": "1GiB"},
+            kv_connector_extra_config={"policy": way, "swap_memory": "1GiB", **settings},
         )
     return LLM(**flags)
 
@@ -133,9 +136,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--kv-tokens", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--settings", default="{}", help="more of the plug-in, as JSON")
     parser.add_argument("--unloaded", action="store_true", help="a few of the requests, one at a time, for goals")
     args = parser.parse_args()
-    llm = make_engine(args.way, args.model, args.kv_tokens, args.dtype)
+    llm = make_engine(args.way, args.model, args.kv_tokens, args.dtype, **json.loads(args.settings))
     llm.generate([{"prompt_token_ids": [7] * 64}] * 4, SamplingParams(max_tokens=32, ignore_eos=True), use_tqdm=False)
     burst = make_burst(args.seed, args.requests, args.rate)
     found = measure_goals(llm, burst) if args.unloaded else measure_burst(llm, burst)

@@ -21,6 +21,7 @@ from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.config import DTYPES, EngineConfig
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.run_columns import COLUMNS, COUNTS, format_ways, latency_lists
+from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.workload.goals import sample_requests, unloaded_goals_s
 from floodplain.workload.records import LoadRequest
 
@@ -30,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fcfs": {"policy": "fcfs", "swap": "none"},
     "paced": {"policy": "paced", "swap": "host", "swap_memory": 2**30},
 }
-"""As ``stock`` and ``paced`` are in vLLM."""
+"""As ``stock`` and ``paced`` are in vLLM; the policy has the plug-in's defaults, not our engine's."""
 
 
 def make_lane(way: str, kv_tokens: int, dtype: str) -> Lane:
@@ -40,7 +41,7 @@ def make_lane(way: str, kv_tokens: int, dtype: str) -> Lane:
         model=MODEL, dtype=dtype, kv_memory=kv_memory, block_tokens=BLOCK_TOKENS, max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS, enable_prefix_caching=False, **WAYS[way],
     )  # fmt: skip
-    lane = Lane(build_engine(config))
+    lane = Lane(build_engine(config, PluginSettings(way).make_policy()))
     serve([lane], [replace(one, arrival_s=0.0, max_tokens=32) for one in make_burst(0, 4, 1.0)])
     return lane
 
