@@ -100,8 +100,9 @@ def test_a_reset_in_a_storm_succeeds_and_costs_no_token(
     seen = Counter[str]()
 
     def reset(step: int) -> None:
-        if step % 8 == 7 and step < 300:
-            seen.update({way for way, number in count_copies(llm).items() if number})
+        under_way = {way for way, number in count_copies(llm).items() if number}
+        if step < 300 and (step % 8 == 7 or ("back" in under_way and seen["back"] < 3)):
+            seen.update(under_way)
             assert llm.reset_prefix_cache(reset_running_requests=True, reset_connector=reset_connector)
             expect_forgotten(llm)
 
