@@ -8,7 +8,8 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := .venv-vllm/.installed
 TEST_VLLM := OMP_WAIT_POLICY=passive .venv-vllm/bin/python -m pytest --confcutdir=tests/vllm -W ignore
 VLLM_MODEL := out/smollm2
-VLLM_TESTS := tests/vllm/test_reset.py $(filter-out %/test_reset.py,$(wildcard tests/vllm/test_*.py))
+VLLM_SLOWEST := tests/vllm/test_identity.py tests/vllm/test_server.py
+VLLM_TESTS := $(VLLM_SLOWEST) $(filter-out $(VLLM_SLOWEST),$(wildcard tests/vllm/test_*.py))
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going --output-sync
 CLIENTS_STAMP := .venv-clients/.installed
 CLUSTER_STAMP := .venv-cluster/.installed
@@ -42,7 +43,7 @@ $(VLLM_STAMP): tools/setup_vllm.sh
 	touch $(VLLM_STAMP)
 
 # A process holds one engine, so each file has a process. Two run at a time with a thread each: a model so small gains
-# nothing from a second thread. The file that takes longest comes first. Warnings are vLLM's.
+# nothing from a second thread. The files that take longest come first. Warnings are vLLM's.
 test-vllm: $(VLLM_STAMP)
 	$(TWO_AT_A_TIME) $(VLLM_TESTS)
 
