@@ -229,10 +229,12 @@ def test_an_uncaught_refusal_is_one_line_and_status_2() -> None:
 
 
 PARENT = """
-import subprocess, sys
+import multiprocessing, sys
 from floodplain.plugins.vllm.refusal import end_quietly_after_refusals
 end_quietly_after_refusals()
-child = subprocess.run([sys.executable, "-c", sys.argv[1]])
+child = multiprocessing.get_context("spawn").Process(target=exec, args=(sys.argv[1], {}))
+child.start()
+child.join()
 if "forget" in sys.argv: end_quietly_after_refusals()
 raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 """
@@ -264,6 +266,15 @@ def test_a_process_ends_quietly_if_the_one_that_it_started_refused(
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
     assert (ended.returncode, ended.stderr.count("Traceback")) == (status, num_traces), ended.stderr
     assert ended.stderr.count("floodplain: leave it out\n") == (child == REFUSING)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_vllm_that_another_program_starts_ends_quietly_too(tmp_path: Path) -> None:
+    """That program may have used the plug-in before: its variable is inherited, and says nothing of this vLLM."""
+    environment = os.environ | {"TMPDIR": str(tmp_path), "_FLOODPLAIN_REFUSED": str(tmp_path / "another-program")}
+    words = [sys.executable, "-c", PARENT, REFUSING]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    assert (ended.returncode, ended.stderr) == (2, "floodplain: leave it out\n")
     assert not list(tmp_path.iterdir())
 
 

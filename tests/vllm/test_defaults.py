@@ -23,7 +23,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from floodplain.plugins.vllm.refusal import _MARK, Refusal
+from floodplain.plugins.vllm.refusal import Refusal
 from tests.vllm.engines import Load, make_tiny, serve_calmly
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,6 @@ def refusal_of(words: list[str]) -> str:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Refusal) as refusal:
         patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
-        patch.setenv(_MARK, os.devnull)  # as in a process that another one looks after: its hook would outlive this
         AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     return str(refusal.value)
 

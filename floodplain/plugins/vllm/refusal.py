@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import secrets
 import sys
@@ -63,7 +64,9 @@ def end_quietly_after_refusals() -> None:
     """
     if isinstance(sys.excepthook, _QuietEnd):
         sys.excepthook.forget()
-    elif _MARK not in os.environ:  # else another process started this one, and is the one to end quietly
+    elif _MARK not in os.environ or multiprocessing.parent_process() is None:
+        # An engine process is vLLM's child by multiprocessing: its parent is the one to end quietly. Any other process
+        # may have inherited the variable from a program that has nothing to do with this vLLM.
         sys.excepthook = _QuietEnd(sys.excepthook)
 
 
