@@ -139,11 +139,12 @@ def main() -> None:
     parser.add_argument("--settings", default="{}", help="more of the plug-in, as JSON")
     parser.add_argument("--unloaded", action="store_true", help="a few of the requests, one at a time, for goals")
     args = parser.parse_args()
-    llm = make_engine(args.way, args.model, args.kv_tokens, args.dtype, **json.loads(args.settings))
+    settings = json.loads(args.settings)
+    llm = make_engine(args.way, args.model, args.kv_tokens, args.dtype, **settings)
     llm.generate([{"prompt_token_ids": [7] * 64}] * 4, SamplingParams(max_tokens=32, ignore_eos=True), use_tqdm=False)
     burst = make_burst(args.seed, args.requests, args.rate)
     found = measure_goals(llm, burst) if args.unloaded else measure_burst(llm, burst)
-    print(json.dumps({"way": args.way, "seed": args.seed} | found), flush=True)
+    print(json.dumps({"way": args.way, "settings": settings, "seed": args.seed} | found), flush=True)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,13 @@ def measure(lanes: dict[str, Lane], seed: int, num_requests: int, rate: float, g
     return runs
 
 
+def show(ours: list[Any], theirs: list[Any]) -> None:
+    """A table of each engine's runs, with the goals that our engine measured."""
+    for name, runs in {"ours": ours, "vLLM": theirs}.items():
+        ways = {f"{run['way']} {run.get('settings') or ''}": [run | {"goals_s": ours[0]["goals_s"]}] for run in runs}
+        print(f"\n**{name}**\n", *format_ways(ways, {**COLUMNS, **COUNTS}), sep="\n")
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -87,7 +94,11 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--out", type=Path, default=HERE / "replay.json")
+    parser.add_argument("--show", type=Path, help="measure nothing; vLLM's runs of this file, beside --out")
     args = parser.parse_args()
+    if args.show:
+        show(json.loads(args.out.read_text())["runs"], [json.loads(line) for line in args.show.open()])
+        return
     lanes = {way: make_lane(way, args.kv_tokens, args.dtype) for way in WAYS}
     goals_s = measure_goals(lanes["fcfs"], make_burst(args.seeds[0], args.requests, args.rate))
     runs = []
