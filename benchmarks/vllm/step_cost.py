@@ -142,7 +142,7 @@ def measure(policy_name: str, num_waiting: int, num_prefix: int, num_steps: int)
         views_ms.append(1e3 * (seen_s - begin_s))
         decisions_ms.append(1e3 * (time.perf_counter() - seen_s))
         for request in requests:
-            if request.num_tokens % BLOCK_TOKENS == 0:
+            if request.num_tokens > len(blocks.table(request.request_id)) * BLOCK_TOKENS:
                 blocks.give(request, 1)
             request.run()
     return views_ms[5:], decisions_ms[5:]  # the first step makes every row
