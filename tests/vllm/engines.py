@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -86,6 +87,23 @@ def make_ours(model: Path, settings: dict[str, Any], **flags: Any) -> LLM:
     )
     ours = {"scheduler_cls": "floodplain.plugins.vllm.scheduler.FloodplainScheduler", "kv_transfer_config": transfer}
     return make_stock(model, **(ours | flags))
+
+
+def make_crowded(model: Path, **flags: Any) -> LLM:
+    """Ours with a pool for a third of 16 requests of ``make_load``, and prompts in chunks of 64 tokens."""
+    small = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64}
+    return make_ours(model, {"policy": "cfs", "slice": 4, "swap_memory": "256MiB"}, **small, **flags)
+
+
+@contextmanager
+def as_made(llm: LLM) -> Iterator[None]:
+    """The engine as it was made, whatever a test replaces in it; nothing is left in it afterwards."""
+    scheduler = scheduler_of(llm)
+    policy, books = scheduler.policy_object, scheduler._desk.books
+    scheduler._desk.watchers.clear()
+    yield
+    expect_nothing_left(llm)
+    scheduler.policy_object, scheduler._desk.books = policy, books
 
 
 def close(llm: LLM) -> None:

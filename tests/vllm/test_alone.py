@@ -24,17 +24,19 @@ from tests.vllm.engines import (
 from tests.vllm.storm import StormPolicy
 
 NUM_REQUESTS = 12
+NO_TOKENIZER = {"skip_tokenizer_init": True}
 TURNS = {"floodplain": {"policy": "cfs", "slice": 8}}
 
 
-def test_turns_without_swap_space_give_stock_tokens(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_turns_without_swap_space_give_stock_tokens(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     load = make_load(3, NUM_REQUESTS)
-    expected = serve_calmly(model, load)
+    expected = serve_calmly(llama, load, **NO_TOKENIZER)
     with caplog.at_level(logging.WARNING, logger="floodplain"):
-        llm = make_stock(model, num_gpu_blocks_override=18, scheduler_cls=SCHEDULER)
+        llm = make_stock(llama, num_gpu_blocks_override=18, scheduler_cls=SCHEDULER, **NO_TOKENIZER)
     assert "there is no swap space" in caplog.text, "nothing but the scheduler is named, and it says what that means"
     close(llm)
-    llm = make_stock(model, num_gpu_blocks_override=18, scheduler_cls=SCHEDULER, additional_config=TURNS)
+    own = {"scheduler_cls": SCHEDULER, "additional_config": TURNS}
+    llm = make_stock(llama, num_gpu_blocks_override=18, **own, **NO_TOKENIZER)
     sent_away: list[str] = []
     scheduler = scheduler_of(llm)
     assert scheduler.policy_object.name == "cfs"
@@ -63,7 +65,8 @@ def test_turns_without_swap_space_give_stock_tokens(model: Path, caplog: pytest.
     close(llm)
 
 
-def test_settings_of_swap_space_are_refused_without_it(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_swap_space_are_refused_without_it(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {"floodplain": {"swap_memory": "1GiB"}}
     with pytest.raises(UserError, match="which is none of policy, seed"):
-        make_stock(model, scheduler_cls=SCHEDULER, additional_config={"floodplain": {"swap_memory": "1GiB"}})
+        make_stock(llama, scheduler_cls=SCHEDULER, additional_config=wrong, **NO_TOKENIZER)
     assert capsys.readouterr().err.count("floodplain: ") == 1

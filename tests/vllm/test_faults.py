@@ -1,0 +1,129 @@
+"""Storms, aborts, damage and scarce swap space cost no token: the plug-in on a small Llama (fp32, greedy)."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM in its own environment: make test-vllm")
+
+from vllm import LLM
+
+from floodplain.core.plan import Decision
+from floodplain.core.tiers import SlotLedger, Tier
+from floodplain.core.view import View
+from floodplain.memory.swap_slots import EMPTY_DIGEST
+from floodplain.plugins.vllm.books import SwapBooks
+from tests.vllm.engines import (
+    BLOCK_TOKENS,
+    Load,
+    as_made,
+    close,
+    desk_of,
+    drive,
+    make_crowded,
+    make_load,
+    scheduler_of,
+    serve_calmly,
+    worker_of,
+)
+from tests.vllm.storm import StormPolicy
+
+
+@pytest.fixture(scope="module")
+def load() -> Load:
+    return make_load(seed=0, num_requests=16)
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path, load: Load) -> dict[int, list[int]]:
+    return serve_calmly(llama, load, skip_tokenizer_init=True)
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path, expected: dict[int, list[int]]) -> Iterator[LLM]:
+    llm = make_crowded(llama, skip_tokenizer_init=True)
+    yield llm
+    close(llm)
+
+
+@pytest.fixture
+def llm(engine: LLM) -> Iterator[LLM]:
+    with as_made(engine):
+        yield engine
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_tokens_survive_a_storm(llm: LLM, load: Load, expected: dict[int, list[int]], seed: int) -> None:
+    policy = scheduler_of(llm).policy_object = StormPolicy(seed)
+    assert drive(llm, load).tokens == expected
+    assert policy.num_sent_away > 50
+
+
+def test_aborted_requests_leave_nothing_and_disturb_no_other(
+    llm: LLM, load: Load, expected: dict[int, list[int]]
+) -> None:
+    scheduler_of(llm).policy_object = StormPolicy(seed=7, chance=0.1)
+    dice, aborted = Random(5), set[int]()
+
+    def abort(step: int) -> None:
+        if step % 7 == 3 and len(aborted) < 6:
+            victim = dice.choice([index for index in range(len(load)) if index not in aborted])
+            aborted.add(victim)
+            llm.llm_engine.abort_request([str(victim)])
+
+    tokens = drive(llm, load, each_step=abort).tokens
+    assert len(aborted) == 6
+    assert tokens == {index: expected[index] for index in tokens} and len(tokens) >= len(load) - 6
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 12])
+def test_swap_space_that_is_too_small_costs_time_and_no_token(
+    llm: LLM, load: Load, expected: dict[int, list[int]], num_slots: int
+) -> None:
+    scheduler = scheduler_of(llm)
+    books = scheduler._desk.books = SwapBooks([SlotLedger(Tier.HOST, num_slots)], BLOCK_TOKENS)
+    books.bind(scheduler.finder.pool)
+    scheduler.policy_object = StormPolicy(seed=2)
+    assert drive(llm, load).tokens == expected
+
+
+def test_damaged_copies_are_computed_again(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
+    scheduler_of(llm).policy_object = StormPolicy(seed=3, recompute=0.0)
+    slots, dice = worker_of(llm).slots, Random(9)
+    books, num_lost = desk_of(llm).books, 0
+    settle = books.settle
+
+    def note(transfer_id: int, lost: frozenset[int]) -> None:
+        nonlocal num_lost
+        num_lost += len(lost)
+        settle(transfer_id, lost)
+
+    books.settle = note  # type: ignore[method-assign]
+
+    def damage(step: int) -> None:
+        written = [slot for slot in range(slots.num_slots) if slots.digests[slot] != EMPTY_DIGEST]
+        for slot in dice.sample(written, min(2, len(written))):
+            slots.words[slot, 3, 5] ^= 1 << 20
+
+    assert drive(llm, load, each_step=damage).tokens == expected
+    del books.settle
+    assert num_lost > 3
+
+
+def test_the_same_views_give_the_same_decisions_outside_of_vllm(llm: LLM, load: Load) -> None:
+    """What is recorded is replayed by a policy object of its own, after a trip through pickle."""
+    scheduler = scheduler_of(llm)
+    scheduler.policy_object = scheduler._settings.make_policy()
+    made: list[tuple[View, float, Decision]] = []
+    desk_of(llm).watchers.append(lambda *decided: made.append(decided))
+    drive(llm, load)
+    policy, rng = scheduler._settings.make_policy(), Random(0)
+    assert any(decision.preemptions for _, _, decision in made)
+    assert any(decision.resumptions for _, _, decision in made)
+    for view, now, decision in pickle.loads(pickle.dumps(made)):
+        assert policy.decide(view, now, rng) == decision
