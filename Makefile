@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 VLLM_STAMP := .venv-vllm/.installed
 TEST_VLLM := OMP_WAIT_POLICY=passive .venv-vllm/bin/python -m pytest --confcutdir=tests/vllm -W ignore
 VLLM_MODEL := out/smollm2
-VLLM_SLOWEST := tests/vllm/test_identity.py tests/vllm/test_server.py
+VLLM_SLOWEST := $(foreach name,defaults reset identity server,tests/vllm/test_$(name).py)
 VLLM_TESTS := $(VLLM_SLOWEST) $(filter-out $(VLLM_SLOWEST),$(wildcard tests/vllm/test_*.py))
 TWO_AT_A_TIME := $(MAKE) --jobs=2 --keep-going --output-sync
 CLIENTS_STAMP := .venv-clients/.installed
