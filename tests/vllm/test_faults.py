@@ -16,7 +16,8 @@ from vllm import LLM
 from floodplain.core.plan import Decision
 from floodplain.core.tiers import SlotLedger, Tier
 from floodplain.core.view import View
-from floodplain.memory.swap_slots import EMPTY_DIGEST
+from floodplain.memory.digest import SEED
+from floodplain.memory.swap_slots import EMPTY_DIGEST, Slots
 from floodplain.plugins.vllm.books import SwapBooks
 from tests.vllm.engines import (
     BLOCK_TOKENS,
@@ -92,6 +93,15 @@ def test_swap_space_that_is_too_small_costs_time_and_no_token(
     assert drive(llm, load).tokens == expected
 
 
+def erase(slots: Slots, dice: Random, *, keeps_digest: bool) -> None:
+    """Two copies become zeros; a digest that is not kept says that they are whole."""
+    written = [slot for slot in range(slots.num_slots) if slots.digests[slot] != EMPTY_DIGEST]
+    for slot in dice.sample(written, min(2, len(written))):
+        slots.words[slot] = 0
+        if not keeps_digest:
+            slots.digests[slot] = SEED
+
+
 def test_damaged_copies_are_computed_again(llm: LLM, load: Load, expected: dict[int, list[int]]) -> None:
     scheduler_of(llm).policy_object = StormPolicy(seed=3, recompute=0.0)
     slots, dice = worker_of(llm).slots, Random(9)
@@ -104,15 +114,19 @@ def test_damaged_copies_are_computed_again(llm: LLM, load: Load, expected: dict[
         settle(transfer_id, lost)
 
     books.settle = note  # type: ignore[method-assign]
-
-    def damage(step: int) -> None:
-        written = [slot for slot in range(slots.num_slots) if slots.digests[slot] != EMPTY_DIGEST]
-        for slot in dice.sample(written, min(2, len(written))):
-            slots.words[slot, 3, 5] ^= 1 << 20
-
-    assert drive(llm, load, each_step=damage).tokens == expected
+    assert drive(llm, load, each_step=lambda _: erase(slots, dice, keeps_digest=True)).tokens == expected
     del books.settle
     assert num_lost > 3
+
+
+def test_the_same_damage_is_seen_in_the_tokens_if_no_digest_tells(
+    llm: LLM, load: Load, expected: dict[int, list[int]]
+) -> None:
+    """The control: without it, damage might cost this model no token in any case."""
+    scheduler_of(llm).policy_object = StormPolicy(seed=3, recompute=0.0)
+    slots, dice = worker_of(llm).slots, Random(9)
+    tokens = drive(llm, load, each_step=lambda _: erase(slots, dice, keeps_digest=False)).tokens
+    assert sum(tokens[index] != expected[index] for index in expected) > 3
 
 
 def test_the_same_views_give_the_same_decisions_outside_of_vllm(llm: LLM, load: Load) -> None:
