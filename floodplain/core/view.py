@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar, dataclass_transform
 
 from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.hashing import BlockKey
@@ -16,8 +17,20 @@ from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Status
 from floodplain.core.tiers import Tier
 
+_Row = TypeVar("_Row")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass_transform(frozen_default=True)
+def _as_row(cls: type[_Row]) -> type[_Row]:
+    """A dataclass that is frozen for type checkers only.
+
+    Freezing at run time costs an ``object.__setattr__`` for each of 25 fields (CPython 3.11: 4.5 µs instead of 1.0 to
+    make a row), and a step of a large batch makes dozens of rows.
+    """
+    return dataclass(slots=True)(cls)
+
+
+@_as_row
 class SequenceView:
     """One sequence.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,10 @@ from tests.support.examples import examples
 from tests.support.vllm_books import Block, Pool
 from tests.support.vllm_engine import NUM_BLOCKS, WINDOW, FakeEngine, as_of
 
-EVENTS = ("arrive", "admit", "run", "run", "back_up", "leave", "settle", "end", "look", "look")
+EVENTS = (
+    "arrive", "admit", "admit", "run", "run", "back_up", "leave", "leave", "get_late_token", "settle", "settle", "end",
+    "look", "look", "look",
+)  # fmt: skip
 STORY = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 63)), max_size=60)
 
 
@@ -59,6 +63,16 @@ def test_a_long_walk_with_views_in_between(seed: int) -> None:
     walk(seed)
 
 
+def test_a_request_that_was_seen_before_its_first_step_back_is_seen_to_have_entered_then() -> None:
+    """Walks come by this too seldom."""
+    engine = FakeEngine()
+    play(engine, [("arrive", 0), ("look", 0), ("admit", 0), *[("run", 20)] * 3, ("leave", 1), ("settle", 1)])
+    play(engine, [("admit", 0), ("settle", 1)])
+    (row,) = engine.look().running
+    assert row.is_decoding and row.entered_step == 0
+    play(engine, [("run", 20)])
+
+
 def does_nothing(*_: Any, **__: Any) -> None: ...
 
 
@@ -79,8 +93,18 @@ def test_the_law_notices_if_changes_are_not_told(owner: type, name: str, monkeyp
             walk(seed)
 
 
+@pytest.mark.parametrize(("owner", "name"), [(ExclusiveCounts, "take_recounted"), (PrefixWatch, "take_forgotten")])
+def test_the_law_notices_if_rows_that_changed_are_not_named(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, lambda _: set())
+    with pytest.raises(AssertionError):
+        for seed in range(20):
+            walk(seed)
+
+
 def test_the_law_notices_rows_that_are_kept_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_rows, "_holds", lambda *_: True)
+    monkeypatch.setattr(kept_rows, "_lead", lambda _: ANY)
     with pytest.raises(AssertionError):
         walk(0)
 
@@ -90,7 +114,7 @@ def test_the_law_notices_rows_of_absent_requests_that_are_kept_too_long(monkeypa
 
     def keep(rows: KeptRows, one: Any, make: Any) -> Any:
         kept = rows._absent.get(one.seq_id)
-        return absent(rows, one, make) if kept is None else kept.row
+        return absent(rows, one, make) if kept is None else kept[1]
 
     monkeypatch.setattr(KeptRows, "absent", keep)
     with pytest.raises(AssertionError):
@@ -190,4 +214,4 @@ def test_requests_that_ended_are_not_kept_for_one_that_stays() -> None:
 
 class _Generating:
     def __init__(self, request_id: str, priority: int) -> None:
-        self.request_id, self.priority, self.num_output_tokens = request_id, priority, 0
+        self.request_id, self.priority, self.num_output_tokens, self.arrival_time = request_id, priority, 0, 0.0

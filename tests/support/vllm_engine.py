@@ -102,8 +102,8 @@ class KeptBlocks:
     def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
         return self.pool.exclusive.count(seq_id, table)
 
-    def take_recounted(self) -> Set[SeqId]:
-        return self.pool.exclusive.take_recounted()
+    def take_changed(self) -> Set[SeqId]:
+        return self.pool.exclusive.take_recounted() | self.pool.prefixes.take_forgotten()
 
     def find_prefix(self, seq_id: SeqId, request: Any, most: int) -> Found:
         return self.pool.prefixes.find(seq_id, request.block_hashes, min(most, len(request.block_hashes)))
@@ -139,6 +139,7 @@ class FakeEngine:
         self.outlook = Outlook(LIMITS, KeptBlocks(self.pool, self.tables), self.desk, self.lobby)
         self.running: list[TrackedRequest] = []
         self.loading: dict[int, TrackedRequest] = {}
+        self.arrived: list[TrackedRequest] = []  # of those that run: copies of theirs ended after the last step
         self.leaving: list[int] = []
         self.step = self.num_arrived = 0
         self.seen: set[str] = set()
@@ -176,10 +177,14 @@ class FakeEngine:
             self.loading[self.desk.books.take_due()[0].transfer_id] = one
             self.desk.books.take_owners()
         else:
-            self._start(one)
+            self.running.append(one)
+            self._enter(one)
 
     def run(self, index: int) -> None:
         """A step: most of those that are on the device get a token, or a part of their prompt."""
+        for one in self.arrived:
+            self._enter(one)
+        self.arrived.clear()
         for place, one in enumerate(tuple(self.running)):
             request, table = one.request, self.tables[one.request.request_id]
             if (index >> place % 5) & 1 and index > 20:
@@ -204,9 +209,18 @@ class FakeEngine:
             self.desk.books.back_up(one, table, one.request.num_computed_tokens, 1 + index % 3, Tier.HOST)
             self._launch()
 
+    def get_late_token(self, index: int) -> None:
+        """One that was sent away gets the token of the step that was outstanding then."""
+        ones = [self.desk.roster[request.request_id] for request in self.queue]
+        ones = [one for one in ones if one.first_token_s is not None]
+        if ones:
+            ones[index % len(ones)].request.num_tokens += 1
+
     def leave(self, index: int) -> None:
-        if self.running:
-            one = self.running.pop(index % len(self.running))
+        ones = [one for one in self.running if one not in self.arrived]
+        if ones:
+            one = ones[index % len(ones)]
+            self.running.remove(one)
             table = self.tables.pop(one.request.request_id)
             if index % 4:
                 self.desk.books.swap_out(one, table, one.request.num_computed_tokens, Reason.SLICE_ENDED)
@@ -226,7 +240,8 @@ class FakeEngine:
             self.desk.books.settle(transfer_id, lost)
             del self.loading[transfer_id]
             if not lost:
-                self._start(one)
+                self.arrived.append(one)
+                self.running.append(one)
                 continue
             self.pool.free_blocks(self.tables.pop(one.request.request_id)[::-1])
             one.request.num_computed_tokens = 0
@@ -237,16 +252,16 @@ class FakeEngine:
         ones = [one for one in self.desk.roster if one not in self.loading.values()]
         if ones:
             one = ones[index % len(ones)]
-            if one in self.running:
-                self.running.remove(one)
+            for there in (self.running, self.arrived):
+                if one in there:
+                    there.remove(one)
             self.queue.remove_request(one.request)
             self.desk.depart(one.request.request_id)
             self.pool.free_blocks(self.tables.pop(one.request.request_id, [])[::-1])
 
-    def _start(self, one: TrackedRequest) -> None:
+    def _enter(self, one: TrackedRequest) -> None:
         one.entered_step = self.step
         self.desk.books.note_start(one)
-        self.running.append(one)
 
     def _launch(self) -> None:
         self.leaving += [transfer.transfer_id for transfer in self.desk.books.take_due()]

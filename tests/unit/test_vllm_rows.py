@@ -49,7 +49,7 @@ class World:
     def count_exclusive(self, seq_id: SeqId, table: Sequence[Block]) -> int:
         return sum(block.ref_cnt == 1 for block in table)
 
-    def take_recounted(self) -> Set[SeqId]:
+    def take_changed(self) -> Set[SeqId]:
         return frozenset()
 
     def find_prefix(self, seq_id: SeqId, request: Any, most: int) -> Found:

@@ -94,9 +94,9 @@ class BlockFinder:
         """See ``rows.Blocks``."""
         return self._exclusive.count(seq_id, table)
 
-    def take_recounted(self) -> Set[SeqId]:
+    def take_changed(self) -> Set[SeqId]:
         """See ``rows.Blocks``."""
-        return self._exclusive.take_recounted()
+        return self._exclusive.take_recounted() | self._prefixes.take_forgotten()
 
     def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
         """See ``rows.Blocks``."""

@@ -6,75 +6,81 @@ its request gets a token in every step, and its table, its backups and its exclu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Set
+from operator import attrgetter
+from typing import Any
 
 from floodplain.core.backups import Backup
 from floodplain.core.request import SeqId
 from floodplain.core.view import SequenceView
-from floodplain.plugins.vllm.prefix_watch import Found
-from floodplain.plugins.vllm.rows import Blocks, RowMaker, sort_rows
+from floodplain.plugins.vllm.rows import RowMaker
 from floodplain.plugins.vllm.tracked import TrackedRequest
 
-
-@dataclass(frozen=True, slots=True)
-class _Absent:
-    """A row, and what it was made of."""
-
-    row: SequenceView
-    found: Found
-    num_tokens: int
-    num_backups: int
-    tail: tuple[Backup, int] | None
-    num_leaving: int
+_Mark = tuple[int, int, tuple[Backup, int] | None, int, int]
 
 
 class KeptRows:
     """Rows of requests that run, and of those that hold no blocks.
 
-    Args:
-        blocks: Of the engine.
+    Attributes:
+        running_ids: Requests of the last call of ``running``.
     """
 
-    def __init__(self, blocks: Blocks) -> None:
-        self._blocks = blocks
-        self._running: dict[SeqId, SequenceView] = {}
-        self._last: list[SequenceView] = []
-        self._sorted: tuple[SequenceView, ...] = ()
-        self._absent: dict[SeqId, _Absent] = {}
+    def __init__(self) -> None:
+        self.running_ids: Set[SeqId] = frozenset()
+        self._ones: tuple[TrackedRequest, ...] = ()  # of the last call of ``running``, as they came
+        self._sorted: list[TrackedRequest] = []  # the same by their keys; the next two are in this order
+        self._rows: list[SequenceView] = []
+        self._leads: list[int | None] = []  # see _lead
+        self._absent: dict[SeqId, tuple[_Mark, SequenceView]] = {}
 
-    def running(self, ones: Iterable[TrackedRequest], make: RowMaker, step: int) -> tuple[SequenceView, ...]:
+    def drop(self, seq_ids: Set[SeqId]) -> None:
+        """Rows of these requests hold no more, though the requests are as they were."""
+        if not seq_ids:
+            return
+        pairs = zip(self._sorted, self._leads, strict=True)
+        self._leads = [None if one.seq_id in seq_ids else lead for one, lead in pairs]
+        for seq_id in seq_ids & self._absent.keys():
+            del self._absent[seq_id]
+
+    def running(self, ones: tuple[TrackedRequest, ...], make: RowMaker, step: int) -> tuple[SequenceView, ...]:
         """Rows of all requests that hold their blocks and compute, in order of their keys."""
-        kept, rows = self._running, []
-        for seq_id in self._blocks.take_recounted():
-            kept.pop(seq_id, None)
-        for one in ones:
-            row = kept.get(one.seq_id)
-            rows.append(row if row is not None and _holds(row, one, step) else make.running(one))
-        if rows != self._last:  # rows that were kept are the same objects, so that this is quick
-            self._running = {row.seq_id: row for row in rows}
-            self._last, self._sorted = rows, sort_rows(rows)
-        return self._sorted
+        if ones != self._ones:
+            self._seat(ones)
+        # A table grows with the step that is due to need a block, and in no other. This runs for every request in
+        # every step: a call for each would cost as much again.
+        stale = [
+            place
+            for place, (one, row, lead) in enumerate(zip(self._sorted, self._rows, self._leads, strict=True))
+            if one.request.num_computed_tokens - step != lead
+            or row.block_due_step < step
+            or one.entered_step != row.entered_step
+            or len(one.backups) != row.num_backed_blocks
+        ]
+        for place in stale:
+            row = self._rows[place] = make.running(self._sorted[place])
+            self._leads[place] = _lead(row)
+        return tuple(self._rows)
+
+    def _seat(self, ones: tuple[TrackedRequest, ...]) -> None:
+        """Others run than before: those that go on keep their rows."""
+        known = {one.seq_id: kept for one, *kept in zip(self._sorted, self._rows, self._leads, strict=True)}
+        nothing: list[Any] = [None, None]
+        self._ones, self._sorted = ones, sorted(ones, key=attrgetter("order_key"))
+        kept = [known.get(one.seq_id, nothing) for one in self._sorted]
+        self._rows, self._leads = [row for row, _ in kept], [lead for _, lead in kept]
+        self.running_ids = frozenset([one.seq_id for one in ones])
 
     def absent(self, one: TrackedRequest, make: RowMaker) -> SequenceView:
         """The row of a request that holds no blocks.
 
         A copy of it becomes whole when its blocks stop leaving, and one that is lost is dropped at once.
         """
-        found, num_tokens, kept = make.find_prefix(one), one.request.num_tokens, self._absent.get(one.seq_id)
-        if (
-            kept is None
-            or kept.found is not found
-            or kept.num_tokens != num_tokens
-            or kept.num_backups != len(one.backups)
-            or kept.tail is not one.tail
-            or kept.num_leaving != one.num_leaving
-            or kept.row.entered_step != one.entered_step
-        ):
-            row = make.absent(one)
-            kept = _Absent(row, found, num_tokens, len(one.backups), one.tail, one.num_leaving)
-            self._absent[one.seq_id] = kept
-        return kept.row
+        mark = (one.request.num_tokens, len(one.backups), one.tail, one.num_leaving, one.entered_step)
+        kept = self._absent.get(one.seq_id)
+        if kept is None or kept[0] != mark:
+            kept = self._absent[one.seq_id] = (mark, make.absent(one))
+        return kept[1]
 
     def keep_only(self, absent: Set[SeqId]) -> None:
         """No other request will be asked for with ``absent`` soon."""
@@ -82,18 +88,10 @@ class KeptRows:
             del self._absent[seq_id]
 
 
-def _holds(row: SequenceView, one: TrackedRequest, step: int) -> bool:
-    """Whether the row of a running request says what one that is made now would.
+def _lead(row: SequenceView) -> int | None:
+    """Computed tokens less the step: the same for as long as a decoding request gets a token in every step.
 
-    Its table grows with the step that is due to need a block, and in no other.
+    Tokens that are known or expected grow with them, for nothing is speculated. None: the row must be made anew in the
+    next step, since its request decodes not yet, or is about to get its first token.
     """
-    request, num_passed = one.request, step - row.since_step
-    return (
-        row.is_decoding
-        and step <= row.block_due_step
-        and row.num_scheduled + num_passed == request.num_computed_tokens
-        and row.num_tokens + num_passed == one.num_expected_tokens
-        and row.num_backed_blocks == len(one.backups)
-        and row.entered_step == one.entered_step
-        and row.first_token_s == one.first_token_s
-    )
+    return row.num_scheduled - row.since_step if row.is_decoding and row.first_token_s is not None else None

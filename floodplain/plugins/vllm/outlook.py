@@ -44,7 +44,7 @@ class Outlook:
 
     def __init__(self, limits: Limits, blocks: Blocks, desk: SwapDesk, lobby: Lobby) -> None:
         self._limits, self._blocks, self._desk, self._lobby = limits, blocks, desk, lobby
-        self._rows = KeptRows(blocks)
+        self._rows = KeptRows()
 
     def view(self, step: int, present: Present, *, is_open: bool, prices: Prices, completion_step: int) -> View:
         """The view for planning a step.
@@ -58,6 +58,7 @@ class Outlook:
         """
         limits, desk = self._limits, self._desk
         make = RowMaker(limits, self._blocks, desk.books, step)
+        self._rows.drop(self._blocks.take_changed())
         swapped, waiting = self._absent_rows(make) if is_open else ((), ())
         num_free = self._blocks.count_free()
         running = self._rows.running((*present.running, *present.arrived), make, step)
@@ -99,7 +100,6 @@ class Outlook:
         return sort_rows(swapped), tuple([rows.absent(one, make) for one in lobby.head()])
 
     def _forget_others(self, view: View) -> None:
-        holding = {row.seq_id for row in view.running}
         absent = {row.seq_id for rows in (view.waiting, view.swapped) for row in rows}
-        self._blocks.watch_only(holding, absent)
+        self._blocks.watch_only(self._rows.running_ids, absent)
         self._rows.keep_only(absent)

@@ -65,9 +65,10 @@ class PrefixWatch:
         self._runs: dict[Hashable, _Run] = {}  # by the hash of their last block
         self._runs_at: dict[int, list[_Run]] = {}  # by block id
         self._missed_by: dict[Hashable, set[SeqId]] = {}
+        self._forgotten: set[SeqId] = set()
 
     def find(self, seq_id: SeqId, hashes: Sequence[Any], most: int) -> Found:
-        """What is there now; the same object until something changed.
+        """What is there now.
 
         Args:
             seq_id: Of a request.
@@ -83,6 +84,11 @@ class PrefixWatch:
         """Forget the answers of all other requests."""
         for seq_id in self._answers.keys() - seq_ids:
             self._forget(seq_id)
+
+    def take_forgotten(self) -> set[SeqId]:
+        """Requests for which another answer may hold since the last call."""
+        forgotten, self._forgotten = self._forgotten, set()
+        return forgotten
 
     # -- what changes ----------------------------------------------------------------------------------------------
 
@@ -150,6 +156,7 @@ class PrefixWatch:
 
     def _forget(self, seq_id: SeqId) -> None:
         answer = self._answers.pop(seq_id)
+        self._forgotten.add(seq_id)
         if answer.missing is not None:
             missed_by = self._missed_by[answer.missing]
             missed_by.remove(seq_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from floodplain.core.request import SeqId
@@ -52,13 +53,16 @@ class Blocks(Protocol):
     def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
         """Blocks of a request's table that nothing else holds."""
 
-    def take_recounted(self) -> Set[SeqId]:
-        """Requests for which ``count_exclusive`` says something else since the last call, though no table grew."""
+    def take_changed(self) -> Set[SeqId]:
+        """Requests for which ``count_exclusive`` or ``find_prefix`` may say something else since the last call.
+
+        Those whose table or tokens grew need not be among them.
+        """
 
     def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
-        """Leading blocks of a request, up to ``most``, that are on the device by content; none without prefix caching.
+        """Leading blocks of a request, ``most`` at most, that are on the device by content.
 
-        The same object until that changes.
+        None without prefix caching.
         """
 
     def watch_only(self, holding: Set[SeqId], absent: Set[SeqId]) -> None:
@@ -111,7 +115,8 @@ class RowMaker:
     def absent(self, tracked: TrackedRequest) -> SequenceView:
         """One that has nothing on the device but what it would find there by content."""
         block_tokens = self._limits.block_tokens
-        found = self.find_prefix(tracked)
+        most = (tracked.request.num_tokens - 1) // block_tokens  # its last token is computed in any case
+        found = self._blocks.find_prefix(tracked.seq_id, tracked.request, most)
         restorable = self._books.count_restorable(tracked)
         num_cached = found.num_blocks * block_tokens
         is_leaving = bool(tracked.num_leaving and (tracked.backups or tracked.tail))  # and was not forgotten
@@ -124,11 +129,6 @@ class RowMaker:
             num_backed_blocks=max(0, num_whole - found.num_blocks),
             num_restorable_tokens=max(restorable, num_cached) if restorable else 0,
         )
-
-    def find_prefix(self, tracked: TrackedRequest) -> Found:
-        """What one that holds no blocks would find on the device; its last token is computed in any case."""
-        most = (tracked.request.num_tokens - 1) // self._limits.block_tokens
-        return self._blocks.find_prefix(tracked.seq_id, tracked.request, most)
 
     def _make(
         self,
@@ -175,7 +175,7 @@ class RowMaker:
 
 def sort_rows(rows: Iterable[SequenceView]) -> tuple[SequenceView, ...]:
     """In order of their keys."""
-    return tuple(sorted(rows, key=lambda row: row.order_key))
+    return tuple(sorted(rows, key=attrgetter("order_key")))
 
 
 def view_tiers(books: SwapBooks, block_bytes: int, links: Links) -> tuple[TierView, ...]:

@@ -24,6 +24,7 @@ class TrackedRequest:
     Attributes:
         seq_id: Its name in decisions, given in order of arrival.
         request: vLLM's own; read only.
+        order_key: (priority, arrival, id).
         credit: Served work that it was taken to have had when it arrived.
         entered_step: The step in which it last came onto the device.
         first_token_s: When it got its first token; None before.
@@ -40,12 +41,13 @@ class TrackedRequest:
 
     __slots__ = (
         "backups", "credit", "entered_step", "first_token_s", "is_away", "last_token_s", "num_cached_tokens",
-        "num_leaving", "num_local_tokens", "num_seen_tokens", "request", "seq_id", "tail",
+        "num_leaving", "num_local_tokens", "num_seen_tokens", "order_key", "request", "seq_id", "tail",
     )  # fmt: skip
 
     def __init__(self, seq_id: SeqId, request: Request, credit: float) -> None:
         self.seq_id = seq_id
         self.request = request
+        self.order_key: OrderKey = (request.priority, request.arrival_time, seq_id)
         self.credit = credit
         self.entered_step = 0
         self.first_token_s: float | None = None
@@ -62,11 +64,6 @@ class TrackedRequest:
         """Tokens that are known, and those that outstanding steps generate."""
         num_tokens: int = self.request.num_tokens + self.request.num_output_placeholders
         return num_tokens
-
-    @property
-    def order_key(self) -> OrderKey:
-        """(priority, arrival, id)."""
-        return (self.request.priority, self.request.arrival_time, self.seq_id)
 
     def note_tokens(self, now: float) -> None:
         """Note when output tokens came, if there are more than were seen."""
