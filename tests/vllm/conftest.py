@@ -42,3 +42,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     write_llama(folder)
     return folder
+
+
+@pytest.fixture
+def ages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """See ``anew.compare_rows``."""
+    from tests.vllm.anew import compare_rows
+
+    return compare_rows(monkeypatch)

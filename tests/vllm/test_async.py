@@ -112,7 +112,7 @@ def llm(engine: LLM) -> Iterator[LLM]:
 
 @pytest.mark.quick
 def test_turns_are_taken_while_tokens_are_on_their_way(
-    llm: LLM, plain: Load, calm: dict[int, list[int]], early: list[int]
+    llm: LLM, plain: Load, calm: dict[int, list[int]], early: list[int], ages: list[int]
 ) -> None:
     run = drive(llm, plain)
     assert run.tokens == calm
@@ -122,7 +122,7 @@ def test_turns_are_taken_while_tokens_are_on_their_way(
 
 @pytest.mark.parametrize("seed", range(2))
 def test_tokens_survive_storms_and_aborts_with_a_step_outstanding(
-    llm: LLM, load: StoppedLoad, expected: dict[int, list[int]], early: list[int], seed: int
+    llm: LLM, load: StoppedLoad, expected: dict[int, list[int]], early: list[int], ages: list[int], seed: int
 ) -> None:
     policy = scheduler_of(llm).policy_object = StormPolicy(seed, chance=0.1)
     dice, aborted = Random(seed), set[int]()
@@ -136,6 +136,7 @@ def test_tokens_survive_storms_and_aborts_with_a_step_outstanding(
     tokens = drive(llm, load, each_step=abort).tokens
     assert tokens == {index: expected[index] for index in tokens} and len(tokens) >= len(load) - 3
     assert policy.num_sent_away > 20 and early.count(1) > 10
+    assert len(ages) > 200, "rows are kept with a step outstanding, too"
 
 
 def test_a_reset_with_a_step_outstanding_costs_no_token(

@@ -59,10 +59,14 @@ def llm(engine: LLM) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_tokens_survive_a_storm(llm: LLM, load: Load, expected: dict[int, list[int]], seed: int) -> None:
+def test_tokens_survive_a_storm(
+    llm: LLM, load: Load, expected: dict[int, list[int]], ages: list[int], seed: int
+) -> None:
+    """And each view says what one made anew would."""
     policy = scheduler_of(llm).policy_object = StormPolicy(seed)
     assert drive(llm, load).tokens == expected
     assert policy.num_sent_away > 50
+    assert len(ages) > 500 and max(ages) > BLOCK_TOKENS // 2
 
 
 def test_aborted_requests_leave_nothing_and_disturb_no_other(
