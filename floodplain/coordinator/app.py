@@ -167,7 +167,7 @@ def _add_service_routes(app: FastAPI, desk: Desk, answered: Counter[tuple[str, O
         metrics = CoordinatorMetrics(view, desk.service.totals, dict(answered))
         registry = CollectorRegistry(auto_describe=False)
         registry.register(metrics)
-        return await scrape(registry, request.headers.get("accept", ""))
+        return await scrape(registry, request)
 
 
 def _caller_of(request: Request) -> Caller:

@@ -89,6 +89,6 @@ def _add_service_routes(app: FastAPI, engine: ServingEngine) -> CollectorRegistr
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}, **ERRORS})
     async def show_metrics(request: Request) -> Response:
         """Prometheus metrics, in the format that the scraper prefers."""
-        return await scrape(registry, request.headers.get("accept", ""))
+        return await scrape(registry, request)
 
     return registry

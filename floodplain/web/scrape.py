@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
-from fastapi import Response
+import re
+
+from fastapi import Request, Response
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from floodplain.web.workers import Workers
 
-OPEN_METRICS = "application/openmetrics-text"
+OPEN_METRICS, TEXT = "application/openmetrics-text", "text/plain"
+_QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?", re.ASCII)
 
 SCRAPERS = Workers(1, "metrics")
 """Collects and writes metrics, one scrape after the other: collectors remember what they have reported."""
 
 
-async def scrape(registry: CollectorRegistry, accept: str) -> Response:
-    """The metrics of ``registry``, as OpenMetrics if the scraper takes that, else as Prometheus' text.
+async def scrape(registry: CollectorRegistry, request: Request) -> Response:
+    """The metrics of ``registry``, in the format that the scraper prefers: OpenMetrics or Prometheus' text.
 
-    Versions and escapings that a header names are not looked at: our names are the same in all of them.
+    Versions and escapings that its ``Accept`` names are not looked at: our names are the same in all of them.
 
     Args:
         registry: Its collectors are called in a worker's thread.
-        accept: The scraper's header, which may hold anything.
+        request: The scraper's; its ``Accept`` may hold anything.
     """
-    kinds = {part.partition(";")[0].strip().lower() for part in accept.split(",")}
-    encode, content_type = choose_encoder(OPEN_METRICS if OPEN_METRICS in kinds else "")
+    accept = ",".join(request.headers.getlist("accept"))
+    encode, content_type = choose_encoder(OPEN_METRICS if prefers_open_metrics(accept) else "")
     return Response(await SCRAPERS.run(encode, registry), headers={"Content-Type": content_type})
+
+
+def prefers_open_metrics(accept: str) -> bool:
+    """Whether an ``Accept`` header prefers OpenMetrics to text.
+
+    Of equal qualities, OpenMetrics wins if the header names it, else text. Source: RFC 9110, 12.5.1.
+    """
+    ranges: dict[str, float] = {}
+    for part in accept.split(","):
+        kind, *parameters = part.split(";")
+        name = kind.strip().lower()
+        ranges[name] = max(ranges.get(name, 0.0), _quality(parameters))
+    open_metrics, text = _quality_of(OPEN_METRICS, ranges), _quality_of(TEXT, ranges)
+    return open_metrics > text or (OPEN_METRICS in ranges and open_metrics == text > 0)
+
+
+def _quality(parameters: list[str]) -> float:
+    """1 if there is no ``q``; 0, which excludes, if it is malformed."""
+    for name, _, value in (parameter.partition("=") for parameter in parameters):
+        if name.strip().lower() == "q":
+            return float(value) if _QUALITY.fullmatch(value.strip()) else 0.0
+    return 1.0
+
+
+def _quality_of(name: str, ranges: dict[str, float]) -> float:
+    """By the most specific range that covers a media type; 0 if none does."""
+    covering = (name, f"{name.partition('/')[0]}/*", "*/*")
+    return next((ranges[one] for one in covering if one in ranges), 0.0)
