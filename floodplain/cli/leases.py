@@ -18,9 +18,10 @@ from floodplain.coordinator.settings import DEFAULT_URL
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import format_size
 from floodplain.leases.states import LeaseState
-from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, read_token
+from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
 from floodplain.observe.table import format_table
 from floodplain.observe.terminal import complain, say
+from floodplain.web.bearer import read_secret
 
 CLEAR = "\033[H\033[J"
 
@@ -59,7 +60,9 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Look once, or until Ctrl-C; 1 if no coordinator answers."""
     config = dataclass_from(args, LeasesConfig)
-    token = read_token(config.coordinator_token_file) if config.coordinator_token_file else None
+    token = (
+        read_secret(config.coordinator_token_file, "coordinator token file") if config.coordinator_token_file else None
+    )
     with closing(CoordinatorClient(config.coordinator, token)) as client:
         if config.forget is not None:
             return _forget(client, config.forget)

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from floodplain.core.errors import UserError
-from floodplain.web.bearer import read_secret_lines
+from floodplain.web.bearer import read_secret
 
 _PR_SET_PDEATHSIG = 1
 END_TIMEOUT_S = 5.0
@@ -20,17 +20,14 @@ def read_token(source: str) -> str:
     """The token of an instance.
 
     Args:
-        source: A file of mode 0600, or ``-``: the first line of standard input. This process then ends when standard
+        source: A file of secrets, or ``-``: the first line of standard input. This process then ends when standard
             input does, and with the process that started it.
 
     Raises:
         UserError: There is none, or others may read the file.
     """
     if source != "-":
-        lines = read_secret_lines(Path(source), "instance token file")
-        if not lines:
-            raise UserError(f"the instance token file {source} is empty: write the token into it")
-        return lines[0][1][-1]
+        return read_secret(Path(source), "instance token file")
     signal_at_parents_end(signal.SIGKILL)
     token = sys.stdin.readline().strip()
     if not token:

@@ -21,10 +21,12 @@ class FileContent:
     Attributes:
         data: All of its bytes.
         mode: Its permission bits.
+        gid: Its group.
     """
 
     data: bytes
     mode: int
+    gid: int
 
 
 def read_file(path: Path, max_bytes: int, kind: str = "") -> FileContent:
@@ -48,12 +50,12 @@ def read_file(path: Path, max_bytes: int, kind: str = "") -> FileContent:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             data = _read_bounded(file, max_bytes)
-            mode = os.fstat(fd).st_mode
+            status = os.fstat(fd)
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
         raise UserError(f"{named}: {getattr(error, 'strerror', None) or error}") from error
     if len(data) > max_bytes:
         raise UserError(f"{named}: it is larger than {format_size(max_bytes)}, the most that is read here")
-    return FileContent(data, stat.S_IMODE(mode))
+    return FileContent(data, stat.S_IMODE(status.st_mode), status.st_gid)
 
 
 def read_text(path: Path, max_bytes: int, kind: str = "") -> str:

@@ -7,7 +7,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -25,7 +24,6 @@ from floodplain.lending.wire import (
     decode_reply,
     encode_message,
 )
-from floodplain.web.bearer import read_secret_lines
 
 T = TypeVar("T")
 
@@ -163,18 +161,6 @@ class CoordinatorClient:
             if not was_open:
                 raise
             return self._connection.exchange(method, path, body, self._headers, deadline_s)
-
-
-def read_token(path: Path) -> str:
-    """The token in a file of mode 0600: the last word of its first line, so a line of a token file will do.
-
-    Raises:
-        UserError: The file is unreadable, others may read it, or it is empty.
-    """
-    lines = read_secret_lines(path, "coordinator token file")
-    if not lines:
-        raise UserError(f"the coordinator token file {path} is empty: write the token into it")
-    return lines[0][1][-1]
 
 
 def _split(url: str) -> tuple[str, str, int | None]:

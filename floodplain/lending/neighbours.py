@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from floodplain.lending.agent import LeaseAgent
-from floodplain.lending.client import CoordinatorClient, read_token
+from floodplain.lending.client import CoordinatorClient
 from floodplain.lending.lent_pool import LentPool
 from floodplain.lending.near_layers import NearLayers
 from floodplain.lending.peer_tier import LOOK_S, PeerTier
 from floodplain.lending.peer_watch import PeerWatch
 from floodplain.lending.pool_lender import PoolLender
+from floodplain.web.bearer import read_secret
 
 MOST_RECALL_TIMES = 1000
 """Of the last recalls; whoever counts them looks more often than that many take."""
@@ -164,7 +165,8 @@ def open_client(addresses: str, token_file: str | None) -> CoordinatorClient:
     Raises:
         UserError: An address or the token's file is not usable.
     """
-    return CoordinatorClient(addresses, None if token_file is None else read_token(Path(token_file)))
+    token = None if token_file is None else read_secret(Path(token_file), "coordinator token file")
+    return CoordinatorClient(addresses, token)
 
 
 def default_device_name() -> str:

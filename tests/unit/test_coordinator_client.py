@@ -6,7 +6,6 @@ import json
 import socket
 import time
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from floodplain.leases.messages import Heartbeat
 from floodplain.leases.rows import Reply
 from floodplain.leases.states import Outcome
 from floodplain.lending import exchange
-from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator, read_token
+from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable, NotACoordinator
 from floodplain.lending.wire import encode_reply
 from floodplain.web.listen import bind, url_of
 from tests.support.peer import DRIP, HANG_UP, HANG_UP_AFTER, answer, answering
@@ -308,19 +307,3 @@ def test_an_address_may_have_spaces_around_it_and_a_slash_behind(url: str) -> No
 def test_an_address_of_ipv6_is_shown_in_brackets() -> None:
     with pytest.raises(CoordinatorUnreachable, match=r"http://\[::1\]:1 does not answer"):
         CoordinatorClient("http://[::1]:1").list_leases()
-
-
-def test_a_token_is_the_last_word_of_the_first_line_that_is_one(tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text("# a comment\n\nconsumer gpu-* s3cret\nother\n")
-    path.chmod(0o600)
-    assert read_token(path) == "s3cret"
-    path.chmod(0o644)
-    with pytest.raises(UserError, match="run chmod 600"):
-        read_token(path)
-    path.chmod(0o600)
-    path.write_text("# nothing\n")
-    with pytest.raises(UserError, match="is empty: write the token into it"):
-        read_token(path)
-    with pytest.raises(UserError, match="cannot read the coordinator token file"):
-        read_token(tmp_path / "none")

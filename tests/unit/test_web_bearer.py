@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.core.errors import UserError
-from floodplain.web.bearer import find_bearer, read_secret_lines
+from floodplain.files.reading import FileContent
+from floodplain.web.bearer import find_bearer, read_secret, read_secret_lines
 
 SECRETS = st.binary(min_size=1, max_size=12).filter(lambda secret: secret == secret.strip())
 
@@ -28,9 +29,33 @@ def test_lines_keep_their_numbers_where_blank_ones_and_comments_are_skipped(tmp_
 def test_a_file_that_others_may_open_is_refused_by_its_kind(mode: int, tmp_path: Path) -> None:
     path = secret_file(tmp_path, "a", mode)
     with pytest.raises(
-        UserError, match=f"others may use the token file {path} .mode {mode:04o}.: run chmod 600 {path}"
+        UserError, match=f"others may use the token file {path} .mode {mode:04o}, group .*: run chmod 600 {path}"
     ):
         read_secret_lines(path, "token file")
+
+
+@pytest.mark.parametrize(("egid", "groups"), [(7, [8]), (8, [7]), (8, [9])])
+def test_a_group_of_ours_may_read_what_nothing_may_write(
+    egid: int, groups: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getegid", lambda: egid)
+    monkeypatch.setattr("os.getgroups", lambda: groups)
+    for mode in range(0o1000):
+        content = FileContent(b"a", mode, 7)
+        monkeypatch.setattr("floodplain.web.bearer.read_file", lambda *_, content=content: content)
+        try:
+            is_read = bool(read_secret_lines(tmp_path, "token file"))
+        except UserError:
+            is_read = False
+        group, others = mode >> 3 & 7, mode & 7
+        is_read_only = not mode & 0o333
+        assert is_read is (others == 0 and (group == 0 or (group == 4 and is_read_only and 7 in (egid, *groups))))
+
+
+def test_a_secret_is_the_last_word_of_the_first_line_that_is_one(tmp_path: Path) -> None:
+    assert read_secret(secret_file(tmp_path, "# a comment\n\nconsumer gpu-* s3cret\nother\n"), "token file") == "s3cret"
+    with pytest.raises(UserError, match=r"the token file .* is empty: write the token into it"):
+        read_secret(secret_file(tmp_path, "# nothing\n"), "token file")
 
 
 def test_an_unreadable_file_is_refused_by_its_kind(tmp_path: Path) -> None:
