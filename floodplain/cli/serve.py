@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     key_file, shared = server_config.api_key_file, server_config.share_prefixes
     keys = KeyRing.from_file(key_file, share_prefixes=shared) if key_file else None
     check_exposure(server_config.host, keys)
-    limits = limit_connections(server_config.max_connections)
+    limits = limit_connections(server_config.max_connections, server_config.keep_alive_timeout)
     with closing(bind(server_config.host, server_config.port)) as sock:
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
         engine, extend = _open_engine(config, cluster_config, args)

@@ -99,7 +99,7 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
     tokens = TokenRing.from_file(config.token_file) if config.token_file else None
     check_exposure(config.host, tokens)
     pairs = read_pairs(config.placement) if config.placement else None
-    limits = limit_connections(config.max_connections)
+    limits = limit_connections(config.max_connections, config.keep_alive_timeout)
     store_url = config.store or default_store()
     with closing(bind(config.host, config.port)) as sock, closing(Store.open(store_url)) as store:
         url = config.url or url_of(sock)

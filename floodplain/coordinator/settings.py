@@ -17,7 +17,7 @@ from floodplain.leases.limits import (
     MAX_LEASES_ON_DEVICE,
     LeaseLimits,
 )
-from floodplain.web.limits import MAX_CONNECTIONS_HELP, check_max_connections
+from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS_HELP, check_connection_flags
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 
@@ -66,6 +66,7 @@ class CoordinatorConfig:
         metadata={"help": "seconds after which a member that ended and has no leases is forgotten", "metavar": "S"},
     )
     max_connections: int | None = field(default=None, metadata={"help": MAX_CONNECTIONS_HELP, "metavar": "N"})
+    keep_alive_timeout: float = field(default=KEEP_ALIVE_S, metadata={"help": KEEP_ALIVE_HELP, "metavar": "S"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -80,7 +81,7 @@ class CoordinatorConfig:
             raise UserError(f"--max-borrowed must be at least --least-lease, not {self.max_borrowed} bytes")
         if not 1 <= self.forget_after <= 10 * 365 * 86400:
             raise UserError(f"--forget-after must be between 1 and 315360000 seconds, not {self.forget_after}")
-        check_max_connections(self.max_connections)
+        check_connection_flags(self.max_connections, self.keep_alive_timeout)
 
 
 def _has_host(url: str) -> bool:

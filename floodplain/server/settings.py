@@ -7,7 +7,7 @@ from pathlib import Path
 
 from floodplain.core.errors import UserError
 from floodplain.server.auth import KEY_LINE
-from floodplain.web.limits import MAX_CONNECTIONS_HELP, check_max_connections
+from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS_HELP, check_connection_flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class ServerConfig:
         default=30.0, metadata={"help": "seconds that running requests get when the server stops", "metavar": "S"}
     )
     max_connections: int | None = field(default=None, metadata={"help": MAX_CONNECTIONS_HELP, "metavar": "N"})
+    keep_alive_timeout: float = field(default=KEEP_ALIVE_S, metadata={"help": KEEP_ALIVE_HELP, "metavar": "S"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -40,4 +41,4 @@ class ServerConfig:
             raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")
         if self.share_prefixes and self.api_key_file is None:
             raise UserError("--share-prefixes needs --api-key-file: without keys all requests share prefixes")
-        check_max_connections(self.max_connections)
+        check_connection_flags(self.max_connections, self.keep_alive_timeout)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import select
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from floodplain.web.counted_transport import CountedTransport
 from floodplain.web.errors import ApiError, error_body
 from floodplain.web.limits import ConnectionLimits
+from floodplain.web.unchunked import unchunked
 
 
 class Reading(Enum):
@@ -124,6 +127,10 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._turn(Reading.NOTHING)
         super().on_message_complete()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        is_old = cycle.scope["http_version"] != "1.1"
+        super()._start_asgi_task(cycle, unchunked(app, cycle) if is_old else app)  # type: ignore[arg-type]
+
     def _count_head(self, num_bytes: int) -> None:
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > self._limits.max_head_bytes or self._num_headers > self._limits.max_headers:
@@ -174,7 +181,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.transport.close()
         elif self._reading is Reading.BODY:
             self._refuse(503, "the server is stopping: send requests elsewhere")
-        else:
+        elif not self._has_unread_bytes:
             super().shutdown()
 
     @property
@@ -190,12 +197,26 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             return False
         return bool(self.pipeline) or cycle.response_started or not cycle.more_body
 
+    @property
+    def _has_unread_bytes(self) -> bool:
+        """Whether the client has sent something, or hung up, that the event loop has not seen yet.
+
+        A connection that is closed then loses a request, and its client cannot know whether it was served.
+        """
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def timeout_keep_alive_handler(self) -> None:
+        """uvicorn's deadline for an idle connection: ``check`` has one, and does not lose a request by it."""
+
     def _turn(self, reading: Reading) -> None:
         self._reading, self._since_s = reading, self._clock()
 
     def _give_up(self) -> None:
         if self._reading is Reading.NOTHING or not self._has_begun:
-            self.transport.close()
+            if not self._has_unread_bytes:
+                self.transport.close()
         else:
             self._refuse(408, f"the request was not there whole after {self._reading_s:g} seconds: send it again")
 

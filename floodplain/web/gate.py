@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from floodplain.web.body_budget import BodyBudget, HeldBody
 from floodplain.web.errors import ApiError, error_response
@@ -35,7 +35,7 @@ class Gate:
 
     Args:
         app: What lies behind.
-        drain: While it drains, ``/v1`` and ``/health`` answer 503.
+        drain: While it drains, ``/v1`` and ``/health`` answer 503, and every answer is its connection's last.
         authenticator: Knows who may use ``/v1``; None lets everybody in.
         max_body_bytes: Larger bodies get 413, before they are read if the length is declared. All bodies of requests
             that run are bounded, too: see ``BodyBudget``.
@@ -55,6 +55,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         scope, send = answer_head_as_get(scope, echo_request_id(scope, send))
+        if self._drain.is_draining:
+            send = _close_after(send)
         try:
             self._admit(scope)
         except ApiError as refusal:
@@ -78,3 +80,14 @@ class Gate:
                 raise ApiError(401, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
             scope[CLIENT_SCOPE_KEY] = client
         self._budget.check_length(headers.get(b"content-length", b"0"))
+
+
+def _close_after(send: Send) -> Send:
+    """A ``send`` whose answer tells the client to use another connection, to another server perhaps."""
+
+    async def send_last(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return send_last

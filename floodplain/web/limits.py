@@ -19,6 +19,15 @@ LEAST_CONNECTIONS = 8
 MAX_CONNECTIONS_HELP = "connections that may be open at once (default: ulimit -n less 64, at most 4096)"
 
 
+KEEP_ALIVE_S = 75.0
+"""Longer than balancers and proxies keep idle connections (most: 60 s), so that they close them, not the server.
+
+One that sends a request on a connection that the server is closing cannot tell whether it was served: a 502.
+"""
+
+KEEP_ALIVE_HELP = "seconds for which an idle connection is kept: more than the balancer before it keeps one"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
     """What one connection may take, and how many there may be.
@@ -28,7 +37,7 @@ class ConnectionLimits:
             is closed to make room.
         head_s: Seconds from the start of a request, or of the connection, to the end of the headers.
         body_s: Seconds from there to the end of the body.
-        idle_s: Seconds between requests. Longer than most clients keep connections, so that they close first.
+        idle_s: Seconds between requests.
         stalled_s: Seconds in which a client must take some bytes of an answer that waits for it.
         linger_s: Seconds in which a client may still read why its connection is being closed.
         max_head_bytes: Most bytes of the request line and the headers.
@@ -40,7 +49,7 @@ class ConnectionLimits:
     max_connections: int
     head_s: float = 10.0
     body_s: float = 60.0
-    idle_s: float = 30.0
+    idle_s: float = KEEP_ALIVE_S
     stalled_s: float = 60.0
     linger_s: float = 2.0
     max_head_bytes: int = 2**16
@@ -48,8 +57,12 @@ class ConnectionLimits:
     max_pipelined: int = 16
 
 
-def limit_connections(asked: int | None) -> ConnectionLimits:
-    """The limits for ``--max-connections``; None takes what the limit of open files leaves.
+def limit_connections(asked: int | None, keep_alive_s: float = KEEP_ALIVE_S) -> ConnectionLimits:
+    """The limits of a service's connections.
+
+    Args:
+        asked: ``--max-connections``; None takes what the limit of open files leaves.
+        keep_alive_s: ``--keep-alive-timeout``.
 
     Raises:
         UserError: The limit of open files is too low for so many.
@@ -60,14 +73,16 @@ def limit_connections(asked: int | None) -> ConnectionLimits:
         flag = "" if asked is None else f"--max-connections {asked} needs more: "
         needed = (asked or LEAST_CONNECTIONS) + RESERVED_FILES
         raise UserError(f"{flag}this process may open {num_files} files: run ulimit -n {needed} first")
-    return ConnectionLimits(max_connections=asked or min(most, MOST_BY_DEFAULT))
+    return ConnectionLimits(max_connections=asked or min(most, MOST_BY_DEFAULT), idle_s=keep_alive_s)
 
 
-def check_max_connections(asked: int | None) -> None:
-    """Refuse a value of ``--max-connections`` that no machine could use.
+def check_connection_flags(asked: int | None, keep_alive_s: float) -> None:
+    """Refuse values of ``--max-connections`` and ``--keep-alive-timeout`` that make no sense on any machine.
 
     Raises:
         UserError: It is out of its range.
     """
     if asked is not None and not LEAST_CONNECTIONS <= asked <= 2**20:
         raise UserError(f"--max-connections must be between {LEAST_CONNECTIONS} and {2**20}, not {asked}")
+    if not 1 <= keep_alive_s <= 86400:
+        raise UserError(f"--keep-alive-timeout must be between 1 and 86400 seconds, not {keep_alive_s}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import signal
 import socket
 import threading
@@ -67,7 +66,7 @@ class StoppableServer(uvicorn.Server):
             ws="none",
             interface="asgi3",
             loop="asyncio",  # where uvloop is installed, as beside vLLM, its transports are of another class
-            timeout_keep_alive=math.ceil(limits.idle_s),
+            proxy_headers=False,  # what they say of a client is not looked at
             timeout_graceful_shutdown=closing_s,
         )
         super().__init__(config)

@@ -76,6 +76,57 @@ def test_each_part_of_a_request_has_its_time_and_no_more(
         server.settle(0)
 
 
+@pytest.mark.parametrize("version", ["0.9", "1.0"])
+@pytest.mark.parametrize("connection", [b"", b"Connection: keep-alive\r\n"])
+def test_bodies_for_old_clients_end_with_the_connection(version: str, connection: bytes, server: LimitedServer) -> None:
+    old = HEAD.replace(b"1.1", version.encode()) + b"Expect: 100-continue\r\n" + connection + b"\r\nabc"
+    for sent, body in ((old, b"3"), (old.replace(b"POST", b"HEAD"), b"")):
+        with server.connect(sent) as client:
+            head, _, content = read_all(client).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert content == body
+        assert b"\r\nconnection: close" in head and b"transfer-encoding" not in head
+    with server.connect(old.replace(b"/x", b"/flood")) as client:
+        assert read_all(client)[-1001:] == bytes(1000) + b"3"
+
+
+@pytest.mark.parametrize("lengths", [
+    b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n", b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n",
+    b"Content-Length: 3\r\nContent-Length: 4\r\n", b"Content-Length: +3\r\n", b"Content-Length: 3, 3\r\n",
+    b"Transfer-Encoding: chunked, gzip\r\n", b"Transfer-Encoding : chunked\r\n", b"Transfer-Encoding:\x0bchunked\r\n",
+])  # fmt: skip
+def test_a_request_of_two_lengths_is_refused(lengths: bytes, server: LimitedServer) -> None:
+    """A proxy may take the other length, and what follows for a request of another client."""
+    before = len(server.paths)
+    with server.connect(
+        b"POST /x HTTP/1.1\r\nHost: a\r\n" + lengths + b"\r\n0\r\n\r\nGET /y HTTP/1.1\r\n\r\n"
+    ) as client:
+        answer = read_all(client)
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1 ") == 1
+    assert "/y" not in server.paths[before:]
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_connection_with_an_unread_request_is_not_closed(is_stopping: bool, server: LimitedServer) -> None:
+    """Its bytes are in the kernel when its time is over, or the server stops."""
+    with server.connect(HEAD + b"\r\nabc") as client:
+        assert read_answer(client)
+        server.settle(1)
+        (connection,) = server.server_state.connections
+
+        def close_idle_ones() -> None:
+            client.sendall(HEAD + b"\r\nabc")
+            server.clock.now_s += LIMITS.idle_s + 1
+            connection.shutdown() if is_stopping else server.sweep()
+
+        server.call(close_idle_ones)
+        assert read_answer(client).startswith(b"HTTP/1.1 200")
+        server.clock.now_s += LIMITS.idle_s + 1
+        server.call(connection.shutdown if is_stopping else server.sweep)
+        assert read_all(client) == b""
+    server.settle(0)
+
+
 def test_asyncio_serves_whatever_other_loop_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As beside vLLM, whose uvloop uvicorn would take."""
     other = ModuleType("uvloop")
