@@ -29,6 +29,8 @@ RUNNING = (1, 8, 32, 128, 256)
 WAITING = (10, 1_000, 100_000)
 STEP_S = 0.03
 """Of the device, in the loop's time: policies that take turns ask how long somebody has been silent."""
+NUM_LARGE_BLOCKS, LARGE_TARGET_S = 5_000_000, 0.2
+"""Of a small model's pool in a machine's memory; an engine, and each forming of a pipeline, makes its ledger anew."""
 TARGET_BASE_US, TARGET_PER_SEQUENCE_US = 50.0, 1.5
 
 
@@ -165,6 +167,16 @@ def taking_turns(name: str, num_live: int, num_steps: int, num_repeats: int) -> 
     return measure(f"taking turns: {name}", loop, len(loop.state.running), num_steps, num_repeats)
 
 
+def open_large_pool(quantum_blocks: int) -> float:
+    """CPU seconds until a ledger of five million free blocks, and one of as many slots, are there and were counted."""
+    gc.collect()
+    start = time.process_time()
+    ledger = BlockLedger(NUM_LARGE_BLOCKS, BLOCK_TOKENS, quantum_blocks=quantum_blocks)
+    SlotLedger(Tier.HOST, NUM_LARGE_BLOCKS)
+    ledger.count_states()
+    return time.process_time() - start
+
+
 def fit(timings: list[Timing]) -> tuple[float, float]:
     """Least squares of median = base + slope * running."""
     slope, base = linear_regression([t.num_running for t in timings], [t.median_us for t in timings])
@@ -214,11 +226,15 @@ def main() -> None:
         base, slope = fit([t for t in timings if t.scenario == "steady" and t.num_waiting == num_waiting])
         fits[num_waiting] = {"base_us": round(base, 1), "per_sequence_us": round(slope, 3)}
         print(f"steady, {num_waiting} waiting: {base:.1f} us + {slope:.3f} us per running sequence")
+    pools = {quantum: min(open_large_pool(quantum) for _ in range(3)) for quantum in (1, 32)}
+    for quantum, seconds in pools.items():
+        print(f"pool of {NUM_LARGE_BLOCKS:,} blocks, {quantum} a quantum: {seconds:.3f} s (target {LARGE_TARGET_S} s)")
     result = {
         "command": " ".join(["python", "benchmarks/scheduler/bench_scheduler.py", *sys.argv[1:]]),
         "machine": {"processor": processor(), "system": platform.system(), "python": platform.python_version()},
         "target": {"base_us": TARGET_BASE_US, "per_sequence_us": TARGET_PER_SEQUENCE_US},
         "fits": fits,
+        "large_pool_s": pools,
         "timings": [asdict(timing) for timing in timings],
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

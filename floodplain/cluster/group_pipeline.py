@@ -76,8 +76,7 @@ class GroupPipeline:
             return
         executor = PipelineExecutor(runner, outbound, inbound, limits, busy=member.gate.busy)
         rule = MicrobatchRule("even", ChunkPrice(cost_by_shape(self._parts.shape)))
-        ledger = self._make_ledger()
-        self._held = HeldBlocks(ledger, self._split_blocks())
+        ledger, self._held = await asyncio.to_thread(self._make_ledger)  # the event loop beats: no work grows there
         engine = make_engine(self._parts, ledger, executor, limits, self._order.num_members, rule)
         self._note_held(engine)
         self.engine = AsyncEngine(engine)
@@ -175,19 +174,20 @@ class GroupPipeline:
 
     def _note_held(self, engine: Engine) -> None:
         """While blocks are held, requests may wait for them with nothing else to run."""
-        engine.loop.state.num_returning_blocks = len(self._expect_held().table)
+        engine.loop.state.num_returning_blocks = self._expect_held().num_blocks
 
     def _count_blocks(self, num_quanta: int) -> int:
         return num_quanta * self._member.memory.quantum_blocks
 
-    def _make_ledger(self) -> BlockLedger:
+    def _make_ledger(self) -> tuple[BlockLedger, HeldBlocks]:
         config, quantum_blocks = self._parts.config, self._member.memory.quantum_blocks
-        return BlockLedger(
+        ledger = BlockLedger(
             self._count_blocks(self._order.num_quanta),
             config.block_tokens,
             quantum_blocks=quantum_blocks,
             caches_prefixes=config.enable_prefix_caching,
         )
+        return ledger, HeldBlocks(ledger, self._split_blocks())
 
     def _split_blocks(self) -> dict[int, list[BlockId]]:
         rows, start = {}, 0

@@ -193,14 +193,17 @@ class Session:
         Args:
             used: Quanta with KV of requests; the leader knows them from what it has.
         """
-        pipeline, memory = self._expect_pipeline(), self._member.memory
+        pipeline = self._expect_pipeline()
         records = await pipeline.leave()
-        if pipeline.engine is not None:
-            used = [block // memory.quantum_blocks for record in records for block in record.sources]
-        unused = sorted({*memory.quanta} - {*used})
-        await self._in_thread(memory.shrink, (), unused)
+        await self._in_thread(self._unmap_unused, used if pipeline.engine is None else None, records)
         await self._run(self._grow)
         return records
+
+    def _unmap_unused(self, used: Sequence[int] | None, records: Sequence[Record]) -> None:
+        memory = self._member.memory
+        if used is None:
+            used = [block // memory.quantum_blocks for record in records for block in record.sources]
+        memory.shrink((), sorted({*memory.quanta} - {*used}))
 
     async def close(self) -> None:
         """Return all pages to the own pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -17,7 +18,7 @@ class PrefixMemory:
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
-        self._keys: dict[BlockKey, None] = {}
+        self._keys: OrderedDict[BlockKey, None] = OrderedDict()
 
     def count_known(self, keys: Sequence[BlockKey]) -> int:
         """Leading keys that are remembered."""
@@ -29,4 +30,4 @@ class PrefixMemory:
             self._keys.pop(key, None)
             self._keys[key] = None
         while len(self._keys) > self._max_keys:
-            del self._keys[next(iter(self._keys))]
+            self._keys.popitem(last=False)

@@ -160,7 +160,7 @@ class _StageLife(Life):
         inbound, outbound = await self._ring.open(form.host, form.port)
         if member.place == 0:
             executor = PipelineExecutor(runner, outbound, inbound, limits)
-            ledger = member.stage.make_ledger(limits.num_blocks)
+            ledger = await asyncio.to_thread(member.stage.make_ledger, limits.num_blocks)  # the event loop beats
             engine = AsyncEngine(
                 make_engine(member.stage.parts, ledger, executor, limits, member.num_stages, member.rule)
             )

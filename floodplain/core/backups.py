@@ -7,6 +7,7 @@ after that, a whole one stays for later requests with the same prefix until its 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Container, Iterable, Sequence
 
 from floodplain.core.errors import InvariantError
@@ -52,7 +53,8 @@ class BackupTable:
         """Contents whose whole backup appeared or vanished, or whose copies in began or ended; a reader clears it."""
         self._retains = retains
         self._by_key: dict[BlockKey, Backup] = {}
-        self._idle: dict[Tier, dict[Backup, None]] = {tier: {} for tier in self.slots}  # least recently used first
+        self._idle: dict[Tier, OrderedDict[Backup, None]] = {tier: OrderedDict() for tier in self.slots}
+        """Of each tier, the least recently used first."""
         self._writing: set[Backup] = set()
         self._unfound: set[Backup] = set()  # lost, with a copy that still touches the slot
         self._moving_to: dict[Backup, Location] = {}

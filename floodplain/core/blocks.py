@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice, repeat, takewhile
 from operator import is_not
 
 from floodplain.core.block_state import BlockState
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey
+
+_STATES = tuple(BlockState)
+_ABSENT, _FREE, _OWNED, _CACHED, _LOADING, _DRAINING = range(len(_STATES))
+"""A byte for each state: the ledger of millions of blocks is made in milliseconds."""
 
 
 class BlockLedger:
@@ -41,14 +45,14 @@ class BlockLedger:
         self.sharing_version = 0
         """Counts changes to which blocks are shared: what a preemption frees may differ when it has moved."""
         self._free = FreeBlocks(quantum_blocks)
-        self._states: list[BlockState] = []
+        self._states = bytearray()
         self._refcounts: list[int] = []
-        self._pins: list[int] = []
-        self._keys: list[BlockKey | None] = []
+        self._pins: dict[BlockId, int] = {}  # of blocks that copies read
+        self._keys: dict[BlockId, BlockKey] = {}
         self._index: dict[BlockKey, BlockId] = {}
         self._cached: OrderedDict[BlockId, int] = OrderedDict()  # least recently used first; its place in that order
         self._going: dict[BlockId, int] = {}  # draining blocks that were cached, and will be again at their place
-        self._num_present = self._num_draining = self._last_place = 0
+        self._num_present = self._num_loading = self._num_draining = self._last_place = 0
         self.add_memory(range(num_blocks))
 
     # -- what is there ---------------------------------------------------------------------------------------------
@@ -84,7 +88,7 @@ class BlockLedger:
 
     def blocks_with_content(self) -> list[int]:
         """All blocks but absent and free ones, in ascending order: their bytes may still be read."""
-        idle = (BlockState.ABSENT, BlockState.FREE)
+        idle = (_ABSENT, _FREE)
         return [block for block, state in enumerate(self._states) if state not in idle]
 
     @property
@@ -94,11 +98,11 @@ class BlockLedger:
 
     def next_evicted(self, num_blocks: int) -> list[tuple[BlockId, BlockKey]]:
         """The next blocks that need would evict, with their content."""
-        return [(block, key) for block in islice(self._cached, num_blocks) if (key := self._keys[block]) is not None]
+        return [(block, self._keys[block]) for block in islice(self._cached, num_blocks)]
 
     def state(self, block: BlockId) -> BlockState:
         """The state of a block."""
-        return self._states[block]
+        return _STATES[self._states[block]]
 
     def refcount(self, block: BlockId) -> int:
         """How many sequences hold a block."""
@@ -107,7 +111,7 @@ class BlockLedger:
     def count_exclusive(self, blocks: Iterable[BlockId]) -> int:
         """How many of these blocks become available when their one holder frees them."""
         refcounts, pins = self._refcounts, self._pins
-        return sum(refcounts[block] == 1 and not pins[block] for block in blocks)
+        return sum(refcounts[block] == 1 and block not in pins for block in blocks)
 
     def count_cached(self, blocks: Iterable[BlockId]) -> int:
         """How many of these blocks are cached: sharing them makes them unavailable to others."""
@@ -119,30 +123,34 @@ class BlockLedger:
         It runs over the whole pool at every shrink: hence no Python per block.
         """
         states = self._states[first : first + num_blocks]
-        num_idle = states.count(BlockState.FREE)
+        num_idle = states.count(_FREE)
         if num_idle == len(states):
             return num_idle, 0, False
-        num_present = len(states) - states.count(BlockState.ABSENT)
-        num_used = num_present - num_idle - states.count(BlockState.CACHED)
-        is_held = any(self._pins[first : first + num_blocks])
-        return num_present, num_used, is_held or states.count(BlockState.OWNED) < num_used
+        num_present = len(states) - states.count(_ABSENT)
+        num_used = num_present - num_idle - states.count(_CACHED)
+        is_held = not self._pins.keys().isdisjoint(range(first, first + num_blocks))
+        return num_present, num_used, is_held or states.count(_OWNED) < num_used
 
     def is_pinned(self, block: BlockId) -> bool:
         """Whether an outbound copy reads a block."""
-        return self._pins[block] > 0
+        return block in self._pins
 
     def count_states(self) -> dict[BlockState, int]:
-        """How many blocks are in each state (for metrics; walks all blocks)."""
-        counts = dict.fromkeys(BlockState, 0)
-        for state in self._states:
-            counts[state] += 1
-        return counts
+        """How many blocks are in each state; walks none of them. On another thread than the step: about how many."""
+        counts = {
+            BlockState.ABSENT: len(self._states) - self._num_present,
+            BlockState.FREE: len(self._free),
+            BlockState.CACHED: len(self._cached),
+            BlockState.LOADING: self._num_loading,
+            BlockState.DRAINING: self._num_draining,
+        }
+        return {**counts, BlockState.OWNED: max(0, len(self._states) - sum(counts.values()))}
 
     # -- owning ----------------------------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[BlockId] | None:
         """Give ``num_blocks`` owned blocks with refcount 1, evicting cached ones at need; None if too few."""
-        blocks = self._take(num_blocks, BlockState.OWNED)
+        blocks = self._take(num_blocks, _OWNED)
         for block in blocks or ():
             self._refcounts[block] = 1
         return blocks
@@ -153,7 +161,7 @@ class BlockLedger:
         The tail goes first, so that least-recently-used eviction takes the leaves of a prefix tree before its roots.
         """
         for block in reversed(blocks):
-            self._expect(block, BlockState.OWNED)
+            self._expect(block, _OWNED)
             self._refcounts[block] -= 1
             if self._refcounts[block] == 1:
                 self.sharing_version += 1
@@ -167,7 +175,7 @@ class BlockLedger:
 
         If another block has the same content already, that one stays the shared one.
         """
-        self._expect(block, BlockState.OWNED)
+        self._expect(block, _OWNED)
         if key not in self._index:
             self._index[key] = block
             self._keys[block] = key
@@ -189,10 +197,10 @@ class BlockLedger:
         block = self._index.get(key)
         if block is None:
             return None
-        if self._states[block] is not BlockState.OWNED:
+        if self._states[block] != _OWNED:
             self._cached.pop(block, None)
-            self._num_draining -= self._states[block] is BlockState.DRAINING
-            self._states[block] = BlockState.OWNED
+            self._num_draining -= self._states[block] == _DRAINING
+            self._states[block] = _OWNED
             self._going.pop(block, None)
             self.changed_keys.add(key)
         self._refcounts[block] += 1
@@ -202,7 +210,7 @@ class BlockLedger:
 
     def share_owned(self, block: BlockId) -> None:
         """Take one more reference to an owned block."""
-        self._expect(block, BlockState.OWNED)
+        self._expect(block, _OWNED)
         self._refcounts[block] += 1
         if self._refcounts[block] == 2:
             self.sharing_version += 1
@@ -212,27 +220,28 @@ class BlockLedger:
     def pin(self, blocks: Iterable[BlockId]) -> None:
         """An outbound copy begins to read these owned blocks."""
         for block in blocks:
-            self._expect(block, BlockState.OWNED)
-            self._pins[block] += 1
+            self._expect(block, _OWNED)
+            self._pins[block] = self._pins.get(block, 0) + 1
 
     def pin_cached(self, blocks: Iterable[BlockId]) -> None:
         """An outbound copy begins to read these cached blocks. They keep their place in line."""
         for block in blocks:
-            self._expect(block, BlockState.CACHED)
+            self._expect(block, _CACHED)
             self._going[block] = self._cached.pop(block)
-            if (key := self._keys[block]) is not None:
-                self.changed_keys.add(key)
-            self._pins[block] += 1
+            self.changed_keys.add(self._keys[block])
+            self._pins[block] = self._pins.get(block, 0) + 1
             self._settle(block)
 
     def unpin(self, blocks: Sequence[BlockId]) -> None:
         """The outbound copy is done with these blocks, well or not. As in ``free``, the tail goes first."""
         returning = [block for block in blocks if block in self._going]
         for block in reversed(blocks):
-            if self._pins[block] < 1:
+            num_pins = self._pins.pop(block, 0)
+            if num_pins < 1:
                 raise InvariantError(f"block {block} is unpinned but not pinned")
-            self._pins[block] -= 1
-            if self._states[block] is BlockState.DRAINING and not self._pins[block]:
+            if num_pins > 1:
+                self._pins[block] = num_pins - 1
+            elif self._states[block] == _DRAINING:
                 self._num_draining -= 1
                 self._settle(block)
         if returning:
@@ -240,62 +249,65 @@ class BlockLedger:
 
     def begin_load(self, num_blocks: int) -> list[BlockId] | None:
         """Give blocks for an inbound copy to write, evicting cached ones at need; None if too few."""
-        return self._take(num_blocks, BlockState.LOADING)
+        return self._take(num_blocks, _LOADING)
 
     def commit_load(self, blocks: Iterable[BlockId]) -> None:
         """The inbound copy arrived whole: its blocks are owned, with refcount 1."""
         for block in blocks:
-            self._expect(block, BlockState.LOADING)
-            self._states[block] = BlockState.OWNED
+            self._expect(block, _LOADING)
+            self._num_loading -= 1
+            self._states[block] = _OWNED
             self._refcounts[block] = 1
 
     def abort_load(self, blocks: Iterable[BlockId]) -> None:
         """The inbound copy failed or nobody wants it any more: its blocks are free."""
         for block in blocks:
-            self._expect(block, BlockState.LOADING)
+            self._expect(block, _LOADING)
+            self._num_loading -= 1
             self._settle(block)
 
     # -- elasticity (planned in core/shrink.py) --------------------------------------------------------------------
 
     def add_memory(self, blocks: Iterable[int]) -> None:
-        """Memory appeared behind these absent blocks: they are free."""
-        for index in blocks:
-            self._extend_to(index + 1)
-            block = BlockId(index)
-            self._expect(block, BlockState.ABSENT)
-            self._states[block] = BlockState.FREE
-            self._free.add(block)
-            self._num_present += 1
+        """Memory appeared behind these absent blocks: they are free. A range takes no Python per block."""
+        for run in (blocks,) if isinstance(blocks, range) else (range(block, block + 1) for block in blocks):
+            self._extend_to(run.stop)
+            if self._states[run.start : run.stop].count(_ABSENT) < len(run):
+                raise InvariantError(f"some of the blocks {run.start} to {run.stop - 1} have memory already")
+            self._states[run.start : run.stop] = bytes((_FREE,)) * len(run)
+            self._free.add_run(run)
+            self._num_present += len(run)
 
     def retire(self, block: BlockId) -> None:
         """Take a free or cached block out of use: its memory is about to go."""
-        if self._states[block] is BlockState.CACHED:
+        if self._states[block] == _CACHED:
             self._evict(block)
-        self._expect(block, BlockState.FREE)
+        self._expect(block, _FREE)
         self._free.remove(block)
-        self._states[block] = BlockState.ABSENT
+        self._states[block] = _ABSENT
         self._num_present -= 1
 
     def reserve(self, block: BlockId) -> None:
         """Take a certain free or cached block as the destination of a move; it is loading until ``move``."""
-        if self._states[block] is BlockState.CACHED:
+        if self._states[block] == _CACHED:
             self._evict(block)
-        self._expect(block, BlockState.FREE)
+        self._expect(block, _FREE)
         self._free.remove(block)
-        self._states[block] = BlockState.LOADING
+        self._num_loading += 1
+        self._states[block] = _LOADING
 
     def move(self, source: BlockId, destination: BlockId) -> None:
         """The bytes of ``source`` are at ``destination`` now: references and key follow, ``source`` is free."""
-        self._expect(source, BlockState.OWNED)
-        self._expect(destination, BlockState.LOADING)
-        if self._pins[source]:
+        self._expect(source, _OWNED)
+        self._expect(destination, _LOADING)
+        if source in self._pins:
             raise InvariantError(f"block {source} is moved while a copy reads it")
-        self._states[destination] = BlockState.OWNED
+        self._states[destination] = _OWNED
         self._refcounts[destination], self._refcounts[source] = self._refcounts[source], 0
-        key = self._keys[source]
-        self._keys[destination], self._keys[source] = key, None
+        self._num_loading -= 1
+        key = self._keys.pop(source, None)
         if key is not None:
-            self._index[key] = destination
+            self._keys[destination], self._index[key] = key, destination
         self._settle(source)
 
     # -- the law ---------------------------------------------------------------------------------------------------
@@ -315,35 +327,36 @@ class BlockLedger:
             if references is not None and counted[index] != self._refcounts[index]:
                 raise InvariantError(f"block {block}: {self._refcounts[index]} references, {counted[index]} held")
             if not self._is_consistent(block, state):
-                raise InvariantError(f"block {block} is {state} but its fields disagree")
-        if any(self._keys[block] != key for key, block in self._index.items()):
+                raise InvariantError(f"block {block} is {_STATES[state].value} but its fields disagree")
+        if any(self._keys.get(block) != key for key, block in self._index.items()):
             raise InvariantError("the index names a block that holds other content")
-        if self._num_present != sum(state is not BlockState.ABSENT for state in self._states):
+        if self._num_present != len(self._states) - self._states.count(_ABSENT):
             raise InvariantError("the number of present blocks is wrong")
-        if self._num_draining != sum(state is BlockState.DRAINING for state in self._states):
-            raise InvariantError("the number of draining blocks is wrong")
+        for state, number in ((_DRAINING, self._num_draining), (_LOADING, self._num_loading)):
+            if number != self._states.count(state):
+                raise InvariantError(f"the number of {_STATES[state].value} blocks is wrong")
 
-    def _is_consistent(self, block: BlockId, state: BlockState) -> bool:
-        refcount, pins, key = self._refcounts[block], self._pins[block], self._keys[block]
+    def _is_consistent(self, block: BlockId, state: int) -> bool:
+        refcount, pins, key = self._refcounts[block], self._pins.get(block, 0), self._keys.get(block)
         return (
-            (block in self._free) == (state is BlockState.FREE)
-            and (block in self._cached) == (state is BlockState.CACHED)
-            and (refcount > 0) == (state is BlockState.OWNED)
-            and (pins == 0 or state in (BlockState.OWNED, BlockState.DRAINING))
-            and (pins > 0 or state is not BlockState.DRAINING)
+            (block in self._free) == (state == _FREE)
+            and (block in self._cached) == (state == _CACHED)
+            and (refcount > 0) == (state == _OWNED)
+            and (pins == 0 or state in (_OWNED, _DRAINING))
+            and (pins > 0 or state != _DRAINING)
             and (key is None or self._index.get(key) == block)
-            and (key is None or state in (BlockState.OWNED, BlockState.CACHED, BlockState.DRAINING))
-            and (key is not None or state is not BlockState.CACHED)
-            and (state is BlockState.DRAINING or block not in self._going)
+            and (key is None or state in (_OWNED, _CACHED, _DRAINING))
+            and (key is not None or state != _CACHED)
+            and (state == _DRAINING or block not in self._going)
         )
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _expect(self, block: BlockId, state: BlockState) -> None:
-        if self._states[block] is not state:
-            raise InvariantError(f"block {block} is {self._states[block].value}, not {state.value}")
+    def _expect(self, block: BlockId, state: int) -> None:
+        if self._states[block] != state:
+            raise InvariantError(f"block {block} is {self.state(block).value}, not {_STATES[state].value}")
 
-    def _take(self, num_blocks: int, state: BlockState) -> list[BlockId] | None:
+    def _take(self, num_blocks: int, state: int) -> list[BlockId] | None:
         if num_blocks > self.num_available:
             return None
         while len(self._free) < num_blocks:
@@ -351,21 +364,23 @@ class BlockLedger:
         blocks = [self._free.pop() for _ in range(num_blocks)]
         for block in blocks:
             self._states[block] = state
+        if state == _LOADING:
+            self._num_loading += num_blocks
         return blocks
 
     def _settle(self, block: BlockId) -> None:
         """Nobody holds the block any more: drain, cache or free it."""
-        if self._pins[block]:
-            self._states[block] = BlockState.DRAINING
+        if block in self._pins:
+            self._states[block] = _DRAINING
             self._num_draining += 1
-        elif self.caches_prefixes and (key := self._keys[block]) is not None:
-            self._states[block] = BlockState.CACHED
+        elif self.caches_prefixes and (key := self._keys.get(block)) is not None:
+            self._states[block] = _CACHED
             self._last_place += 1
             self._cached[block] = self._going.pop(block, self._last_place)
             self.changed_keys.add(key)
         else:
             self._forget_key(block)
-            self._states[block] = BlockState.FREE
+            self._states[block] = _FREE
             self._free.add(block)
 
     def _put_back(self, blocks: Iterable[BlockId]) -> None:
@@ -379,20 +394,17 @@ class BlockLedger:
     def _evict(self, block: BlockId) -> None:
         del self._cached[block]
         self._forget_key(block)
-        self._states[block] = BlockState.FREE
+        self._states[block] = _FREE
         self._free.add(block)
 
     def _forget_key(self, block: BlockId) -> None:
-        key = self._keys[block]
+        key = self._keys.pop(block, None)
         if key is not None:
             del self._index[key]
-            self._keys[block] = None
             self.changed_keys.add(key)
 
     def _extend_to(self, num_blocks: int) -> None:
         missing = num_blocks - len(self._states)
         if missing > 0:
-            self._states += [BlockState.ABSENT] * missing
-            self._refcounts += [0] * missing
-            self._pins += [0] * missing
-            self._keys += [None] * missing
+            self._states += bytes(missing)
+            self._refcounts.extend(repeat(0, missing))

@@ -6,19 +6,26 @@ others whole, so that shrinking the pool has little to move. All operations take
 
 from __future__ import annotations
 
-from typing import NewType
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from typing import NewType, cast
 
 BlockId = NewType("BlockId", int)
 """The index of a block in the KV pool."""
 
 
 class FreeBlocks:
-    """A set of free blocks; ``pop`` takes from the quantum that has the fewest of them."""
+    """A set of free blocks; ``pop`` takes from the quantum that has the fewest of them.
+
+    Quanta of which no block was ever taken come last, and are ranges until then: a large pool costs nothing at first.
+    """
 
     def __init__(self, quantum_blocks: int) -> None:
         self._quantum_blocks = quantum_blocks
+        self._untouched: deque[tuple[range, Iterator[int]]] = deque()  # quanta, but for those that are in _by_quantum
         self._by_quantum: dict[int, dict[BlockId, None]] = {}
-        self._levels: list[dict[int, None]] = [{} for _ in range(quantum_blocks + 1)]
+        # Ordered ones: the first entry of a dict that loses it again and again takes ever longer to find.
+        self._levels: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(quantum_blocks + 1)]
         self._occupied_levels = 0  # bit k is set where level k (quanta with k free blocks) is not empty
         self._num_free = 0
 
@@ -26,7 +33,8 @@ class FreeBlocks:
         return self._num_free
 
     def __contains__(self, block: BlockId) -> bool:
-        return block in self._by_quantum.get(block // self._quantum_blocks, ())
+        quantum = block // self._quantum_blocks
+        return block in self._by_quantum.get(quantum, ()) or self._is_untouched(quantum)
 
     def add(self, block: BlockId) -> None:
         """Put a block that is not in the set into it."""
@@ -36,10 +44,25 @@ class FreeBlocks:
         free[block] = None
         self._num_free += 1
 
+    def add_run(self, run: range) -> None:
+        """Put blocks that are not in the set into it; of whole quanta that never had any, in constant time."""
+        size = self._quantum_blocks
+        whole = range(-(-run.start // size), run.stop // size)
+        if not whole or (self._by_quantum and not self._by_quantum.keys().isdisjoint(whole)):
+            whole = range(run.stop // size, run.stop // size)
+        else:
+            self._untouched.append((whole, iter(whole)))
+            self._num_free += len(whole) * size
+        for part in (range(run.start, whole.start * size), range(max(run.start, whole.stop * size), run.stop)):
+            for block in part:
+                self.add(BlockId(block))
+
     def remove(self, block: BlockId) -> None:
         """Take a certain block out of the set."""
         quantum = block // self._quantum_blocks
-        free = self._by_quantum[quantum]
+        free = self._by_quantum.get(quantum)
+        if free is None:
+            free = self._touch(quantum)
         del free[block]
         self._move(quantum, len(free) + 1, len(free))
         self._num_free -= 1
@@ -52,11 +75,30 @@ class FreeBlocks:
         """
         if not self._num_free:
             raise IndexError("no free block")
+        if not self._occupied_levels:
+            self._touch_next()
         level = (self._occupied_levels & -self._occupied_levels).bit_length() - 1
         quantum = next(iter(self._levels[level]))
         block = next(reversed(self._by_quantum[quantum]))
         self.remove(block)
         return block
+
+    def _is_untouched(self, quantum: int) -> bool:
+        return quantum not in self._by_quantum and any(quantum in run for run, _ in self._untouched)
+
+    def _touch_next(self) -> None:
+        """Touch the first quantum of which no block was ever taken; there is one."""
+        while (quantum := next(self._untouched[0][1], None)) in self._by_quantum or quantum is None:
+            if quantum is None:
+                self._untouched.popleft()
+        self._touch(quantum)
+
+    def _touch(self, quantum: int) -> dict[BlockId, None]:
+        first = quantum * self._quantum_blocks
+        free = dict.fromkeys(cast("Iterable[BlockId]", range(first, first + self._quantum_blocks)))
+        self._by_quantum[quantum] = free
+        self._move(quantum, 0, self._quantum_blocks)
+        return free
 
     def _move(self, quantum: int, old_level: int, new_level: int) -> None:
         if old_level:

@@ -86,8 +86,9 @@ class SlotLedger:
 
     def __init__(self, tier: Tier, num_slots: int) -> None:
         self.tier = tier
-        self._free = list(range(num_slots - 1, -1, -1))
-        self._there = set(self._free)
+        self._fresh = range(num_slots)  # never taken: given when none is in _free, whose last one goes first
+        self._free: list[int] = []
+        self._there: range | set[int] = self._fresh
         self._taken: set[int] = set()
         self._leaving: set[int] = set()  # taken, and gone when they are freed
 
@@ -99,7 +100,7 @@ class SlotLedger:
     @property
     def num_free(self) -> int:
         """Slots that ``allocate`` can still give."""
-        return len(self._free)
+        return len(self._free) + len(self._fresh)
 
     @property
     def num_taken(self) -> int:
@@ -118,17 +119,18 @@ class SlotLedger:
             InvariantError: One of them is there already.
         """
         new = sorted(slots, reverse=True)
-        if not (self._there | self._taken).isdisjoint(new):
+        there = self._list_slots()
+        if not (there | self._taken).isdisjoint(new):
             raise InvariantError(f"{self.tier} has some of the slots {new[-1]} to {new[0]} already")
         self._free += new
-        self._there.update(new)
+        there.update(new)
 
     def retire(self, slots: Iterable[int]) -> None:
         """These slots go: the free ones at once, the taken ones when they are freed; none is given any more."""
-        gone = set(slots)
+        gone, there = set(slots), self._list_slots()
         self._free = [slot for slot in self._free if slot not in gone]
         self._leaving |= self._taken & gone
-        self._there -= gone
+        there -= gone
 
     def count_taken(self, slots: Collection[int]) -> int:
         """How many of these slots were given and not freed."""
@@ -140,9 +142,12 @@ class SlotLedger:
 
     def allocate(self, num_slots: int) -> list[Location] | None:
         """Take ``num_slots`` slots, or none at all (None) if there are too few."""
-        if num_slots > len(self._free):
+        if num_slots > self.num_free:
             return None
-        slots = [self._free.pop() for _ in range(num_slots)]
+        slots = [self._free.pop() for _ in range(min(num_slots, len(self._free)))]
+        num_fresh = num_slots - len(slots)
+        slots += self._fresh[:num_fresh]
+        self._fresh = self._fresh[num_fresh:]
         self._taken.update(slots)
         return [Location(self.tier, slot) for slot in slots]
 
@@ -166,5 +171,13 @@ class SlotLedger:
         Raises:
             InvariantError: It is not.
         """
-        if sorted([*self._free, *(self._taken - self._leaving)]) != sorted(self._there):
+        if sorted([*self._free, *self._fresh, *(self._taken - self._leaving)]) != sorted(self._there):
             raise InvariantError(f"{self.tier} lost or doubled a slot")
+
+    def _list_slots(self) -> set[int]:
+        """All that are there to stay, and those that were never taken in ``_free``: some come or go."""
+        if isinstance(self._there, range):
+            self._there = set(self._there)
+            self._free = [*reversed(self._fresh), *self._free]
+            self._fresh = range(0)
+        return self._there

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import cast
 
 import torch
 
@@ -150,11 +152,10 @@ class KVPool:
         if granted is None:
             return None
         self._map(growth, granted, is_ours=pages is None)
-        new = [
-            BlockId(quantum * self.quantum_blocks + place) for quantum, old, end in growth for place in range(old, end)
-        ]
-        ledger.add_memory(new)
-        return new
+        runs = self._find_runs(growth)
+        for run in runs:
+            ledger.add_memory(run)
+        return cast("list[BlockId]", list(chain.from_iterable(runs)))
 
     def map_quanta(self, quanta: Sequence[int], pages: Sequence[Page]) -> None:
         """Put pages behind whole quanta, layer by layer; the inverse of ``unmap_quanta``. No ledger is told.
@@ -274,6 +275,15 @@ class KVPool:
                 growth.append((quantum, old, end))
                 num_blocks -= end - old
         return None if num_blocks else growth
+
+    def _find_runs(self, growth: list[tuple[int, int, int]]) -> list[range]:
+        """The blocks that come, in order; whole quanta side by side are one run."""
+        runs = [range(0)]
+        for quantum, old, end in growth:
+            first = quantum * self.quantum_blocks
+            start = runs.pop().start if runs[-1].stop == first + old else first + old
+            runs.append(range(start, first + end))
+        return runs
 
     def _count_new_pages(self, growth: list[tuple[int, int, int]]) -> int:
         return len(self.mapped_layers) * sum(self._place(*one)[1] for one in growth)

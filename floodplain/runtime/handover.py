@@ -129,6 +129,11 @@ class HeldBlocks:
         """The held blocks, each once: one reference."""
         return list(self._counts)
 
+    @property
+    def num_blocks(self) -> int:
+        """Held blocks, each counted once."""
+        return len(self._counts)
+
     def take(self, row: int) -> tuple[BlockId, ...]:
         """The blocks of a request, with a reference to each that is the caller's now."""
         blocks = self._rows.pop(row)

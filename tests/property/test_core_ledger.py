@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from floodplain.core import shrink as shrinking
-from floodplain.core.block_state import BlockState
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
@@ -98,6 +97,8 @@ def evicts_the_most_recent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fills_the_emptiest_quantum(monkeypatch: pytest.MonkeyPatch) -> None:
     def pop(self: FreeBlocks) -> BlockId:
+        if self._untouched:
+            self._touch_next()
         fullest = max(self._by_quantum.values(), key=len)
         block = next(iter(fullest))
         self.remove(block)
@@ -117,11 +118,12 @@ def forgets_the_key_of_a_moved_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_evicted_content_findable(monkeypatch: pytest.MonkeyPatch) -> None:
+    evict_well = BlockLedger._evict
+
     def evict(self: BlockLedger, block: BlockId) -> None:
-        del self._cached[block]
-        self._keys[block] = None
-        self._states[block] = BlockState.FREE
-        self._free.add(block)
+        key = self._keys[block]
+        evict_well(self, block)
+        self._index[key] = block
 
     monkeypatch.setattr(BlockLedger, "_evict", evict)
 
@@ -147,7 +149,7 @@ def moves_what_a_copy_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     survey = BlockLedger.survey
 
     def blind(self: BlockLedger, first: int, num_blocks: int) -> tuple[int, int, bool]:
-        pins, self._pins = self._pins, []
+        pins, self._pins = self._pins, {}
         try:
             return survey(self, first, num_blocks)
         finally:

@@ -7,13 +7,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from floodplain.cluster import group_pipeline
 from floodplain.cluster.dialer import Dialer
 from floodplain.cluster.droppable import Droppable, open_droppable
 from floodplain.cluster.front import Front
 from floodplain.cluster.group_member import GroupMember
 from floodplain.cluster.grouping import Grouping
 from floodplain.cluster.streams import Caller
+from floodplain.core.blocks import BlockLedger
 from floodplain.core.groups import GroupState
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
@@ -25,11 +30,19 @@ from floodplain.web.listen import bind
 TOKEN = "secret"
 
 
+def ledger_off_the_event_loop(*args: Any, **options: Any) -> BlockLedger:
+    """A ledger grows with the pool: an event loop that made it would miss beats."""
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        asyncio.get_running_loop()
+    return BlockLedger(*args, **options)
+
+
 class Ring:
     """A front of instances that serve; what it was asked, and what came of it."""
 
     def __init__(self, front: Front, instances: Sequence[Droppable]) -> None:
         self.front, self._instances = front, instances
+        group_pipeline.BlockLedger = ledger_off_the_event_loop  # type: ignore[assignment, misc]
         self._streams: list[asyncio.Task[list[int]]] = []
         self.counts: list[int] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey
 from floodplain.core.shrink import commit_shrink, plan_shrink
+from floodplain.core.tiers import SlotLedger, Tier
 
 A, B = BlockKey(b"a"), BlockKey(b"b")
 
@@ -26,6 +28,59 @@ def owned(ledger: BlockLedger, num_blocks: int) -> list[BlockId]:
 def test_an_impossible_pool_is_refused(kwargs: dict[str, int]) -> None:
     with pytest.raises(InvariantError, match="impossible pool"):
         BlockLedger(**{"num_blocks": 1, "block_tokens": 1, **kwargs})
+
+
+def count_lines(act: Callable[[], object]) -> int:
+    """Lines of Python that run; what runs in C is none."""
+    num_lines = 0
+
+    def trace(frame: object, event: str, argument: object) -> object:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return num_lines
+
+
+@pytest.mark.parametrize("quantum", [1, 32])
+def test_no_line_of_python_runs_for_each_block_of_a_new_pool(quantum: int) -> None:
+    """An event loop that waits for a pool, or counts its blocks, misses no beat however large the pool is."""
+
+    def live(num_blocks: int) -> None:
+        ledger = BlockLedger(num_blocks, 4, quantum_blocks=quantum)
+        ledger.add_memory(range(num_blocks, 2 * num_blocks))
+        blocks = owned(ledger, 3)
+        ledger.pin(blocks)
+        assert ledger.count_states()[BlockState.OWNED] == 3 and ledger.num_available == 2 * num_blocks - 3
+        slots = SlotLedger(Tier.HOST, num_blocks)
+        assert slots.allocate(3) is not None and slots.num_free == num_blocks - 3
+
+    assert count_lines(lambda: live(64 * 1024)) == count_lines(lambda: live(64)) > 20
+
+
+@pytest.mark.parametrize("quantum", [1, 3])
+def test_a_large_run_of_memory_is_as_many_single_blocks(quantum: int) -> None:
+    """Blocks that come as a run, over some that were there and went, and some that never were."""
+    runs, singles = BlockLedger(7, 4, quantum_blocks=quantum), BlockLedger(0, 4, quantum_blocks=quantum)
+    singles.add_memory(list(range(7)))
+    for ledger in (runs, singles):
+        for block in (4, 5, 6):
+            ledger.retire(BlockId(block))
+    runs.add_memory(range(4, 17))
+    singles.add_memory(list(range(4, 17)))
+    given = [sorted(owned(ledger, 17)) for ledger in (runs, singles)]
+    assert given[0] == given[1] == list(range(17))
+    with pytest.raises(InvariantError, match="some of the blocks 16 to 18 have memory"):
+        runs.add_memory(range(16, 19))
+    for ledger in (runs, singles):
+        ledger.check_integrity([given[0]])
+    assert runs.num_blocks == singles.num_blocks == 17
 
 
 def test_an_empty_pool_gives_nothing() -> None:
