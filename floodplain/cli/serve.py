@@ -69,9 +69,15 @@ def run(args: argparse.Namespace) -> int:
             is_json = args.format == "json"
             announce(json.dumps({"url": url, "model": model}) if is_json else f"{model} is served at {url}")
 
-        drain_timeout_s = server_config.drain_timeout
         serve(
-            engine, sock, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=say_ready, limits=limits, extend=extend
+            engine,
+            sock,
+            keys=keys,
+            drain_timeout_s=server_config.drain_timeout,
+            on_ready=say_ready,
+            limits=limits,
+            ping_s=server_config.ping_interval,
+            extend=extend,
         )
     return 0
 

@@ -168,8 +168,11 @@ class ClusterEngine:
         client: str = "",
         cache_salt: str = "",
         goals: Goals = NO_GOALS,
+        on_accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request, whichever instances compute it. Closing the iterator aborts it there.
+
+        ``on_accepted`` is called when the first instance has taken it.
 
         Raises:
             RequestRefused: It can never be served.
@@ -190,7 +193,7 @@ class ClusterEngine:
             cache_salt=cache_salt,
             goals=goals,
         )
-        caller = Caller(self._tokenizer, request)
+        caller = Caller(self._tokenizer, request, on_accepted)
         self._callers[caller] = None
         entry = self.front.requests.submit(request, caller)
         try:

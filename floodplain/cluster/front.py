@@ -17,6 +17,7 @@ from floodplain.cluster.forming import Forming, find_problem
 from floodplain.cluster.frames import FrameLink
 from floodplain.cluster.grouping import Grouping
 from floodplain.cluster.messages import (
+    Accepted,
     Beat,
     Denied,
     Formed,
@@ -242,6 +243,8 @@ class Front:
                 self.sums.note(epoch, message.stats)
                 instance = self.book.roster.expect(epoch)
                 instance.num_blocks = message.stats.num_blocks or instance.num_blocks  # a stage alone has no ledger
+            case Accepted():
+                self.requests.take_acceptance(message)
             case Refused():
                 self.requests.take_refusal(message)
             case Leaving():

@@ -7,10 +7,12 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 
 from floodplain.cluster.frames import FrameLink
 from floodplain.cluster.messages import (
     Abort,
+    Accepted,
     Beat,
     FrontMessage,
     InstanceMessage,
@@ -127,7 +129,8 @@ class Life:
         if self._engine is None:
             raise WireError("a request comes before there is an engine")
         try:
-            async with aclosing(self._engine.stream(self._requests[ticket], on_added)) as deltas:
+            stream = self._engine.stream(self._requests[ticket], on_added, partial(self._say_accepted, ticket))
+            async with aclosing(stream) as deltas:
                 async for delta in deltas:
                     self._add(ticket, delta)
         except UserError as error:
@@ -135,6 +138,9 @@ class Life:
         except RuntimeError:
             if not isinstance(self.find_failure(), PeerLost):
                 raise
+
+    def _say_accepted(self, ticket: int) -> None:
+        self._send(Accepted(self._epoch, ticket))
 
     def _add(self, ticket: int, delta: OutputDelta) -> None:
         """Rows of one step go out together: all streams of the step run before what is called soon."""

@@ -121,6 +121,14 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Accepted:
+    """The instance has taken a request, which may wait there."""
+
+    epoch: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The instance does not take a request: ``why`` is one of ``REFUSALS``, and the rest is the error's."""
 
@@ -155,12 +163,13 @@ class Formed:
 
 
 FrontMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder | MigrationOrder
-InstanceMessage = Hello | Tokens | Refused | Beat | Leaving | Formed | GroupAnswer | MigrationAnswer
+InstanceMessage = Hello | Tokens | Accepted | Refused | Beat | Leaving | Formed | GroupAnswer | MigrationAnswer
 _FROM_FRONT = {
     kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat, *ORDERS, *MIGRATION_ORDERS)
 }
 _FROM_INSTANCE = {
-    kind.__name__: kind for kind in (Hello, Tokens, Refused, Beat, Leaving, Formed, *ANSWERS, *MIGRATION_ANSWERS)
+    kind.__name__: kind
+    for kind in (Hello, Tokens, Accepted, Refused, Beat, Leaving, Formed, *ANSWERS, *MIGRATION_ANSWERS)
 }
 REFUSALS: Mapping[str, type[UserError]] = {
     "full": QueueFull,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from floodplain.cluster.book import MAX_FRUITLESS, Book, Entry
-from floodplain.cluster.messages import Abort, FrontMessage, Refused, Tokens, error_of
+from floodplain.cluster.messages import Abort, Accepted, FrontMessage, Refused, Tokens, error_of
 from floodplain.cluster.placements import submit_of
 from floodplain.cluster.streams import Caller
 from floodplain.core.lifecycle import Lifecycle
@@ -96,6 +96,12 @@ class Requests:
             reason = caller.take(row.token, row, now)
             if reason is not None:
                 self._finish(entry, caller, is_known=row.finish_reason is not None)
+
+    def take_acceptance(self, message: Accepted) -> None:
+        """An instance has taken a request."""
+        entry = self._book.find(message.epoch, message.ticket)
+        if entry is not None:
+            self._callers[entry.number].accept()
 
     def take_refusal(self, message: Refused) -> None:
         """An instance does not take a request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from floodplain.cluster.messages import TokenRow
 from floodplain.core.lifecycle import EventKind, Lifecycle
@@ -17,16 +18,18 @@ class Caller:
     Args:
         tokenizer: The model's.
         request: As it arrived.
+        on_accepted: Called once an instance has taken it.
 
     Attributes:
         deltas: What the client has not read yet: deltas, or the exception that ends the stream.
         lifecycle: Times as they are seen at the front.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, on_accepted: Callable[[], None] = lambda: None) -> None:
         params = request.params
         self.deltas: asyncio.Queue[OutputDelta | BaseException] = asyncio.Queue()
         self.lifecycle = Lifecycle(request.arrival_s)
+        self._on_accepted = on_accepted
         self._wants_logprobs = params.logprobs is not None
         self._decoder = StreamDecoder(
             tokenizer,
@@ -66,6 +69,11 @@ class Caller:
             )
         )
         return reason
+
+    def accept(self) -> None:
+        """An instance has taken the request; of several, the first one counts."""
+        on_accepted, self._on_accepted = self._on_accepted, lambda: None
+        on_accepted()
 
     def fail(self, error: BaseException) -> None:
         """The request ends with an exception."""

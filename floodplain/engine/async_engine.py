@@ -136,6 +136,7 @@ class AsyncEngine:
         client: str = "",
         cache_salt: str = "",
         goals: Goals = NO_GOALS,
+        on_accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request that arrives now: see ``stream``."""
         request = Request(
@@ -148,14 +149,17 @@ class AsyncEngine:
             cache_salt=cache_salt,
             goals=goals,
         )
-        return self.stream(request)
+        return self.stream(request, on_accepted=on_accepted)
 
-    async def stream(self, request: Request, on_added: OnAdded | None = None) -> AsyncGenerator[OutputDelta, None]:
+    async def stream(
+        self, request: Request, on_added: OnAdded | None = None, on_accepted: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[OutputDelta, None]:
         """Stream one request. Closing the iterator aborts it: its blocks are free within one step.
 
         Args:
             request: The request.
             on_added: Called on the engine's thread when the request waits there, before a step sees it.
+            on_accepted: Called on the event loop then.
 
         Raises:
             RequestRefused: It can never be served.
@@ -171,10 +175,9 @@ class AsyncEngine:
         self._inbox.put(lambda: self._submit(caller))
         try:
             await caller.accepted
+            on_accepted()
             while True:
-                delta = await caller.deltas.get()
-                if isinstance(delta, BaseException):
-                    raise delta
+                delta = await caller.next_delta()
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -292,9 +295,5 @@ class AsyncEngine:
         for pause in self._pauses:
             pause.fail(error)
         for caller in self._callers:
-            failure = RuntimeError(f"the engine failed: {error}")
-            if caller.accepted.done():
-                caller.deltas.put_nowait(failure)
-            else:
-                caller.accepted.set_exception(failure)
+            caller.fail(RuntimeError(f"the engine failed: {error}"))
         self._by_seq.clear()

@@ -31,3 +31,21 @@ class Caller:
     on_added: OnAdded | None
     seq_id: SeqId | None = None
     deltas: asyncio.Queue[OutputDelta | BaseException] = field(default_factory=asyncio.Queue)
+
+    async def next_delta(self) -> OutputDelta:
+        """The next result.
+
+        Raises:
+            BaseException: Why the engine ended.
+        """
+        delta = await self.deltas.get()
+        if isinstance(delta, BaseException):
+            raise delta
+        return delta
+
+    def fail(self, error: Exception) -> None:
+        """The engine has ended."""
+        if self.accepted.done():
+            self.deltas.put_nowait(error)
+        else:
+            self.accepted.set_exception(error)

@@ -16,6 +16,7 @@ from floodplain.server.prompt_limit import PromptLimit
 from floodplain.server.protocol import ServingEngine
 from floodplain.server.responses import Health, Version
 from floodplain.server.routes import ERRORS, OpenAIRoutes
+from floodplain.server.settings import PING_S
 from floodplain.web.errors import ApiError, install_error_handlers
 from floodplain.web.gate import DrainSwitch, Gate
 from floodplain.web.scrape import scrape
@@ -33,6 +34,7 @@ def create_app(
     drain: DrainSwitch | None = None,
     keys: KeyRing | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    ping_s: float = PING_S,
     extend: Extension | None = None,
 ) -> FastAPI:
     """The application; its lifespan starts and closes ``engine``.
@@ -42,6 +44,7 @@ def create_app(
         drain: Turned on by whoever stops the server; None if nobody will.
         keys: Who may use ``/v1``; None lets everybody in.
         max_body_bytes: Larger bodies get 413.
+        ping_s: Seconds of silence after which a stream gets a comment; 0: none does.
         extend: Adds routes and metrics that belong to the kind of engine.
     """
 
@@ -61,7 +64,7 @@ def create_app(
     app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Gate, drain=drain, authenticator=keys, max_body_bytes=max_body_bytes)
     install_error_handlers(app, REQUEST_FIELDS)
-    app.include_router(OpenAIRoutes(engine).router())
+    app.include_router(OpenAIRoutes(engine, ping_s).router())
     registry = _add_service_routes(app, engine)
     if extend is not None:
         extend(app, registry)

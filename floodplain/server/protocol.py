@@ -99,10 +99,14 @@ class ServingEngine(Protocol):
         client: str = "",
         cache_salt: str = "",
         goals: Goals = NO_GOALS,
+        on_accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[OutputDelta, None]:
         """The output as it comes; the last delta, and only that, has a ``finish_reason``.
 
         Closing the generator (or cancelling who awaits it) aborts the request: its blocks are free within one step.
+
+        ``on_accepted`` is called on the event loop once nothing but a failure can refuse the request any more, before
+        the first delta.
 
         Raises:
             RequestRefused: Before the first delta: prompt and ``max_tokens`` can never fit, with the numbers.

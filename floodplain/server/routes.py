@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -16,6 +17,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.server.answers import WRITERS, write_answer
 from floodplain.server.auth import Client
 from floodplain.server.errors import ERROR_STATUSES, error_event
+from floodplain.server.event_stream import Acceptance, EventStream
 from floodplain.server.fields import IgnoredFields
 from floodplain.server.prompt_limit import PromptLimit
 from floodplain.server.prompts import PromptReader
@@ -23,7 +25,7 @@ from floodplain.server.protocol import ServingEngine
 from floodplain.server.replies import DONE, ApiReply, ChatReply, CompletionReply
 from floodplain.server.requests import ChatRequest, CompletionRequest, GenerationRequest, UsageDetail
 from floodplain.server.responses import ChatCompletion, Completion, ModelCard, ModelList
-from floodplain.server.streams import EventStream, IndexedDeltas, Tally, gather, merge, unless_hung_up
+from floodplain.server.streams import IndexedDeltas, Tally, gather, merge, unless_hung_up
 from floodplain.web.errors import ApiError, describe_errors
 from floodplain.web.gate import CLIENT_SCOPE_KEY
 from floodplain.web.request_id import is_request_id
@@ -42,10 +44,15 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 class OpenAIRoutes:
-    """The endpoints under ``/v1``, over one engine."""
+    """The endpoints under ``/v1``.
 
-    def __init__(self, engine: ServingEngine) -> None:
-        self._engine = engine
+    Args:
+        engine: What computes.
+        ping_s: Seconds of silence after which a stream gets a comment; 0: none does.
+    """
+
+    def __init__(self, engine: ServingEngine, ping_s: float) -> None:
+        self._engine, self._ping_s = engine, ping_s
         self._created = int(time.time())
         self._ignored_fields = IgnoredFields()
 
@@ -112,6 +119,7 @@ class OpenAIRoutes:
     ) -> Response:
         client: Client = request.scope.get(CLIENT_SCOPE_KEY, Client())
         priority, goals = client.priority(body.priority), client.goals(body.goals)
+        acceptance = Acceptance(len(prompts))
         streams = [
             self._engine.generate(
                 prompt,
@@ -121,12 +129,14 @@ class OpenAIRoutes:
                 client=client.name,
                 cache_salt=client.cache_salt(body.cache_salt),
                 goals=goals,
+                on_accepted=acceptance.note,
             )
             for index, prompt in enumerate(prompts)
         ]
         tally = Tally(*map(len, prompts))
         if body.stream:
-            return EventStream(_events(merge(streams), reply, tally, body.usage_detail))
+            events = _events(merge(streams), reply, tally, body.usage_detail)
+            return EventStream(events, acceptance.is_whole, self._ping_s, partial(_end_of_failed, reply.request_id))
         answer = await unless_hung_up(request.receive, _whole(merge(streams), reply, tally, len(streams)))
         if answer is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -156,21 +166,18 @@ async def _whole(stream: IndexedDeltas, reply: ApiReply, tally: Tally, num_promp
 
 
 async def _events(stream: IndexedDeltas, reply: ApiReply, tally: Tally, detail: UsageDetail) -> AsyncGenerator[bytes]:
-    """The stream as server-sent events; a failure after the first one is the last event before ``[DONE]``."""
-    has_begun = False
-    try:
-        async with aclosing(stream):
-            async for index, delta in stream:
-                tally.add(index, delta)
-                yield reply.event(index, delta, tally.usage_of(index) if detail is UsageDetail.EACH else None)
-                has_begun = True
-    except Exception as error:
-        if not has_begun:
-            raise
-        if not isinstance(error, ApiError):
-            logger.exception("request %s failed in its stream", reply.request_id)
-        yield error_event(error)
-    else:
-        if detail is not UsageDetail.NONE:
-            yield reply.usage_event(tally.usage())
+    """The stream as server-sent events."""
+    async with aclosing(stream):
+        async for index, delta in stream:
+            tally.add(index, delta)
+            yield reply.event(index, delta, tally.usage_of(index) if detail is UsageDetail.EACH else None)
+    if detail is not UsageDetail.NONE:
+        yield reply.usage_event(tally.usage())
     yield DONE
+
+
+def _end_of_failed(name: str, error: Exception) -> bytes:
+    """The events that end the stream of the request ``name`` after a failure."""
+    if not isinstance(error, ApiError | UserError):
+        logger.error("request %s failed in its stream", name, exc_info=error)
+    return error_event(error) + DONE

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from floodplain.server.app import Extension, create_app
 from floodplain.server.auth import KeyRing
 from floodplain.server.protocol import ServingEngine
+from floodplain.server.settings import PING_S
 from floodplain.web.gate import DrainSwitch
 from floodplain.web.limits import ConnectionLimits
 from floodplain.web.serving import StoppableServer
@@ -29,6 +30,7 @@ class Server(StoppableServer):
         on_ready: Called once the server takes requests.
         limits: What connections are allowed.
         clock: Monotonic seconds, for the limits.
+        ping_s: As in ``create_app``.
         extend: As in ``create_app``.
     """
 
@@ -41,13 +43,14 @@ class Server(StoppableServer):
         on_ready: Callable[[], None],
         limits: ConnectionLimits,
         clock: Callable[[], float] = time.monotonic,
+        ping_s: float = PING_S,
         extend: Extension | None = None,
     ) -> None:
         self._engine = engine
         self._drain = DrainSwitch()
         self._drain_timeout_s = drain_timeout_s
         self._drains: set[asyncio.Task[None]] = set()
-        app = create_app(engine, drain=self._drain, keys=keys, extend=extend)
+        app = create_app(engine, drain=self._drain, keys=keys, ping_s=ping_s, extend=extend)
         closing_s = math.ceil(drain_timeout_s) + CLOSING_GRACE_S
         super().__init__(app, closing_s=closing_s, on_ready=on_ready, limits=limits, clock=clock)
 
@@ -72,6 +75,7 @@ def serve(
     drain_timeout_s: float,
     on_ready: Callable[[], None],
     limits: ConnectionLimits,
+    ping_s: float = PING_S,
     extend: Extension | None = None,
 ) -> None:
     """Serve on ``sock`` until SIGINT or SIGTERM; then drain and return.
@@ -80,5 +84,13 @@ def serve(
         UserError: Somebody else listens on the port by now.
         BaseException: What ended the engine's step loop, if that is why the server stopped.
     """
-    server = Server(engine, keys=keys, drain_timeout_s=drain_timeout_s, on_ready=on_ready, limits=limits, extend=extend)
+    server = Server(
+        engine,
+        keys=keys,
+        drain_timeout_s=drain_timeout_s,
+        on_ready=on_ready,
+        limits=limits,
+        ping_s=ping_s,
+        extend=extend,
+    )
     server.serve_on(sock)

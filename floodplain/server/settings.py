@@ -9,6 +9,9 @@ from floodplain.core.errors import UserError
 from floodplain.server.auth import KEY_LINE
 from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS_HELP, check_connection_flags
 
+PING_S = 15.0
+"""Well below the 60 s after which most proxies cut a silent connection."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -31,6 +34,13 @@ class ServerConfig:
     drain_timeout: float = field(
         default=30.0, metadata={"help": "seconds that running requests get when the server stops", "metavar": "S"}
     )
+    ping_interval: float = field(
+        default=PING_S,
+        metadata={
+            "help": "seconds of silence after which a stream gets a comment, so that no proxy cuts it; 0: never",
+            "metavar": "S",
+        },
+    )
     max_connections: int | None = field(default=None, metadata={"help": MAX_CONNECTIONS_HELP, "metavar": "N"})
     keep_alive_timeout: float = field(default=KEEP_ALIVE_S, metadata={"help": KEEP_ALIVE_HELP, "metavar": "S"})
 
@@ -39,6 +49,8 @@ class ServerConfig:
             raise UserError(f"--port must be between 0 and 65535, not {self.port}")
         if not 0 <= self.drain_timeout <= 86400:
             raise UserError(f"--drain-timeout must be between 0 and 86400 seconds, not {self.drain_timeout}")
+        if self.ping_interval != 0 and not 0.1 <= self.ping_interval <= 86400:
+            raise UserError(f"--ping-interval must be 0, or between 0.1 and 86400 seconds, not {self.ping_interval}")
         if self.share_prefixes and self.api_key_file is None:
             raise UserError("--share-prefixes needs --api-key-file: without keys all requests share prefixes")
         check_connection_flags(self.max_connections, self.keep_alive_timeout)

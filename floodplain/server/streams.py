@@ -9,8 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import OutputDelta
@@ -146,27 +145,3 @@ async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T | 
 async def _hang_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events that start with the first event, so that a refusal before it still sets the status.
-
-    Closes ``events`` however it ends: at the end, by a hang-up, or cancelled.
-    """
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache"}, media_type="text/event-stream")
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; stop at once when the client hangs up."""
-        await unless_hung_up(receive, self._send_all(send))
-
-    async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            first = await anext(events)
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})

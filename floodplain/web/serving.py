@@ -79,6 +79,8 @@ class StoppableServer(uvicorn.Server):
     def stop(self) -> None:
         """Exit when the requests that run have their answers. On the event loop; may be called again."""
         self.should_exit = True
+        for connection in list(self.server_state.connections):
+            connection.shutdown()  # now: uvicorn looks at ``should_exit`` ten times a second
 
     def serve_on(self, sock: socket.socket) -> None:
         """Serve until SIGINT or SIGTERM.

@@ -16,6 +16,7 @@ from floodplain.core.sampling import SamplingParams
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.server.auth import KeyRing
 from floodplain.server.run import Server
+from floodplain.server.settings import PING_S
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 
@@ -107,11 +108,13 @@ class FakeEngine:
         client: str = "",
         cache_salt: str = "",
         goals: Goals = NO_GOALS,
+        on_accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[OutputDelta, None]:
         num_tokens = self._admit(prompt_token_ids, params)
         self._live.add(request_id)
         order = {"id": request_id, "params": params, "priority": priority, "client": client, "cache_salt": cache_salt}
         self.submitted.put(order | {"goals": goals})
+        on_accepted()
         is_finished = False
         try:
             for i in range(num_tokens):
@@ -177,7 +180,7 @@ class FakeEngine:
 class RunningServer:
     """A server on a thread of its own; ``url`` is where, and ``stop`` is what a signal does."""
 
-    def __init__(self, engine: FakeEngine, keys: KeyRing | None, drain_timeout_s: float) -> None:
+    def __init__(self, engine: FakeEngine, keys: KeyRing | None, drain_timeout_s: float, ping_s: float) -> None:
         self.engine = engine
         self._sock = bind("127.0.0.1", 0)
         self._sock.listen()
@@ -190,6 +193,7 @@ class RunningServer:
             drain_timeout_s=drain_timeout_s,
             on_ready=self._note_ready,
             limits=limit_connections(None),
+            ping_s=ping_s,
         )
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._sock]})
 
@@ -226,10 +230,10 @@ class RunningServer:
 
 @contextmanager
 def serving(
-    engine: FakeEngine, *, keys: KeyRing | None = None, drain_timeout_s: float = 5.0
+    engine: FakeEngine, *, keys: KeyRing | None = None, drain_timeout_s: float = 5.0, ping_s: float = PING_S
 ) -> Iterator[RunningServer]:
     """A server that takes requests; it is stopped, and has ended, when the context is left."""
-    server = RunningServer(engine, keys, drain_timeout_s)
+    server = RunningServer(engine, keys, drain_timeout_s, ping_s)
     server.start()
     try:
         yield server

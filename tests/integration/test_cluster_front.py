@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, cast
 
 import pytest
 
 from floodplain.cluster.door import MAX_STRANGERS
-from floodplain.cluster.messages import Abort, Leaving, Refused, TokenRow, Tokens
+from floodplain.cluster.life import Life
+from floodplain.cluster.messages import Abort, Accepted, Leaving, Refused, TokenRow, Tokens, Welcome
 from floodplain.cluster.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused
+from floodplain.core.request import Request
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.outputs import EngineStats, OutputDelta
 from tests.support.cluster_peers import OUTSIDE, OWN, Stage, reference, stage, until
 
 
@@ -134,6 +138,63 @@ def test_requests_that_wait_for_an_instance_get_the_first_that_comes() -> None:
             assert isinstance(await two.read(), Submit)
             two.step(entry.ticket)
             assert (await read_all(caller))[2] == "length"
+
+    on_stage(play)
+
+
+def test_the_first_instance_that_takes_a_request_accepts_it_once() -> None:
+    async def play(some: Stage) -> None:
+        accepted: list[bool] = []
+        one = await some.join()
+        entry, caller = some.ask(max_tokens=1, on_accepted=lambda: accepted.append(True))
+        first = (await one.read()).ticket
+        one.say(Refused(one.epoch, first, "full", "many wait", None))
+        one.say(Accepted(one.epoch, first))  # says nothing of a request that is no longer there
+        with pytest.raises(QueueFull):
+            await read_all(caller)
+        assert not accepted
+        entry, caller = some.ask(max_tokens=1, on_accepted=lambda: accepted.append(True))
+        one.say(Accepted(one.epoch, (await one.read()).ticket))
+        await until(lambda: accepted)
+        one.link.abort()
+        two = await some.join(OUTSIDE)
+        two.say(Accepted(two.epoch, (await two.read()).ticket))
+        two.step(entry.ticket)
+        assert (await read_all(caller))[2] == "length"
+        assert accepted == [True]
+
+    on_stage(play)
+
+
+class HoldingEngine:
+    """Accepts requests and gives no token; refuses prompts that begin with ``!``."""
+
+    failure = None
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def stream(self, request: Request, _: Any, on_accepted: Callable[[], None]) -> AsyncGenerator[OutputDelta]:
+        if request.prompt_token_ids[0] == ord("!"):
+            raise RequestRefused("too long")
+        on_accepted()
+        await asyncio.Event().wait()
+        yield OutputDelta("", ())
+
+
+def test_an_instance_says_that_it_has_taken_a_request_before_its_first_token() -> None:
+    async def play(some: Stage) -> None:
+        peer, accepted = await some.join(), asyncio.Event()
+        life = Life(peer.link, Welcome(peer.epoch, 1.0, 60.0), cast(AsyncEngine, HoldingEngine()))
+        running = asyncio.create_task(life.run(asyncio.Event(), 0.0))
+        _, refused = some.ask(b"!", on_accepted=accepted.set)
+        with pytest.raises(RequestRefused):
+            await read_all(refused)
+        assert not accepted.is_set()
+        some.ask(on_accepted=accepted.set)
+        await accepted.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
     on_stage(play)
 

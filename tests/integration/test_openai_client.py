@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from floodplain.core.errors import QueueFull
 from floodplain.core.goals import Goals
+from floodplain.engine.outputs import OutputDelta
 from tests.fakes.engine import FakeEngine, RunningServer, serving
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -239,3 +242,40 @@ def test_the_async_client_runs_many_streams_at_once(server: RunningServer) -> No
             assert len(set(await asyncio.gather(*(one(client, i) for i in range(20))))) == 20
 
     asyncio.run(work())
+
+
+class HeldEngine(FakeEngine):
+    """Gives no delta before ``release``; of a request whose prompt begins with ``!``, a failure instead."""
+
+    def __init__(self) -> None:
+        super().__init__(max_waiting=2)
+        self.release = threading.Event()
+
+    async def generate(self, prompt_token_ids: Sequence[int], *said: Any, **more: Any) -> AsyncGenerator[OutputDelta]:
+        async for delta in super().generate(prompt_token_ids, *said, **more):
+            while not self.release.is_set():
+                await asyncio.sleep(0.001)
+            if prompt_token_ids[0] == ord("!"):
+                raise QueueFull("the instance that has taken over is full")
+            yield delta
+
+
+def test_a_waiting_stream_has_its_head_and_comments_which_the_client_skips() -> None:
+    engine = HeldEngine()
+    body = {"model": "fake", "prompt": "ab", "max_tokens": 3, "stream": True}
+    with serving(engine, ping_s=0.01) as running, client_of(running) as client:
+        waiting = client.completions.create(model="fake", prompt="!", stream=True)
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body) as answer:
+            assert (answer.status_code, answer.headers["x-accel-buffering"]) == (200, "no")
+            with pytest.raises(openai.RateLimitError):
+                client.completions.create(model="fake", prompt="ab", stream=True)
+            lines = answer.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": ping", ""] * 2
+            engine.release.set()
+            rest = [line for line in lines if line not in ("", ": ping")]
+        assert (len(rest), rest[-1]) == (4, "data: [DONE]")
+        with pytest.raises(openai.APIError, match="taken over is full") as caught:
+            next(iter(waiting))
+        assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+        stream = client.completions.create(model="fake", prompt="ab", max_tokens=3, stream=True)
+        assert [chunk.choices[0].text for chunk in stream] == ["a", "b", "a"]

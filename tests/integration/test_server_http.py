@@ -284,16 +284,17 @@ def test_stopping_lets_running_requests_end() -> None:
         httpx.get(f"{running.url}/health")
 
 
+@pytest.mark.parametrize("num_tokens", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_drain_is_bounded_and_says_so_to_who_is_cut_off(stream: bool) -> None:
-    engine = FakeEngine(num_free_tokens=2)
+def test_a_drain_is_bounded_and_says_so_to_who_is_cut_off(stream: bool, num_tokens: int) -> None:
+    engine = FakeEngine(num_free_tokens=num_tokens)
     with serving(engine, drain_timeout_s=0.05) as running, asking(running, {**BODY, "stream": stream}) as connection:
         engine.stalled.get(timeout=10)
         running.stop()
         response = connection.getresponse()
         text = response.read().decode()
         running.join()
-    assert response.status == (200 if stream else 503)
+    assert (response.status, response.headers["connection"]) == ((200, None) if stream else (503, "close"))
     error = json.loads(text.split("\n\n")[-3].removeprefix("data: ") if stream else text)["error"]
     assert (error["code"], error["type"]) == ("aborted", "server_error")
     assert text.endswith("data: [DONE]\n\n") == stream

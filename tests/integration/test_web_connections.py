@@ -121,6 +121,7 @@ def test_a_connection_with_an_unread_request_is_not_closed(is_stopping: bool, se
 
         server.call(close_idle_ones)
         assert read_answer(client).startswith(b"HTTP/1.1 200")
+        server.settle(1)
         server.clock.now_s += LIMITS.idle_s + 1
         server.call(connection.shutdown if is_stopping else server.sweep)
         assert read_all(client) == b""

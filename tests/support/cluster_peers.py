@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -120,10 +120,12 @@ class Stage:
         peer.denied = getattr(answer, "reason", "")
         return peer
 
-    def ask(self, prompt: bytes = b"hello", **params: Any) -> tuple[Any, Caller]:
+    def ask(
+        self, prompt: bytes = b"hello", on_accepted: Callable[[], None] = lambda: None, **params: Any
+    ) -> tuple[Any, Caller]:
         """A request of a client: its entry, and where its deltas come."""
         request = make_request("r", tuple(prompt), asyncio.get_running_loop().time(), **params)
-        caller = Caller(ByteTokenizer(256), request)
+        caller = Caller(ByteTokenizer(256), request, on_accepted)
         return self.front.requests.submit(request, caller), caller
 
     async def close(self) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from floodplain.engine.outputs import OutputDelta
-from floodplain.server.streams import EventStream, Tally, gather, merge, unless_hung_up
+from floodplain.server.streams import Tally, gather, merge, unless_hung_up
 from floodplain.web.errors import ApiError
 
 
@@ -136,34 +136,5 @@ def test_a_hang_up_cancels_the_work_and_waits_for_its_end() -> None:
         assert await unless_hung_up(receive, begin()) is None
         assert source.is_closed
         assert len(asyncio.all_tasks()) == 1
-
-    run(work)
-
-
-def test_an_event_stream_closes_its_events_when_the_client_does_not_take_them() -> None:
-    """A slow client: the hang-up comes while an event is being sent, not while one is awaited."""
-
-    async def work() -> None:
-        is_sending, is_closed = asyncio.Event(), False
-
-        async def events() -> AsyncGenerator[bytes, None]:
-            nonlocal is_closed
-            try:
-                while True:
-                    yield b"data: x\n\n"
-            finally:
-                is_closed = True
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                is_sending.set()
-                await asyncio.Event().wait()
-
-        async def receive() -> dict[str, Any]:
-            await is_sending.wait()
-            return {"type": "http.disconnect"}
-
-        await EventStream(events())({"type": "http"}, receive, send)
-        assert is_closed
 
     run(work)
