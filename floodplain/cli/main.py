@@ -13,6 +13,7 @@ from typing import Any
 
 from floodplain import __version__
 from floodplain.cli.options import Parser, resolve
+from floodplain.cli.sources import name_sources
 from floodplain.cli.variables import check_variables
 from floodplain.core.errors import UserError, WriteFailed
 from floodplain.files.results import open_standard_streams
@@ -69,7 +70,10 @@ def _run(argv: list[str]) -> int:
     args = resolve(leaf, argv[len(words) :], os.environ)
     args.verb = " ".join(words)
     start_logging(args.quiet)
-    status: int = module.run(args)
+    try:
+        status: int = module.run(args)
+    except UserError as error:
+        raise name_sources(error, args.sources) from error
     return status
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from floodplain.cli.config_file import read_config_file
+from floodplain.cli.sources import Source
 from floodplain.cli.variables import variable_of
 from floodplain.core.errors import UserError
 from floodplain.core.sizes import format_size, parse_size
@@ -87,6 +88,8 @@ def dataclass_from(args: argparse.Namespace, cls: type[C]) -> C:
 def resolve(parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
     """The value of every flag of ``parser``, from the command line, the environment, a file, or its default.
 
+    ``sources`` of the result has a ``Source`` for each value of the middle two.
+
     Raises:
         UserError: A value is malformed, a key is unknown, or a required one is missing; the message says where.
     """
@@ -114,13 +117,17 @@ def _resolve_own(
         raise UserError(f"unknown argument {wrong}{near}{where}")
     from_environment = _from_environment(parser, actions, environ)
     path = typed.get("config", from_environment.get("config"))
-    values = _from_file(parser, actions, Path(path)) if path else {}
-    values |= from_environment | typed
+    from_file = _from_file(parser, actions, Path(path)) if path else {}
+    values = from_file | from_environment | typed
     for action in required:
         if action.dest not in values:
-            name = "/".join(action.option_strings) or action.metavar or action.dest
-            raise UserError(f"{parser.prog} needs {name}: {action.help}")
-    return argparse.Namespace(**{dest: values.get(dest, action.default) for dest, action in actions.items()})
+            raise UserError(f"{parser.prog} needs {'/'.join(_names_of(action))}: {action.help}")
+    names = dict.fromkeys(from_file, str(path)) | {dest: variable_of(dest) for dest in from_environment}
+    sources = [
+        Source(name, _names_of(actions[dest]), str(values[dest])) for dest, name in names.items() if dest not in typed
+    ]
+    resolved = {dest: values.get(dest, action.default) for dest, action in actions.items()}
+    return argparse.Namespace(**resolved, sources=sources)
 
 
 def _given(
@@ -134,11 +141,11 @@ def _given(
 def _from_environment(
     parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Values of variables such as ``FLOODPLAIN_PORT``. Variables of other verbs are left alone."""
+    """Values of variables such as ``FLOODPLAIN_PORT`` that are not empty. Those of other verbs are left alone."""
     values: dict[str, Any] = {}
     for dest, action in actions.items():
         name = variable_of(dest)
-        if name in environ:
+        if environ.get(name):
             values |= _read(parser, actions, dest, _value_of(action, environ[name], name), name)
     return values
 
@@ -193,6 +200,10 @@ def _read(
         return _given(parser, actions, tokens)[0]
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
+
+
+def _names_of(action: argparse.Action) -> tuple[str, ...]:
+    return tuple(action.option_strings) or (str(action.metavar or action.dest),)
 
 
 def _is_switch(action: argparse.Action) -> bool:

@@ -21,7 +21,7 @@ def variable_of(flag: str) -> str:
 
 
 def check_variables(environ: Mapping[str, str], find_flags: Callable[[], Iterable[str]]) -> None:
-    """Refuse variables that no verb reads.
+    """Refuse variables that no verb reads. An empty one counts as unset.
 
     Args:
         environ: All variables.
@@ -30,7 +30,7 @@ def check_variables(environ: Mapping[str, str], find_flags: Callable[[], Iterabl
     Raises:
         UserError: There is one; the message has its name, and the name that is most like it.
     """
-    named = sorted(name for name in environ if name.upper().startswith(PREFIX))
+    named = sorted(name for name, value in environ.items() if value and name.upper().startswith(PREFIX))
     if not named:
         return
     known = {*map(variable_of, find_flags()), *NO_FLAGS}

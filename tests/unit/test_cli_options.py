@@ -182,6 +182,14 @@ def test_variables_of_other_verbs_are_left_alone() -> None:
     assert parse(*MINIMUM, FLOODPLAIN_SHARED="/x", FLOODPLAIN_PORT="1", HOME="/") == parse(*MINIMUM)
 
 
+def test_an_empty_variable_counts_as_unset(tmp_path: Path) -> None:
+    empty = dict.fromkeys(("FLOODPLAIN_RATE", "FLOODPLAIN_CACHING", "FLOODPLAIN_TRACE", "FLOODPLAIN_GOODPUT"), "")
+    assert parse(*MINIMUM, **empty) == parse(*MINIMUM)
+    assert parse(*config_file(tmp_path, "rate: 3"), **empty).rate == 3
+    with pytest.raises(UserError, match="needs MODEL: what"):
+        parse("--base-url", "u", FLOODPLAIN_MODEL="")
+
+
 def test_a_value_from_a_file_or_a_variable_is_never_a_flag(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("model: --help\n")
     assert resolve(sample_parser(), ["--base-url", "u", "--config", str(tmp_path / "c.yaml")], {}).model == "--help"

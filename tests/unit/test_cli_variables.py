@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_variables_of_every_verb_and_of_no_flag_are_known() -> None:
     for name in ("MODEL", "PORT", "CONFIG", "TTL", "BASE_URL", "TRACE", "QUICK", "WATCH", "DEVICE_NAME"):
         assert PREFIX + name in KNOWN
     assert {build.DISABLE_VARIABLE, paged_prefill.DISABLE_VARIABLE} < KNOWN
-    check(**dict.fromkeys(KNOWN, "x"), HOME="/", FLOODPLAINS="1", FLOODPLAIN="1")
+    check(**dict.fromkeys(KNOWN, "x"), HOME="/", FLOODPLAINS="1", FLOODPLAIN="1", FLOODPLAIN_UNKNOWN="")
 
 
 @given(name=st.text(st.sampled_from("ABCPORTportMDEL_019"), max_size=12))
@@ -53,6 +55,38 @@ def test_a_variable_that_nothing_reads_is_refused_by_name(name: str) -> None:
 def test_an_unknown_variable_names_the_likely_cause(name: str, value: str, message: str) -> None:
     with pytest.raises(UserError, match=f"^unknown variable {name}: .*{message}"):
         check(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("variables", "words", "message"),
+    [
+        ({"PORT": "99999"}, ["serve", "m"], "--port must be between 0 and 65535, not 99999 (--port is set by {}PORT)"),
+        ({"API_KEY_FILE": "/no-such"}, ["serve", "m"], "(--api-key-file is set by {}API_KEY_FILE)"),
+        ({"MODEL": "/no-such"}, ["serve"], "(MODEL is set by {}MODEL)"),
+        ({"KEEP_ALIVE_TIMEOUT": "0"}, ["serve", "m"], "--keep-alive-timeout is set by {}KEEP_ALIVE_TIMEOUT)"),
+        ({"PING_INTERVAL": "nan"}, ["serve", "m"], "--ping-interval is set by {}PING_INTERVAL)"),
+        ({"SHARE_PREFIXES": "1"}, ["serve", "m"], "--share-prefixes is set by {}SHARE_PREFIXES)"),
+        ({"RATE": "1"}, ["leases", "--interval", "0"], "unknown variable {}RATE"),
+        ({"INTERVAL": "0"}, ["leases", "--interval", "-1"], "between 0.1 and 3600 seconds, not -1.0\n"),
+    ],
+)
+def test_a_refused_value_of_a_variable_names_the_variable(
+    variables: dict[str, str],
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(PREFIX + name, value)
+    assert main(words) == 2
+    assert message.format(PREFIX) in capsys.readouterr().err
+
+
+def test_a_refused_value_of_a_file_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("port: 99999\n")
+    assert main(["serve", "m", "--config", str(tmp_path / "c.yaml")]) == 2
+    assert capsys.readouterr().err.endswith(f"(--port is set by {tmp_path / 'c.yaml'})\n")
 
 
 def test_every_verb_refuses_an_unknown_variable(
