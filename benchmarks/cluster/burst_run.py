@@ -52,8 +52,8 @@ class Bench:
         self, url: str, requests: Sequence[LoadRequest], max_concurrency: int | None = None
     ) -> list[RequestRecord]:
         """Send requests as separate clients would."""
-        async with HttpTarget(url, self.model, token_ids=True) as target:
-            return await run_load(target, requests, progress=False, max_concurrency=max_concurrency)
+        target = HttpTarget(url, self.model, token_ids=True)
+        return await run_load(target, requests, progress=False, max_concurrency=max_concurrency)
 
 
 def run_arm(bench: Bench, name: str, load: Load, requests: Sequence[LoadRequest]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import aiohttp
-
 from floodplain.policy.drop_timing import ClusterLoad, DropMove, DropTiming, DropTimingSettings
+from floodplain.web.client import AnswerLimits, HttpClient
 
 POLL_S = 0.2
+LIMITS = AnswerLimits(total_s=30.0)
 TRANSITION_S = 1.0
 """What a drop is taken to cost."""
 TIMING = DropTimingSettings(overload_s=0.5, window_s=5.0, low=0.5, calm_s=4.0, gap_s=5.0)
@@ -96,14 +96,13 @@ class Watcher:
 
     async def __aenter__(self) -> Watcher:
         self._start_s = time.monotonic()
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
+        self._client = HttpClient(self._url)
         self._task = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        await self._session.close()
 
     async def wait_calm(self, *, is_solo: bool, timeout_s: float) -> bool:
         """Return whether no request is left, and no group if ``is_solo``, before the time is over."""
@@ -142,12 +141,12 @@ class Watcher:
 
     async def _get(self, path: str) -> Any:
         """What a path answers; None if the front has no such thing."""
-        async with self._session.get(self._url + path) as answer:
-            return await answer.json() if answer.status == 200 else None
+        answer = await self._client.ask(path, limits=LIMITS)
+        return answer.json() if answer.status == 200 else None
 
     async def _ask(self, move: DropMove, asked_s: float) -> None:
         body: dict[str, Any] = {"instances": ["0", "1"]} if move is DropMove.DROP else {"instance": "0"}
-        async with self._session.post(f"{self._url}/v1/cluster/{move.value}", json=body) as answer:
-            problem = None if answer.status == 200 else (await answer.text())[:300]
+        answer = await self._client.ask(f"/v1/cluster/{move.value}", body, LIMITS)
+        problem = None if answer.status == 200 else answer.reason()
         answered_s = round(time.monotonic() - self._start_s, 3)
         self.moves.append({"move": move.value, "asked_s": asked_s, "answered_s": answered_s, "problem": problem})

@@ -109,8 +109,7 @@ def scrape(url: str) -> dict[str, float]:
 
 async def send_burst(url: str, model: str, requests: Sequence[LoadRequest]) -> list[RequestRecord]:
     """One burst, as separate clients would send it."""
-    async with HttpTarget(url, model, token_ids=True) as target:
-        return await run_load(target, requests, progress=False)
+    return await run_load(HttpTarget(url, model, token_ids=True), requests, progress=False)
 
 
 def measure(url: str, model: str, requests: Sequence[LoadRequest]) -> tuple[dict[str, Any], list[Any]]:

@@ -38,8 +38,7 @@ async def find_goals(arm: Arm, model: str, sample: WorkloadSpec, tokenizer: Any,
     """The goals of both arms' requests, from a few of them that each have a server of ``arm`` to themselves."""
     goals = {}
     for role, requests in _loads(sample, tokenizer, seed).items():
-        async with HttpTarget(getattr(arm, role), model) as target:
-            limits = await measure_goals(target, requests)
+        limits = await measure_goals(HttpTarget(getattr(arm, role), model), requests)
         print(f"{role}: {describe_goals(limits, is_measured=True)}", flush=True)
         limits_ms = parse_goodput(limits)
         goals[role] = limits_ms["ttft"] / 1e3, limits_ms["tpot"] / 1e3

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from floodplain.core.errors import UserError
+from floodplain.web.address import check_base_url
+from floodplain.workload.http_target import DEFAULT_TIMEOUT_S
+from floodplain.workload.prompt_form import SEND_HELP, WAYS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
@@ -31,3 +36,12 @@ class ServerUnderTest:
         default=None, metadata={"help": "model whose tokenizer makes the prompts (default: the one of --model)"}
     )
     api_key_file: Path | None = field(default=None, metadata={"help": "file with the key to send"})
+    send: str = field(default="auto", metadata={"help": SEND_HELP, "choices": WAYS})
+    timeout: float = field(
+        default=DEFAULT_TIMEOUT_S, metadata={"help": "seconds that one request may take in all", "metavar": "S"}
+    )
+
+    def __post_init__(self) -> None:
+        check_base_url(self.base_url)
+        if not 0 < self.timeout <= 1e6:
+            raise UserError(f"--timeout must be between 0 and 1000000 seconds, not {self.timeout}")

@@ -23,6 +23,7 @@ from floodplain.observe.timeline import client_timeline
 from floodplain.workload.client import run_load
 from floodplain.workload.goals import describe_goals, measure_goals
 from floodplain.workload.http_target import HttpTarget
+from floodplain.workload.prompt_form import PromptForm
 from floodplain.workload.records import LoadRequest, LoadTarget, RequestRecord
 from floodplain.workload.spec import WorkloadSpec, build
 from floodplain.workload.traces import Trace, load_trace
@@ -76,11 +77,12 @@ def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec
     except UserError as error:
         raise UserError(f"{error} (prompts need a tokenizer: name one with --tokenizer MODEL)") from None
     requests = build(spec, tokenizer, trace)
+    form = PromptForm(server.send, tokenizer.decode)
 
     async def replay() -> tuple[tuple[str, ...], list[RequestRecord]]:
-        async with HttpTarget(server.base_url, server.model, api_key=api_key) as target:
-            goals = await _goals(spec, target, requests, how)
-            return goals, await run_load(target, requests, progress=not how.quiet, max_concurrency=how.max_concurrency)
+        target = HttpTarget(server.base_url, server.model, api_key=api_key, prompts=form, timeout_s=server.timeout)
+        goals = await _goals(spec, target, requests, how)
+        return goals, await run_load(target, requests, progress=not how.quiet, max_concurrency=how.max_concurrency)
 
     goals, records = asyncio.run(replay())
     info = RunInfo(
@@ -115,7 +117,7 @@ async def _goals(
     spec: WorkloadSpec, target: LoadTarget, requests: Sequence[LoadRequest], how: Replay
 ) -> tuple[str, ...]:
     """The limits of a good request: as asked, or measured before the load; one line on stderr says which."""
-    goals = spec.goodput or await measure_goals(target, requests)
+    goals = spec.goodput or await measure_goals(target, requests, progress=not how.quiet)
     if not how.quiet:
         complain(describe_goals(goals, is_measured=not spec.goodput))
     return goals

@@ -12,7 +12,8 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.files.results import check_writable, writing
-from floodplain.observe.terminal import say
+from floodplain.observe.terminal import complain, say
+from floodplain.web.client import check_server
 from floodplain.workload.spec import WorkloadSpec
 
 
@@ -54,18 +55,23 @@ def run(args: argparse.Namespace) -> int:
         args, Replay(max_concurrency=bench.max_concurrency, save_tokens=bench.save_tokens, quiet=args.quiet)
     )
     _report(args, bench, result)
+    if result["failed"]:
+        first = next(filter(None, result["errors"]), "")
+        complain(f"{result['failed']} of {len(result['errors'])} requests failed; the first: {first}")
     return 1 if result["failed"] else 0
 
 
 def _bench(args: argparse.Namespace, how: Replay) -> dict[str, Any]:
-    from floodplain.bench.run import bench_offline, bench_serve
-
     spec = dataclass_from(args, WorkloadSpec)
     if args.verb == "bench offline":
+        from floodplain.bench.run import bench_offline
+
         return bench_offline(dataclass_from(args, EngineConfig), spec, how)
+    server = dataclass_from(args, ServerUnderTest)
+    check_server(server.base_url)  # before the imports, which take longer
+    from floodplain.bench.run import bench_serve
     from floodplain.server.auth import read_keys
 
-    server = dataclass_from(args, ServerUnderTest)
     api_key = next(iter(read_keys(server.api_key_file))) if server.api_key_file else None
     return bench_serve(server, api_key, spec, how)
 
@@ -76,13 +82,13 @@ def _report(args: argparse.Namespace, bench: BenchConfig, result: dict[str, Any]
 
     try:
         if bench.out is not None:
-            _save(bench, bench.out, result)
+            _save(bench, bench.out, result, quiet=args.quiet)
     finally:  # what cannot be saved is shown all the same
         table = format_table(*transposed(*summary_rows([(args.verb, result)])))
         say(to_json(result) if args.format == "json" else table)
 
 
-def _save(bench: BenchConfig, out: Path, result: dict[str, Any]) -> None:
+def _save(bench: BenchConfig, out: Path, result: dict[str, Any], *, quiet: bool) -> None:
     from floodplain.observe.strict_json import save_result
 
     with writing(out):
@@ -93,3 +99,5 @@ def _save(bench: BenchConfig, out: Path, result: dict[str, Any]) -> None:
         folder = out.parent / f"{out.stem}-plots"
         with writing(folder):
             save_plots([(out.stem, result)], folder)
+        if not quiet:
+            complain(f"pictures are in {folder}")

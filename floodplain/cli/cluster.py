@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
-import os
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
+from floodplain.cli.front import ask_front, told
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.observe.terminal import complain, say
+from floodplain.web.address import check_base_url
 
-TIMEOUT_S = 30.0
 POLL_S = 0.05
-MAX_ANSWER_BYTES = 2**20
 ABOUT = {
     "drop": "Let two to four instances share one copy of the layers, as a pipeline with a larger KV pool. "
     "The first one named leads.",
@@ -47,8 +42,7 @@ class ClusterVerbConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.wait <= 3600:
             raise UserError(f"--wait must be between 0 and 3600 seconds, not {self.wait}")
-        if urlsplit(self.base_url).scheme not in ("http", "https"):
-            raise UserError(f"--base-url {self.base_url!r} is no address: give http://HOST:PORT")
+        check_base_url(self.base_url)
 
 
 def add_parser(verbs: Any) -> None:
@@ -68,19 +62,21 @@ def run(args: argparse.Namespace) -> int:
     body: dict[str, Any] = {"instances": args.instances} if verb == "drop" else {"instance": args.instances[0]}
     if verb == "migrate":
         body = dict(zip(("source", "target"), args.instances, strict=True))
-    try:
-        begun = _ask(f"{base_url}/v1/cluster/{verb}", body)
+
+    def tell() -> str:
+        begun = ask_front(base_url, f"/v1/cluster/{verb}", body)
         row = begun if verb == "migrate" else _wait(base_url, begun, verb, config.wait)
-    except urllib.error.HTTPError as error:
-        complain(_reason(error))
-        return 1
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-        complain(f"no front answers at {config.base_url}: {error or type(error).__name__}")
-        return 1
-    if row is None:
+        if row is None:
+            return ""
+        text = describe(row, verb)
+        return json.dumps(row) if args.format == "json" else text
+
+    text = told(base_url, tell)
+    if text == "":
         complain("the group ended before that was done: see the front's log")
+    if not text:
         return 1
-    say(json.dumps(row) if args.format == "json" else describe(row, verb))
+    say(text)
     return 0
 
 
@@ -109,27 +105,10 @@ def _wait(base_url: str, row: dict[str, Any], verb: str, wait_s: float) -> dict[
         if time.monotonic() >= end_s:
             return row
         time.sleep(POLL_S)
-        answer = _ask(f"{base_url}/groups")
+        answer = ask_front(base_url, "/groups")
         rows = [one for one in answer["groups"] if one["number"] == row["number"]]
         if not rows:
             seconds = answer["restored"].get(str(row["number"])) if verb == "restore" else None
             return None if seconds is None else {**row, "state": "solo", "seconds": seconds}
         row = dict(rows[0])
     return row
-
-
-def _ask(url: str, body: Mapping[str, Sequence[str] | str] | None = None) -> dict[str, Any]:
-    request = urllib.request.Request(url, None if body is None else json.dumps(body).encode())
-    request.add_header("Content-Type", "application/json")
-    key = os.environ.get("OPENAI_API_KEY")
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
-    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        return dict(json.loads(answer.read(MAX_ANSWER_BYTES)))
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.loads(error.read(MAX_ANSWER_BYTES))["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return "it serves one engine, not --instances" if error.code == 404 else str(error)

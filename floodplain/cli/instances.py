@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
+from floodplain.cli.front import ask_front, told
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.observe.table import format_table
-from floodplain.observe.terminal import complain, say
+from floodplain.observe.terminal import say
+from floodplain.web.address import check_base_url
 
 CLEAR = "\033[H\033[J"
-TIMEOUT_S = 5.0
-MAX_ANSWER_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +35,7 @@ class InstancesConfig:
     def __post_init__(self) -> None:
         if not 0.1 <= self.interval <= 3600:
             raise UserError(f"--interval must be between 0.1 and 3600 seconds, not {self.interval}")
-        if urlsplit(self.base_url).scheme not in ("http", "https"):
-            raise UserError(f"--base-url {self.base_url!r} is no address: give http://HOST:PORT")
+        check_base_url(self.base_url)
 
 
 def add_parser(verbs: Any) -> None:
@@ -52,31 +47,24 @@ def run(args: argparse.Namespace) -> int:
     """Look once, or until Ctrl-C; 1 if no front answers."""
     config = dataclass_from(args, InstancesConfig)
     while True:
-        is_answered = _show(config.base_url, args.format == "json", is_watched=config.watch)
+        is_answered = _show(config.base_url.rstrip("/"), args.format == "json", is_watched=config.watch)
         if not config.watch:
             return 0 if is_answered else 1
         time.sleep(config.interval)
 
 
 def _show(base_url: str, is_json: bool, *, is_watched: bool) -> bool:
-    try:
-        listing = _ask(f"{base_url.rstrip('/')}/instances")
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-        is_other = isinstance(error, urllib.error.HTTPError) and error.code == 404
-        why = "it serves one engine, not --instances" if is_other else str(error) or type(error).__name__
-        complain(f"no front answers at {base_url}: {why}")
+    def tell() -> str:
+        listing = ask_front(base_url, "/instances")
+        table = describe(listing)  # also as JSON: it fails if it is another service's answer
+        return json.dumps(listing) if is_json else table
+
+    text = told(base_url, tell)
+    if text is None:
         return False
-    text = json.dumps(listing) if is_json else describe(listing)
     is_screen = is_watched and not is_json and sys.stdout is not None and sys.stdout.isatty()
     say(text, CLEAR if is_screen else "")
     return True
-
-
-def _ask(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
-        listing = json.loads(answer.read(MAX_ANSWER_BYTES))
-    describe(listing)  # raises if it is another service's answer
-    return dict(listing)
 
 
 def describe(listing: Mapping[str, Any]) -> str:

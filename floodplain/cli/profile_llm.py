@@ -10,6 +10,7 @@ from floodplain.cli.profile_output import save_and_show
 from floodplain.engine.config import EngineConfig
 from floodplain.files.results import check_writable
 from floodplain.profiler.llm_flags import LlmProfileConfig, check_load
+from floodplain.web.client import check_server
 from floodplain.workload.spec import WorkloadSpec
 
 
@@ -31,6 +32,8 @@ def run(args: argparse.Namespace) -> int:
     check_load(spec)
     if config.out is not None:
         check_writable(config.out)
+    if config.base_url is not None:
+        check_server(config.base_url)  # before the imports, which take longer
 
     from floodplain.profiler.llm_run import run_profile
 

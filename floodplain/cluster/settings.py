@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
-from urllib.parse import urlsplit
 
 from floodplain.cluster.ray_setup import LOCAL
 from floodplain.core.errors import UserError
 from floodplain.policy.microbatch import Split
+from floodplain.web.address import check_address
 from floodplain.web.listen import is_loopback
 
 MAX_INSTANCES = 256
@@ -133,10 +133,7 @@ class ClusterConfig:
         if self.autoscale_webhook is not None:
             if self.relief not in ("drop", "auto"):
                 raise UserError("--autoscale-webhook needs --relief drop or auto: nothing else watches the load")
-            if urlsplit(self.autoscale_webhook).scheme not in ("http", "https"):
-                raise UserError(
-                    f"--autoscale-webhook must be http://... or https://..., not {self.autoscale_webhook!r}"
-                )
+            check_address("--autoscale-webhook", self.autoscale_webhook)
         drops = self.relief in DROPPING_RELIEFS
         if self.backstop is not None and not drops:
             raise UserError(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from floodplain.core.errors import UserError
+from floodplain.web.client import AnswerLimits, HttpClient
+from floodplain.web.exchange import NoAnswer
+
 logger = logging.getLogger(__name__)
 
-TIMEOUT_S = 5.0
+LIMITS = AnswerLimits(total_s=5.0, max_bytes=2**16)
 
 
 class Webhook:
@@ -22,23 +24,24 @@ class Webhook:
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self._client = HttpClient(url, name="the webhook")
         self._posting: asyncio.Task[None] | None = None
 
     def post(self, body: Mapping[str, Any]) -> None:
         """Begin to post; call it on an event loop."""
         if self._posting is None or self._posting.done():
-            self._posting = asyncio.create_task(asyncio.to_thread(self._post, dict(body)))
+            self._posting = asyncio.create_task(self._post(dict(body)))
 
     async def close(self) -> None:
         """Wait for what is under way, at most its timeout."""
         if self._posting is not None:
             await self._posting
 
-    def _post(self, body: Mapping[str, Any]) -> None:
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    async def _post(self, body: Mapping[str, Any]) -> None:
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                answer.read(2**16)
-        except (OSError, ValueError) as error:
-            logger.warning("the autoscaler at %s was not told: %s", self._url, error)
+            answer = await self._client.ask("", body, LIMITS)
+        except (NoAnswer, UserError) as error:
+            logger.warning("the autoscaler was not told: %s", error)
+            return
+        if answer.status >= 400:
+            logger.warning("the autoscaler at %s answers HTTP %d: %s", self._client.url, answer.status, answer.reason())

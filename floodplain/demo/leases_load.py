@@ -141,5 +141,5 @@ class DemoServer:
         from floodplain.workload.client import run_load
         from floodplain.workload.http_target import HttpTarget
 
-        async with HttpTarget(self.url, self._model) as target:
-            return await run_load(target, [replace(request, arrival_s=0.0)], progress=False)
+        target = HttpTarget(self.url, self._model)
+        return await run_load(target, [replace(request, arrival_s=0.0)], progress=False)

@@ -74,18 +74,17 @@ async def _play(
 ) -> tuple[list[RequestRecord], list[ReliefSample], ReliefTotals]:
     from floodplain.workload.http_target import HttpTarget
 
-    async with HttpTarget(url, model) as target:
-        crowd = Crowd(target, requests)
-        await crowd.warm_up()
-        over = asyncio.Event()
-        async with watching_relief(url, crowd.begin()) as samples, asyncio.TaskGroup() as group:
-            calm = group.create_task(crowd.visit(scale.num_users, 0.0, lambda _: over.is_set()))
-            more = scale.num_spike_users - scale.num_users
-            group.create_task(crowd.visit(more, scale.spike_s, lambda now_s: now_s >= scale.calm_s))
-            while not (calm.done() or is_at_end(samples, crowd.now_s(), scale)):
-                await asyncio.sleep(POLL_S)
-            await asyncio.sleep(scale.after_s)
-            over.set()
+    crowd = Crowd(HttpTarget(url, model), requests)
+    await crowd.warm_up()
+    over = asyncio.Event()
+    async with watching_relief(url, crowd.begin()) as samples, asyncio.TaskGroup() as group:
+        calm = group.create_task(crowd.visit(scale.num_users, 0.0, lambda _: over.is_set()))
+        more = scale.num_spike_users - scale.num_users
+        group.create_task(crowd.visit(more, scale.spike_s, lambda now_s: now_s >= scale.calm_s))
+        while not (calm.done() or is_at_end(samples, crowd.now_s(), scale)):
+            await asyncio.sleep(POLL_S)
+        await asyncio.sleep(scale.after_s)
+        over.set()
     return crowd.records, samples, await read_totals(url)
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
+from floodplain.demo.watch import get_text
+from floodplain.files.parsing import parse_json
 from floodplain.observe.scraped import Scraped
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import aiohttp
 
 PERIOD_S = 0.1
 _STATES: Mapping[str, tuple[GroupState, ...]] = {
@@ -134,26 +130,23 @@ async def watching_relief(url: str, begin_s: float, period_s: float = PERIOD_S) 
         begin_s: Times count from it, on the monotonic clock.
         period_s: Seconds between two looks.
     """
-    import aiohttp
-
     samples: list[ReliefSample] = []
-    async with aiohttp.ClientSession() as session:
 
-        async def look_often() -> None:
-            while True:
-                with suppress(aiohttp.ClientError):
-                    groups, instances = [json.loads(await _get(session, f"{url}/{n}")) for n in ("groups", "instances")]
-                    solo_blocks = samples[0].blocks if samples else None
-                    samples.append(relief_sample_of(time.monotonic() - begin_s, groups, instances, solo_blocks))
-                await asyncio.sleep(period_s)
+    async def look_often() -> None:
+        while True:
+            with suppress(UserError):
+                groups, instances = [await _get_json(url, path) for path in ("/groups", "/instances")]
+                solo_blocks = samples[0].blocks if samples else None
+                samples.append(relief_sample_of(time.monotonic() - begin_s, groups, instances, solo_blocks))
+            await asyncio.sleep(period_s)
 
-        task = asyncio.create_task(look_often())
-        try:
-            yield samples
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+    task = asyncio.create_task(look_often())
+    try:
+        yield samples
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,17 +191,8 @@ async def read_totals(url: str) -> ReliefTotals:
     Raises:
         UserError: It does not answer.
     """
-    import aiohttp
-
-    try:
-        async with aiohttp.ClientSession() as session:
-            groups, metrics = [await _get(session, f"{url}/{name}") for name in ("groups", "metrics")]
-    except aiohttp.ClientError as error:
-        raise UserError(f"the front does not answer any more: {error}") from None
-    return totals_of(json.loads(groups), metrics)
+    return totals_of(await _get_json(url, "/groups"), await get_text(url, "/metrics"))
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> str:
-    async with session.get(url) as response:
-        response.raise_for_status()
-        return await response.text()
+async def _get_json(url: str, path: str) -> Any:
+    return parse_json(await get_text(url, path), f"{url}{path}")

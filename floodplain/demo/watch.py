@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
 
+from floodplain.core.errors import UserError
 from floodplain.observe.scraped import Scraped
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    import aiohttp
+from floodplain.web.client import HttpClient
+from floodplain.web.exchange import NoAnswer
 
 PERIOD_S = 0.25
 _PREFIX = "floodplain_"
@@ -71,36 +68,42 @@ def to_columns(samples: list[LendingSample]) -> dict[str, list[float]]:
 @asynccontextmanager
 async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> AsyncIterator[list[LendingSample]]:
     """Take samples into the list that is given until the context ends, one at each end included."""
-    import aiohttp
-
     samples: list[LendingSample] = []
     begin_s = time.monotonic()
-    async with aiohttp.ClientSession() as session:
 
-        async def look() -> None:
-            now_s = time.monotonic() - begin_s
-            both = await asyncio.gather(_scrape(session, producer), _scrape(session, consumer))
-            samples.append(sample_of(now_s, *both))
+    async def look() -> None:
+        now_s = time.monotonic() - begin_s
+        both = await asyncio.gather(get_text(producer, "/metrics"), get_text(consumer, "/metrics"))
+        samples.append(sample_of(now_s, *both))
 
-        async def look_often() -> None:
-            while True:
-                await look()
-                await asyncio.sleep(period_s)
-
-        task = asyncio.create_task(look_often())
-        try:
-            yield samples
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+    async def look_often() -> None:
+        while True:
             await look()
+            await asyncio.sleep(period_s)
+
+    task = asyncio.create_task(look_often())
+    try:
+        yield samples
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await look()
 
 
-async def _scrape(session: aiohttp.ClientSession, url: str) -> str:
-    async with session.get(f"{url}/metrics") as response:
-        response.raise_for_status()
-        return await response.text()
+async def get_text(url: str, path: str) -> str:
+    """What a server of the demo answers.
+
+    Raises:
+        UserError: It does not answer, or answers another status than 200.
+    """
+    try:
+        answer = await HttpClient(url).ask(path)
+    except NoAnswer as error:
+        raise UserError(f"{url} does not answer any more: {error}") from None
+    if answer.status != 200:
+        raise UserError(f"{url}{path} answers HTTP {answer.status}: {answer.reason()}")
+    return answer.text
 
 
 def sample_of(time_s: float, lender_text: str, borrower_text: str) -> LendingSample:

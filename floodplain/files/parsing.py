@@ -106,7 +106,7 @@ def parse_json(text: str, source: object) -> Any:
     """
     with parsing(source):
         try:
-            return json.loads(text, parse_float=_finite, parse_constant=_finite)
+            return _DECODER.decode(text)
         except json.JSONDecodeError as error:
             raise UserError(f"{source} is not JSON: {error.msg} (character {error.pos})") from error
 
@@ -132,3 +132,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:20]} is not finite")
     return number
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+
+from floodplain.core.errors import UserError
+from floodplain.files.parsing import parsing
+
+MAX_LINE = 2**16
+"""Letters of one line. Parsing takes time in proportion to the square of its labels."""
 
 
 class Scraped:
@@ -14,16 +21,19 @@ class Scraped:
         prefix: Left out of names that begin with it.
 
     Raises:
-        ValueError: It is no text of metrics.
+        UserError: It is no text of metrics.
     """
 
     def __init__(self, text: str, prefix: str = "") -> None:
         from prometheus_client.parser import text_string_to_metric_families
 
+        if max(map(len, text.split("\n"))) > MAX_LINE:
+            raise UserError(f"a line of its /metrics has more than {MAX_LINE} letters")
         self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                self._samples[sample.name.removeprefix(prefix)].append((sample.labels, sample.value))
+        with parsing("its /metrics", "no metrics for Prometheus"):
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    self._samples[sample.name.removeprefix(prefix)].append((sample.labels, sample.value))
 
     def __contains__(self, name: str) -> bool:
         return bool(self._samples.get(name))
@@ -33,9 +43,23 @@ class Scraped:
         return self._samples.get(name, ())
 
     def sum(self, name: str, **labels: str) -> float:
-        """The samples of a name that have these labels, added up."""
-        return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
+        """The samples of a name that have these labels, added up.
+
+        Raises:
+            UserError: The sum is NaN or infinite.
+        """
+        return _finite(name, sum(value for found, value in self.samples(name) if labels.items() <= found.items()))
 
     def by(self, name: str, label: str) -> Iterator[tuple[str, float]]:
-        """(that label, value) of each sample of a name."""
-        return ((found[label], value) for found, value in self.samples(name))
+        """(that label, value) of each sample of a name; the label is empty where it is missing.
+
+        Raises:
+            UserError: A value is NaN or infinite.
+        """
+        return ((found.get(label, ""), _finite(name, value)) for found, value in self.samples(name))
+
+
+def _finite(name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise UserError(f"its /metrics say {value} of {name}")
+    return value

@@ -12,8 +12,12 @@ import numpy as np
 
 
 def to_json(result: Mapping[str, Any]) -> str:
-    """Return strict JSON: a float that is not finite becomes null; paths and other values become their text."""
-    return json.dumps(_strict(result), indent=1, allow_nan=False, ensure_ascii=False)
+    """Return strict JSON: a float that is not finite becomes null; paths and other values become their text.
+
+    Half characters, which servers may send and no file can hold, are escaped.
+    """
+    text = json.dumps(_strict(result), indent=1, allow_nan=False, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _strict(value: Any) -> Any:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
+from floodplain.web.address import check_base_url
 from floodplain.workload.goodput import parse_goodput
+from floodplain.workload.prompt_form import SEND_HELP, WAYS
 from floodplain.workload.spec import WorkloadSpec
 
 DEFAULT_THRESHOLD_BYTES = 10 * 10**9
@@ -42,6 +44,7 @@ class LlmProfileConfig:
         default=None, metadata={"help": "with --base-url, model with its tokenizer and shape (default: MODEL)"}
     )
     api_key_file: Path | None = field(default=None, metadata={"help": "with --base-url, file with the key to send"})
+    send: str | None = field(default=None, metadata={"help": f"with --base-url, {SEND_HELP}", "choices": WAYS})
     kv_block_bytes: int | None = field(
         default=None,
         metadata={"help": "with --base-url of vLLM, bytes of a KV block on one GPU (default: by the model's shape)",
@@ -81,9 +84,11 @@ class LlmProfileConfig:
         if self.goodput and (self.ttft_ms, self.itl_ms) != (DEFAULT_TTFT_MS, DEFAULT_ITL_MS):
             raise UserError("--goodput names all goals itself: leave out --ttft-ms and --itl-ms")
         parse_goodput(self.goodput)
+        if self.base_url is not None:
+            check_base_url(self.base_url)
         if self.base_url is not None and self.steps is not None:
             raise UserError("--base-url measures a server and --steps computes: leave one of them out")
-        for name in ("tokenizer", "api_key_file", "kv_block_bytes"):
+        for name in ("tokenizer", "api_key_file", "send", "kv_block_bytes"):
             if getattr(self, name) is not None and self.base_url is None:
                 raise UserError(f"--{name.replace('_', '-')} is of a server: give its address with --base-url")
 

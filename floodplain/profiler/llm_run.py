@@ -26,6 +26,7 @@ from floodplain.profiler.targets import Load, Target
 from floodplain.profiler.virtual_target import VirtualTarget
 from floodplain.server.auth import read_keys
 from floodplain.workload.goodput import parse_goodput
+from floodplain.workload.prompt_form import PromptForm
 from floodplain.workload.spec import WorkloadSpec
 from floodplain.workload.traces import Trace
 
@@ -102,7 +103,8 @@ def _server_target(
     api_key = next(iter(read_keys(config.api_key_file))) if config.api_key_file else None
     address = ServerAddress(base_url=base_url, model=engine.model, api_key=api_key)
     vllm = VllmBlocks(config.kv_block_bytes, kv_bytes_per_token(source.config, engine.dtype))
-    return MeasuredTarget(open_server(address, tokenizer, vllm), load, goals)
+    prompts = PromptForm(config.send or "auto", tokenizer.decode)
+    return MeasuredTarget(open_server(address, tokenizer, vllm, prompts), load, goals)
 
 
 def _virtual_target(steps: Path, engine: EngineConfig, load: Load) -> VirtualTarget:

@@ -64,14 +64,13 @@ def kv_use_of(metrics: Scraped, vllm: VllmBlocks) -> KvUse:
 
 
 def _our_use(metrics: Scraped) -> KvUse:
-    blocks = dict(metrics.by(_OUR_BLOCKS, "state"))
-    num_blocks = round(sum(blocks.values()))
-    num_free = round(sum(blocks.get(state, 0.0) for state in _FREE_STATES))
-    pool_bytes = round(metrics.sum(_OUR_BYTES, tier="local"))
+    num_blocks = _total(metrics, _OUR_BLOCKS)
+    num_free = sum(_total(metrics, _OUR_BLOCKS, state=state) for state in _FREE_STATES)
+    pool_bytes = _total(metrics, _OUR_BYTES, tier="local")
     return KvUse(
         used_bytes=pool_bytes * (num_blocks - num_free) // max(1, num_blocks),
         pool_bytes=pool_bytes,
-        num_live=round(sum(map(metrics.sum, _OUR_LIVE))),
+        num_live=sum(_total(metrics, name) for name in _OUR_LIVE),
     )
 
 
@@ -80,16 +79,27 @@ def _vllm_use(metrics: Scraped, usage: str, vllm: VllmBlocks) -> KvUse:
         raise UserError("it is several engines behind one address: profile one of them")
     config = next((labels for labels, _ in metrics.samples(_VLLM_CONFIG)), {})
     num_blocks, block_bytes = _count(config, "num_gpu_blocks"), vllm.weigh(config)
-    num_used = round(metrics.sum(usage) * (num_blocks - 1))  # vLLM keeps one block, which belongs to no request
+    part = metrics.sum(usage)
+    if not 0 <= part <= 1:
+        raise UserError(f"its /metrics say that {part:g} of its KV is in use, where 0 to 1 is possible")
+    num_used = round(part * (num_blocks - 1))  # vLLM keeps one block, which belongs to no request
     return KvUse(
         used_bytes=num_used * block_bytes,
         pool_bytes=num_blocks * block_bytes,
-        num_live=round(sum(map(metrics.sum, _VLLM_LIVE))),
+        num_live=sum(_total(metrics, name) for name in _VLLM_LIVE),
     )
+
+
+def _total(metrics: Scraped, name: str, **labels: str) -> int:
+    """The samples of a name that have these labels, added up, as a count."""
+    value = metrics.sum(name, **labels)
+    if not 0 <= value < 2**63:
+        raise UserError(f"its /metrics say {value:g} of {name}, which is no count")
+    return round(value)
 
 
 def _count(config: Mapping[str, str], label: str) -> int:
     text = config.get(label, "")
-    if not text.isdecimal() or not int(text):
+    if not (text.isdecimal() and len(text) < 16 and int(text)):
         raise UserError(f"its /metrics have no {_VLLM_CONFIG} with {label}, so its KV pool is not known")
     return int(text)

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from floodplain.core.errors import UserError
 from floodplain.observe.scraped import Scraped
 from floodplain.profiler.kv_use import KvUse
 from floodplain.profiler.measured import Opened
 from floodplain.profiler.server_kv import VllmBlocks, kv_use_of
+from floodplain.web.client import AnswerLimits, HttpClient
+from floodplain.web.exchange import NoAnswer
 from floodplain.workload.http_target import HttpTarget
+from floodplain.workload.prompt_form import PromptForm
 from floodplain.workload.prompts import PromptTokenizer
 
-if TYPE_CHECKING:
-    import aiohttp
-
 LOOK_S = 0.25
-_TIMEOUT_S = 10.0
-"""Of one look at the metrics."""
+LIMITS = AnswerLimits(max_bytes=2**21)
+"""Of one look at the metrics. Those of a large vLLM have 300 kB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,43 +43,32 @@ class ServerAddress:
 
 
 @asynccontextmanager
-async def open_server(server: ServerAddress, tokenizer: PromptTokenizer, vllm: VllmBlocks) -> AsyncIterator[Opened]:
+async def open_server(
+    server: ServerAddress, tokenizer: PromptTokenizer, vllm: VllmBlocks, prompts: PromptForm
+) -> AsyncIterator[Opened]:
     """A server that answers, and whose metrics say how much KV is in use.
 
     Raises:
         UserError: There is none, or its metrics do not say.
     """
-    import aiohttp
+    target = HttpTarget(server.base_url, server.model, api_key=server.api_key, prompts=prompts)
+    client = HttpClient(server.root, server.api_key)
 
-    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else None
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
-    target = HttpTarget(server.base_url, server.model, api_key=server.api_key)
-    async with target, aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    async def read() -> KvUse:
+        try:
+            return kv_use_of(await _scrape(client), vllm)
+        except UserError as error:
+            raise UserError(f"{server.root}: {error}") from None
 
-        async def read() -> KvUse:
-            try:
-                return kv_use_of(await _scrape(session, server.root), vllm)
-            except UserError as error:
-                raise UserError(f"{server.root}: {error}") from None
-
-        await read()
-        yield Opened(
-            name=server.root, machine=server.root, tokenizer=tokenizer, target=target, read=read, look_s=LOOK_S
-        )
+    await read()
+    yield Opened(name=server.root, machine=server.root, tokenizer=tokenizer, target=target, read=read, look_s=LOOK_S)
 
 
-async def _scrape(session: aiohttp.ClientSession, root: str) -> Scraped:
-    import aiohttp
-
+async def _scrape(client: HttpClient) -> Scraped:
     try:
-        async with session.get(f"{root}/metrics") as response:
-            text = await response.text(errors="replace")
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        reason = str(error) or type(error).__name__
-        raise UserError(f"no server answers there: {reason}") from None
-    if response.status != 200:
-        raise UserError(f"its /metrics answer with HTTP {response.status}")
-    try:
-        return Scraped(text)
-    except (ValueError, KeyError):
-        raise UserError("its /metrics are no metrics for Prometheus") from None
+        answer = await client.ask("/metrics", limits=LIMITS)
+    except NoAnswer as error:
+        raise UserError(f"its /metrics do not answer: {error}") from None
+    if answer.status != 200:
+        raise UserError(f"its /metrics answer with HTTP {answer.status}")
+    return Scraped(answer.text)

@@ -19,6 +19,7 @@ async def run_load(
     requests: Sequence[LoadRequest],
     *,
     progress: bool = True,
+    about: str | None = None,
     max_concurrency: int | None = None,
 ) -> list[RequestRecord]:
     """Send every request at its arrival time and record what comes back.
@@ -30,6 +31,7 @@ async def run_load(
         target: Where to send.
         requests: What to send, in any order.
         progress: Show a progress line on standard error.
+        about: What the line says before the bar.
         max_concurrency: Send at most so many at a time; the others then wait *before* they are sent, and the load is
             no longer open-loop. None: no limit.
 
@@ -40,7 +42,7 @@ async def run_load(
         raise UserError(f"max_concurrency must be at least 1, not {max_concurrency}")
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
     start_s = time.monotonic()
-    with tqdm(total=len(requests), unit="req", disable=not progress) as bar:
+    with tqdm(total=len(requests), unit="req", desc=about, disable=not progress) as bar:
 
         async def send(request: LoadRequest) -> RequestRecord:
             async with gate:
@@ -77,7 +79,7 @@ async def _send_one(target: LoadTarget, request: LoadRequest, start_s: float) ->
         error = "the answer ended without a single token"
     return RequestRecord(
         request_id=request.request_id,
-        prompt_tokens=usage.prompt_tokens if usage else len(request.prompt_token_ids),
+        prompt_tokens=(usage and usage.prompt_tokens) or len(request.prompt_token_ids),
         arrival_s=request.arrival_s,
         sent_s=sent_s - start_s,
         finished_s=finished_s - start_s,

@@ -19,18 +19,21 @@ NUM_SAMPLES, SAMPLE_TOKENS = 5, 32
 """Requests that are timed alone, and their most output tokens."""
 
 
-async def measure_goals(target: LoadTarget, requests: Sequence[LoadRequest]) -> tuple[str, ...]:
+async def measure_goals(
+    target: LoadTarget, requests: Sequence[LoadRequest], *, progress: bool = False
+) -> tuple[str, ...]:
     """Time a few requests like these, one at a time; return limits as ``--goodput`` reads them.
 
     Args:
         target: Where the load will go; idle now.
         requests: The load. Samples have its prompts' lengths and other tokens, so that no prefix stays cached.
+        progress: Show a progress line on standard error.
 
     Returns:
         ``("ttft:MS", "tpot:MS")``; without a limit that no sample gave (failed requests, outputs of one token).
     """
     samples = sample_requests(requests)
-    records = await run_load(target, samples, progress=False, max_concurrency=1)
+    records = await run_load(target, samples, progress=progress, about="goals without load", max_concurrency=1)
     return goals_from(records[1:])  # the first one warms up
 
 

@@ -30,10 +30,10 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """A server's own count of a finished request."""
+    """A server's own count of a finished request; None for what it does not tell."""
 
-    prompt_tokens: int
-    output_tokens: int
+    prompt_tokens: int | None
+    output_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+MAX_EVENT_BYTES = 2**22
+"""Of the data of one event, or of one line. The longest honest ones are answers that come in one piece."""
+
+
+class EventTooLong(ValueError):
+    """A line or an event has more than ``MAX_EVENT_BYTES``."""
+
 
 class SseParser:
     """Splits a stream of server-sent events into their data, wherever the bytes are cut.
@@ -11,18 +18,46 @@ class SseParser:
     """
 
     def __init__(self) -> None:
-        self._tail = b""
+        self._tail: list[bytes] = []
+        self._tail_bytes = 0
         self._data: list[str] = []
+        self._data_bytes = 0
 
     def feed(self, chunk: bytes) -> list[str]:
-        """Take the next bytes and return the data of every event that they complete."""
-        *lines, self._tail = (self._tail + chunk).split(b"\n")
-        events = []
-        for raw in lines:
-            line = raw.removesuffix(b"\r").decode("utf-8", errors="replace")
-            if line.startswith("data:"):
-                self._data.append(line.removeprefix("data:").removeprefix(" "))
-            elif not line and self._data:
-                events.append("\n".join(self._data))
-                self._data = []
-        return events
+        """Take the next bytes and return the data of every event that they complete.
+
+        Raises:
+            EventTooLong: See there.
+        """
+        self._tail.append(chunk)
+        self._tail_bytes += len(chunk)
+        if b"\n" not in chunk and b"\r" not in chunk:
+            if self._tail_bytes > MAX_EVENT_BYTES:
+                raise EventTooLong(f"a line has more than {MAX_EVENT_BYTES} bytes")
+            return []
+        text = b"".join(self._tail) if len(self._tail) > 1 else chunk
+        held = b""
+        if b"\r" in text:
+            if text.endswith(b"\r"):  # a line feed may follow, which ends the same line
+                text, held = text[:-1], b"\r"
+            text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, tail = text.split(b"\n")
+        self._tail = [tail + held] if tail or held else []
+        self._tail_bytes = len(tail) + len(held)
+        return [event for line in lines if (event := self._take(line)) is not None]
+
+    def close(self) -> list[str]:
+        """The data of an event that no blank line ends, when the bytes have ended."""
+        return [*self.feed(b"\n"), *self.feed(b"\n")]
+
+    def _take(self, line: bytes) -> str | None:
+        if line.startswith(b"data:"):
+            self._data_bytes += len(line)
+            if self._data_bytes > MAX_EVENT_BYTES:
+                raise EventTooLong(f"an event has more than {MAX_EVENT_BYTES} bytes")
+            self._data.append(line[6 if line.startswith(b" ", 5) else 5 :].decode("utf-8", errors="replace"))
+        elif not line and self._data:
+            event = "\n".join(self._data)
+            self._data, self._data_bytes = [], 0
+            return event
+        return None

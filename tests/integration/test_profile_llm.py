@@ -138,7 +138,7 @@ def test_an_address_without_a_server_is_refused(capsys: pytest.CaptureFixture[st
         url = server.url
     assert main(["profile", "llm", *served(url), "-q"]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(f"floodplain: {url}: no server answers there")
+    assert told.startswith(f"floodplain: no server at {url}: Connection refused")
     assert told.count("\n") == 1
 
 
@@ -213,15 +213,13 @@ def test_slower_steps_sustain_a_lower_rate(tmp_path: Path, steps: Path) -> None:
         (["--limit", "2"], "--limit does not go with"),
         (["--burst-factor", "2", "--request-rate", "1"], "does not go with a search"),
         (["--steps", "/nowhere/s.json", "--kv-memory", "1GiB"], "/nowhere/s.json"),
-        (["--base-url", "ftp://x", "--tokenizer", MODEL], "base_url must look like"),
-        (["--base-url", "http://127.0.0.1:9"], "name one with --tokenizer MODEL"),
+        (["--base-url", "ftp://x", "--tokenizer", MODEL], "--base-url must look like"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused_in_one_line(
     argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = "no-such-model" if complaint.startswith("name one") else MODEL
-    assert main(["profile", "llm", model, *argv, "-q"]) == 2
+    assert main(["profile", "llm", MODEL, *argv, "-q"]) == 2
     told = capsys.readouterr().err
     assert complaint in told
     assert told.count("\n") == 1

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +24,7 @@ from floodplain.engine.outputs import EngineStats
 from floodplain.model.weights.open_model import open_model
 from floodplain.policy.load_rates import ArrivalMeter, Progress, StepMeter
 from tests.support.cluster_peers import FACTS
+from tests.support.fake_server import Asked, serving, whole
 from tests.support.loops import make_request
 
 SHAPE = open_model("dummy:tiny-deep").config.shape
@@ -196,22 +195,15 @@ def test_a_webhook_posts_json_and_survives_a_server_that_is_not_there() -> None:
     async def story() -> list[Any]:
         got: list[Any] = []
 
-        async def take(request: web.Request) -> web.Response:
-            got.append(json.loads(await request.text()))
-            return web.Response()
+        async def take(asked: Asked) -> None:
+            got.append(asked.json())
+            await asked.say(whole(200, b""))
 
-        app = web.Application()
-        app.router.add_post("/scale", take)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        hook = Webhook(f"http://{host}:{port}/scale")
-        hook.post({"event": "overload"})
-        hook.post({"event": "left out: the first one is under way"})
-        await hook.close()
-        await runner.cleanup()
+        async with serving(take) as url:
+            hook = Webhook(f"{url}/scale")
+            hook.post({"event": "overload"})
+            hook.post({"event": "left out: the first one is under way"})
+            await hook.close()
         hook.post({"event": "nothing listens"})
         await hook.close()
         return got

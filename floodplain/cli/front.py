@@ -1,0 +1,59 @@
+"""What the verbs about instances ask a front, and how they take its answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from floodplain.core.errors import UserError
+from floodplain.files.parsing import parsing
+from floodplain.observe.terminal import complain
+from floodplain.web.client import ask_now
+from floodplain.web.exchange import NoAnswer, NoServer
+
+T = TypeVar("T")
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+class FrontRefuses(Exception):
+    """A front answers with an error. The message is its own."""
+
+
+def ask_front(base_url: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON object that a front answers. The key in ``OPENAI_API_KEY`` is sent if there is one.
+
+    Raises:
+        NoAnswer: Nothing answers there.
+        FrontRefuses: It answers another status than 200.
+        UserError: It answers something else than a JSON object.
+    """
+    answer = ask_now(base_url, path, body, api_key=os.environ.get(KEY_VARIABLE) or None)
+    if answer.status == 404 and body is None:
+        raise FrontRefuses("it serves one engine, not --instances")
+    if answer.status != 200:
+        raise FrontRefuses(answer.reason())
+    content = answer.json()
+    if not isinstance(content, dict):
+        raise UserError("its answer is no JSON object")
+    return content
+
+
+def told(base_url: str, tell: Callable[[], T]) -> T | None:
+    """What ``tell`` makes of a front's answers; None, and a line on standard error, if it cannot.
+
+    Args:
+        base_url: Of the front.
+        tell: Asks it, and reads the answers as a front's.
+    """
+    try:
+        with parsing("its answer", "is not that of a front"):
+            try:
+                return tell()
+            except (NoAnswer, FrontRefuses) as error:
+                raise UserError(str(error)) from error
+    except UserError as error:
+        names_it = isinstance(error.__cause__, FrontRefuses | NoServer)
+        complain(str(error) if names_it else f"no front answers at {base_url}: {error}")
+    return None
