@@ -18,7 +18,6 @@ from floodplain.coordinator.answers import Listing, NewsBody, ReplyBatch, ReplyB
 from floodplain.coordinator.desk import Desk, NotLeading
 from floodplain.coordinator.message_route import MessageRoute, admit
 from floodplain.coordinator.metrics import CoordinatorMetrics
-from floodplain.coordinator.origin import LOOPBACK_ONLY, OriginGate, OwnNames
 from floodplain.coordinator.requests import MessageBatch, Name, NewsQuery
 from floodplain.coordinator.tokens import ANYBODY, Caller, TokenRing
 from floodplain.leases.messages import Heartbeat, Message
@@ -27,6 +26,7 @@ from floodplain.leases.states import Outcome
 from floodplain.lending.wire import encode_news, encode_replies, encode_reply
 from floodplain.web.errors import ApiError, describe_errors, install_error_handlers
 from floodplain.web.gate import CLIENT_SCOPE_KEY, DrainSwitch, Gate
+from floodplain.web.origin import LOOPBACK_ONLY, OriginGate, OwnNames
 from floodplain.web.scrape import scrape
 from floodplain.web.strict_json import JsonRoute
 from floodplain.web.workers import Workers

@@ -20,6 +20,7 @@ from floodplain.leases.messages import Message
 from floodplain.web.bodies import parse_model
 from floodplain.web.errors import ApiError, error_response
 from floodplain.web.gate import CLIENT_SCOPE_KEY
+from floodplain.web.origin import expect_json
 from floodplain.web.strict_json import READERS
 
 PATH = "/v1/messages"
@@ -45,7 +46,7 @@ class MessageRoute:
             await self._app(scope, receive, send)
             return
         try:
-            _expect_json(scope)
+            expect_json(scope)
             body = await _read(receive)
             caller = scope.get(CLIENT_SCOPE_KEY, ANYBODY)
             if len(body) <= FEW_BYTES:
@@ -60,13 +61,6 @@ class MessageRoute:
         except (UserError, RequestValidationError) as error:
             response = error_response(error)
         await response(scope, receive, send)
-
-
-def _expect_json(scope: Scope) -> None:
-    """A browser lets no page send this type to another site without asking that site first."""
-    kinds = [value.partition(b";")[0].strip().lower() for name, value in scope["headers"] if name == b"content-type"]
-    if kinds != [b"application/json"]:
-        raise ApiError(415, "send the body with Content-Type: application/json", code="unsupported_media_type")
 
 
 async def _read(receive: Receive) -> bytes:

@@ -13,7 +13,6 @@ from dataclasses import asdict
 
 from floodplain.coordinator.app import create_app
 from floodplain.coordinator.desk import Desk
-from floodplain.coordinator.origin import LOOPBACK_ONLY, OwnNames
 from floodplain.coordinator.placement import read_pairs
 from floodplain.coordinator.reload import PlacementFile
 from floodplain.coordinator.service import LeaseService
@@ -24,6 +23,7 @@ from floodplain.lending.clock import lease_clock
 from floodplain.web.gate import DrainSwitch
 from floodplain.web.limits import ConnectionLimits, limit_connections
 from floodplain.web.listen import bind, url_of
+from floodplain.web.origin import LOOPBACK_ONLY, OwnNames
 from floodplain.web.serving import StoppableServer
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from floodplain.coordinator.origin import LOOPBACK_ONLY, OwnNames
+from floodplain.web.origin import LOOPBACK_ONLY, OwnNames
 
 LOOPBACK = ["127.0.0.1", "127.0.0.1:8100", "127.9.9.9:1", "localhost", "LOCALHOST:8100", "[::1]", "[::1]:8100"]
 STRANGERS = [

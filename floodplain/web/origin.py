@@ -1,4 +1,4 @@
-"""Refuses what a web page can make a browser send: such a page has no right to the machine's leases.
+"""Refuses what a web page can make a browser send: such a page has no right to this machine's services.
 
 A page reaches a service of its reader's machine or network by its address, or by a name of its own that it points there
 (DNS rebinding). In the first case the browser names the page in ``Origin``; in the second ``Host`` has the page's name.
@@ -72,19 +72,40 @@ class OriginGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer it."""
-        refusal = self._find_refusal(scope) if scope["type"] == "http" else None
-        await (self._app if refusal is None else error_response(refusal))(scope, receive, send)
+        try:
+            if scope["type"] == "http":
+                expect_own_names(scope, self._names)
+        except ApiError as refusal:
+            await error_response(refusal)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
-    def _find_refusal(self, scope: Scope) -> ApiError | None:
-        hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
-        host = hosts[0] if len(hosts) == 1 else ""
-        if not self._names.has_host(host):
-            told = f"this service is not {_shown(host)}: ask it by the --host or --url that it was started with"
-            return ApiError(403, told, code="wrong_host")
-        wrong = next((origin for origin in origins if not self._names.has_origin(origin, host)), None)
-        if wrong is None:
-            return None
-        return ApiError(403, f"pages of {_shown(wrong)} may not use this service", code="wrong_origin")
+
+def expect_own_names(scope: Scope, names: OwnNames) -> None:
+    """Refuse a request by its ``Host`` and ``Origin``.
+
+    Raises:
+        ApiError: 403.
+    """
+    hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+    host = hosts[0] if len(hosts) == 1 else ""
+    if not names.has_host(host):
+        told = f"this service is not {_shown(host)}: ask it by the --host or --url that it was started with"
+        raise ApiError(403, told, code="wrong_host")
+    wrong = next((origin for origin in origins if not names.has_origin(origin, host)), None)
+    if wrong is not None:
+        raise ApiError(403, f"pages of {_shown(wrong)} may not use this service", code="wrong_origin")
+
+
+def expect_json(scope: Scope) -> None:
+    """Refuse a body that is not declared as JSON: a browser lets no page send that type elsewhere without asking.
+
+    Raises:
+        ApiError: 415.
+    """
+    kinds = [kind.partition(";")[0].strip().lower() for kind in _values(scope, b"content-type")]
+    if kinds != ["application/json"]:
+        raise ApiError(415, "send the body with Content-Type: application/json", code="unsupported_media_type")
 
 
 def _values(scope: Scope, name: bytes) -> Sequence[str]:
