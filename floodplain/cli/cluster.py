@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from floodplain.cli.front import ask_front, told
+from floodplain.cli.front import KEY_HELP, ask_front, key_to_send, told
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.observe.terminal import complain, say
@@ -35,6 +37,7 @@ class ClusterVerbConfig:
     """
 
     base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the front", "metavar": "URL"})
+    api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})
     wait: float = field(
         default=60.0, metadata={"help": "seconds to wait until it is done; 0 returns at once", "metavar": "S"}
     )
@@ -59,13 +62,14 @@ def run(args: argparse.Namespace) -> int:
     """Do it, and wait until it is done; 1 if the front refuses or does not answer, or the group ends meanwhile."""
     config, verb = dataclass_from(args, ClusterVerbConfig), args.verb.split()[1]
     base_url = config.base_url.rstrip("/")
+    ask = partial(ask_front, base_url, api_key=key_to_send(config.api_key_file))
     body: dict[str, Any] = {"instances": args.instances} if verb == "drop" else {"instance": args.instances[0]}
     if verb == "migrate":
         body = dict(zip(("source", "target"), args.instances, strict=True))
 
     def tell() -> str:
-        begun = ask_front(base_url, f"/v1/cluster/{verb}", body)
-        row = begun if verb == "migrate" else _wait(base_url, begun, verb, config.wait)
+        begun = ask(f"/v1/cluster/{verb}", body)
+        row = begun if verb == "migrate" else _wait(ask, begun, verb, config.wait)
         if row is None:
             return ""
         text = describe(row, verb)
@@ -98,14 +102,14 @@ def describe(row: Mapping[str, Any], verb: str) -> str:
     return f"{who} {what}: {row['own_blocks']} KV blocks became {row['blocks']}"
 
 
-def _wait(base_url: str, row: dict[str, Any], verb: str, wait_s: float) -> dict[str, Any] | None:
+def _wait(ask: Callable[[str], dict[str, Any]], row: dict[str, Any], verb: str, wait_s: float) -> dict[str, Any] | None:
     """The group when it is done, or after ``wait_s``; None if it ended otherwise."""
     end_s = time.monotonic() + wait_s
     while row["state"] != "pipelined" or verb == "restore":
         if time.monotonic() >= end_s:
             return row
         time.sleep(POLL_S)
-        answer = ask_front(base_url, "/groups")
+        answer = ask("/groups")
         rows = [one for one in answer["groups"] if one["number"] == row["number"]]
         if not rows:
             seconds = answer["restored"].get(str(row["number"])) if verb == "restore" else None

@@ -4,32 +4,49 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from floodplain.core.errors import UserError
 from floodplain.files.parsing import parsing
 from floodplain.observe.terminal import complain
+from floodplain.server.auth import read_keys
 from floodplain.web.client import ask_now
 from floodplain.web.exchange import NoAnswer, NoServer
 
 T = TypeVar("T")
 
 KEY_VARIABLE = "OPENAI_API_KEY"
+KEY_HELP = "key file of the front, of which an admin's key is sent (default: the key in OPENAI_API_KEY, if any)"
 
 
 class FrontRefuses(Exception):
     """A front answers with an error. The message is its own."""
 
 
-def ask_front(base_url: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The JSON object that a front answers. The key in ``OPENAI_API_KEY`` is sent if there is one.
+def key_to_send(path: Path | None) -> str | None:
+    """The first admin's key of a key file, else its first one; without a file, the one in ``OPENAI_API_KEY``, if any.
+
+    Raises:
+        UserError: See ``read_keys``.
+    """
+    if path is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    clients = read_keys(path)
+    return next((key for key, client in clients.items() if client.is_admin), next(iter(clients)))
+
+
+def ask_front(
+    base_url: str, path: str, body: Mapping[str, Any] | None = None, *, api_key: str | None = None
+) -> dict[str, Any]:
+    """The JSON object that a front answers.
 
     Raises:
         NoAnswer: Nothing answers there.
         FrontRefuses: It answers another status than 200.
         UserError: It answers something else than a JSON object.
     """
-    answer = ask_now(base_url, path, body, api_key=os.environ.get(KEY_VARIABLE) or None)
+    answer = ask_now(base_url, path, body, api_key=api_key)
     if answer.status == 404 and body is None:
         raise FrontRefuses("it serves one engine, not --instances")
     if answer.status != 200:

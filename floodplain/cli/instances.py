@@ -8,9 +8,10 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from floodplain.cli.front import ask_front, told
+from floodplain.cli.front import KEY_HELP, ask_front, key_to_send, told
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.observe.table import format_table
@@ -29,6 +30,7 @@ class InstancesConfig:
     """
 
     base_url: str = field(default="http://127.0.0.1:8000", metadata={"help": "of the front", "metavar": "URL"})
+    api_key_file: Path | None = field(default=None, metadata={"help": KEY_HELP, "metavar": "FILE"})
     watch: bool = field(default=False, metadata={"help": "show it again and again until Ctrl-C"})
     interval: float = field(default=1.0, metadata={"help": "seconds between two looks", "metavar": "S"})
 
@@ -46,16 +48,17 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Look once, or until Ctrl-C; 1 if no front answers."""
     config = dataclass_from(args, InstancesConfig)
+    key = key_to_send(config.api_key_file)
     while True:
-        is_answered = _show(config.base_url.rstrip("/"), args.format == "json", is_watched=config.watch)
+        is_answered = _show(config.base_url.rstrip("/"), key, args.format == "json", is_watched=config.watch)
         if not config.watch:
             return 0 if is_answered else 1
         time.sleep(config.interval)
 
 
-def _show(base_url: str, is_json: bool, *, is_watched: bool) -> bool:
+def _show(base_url: str, key: str | None, is_json: bool, *, is_watched: bool) -> bool:
     def tell() -> str:
-        listing = ask_front(base_url, "/instances")
+        listing = ask_front(base_url, "/instances", api_key=key)
         table = describe(listing)  # also as JSON: it fails if it is another service's answer
         return json.dumps(listing) if is_json else table
 

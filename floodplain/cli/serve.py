@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     limits = limit_connections(server_config.max_connections, server_config.keep_alive_timeout)
     with closing(bind(server_config.host, server_config.port)) as sock:
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
-        engine, extend = _open_engine(config, cluster_config, args)
+        engine, extend = _open_engine(config, cluster_config, args, server_config.host)
 
         def say_ready() -> None:
             url, model = url_of(sock), engine.model_name
@@ -83,16 +83,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open_engine(
-    config: EngineConfig, cluster_config: ClusterConfig, args: argparse.Namespace
+    config: EngineConfig, cluster_config: ClusterConfig, args: argparse.Namespace, host: str
 ) -> tuple[ServingEngine, Extension | None]:
     if cluster_config.instances is None:
         from floodplain.engine.async_engine import AsyncEngine
 
         return AsyncEngine.from_config(config), None
     from floodplain.cluster.extension import extend_with
+    from floodplain.web.origin import OwnNames
 
     engine = _open_cluster(config, cluster_config, cluster_config.instances, is_quiet=args.quiet)
-    return engine, extend_with(engine)
+    return engine, extend_with(engine, OwnNames.of(host, None))
 
 
 def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[str]]:

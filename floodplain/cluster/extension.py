@@ -10,13 +10,21 @@ from floodplain.cluster.group_routes import group_router
 from floodplain.cluster.listing import listing_router
 from floodplain.cluster.metrics import ClusterMetrics
 from floodplain.cluster.migration_routes import migration_router
+from floodplain.cluster.operators import OWN_NAMES
 from floodplain.server.app import Extension
+from floodplain.web.origin import LOOPBACK_ONLY, OwnNames
 
 
-def extend_with(engine: ClusterEngine) -> Extension:
-    """Adds metrics of each instance, ``/instances``, and what is known of groups and migrations."""
+def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Extension:
+    """Adds metrics of each instance, ``/instances``, and what is known of groups and migrations.
+
+    Args:
+        engine: The instances.
+        names: By which the server may be asked about them, beside those of this machine's loopback.
+    """
 
     def extend(app: FastAPI, registry: CollectorRegistry) -> None:
+        setattr(app.state, OWN_NAMES, names)
         registry.register(ClusterMetrics(engine.model_name, engine.front))
         app.include_router(listing_router(engine.front))
         app.include_router(group_router(engine.front))

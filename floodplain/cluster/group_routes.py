@@ -1,7 +1,4 @@
-"""``/groups``, and what drops and restores layers by hand: ``/v1/cluster/drop`` and ``/v1/cluster/restore``.
-
-An API key, if the server has any, is needed for the latter two.
-"""
+"""``/groups``, and what drops and restores layers by hand: ``/v1/cluster/drop`` and ``/v1/cluster/restore``."""
 
 from __future__ import annotations
 
@@ -13,20 +10,22 @@ from pydantic import BaseModel
 
 from floodplain.cluster.front import Front
 from floodplain.cluster.grouping import Grouping
+from floodplain.cluster.operators import OperatorRoute
 from floodplain.core.errors import UserError
 from floodplain.core.groups import GroupState
+from floodplain.web.bodies import BoundedModel
 from floodplain.web.errors import ApiError
 
 POLL_S = 0.01
 
 
-class Members(BaseModel):
+class Members(BoundedModel):
     """Which instances: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them; the first leads."""
 
     instances: list[str]
 
 
-class Member(BaseModel):
+class Member(BoundedModel):
     """Which group: that of this instance."""
 
     instance: str
@@ -92,7 +91,7 @@ def list_groups(grouping: Grouping, now: float) -> Groups:
 
 def group_router(front: Front) -> APIRouter:
     """The routes, for an app."""
-    router = APIRouter()
+    router = APIRouter(route_class=OperatorRoute)
 
     @router.get("/groups")
     async def groups() -> Groups:

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from floodplain.cluster.front import Front
+from floodplain.cluster.operators import OperatorRoute
 
 
 class InstanceRow(BaseModel):
@@ -71,7 +72,7 @@ def list_instances(front: Front, now: float) -> Listing:
 
 def listing_router(front: Front) -> APIRouter:
     """The route, for an app."""
-    router = APIRouter()
+    router = APIRouter(route_class=OperatorRoute)
 
     @router.get("/instances")
     async def instances() -> Listing:

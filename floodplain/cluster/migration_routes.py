@@ -1,7 +1,4 @@
-"""``/migrations``, and what moves a request by hand: ``/v1/cluster/migrate``.
-
-An API key, if the server has any, is needed for the latter.
-"""
+"""``/migrations``, and what moves a request by hand: ``/v1/cluster/migrate``."""
 
 from __future__ import annotations
 
@@ -11,10 +8,12 @@ from pydantic import BaseModel
 from floodplain.cluster.front import Front
 from floodplain.cluster.group_routes import find_epoch
 from floodplain.cluster.migrating import Migrating
+from floodplain.cluster.operators import OperatorRoute
 from floodplain.core.errors import UserError
+from floodplain.web.bodies import BoundedModel
 
 
-class Between(BaseModel):
+class Between(BoundedModel):
     """From which instance, to which: by slot (``0``, ``1``) or by epoch (``e7``), as ``/instances`` shows them."""
 
     source: str
@@ -65,7 +64,7 @@ def list_migrations(migrating: Migrating) -> Migrations:
 
 def migration_router(front: Front) -> APIRouter:
     """The routes, for an app."""
-    router = APIRouter()
+    router = APIRouter(route_class=OperatorRoute)
 
     @router.get("/migrations")
     async def migrations() -> Migrations:

@@ -140,7 +140,8 @@ def create_app(
         finally:
             await desk.close()
 
-    app = FastAPI(title="Floodplain coordinator", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title="Floodplain coordinator", version=__version__, lifespan=lifespan, **without)
     install_error_handlers(app)
     routes = LeaseRoutes(desk)
     app.include_router(routes.router())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
@@ -60,8 +61,9 @@ def create_app(
         finally:
             await engine.close()
 
-    # Without /docs and /redoc: their pages load scripts from another site.
-    app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    # Pages of /docs and /redoc load scripts from another site; a redirect to a path without slash goes where Host says.
+    without: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    app = FastAPI(title="Floodplain", version=__version__, lifespan=lifespan, **without)
     app.add_middleware(Gate, drain=drain, authenticator=keys, max_body_bytes=max_body_bytes)
     install_error_handlers(app, REQUEST_FIELDS)
     app.include_router(OpenAIRoutes(engine, ping_s).router())

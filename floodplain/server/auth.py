@@ -12,8 +12,12 @@ from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.web.bearer import find_bearer, read_secret_lines
 from floodplain.web.listen import is_loopback
 
-KEY_LINE = "KEY, or NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]"
+KEY_LINE = "KEY, or [admin] NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]"
 """Of a key file."""
+ADMIN = "admin"
+LEAST_ADMIN_LETTERS = 8
+"""Of an admin's key. A mistyped limit of a client that is called ``admin`` is shorter, and refused."""
+_LIMIT = re.compile(r"-?\d+|\w*=.*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,14 @@ class Client:
         best_priority: The lowest ``priority`` that its requests may ask for; lower is sooner.
         best_goals: The tightest goals that they may ask for; what is None has no limit here.
         shares_prefixes: Whether its requests find prefixes that other clients have computed.
+        is_admin: Whether it may change the cluster.
     """
 
     name: str = ""
     best_priority: int = 0
     shares_prefixes: bool = False
     best_goals: Goals = NO_GOALS
+    is_admin: bool = False
 
     def priority(self, asked: int | None) -> int:
         """The priority of a request that asks for this one.
@@ -95,10 +101,11 @@ class KeyRing:
 
 
 def read_keys(path: Path) -> dict[str, Client]:
-    """Keys and their clients, from a file with a line ``KEY`` or ``NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]`` for each.
+    """Keys and their clients, from a file with a line for each: see ``KEY_LINE``.
 
     A bare key's client is named ``key-N`` after its line. PRIORITY is the lowest that its requests may ask for, 0
-    unless it says so; ``ttft`` and ``tpot`` are the tightest goals, in milliseconds. ``#`` starts a comment.
+    unless it says so; ``ttft`` and ``tpot`` are the tightest goals, in milliseconds. A line that begins with ``admin``
+    and has a name and a key after it is an admin's. ``#`` starts a comment.
 
     Raises:
         UserError: The file is unreadable, others may read it, or a line is malformed.
@@ -117,6 +124,11 @@ def read_keys(path: Path) -> dict[str, Client]:
 def _parse_line(words: list[str], number: int, path: Path) -> tuple[str, Client]:
     if len(words) == 1:
         return words[0], Client(f"key-{number}")
+    is_admin = len(words) > 2 and words[0] == ADMIN and not _LIMIT.fullmatch(words[2])
+    if is_admin:
+        words = words[1:]
+        if len(words[1]) < LEAST_ADMIN_LETTERS:
+            raise UserError(f"{path}, line {number}: the KEY of an admin needs {LEAST_ADMIN_LETTERS} letters or more")
     if re.fullmatch(r"key-\d+", words[0], re.ASCII):
         raise UserError(f"{path}, line {number}: the name {words[0]} is for keys without a name: choose another NAME")
     found = re.fullmatch(r"(-?\d{1,3}\b)?((?: ?(?:ttft|tpot)=[1-9]\d{0,8})*)", " ".join(words[2:]), re.ASCII)
@@ -124,7 +136,7 @@ def _parse_line(words: list[str], number: int, path: Path) -> tuple[str, Client]
     if found is None or len(limits) < len(found[2].split()):
         raise UserError(f"{path}, line {number}: write {KEY_LINE}, with whole numbers")
     best = {f"{name}_s": int(limit_ms) / 1e3 for name, limit_ms in limits.items()}
-    return words[1], Client(words[0], int(found[1] or 0), best_goals=Goals(**best))
+    return words[1], Client(words[0], int(found[1] or 0), best_goals=Goals(**best), is_admin=is_admin)
 
 
 def check_exposure(host: str, keys: KeyRing | None) -> None:

@@ -11,6 +11,9 @@ from floodplain.web.errors import ApiError, error_response
 from floodplain.web.head import answer_head_as_get
 from floodplain.web.request_id import echo_request_id
 
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
+"""For probes and scrapers, which have no secret. Every other path needs one where there are any."""
+
 CLIENT_SCOPE_KEY = "floodplain.client"
 """Where a request's scope holds who sends it, as ``Authenticator.client_of`` says; absent when everybody is let in."""
 
@@ -36,7 +39,7 @@ class Gate:
     Args:
         app: What lies behind.
         drain: While it drains, ``/v1`` and ``/health`` answer 503, and every answer is its connection's last.
-        authenticator: Knows who may use ``/v1``; None lets everybody in.
+        authenticator: Knows who may use what is not in ``PUBLIC_PATHS``; None lets everybody in.
         max_body_bytes: Larger bodies get 413, before they are read if the length is declared. All bodies of requests
             that run are bounded, too: see ``BodyBudget``.
     """
@@ -71,10 +74,9 @@ class Gate:
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
-        is_api = path.startswith("/v1/")
-        if self._drain.is_draining and (is_api or path == "/health"):
+        if self._drain.is_draining and (path.startswith("/v1/") or path == "/health"):
             raise ApiError(503, "the server is stopping: send requests elsewhere", code="draining")
-        if is_api and self._authenticator is not None:
+        if path not in PUBLIC_PATHS and self._authenticator is not None:
             client = self._authenticator.client_of(headers.get(b"authorization", b""))
             if client is None:
                 raise ApiError(401, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")

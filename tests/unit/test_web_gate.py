@@ -51,7 +51,12 @@ def ask(
         ("/v1/leases", b"0", (200, 0)),
         ("/v1/leases", b"x", (401, None)),
         ("/v1/leases", b"", (401, None)),
-        ("/health", b"x", (200, "anybody")),
+        ("/instances", b"", (401, None)),
+        ("/instances", b"7", (200, 7)),
+        ("/v1", b"", (401, None)),
+        ("//health", b"", (401, None)),
+        ("/health/", b"", (401, None)),
+        *[(path, b"x", (200, "anybody")) for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json")],
     ],
 )
 def test_whoever_knows_the_clients_says_who_comes_in_and_as_whom(
