@@ -16,15 +16,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from floodplain.core.errors import UserError
+from floodplain.web.accepting import LISTEN_BACKLOG
 from floodplain.web.acceptor import Acceptor
 from floodplain.web.limits import ConnectionLimits
 from floodplain.web.listen import url_of
-
-LISTEN_BACKLOG = 4096
-"""Connections that the kernel keeps until they are accepted; it takes less where ``net.core.somaxconn`` says so.
-
-Beyond these the kernel drops a connection's first packet, and the client repeats it after a second.
-"""
 
 TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second; connections are checked once a second."""
