@@ -15,7 +15,7 @@ from floodplain import __version__
 from floodplain.cli.options import Parser, resolve
 from floodplain.cli.sources import name_sources
 from floodplain.cli.variables import check_variables
-from floodplain.core.errors import UserError, WriteFailed
+from floodplain.core.errors import ServiceLost, UserError, WriteFailed
 from floodplain.files.results import open_standard_streams
 from floodplain.observe.terminal import complain, start_logging
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         complain(str(error))
         return BAD_USAGE
-    except WriteFailed as error:
+    except (ServiceLost, WriteFailed) as error:
         complain(str(error))
         return FAILED
     except KeyboardInterrupt:

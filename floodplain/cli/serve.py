@@ -21,7 +21,7 @@ from floodplain.cluster.engine_flags import (
     gpus_of_instance,
 )
 from floodplain.cluster.ray_setup import RaySetup
-from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, split_address
+from floodplain.cluster.settings import DROPPING_RELIEFS, ClusterConfig, count_front_files, split_address
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
 from floodplain.observe.terminal import announce
@@ -59,7 +59,11 @@ def run(args: argparse.Namespace) -> int:
     key_file, shared = server_config.api_key_file, server_config.share_prefixes
     keys = KeyRing.from_file(key_file, share_prefixes=shared) if key_file else None
     check_exposure(server_config.host, keys)
-    limits = limit_connections(server_config.max_connections, server_config.keep_alive_timeout)
+    limits = limit_connections(
+        server_config.max_connections,
+        server_config.keep_alive_timeout,
+        num_reserved=count_front_files(cluster_config.instances),
+    )
     with closing(bind(server_config.host, server_config.port)) as sock:
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
         engine, extend = _open_engine(config, cluster_config, args, server_config.host)

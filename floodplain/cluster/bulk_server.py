@@ -136,8 +136,9 @@ class BulkServer:
                     logger.warning("a connection for bulk data could not be accepted (%s)", error)
                 continue
             with self._lock:
-                is_wanted = not self._closed.is_set() and self._count_connections(is_known=False) < MAX_PEERS
+                is_wanted = not self._closed.is_set()
                 if is_wanted:
+                    self._make_way()
                     self._hello_of[sock] = None
             if not is_wanted:
                 sock.close()
@@ -162,7 +163,7 @@ class BulkServer:
             logger.debug("a connection for bulk data ended (%s)", error)
         finally:
             with self._lock:
-                del self._hello_of[sock]
+                self._hello_of.pop(sock, None)
                 self._threads.discard(threading.current_thread())
             sock.close()
 
@@ -173,6 +174,14 @@ class BulkServer:
                 return False
             self._hello_of[sock] = matches[0]
             return True
+
+    def _make_way(self) -> None:
+        """Hang up on the oldest stranger if there are as many as may be."""
+        if self._count_connections(is_known=False) >= MAX_PEERS:
+            oldest = next(sock for sock, hello in self._hello_of.items() if hello is None)
+            del self._hello_of[oldest]
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def _count_connections(self, *, is_known: bool) -> int:
         return sum((hello is not None) == is_known for hello in self._hello_of.values())

@@ -4,45 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
 
 from floodplain.cluster.frames import MAX_HELLO_BYTES, FrameLink
 from floodplain.cluster.messages import Hello, read_instance_message
+from floodplain.cluster.settings import MAX_STRANGERS
 from floodplain.lending.fields import WireError
+from floodplain.web.accepting import LISTEN_BACKLOG, RETRY_S, Accepting
 
 HELLO_TIMEOUT_S = 5.0
-MAX_STRANGERS = 64
-"""Connections that have not shown a token yet; more are hung up on."""
+LEAST_STAY_S = RETRY_S
+"""A stranger is hung up on for another one after this time at the soonest: a true hello is there by then."""
 
 
-class Door:
-    """Reads hellos.
+class Door(Accepting[asyncio.Task[None]]):
+    """Accepts connections, and reads their hellos.
 
     Args:
+        sock: Bound; it listens from now on.
         tokens: Secrets that let an instance in, each with its slot, or None for one that was started elsewhere.
+        welcome: Called with each connection. It reads the hello first, and owns the connection.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, tokens: Mapping[str, int | None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        tokens: Mapping[str, int | None],
+        welcome: Callable[[FrameLink], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if_full = f"{MAX_STRANGERS} connections to the address where instances join have shown no token"
+        super().__init__(sock, if_full=if_full, if_scarce="raise ulimit -n", clock=clock)
         self._tokens = dict(tokens)
-        self._num_strangers = 0
+        self._welcome = welcome
+        self._strangers: dict[asyncio.Task[None], float] = {}  # the oldest first; since when
+        self._known: set[asyncio.Task[None]] = set()
+
+    def open(self) -> None:
+        """Begin to accept."""
+        self._sock.listen(LISTEN_BACKLOG)
+        super().open()
 
     async def read_hello(self, link: FrameLink) -> Hello | None:
-        """What the other end says first; None if it is too late, or one of too many.
+        """What the other end of the running task's connection says first; None if it is too late.
 
         Raises:
             WireError: It says something else.
         """
-        if self._num_strangers >= MAX_STRANGERS:
-            link.abort()
-            return None
-        self._num_strangers += 1
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 frame = await link.read(MAX_HELLO_BYTES)
         except TimeoutError:
             return None
-        finally:
-            self._num_strangers -= 1
         if frame is None:
             return None
         hello = read_instance_message(frame[0])
@@ -52,7 +68,55 @@ class Door:
 
     def find_slots(self, shown: str) -> list[int | None]:
         """The slot of a token, as the only item; an empty list if nothing is let in by it."""
-        return [slot for token, slot in self._tokens.items() if _is_equal(token, shown)]
+        found = [slot for token, slot in self._tokens.items() if _is_equal(token, shown)]
+        task = asyncio.current_task()
+        if found and task is not None and self._strangers.pop(task, None) is not None:
+            self._known.add(task)
+        return found
+
+    @property
+    def has_room(self) -> bool:
+        """See ``Accepting``."""
+        return len(self._strangers) < MAX_STRANGERS
+
+    def take(self, accepted: socket.socket) -> None:
+        """See ``Accepting``."""
+        task = asyncio.get_running_loop().create_task(self._serve(accepted))
+        self._strangers[task] = self._clock()
+        task.add_done_callback(self._forget)
+
+    def find_victim(self) -> asyncio.Task[None] | None:
+        """See ``Accepting``: the oldest stranger."""
+        task = next(iter(self._strangers), None)
+        return None if task is None or self._clock() - self._strangers[task] < LEAST_STAY_S else task
+
+    def evict(self, victim: asyncio.Task[None]) -> None:
+        """See ``Accepting``."""
+        del self._strangers[victim]
+        self._known.add(victim)
+        victim.cancel()
+
+    async def shut(self) -> None:
+        """Accept no more, and hang up on everything."""
+        self.close()
+        tasks = [*self._strangers, *self._known]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        """A connection, as ``asyncio.start_server`` makes it. That logs a traceback for each that finds no file."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, accepted)
+        await self._welcome(FrameLink(reader, asyncio.StreamWriter(transport, protocol, reader, loop)))
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        self._known.discard(task)
+        if not task.cancelled():
+            task.exception()  # the front keeps what is a bug
 
 
 def _is_equal(secret: str, shown: str) -> bool:

@@ -16,7 +16,7 @@ from floodplain.cluster.monitor import Monitor, Notice
 from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
 from floodplain.cluster.streams import Caller
 from floodplain.cluster.webhook import Webhook
-from floodplain.core.errors import InvariantError, QueueFull, ShuttingDown, UserError
+from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
 from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.request import Request
@@ -67,19 +67,19 @@ class ClusterEngine:
         if is_pipeline:
             cut_model(config, source.config.shape, processes.num_slots)
         self._tokenizer = source.load_tokenizer()
-        self._launcher = Launcher(processes, self._note_end)
+        self._launcher = Launcher(processes, self._note_change)
         tokens: dict[str, int | None] = dict(self._launcher.tokens)
         if outside_token is not None:
             tokens[outside_token] = None
         self._subscribers: list[Callable[[Lifecycle], None]] = []
         num_stages = processes.num_slots if is_pipeline else None
         shape = source.config.shape if relief in DROPPING_RELIEFS else None
-        callbacks = self._note_joined, self._note_silent, self._note_finished
-        self.front = Front(silence_s, tokens, *callbacks, num_stages, shape, migrates=relief == "migrate")
+        migrates, on_finished = relief == "migrate", self._note_finished
+        self.front = Front(silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates)
         self._webhook = webhook
         if shape is not None and relief in ("drop", "auto"):
             self._watch_load(shape, is_priced=relief == "auto", most_stages=most_stages)
-        self._waiting_for = set(range(processes.num_slots))
+        self._num_slots, self._is_pipeline, self._is_started = processes.num_slots, is_pipeline, False
         self._change = asyncio.Event()
         self._callers: dict[Caller, None] = {}
         self._is_empty = asyncio.Event()
@@ -110,6 +110,11 @@ class ClusterEngine:
         """Why it cannot serve: an instance did not start, none is left, or there is a bug of ours."""
         return self._failure or self.front.failure
 
+    @property
+    def can_serve(self) -> bool:
+        """Whether an instance is there that serves: else requests wait for the next one."""
+        return self.front.book.roster.can_serve
+
     def stats(self) -> EngineStats:
         """The sum of all instances; may be taken on any thread. Tokens are counted once, however often computed."""
         front = self.front
@@ -131,9 +136,10 @@ class ClusterEngine:
         host, port = self._sock.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self._launcher.start(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        while (self._waiting_for or not self.front.is_ready) and self._failure is None and not self._is_draining:
+        while self._failure is None and not self._is_draining and not self._is_started:
             await self._change.wait()
             self._change.clear()
+            self._is_started = len(self._launcher.serving) == self._num_slots
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nothing new, and return when no request is live; those that are after ``timeout_s`` are aborted."""
@@ -231,23 +237,16 @@ class ClusterEngine:
         for callback in self._subscribers:
             callback(lifecycle)
 
-    def _note_joined(self, slot: int | None) -> None:
-        if slot is not None:
-            self._launcher.note_joined(slot)
-            self._waiting_for.discard(slot)
-            self._change.set()
-
-    def _note_silent(self, slot: int | None) -> None:
-        if slot is not None:
-            self._launcher.note_silent(slot)
-
-    def _note_end(self) -> bool:
-        """A child ended, and may start again: not before all have joined, when one that cannot start is the end."""
-        words = self._launcher.last_words
-        slot = min(words, default=None)
-        if self._waiting_for and slot in self._waiting_for:
-            self._failure = UserError(f"instance {slot} did not start: {words[slot]}")
-        elif len(self._launcher.given_up) == len(self._launcher.tokens) and not len(self.front.book.roster):
-            self._failure = RuntimeError("no instance is left, and none starts any more")
+    def _note_change(self) -> bool:
+        """An instance serves, is lost, or its process ended; whether that may start again."""
+        launcher = self._launcher
+        hopeless = launcher.given_up if self._is_started else launcher.given_up | launcher.refused
+        if hopeless and self._failure is None:
+            slot = min(hopeless)
+            if not self._is_started:
+                self._failure = UserError(f"instance {slot} did not start: {launcher.last_words[slot]}")
+            elif (self._is_pipeline or len(hopeless) == self._num_slots) and not self.front.book.roster.can_serve:
+                why = f"instance {slot} ended last: {launcher.last_words[slot]}"
+                self._failure = ServiceLost(f"no instance is left, and none starts any more; {why}")
         self._change.set()
         return self._failure is None

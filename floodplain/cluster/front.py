@@ -7,8 +7,9 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from floodplain.cluster.book import Book
 from floodplain.cluster.door import Door
@@ -36,7 +37,7 @@ from floodplain.cluster.migrating import Migrating
 from floodplain.cluster.migration_messages import KvHeld, KvPulled, RequestStopped
 from floodplain.cluster.monitor import Monitor
 from floodplain.cluster.requests import Requests
-from floodplain.cluster.roster import Roster
+from floodplain.cluster.roster import Instance, Roster
 from floodplain.cluster.settings import BEATS_PER_TIMEOUT
 from floodplain.cluster.sums import StatsBook
 from floodplain.core.lifecycle import Lifecycle
@@ -46,14 +47,33 @@ from floodplain.lending.fields import WireError
 logger = logging.getLogger(__name__)
 
 
+class Slots(Protocol):
+    """What hears of the lives of the front's own instances. Slots are numbered from 0."""
+
+    def admits(self, slot: int, /) -> bool:
+        """Whether the instance of a slot may join now; if not, it is to ask again."""
+        ...
+
+    def note_joined(self, slot: int, /) -> None:
+        """An instance of a slot joined."""
+        ...
+
+    def note_serving(self, slot: int, /) -> None:
+        """It serves; of a pipeline: all of its stages are linked."""
+        ...
+
+    def note_lost(self, slot: int, why: str, silent_s: float, /) -> None:
+        """Its life ended, after a silence of so many seconds."""
+        ...
+
+
 class Front:
     """See the module. Everything is called on one event loop.
 
     Args:
         silence_s: An instance that says nothing for so long is taken for dead.
         tokens: Secrets that let an instance in, each with its slot, or None for one that was started elsewhere.
-        on_join: Called with the slot of an instance that joined.
-        on_silent: Called with the slot of one that was taken for dead by its silence.
+        slots: Of its own instances.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
         num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
         shape: Of the model whose layers instances may drop; None: they drop none.
@@ -74,8 +94,7 @@ class Front:
         self,
         silence_s: float,
         tokens: Mapping[str, int | None],
-        on_join: Callable[[int | None], None],
-        on_silent: Callable[[int | None], None],
+        slots: Slots,
         on_finished: Callable[[Lifecycle], None],
         num_stages: int | None = None,
         shape: ModelShape | None = None,
@@ -88,7 +107,8 @@ class Front:
         self.num_ends: Counter[str] = Counter()
         self.requests = Requests(self.book, self.send, on_finished)
         self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
-        self._door = Door(tokens)
+        self._tokens = tokens
+        self._door: Door | None = None
         self._forming: Forming | None = None
         if num_stages is not None:
             self._forming = Forming(num_stages, self.book.roster, self.send)
@@ -101,10 +121,9 @@ class Front:
         if migrates:
             self.migrating = Migrating(self.book, self.send, self.requests.place)
             self.requests.on_closed = self.migrating.forget
-        self._on_join, self._on_silent = on_join, on_silent
+        self._slots = slots
         self._links: dict[int, FrameLink] = {}
         self._failure: BaseException | None = None
-        self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -122,18 +141,17 @@ class Front:
 
     async def start(self, sock: socket.socket) -> None:
         """Listen on a bound socket, and look after the instances."""
-        self._server = await asyncio.start_server(self._welcome, sock=sock)
+        self._door = Door(sock, self._tokens, self._welcome)
+        self._door.open()
         self._tasks.add(asyncio.create_task(self._watch()))
 
     async def close(self) -> None:
         """Hang up on all instances, which then give up what they compute."""
-        if self._server is not None:
-            self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in list(self._links.values()):
-            link.abort()
+        if self._door is not None:
+            await self._door.shut()
 
     async def _watch(self) -> None:
         while True:
@@ -157,16 +175,17 @@ class Front:
 
     # -- connections -----------------------------------------------------------------------------------------------
 
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link, epoch = FrameLink(reader, writer), None
+    async def _welcome(self, link: FrameLink) -> None:
+        door, epoch = self._door, None
+        assert door is not None
         try:
-            hello = await self._door.read_hello(link)
-            epoch = None if hello is None else self._admit(hello, link)
+            hello = await door.read_hello(link)
+            epoch = None if hello is None else self._admit(hello, door.find_slots(hello.token), link)
             if epoch is not None:
                 await self._listen(epoch, link)
         except WireError as error:
             logger.warning("an instance is hung up on: %s", error)
-        except asyncio.CancelledError:  # the event loop closes
+        except asyncio.CancelledError:  # another one needs its place, or the front closes
             link.abort()
         except Exception as error:
             self._failure = error
@@ -176,13 +195,12 @@ class Front:
                 self._end(epoch, "hung_up")
             await link.close()
 
-    def _admit(self, hello: Hello, link: FrameLink) -> int | None:
-        """The epoch of its life; None if it is not taken."""
-        slots = self._door.find_slots(hello.token)
+    def _admit(self, hello: Hello, slots: Sequence[int | None], link: FrameLink) -> int | None:
+        """The epoch of its life; None if it is not taken. The slot is that of its token, if that is known."""
         if not slots:
             link.send(pack(Denied("the front does not know this token: give the --instance-token-file that it has")))
             return None
-        if slots[0] is None and not self.is_ready:
+        if not self.is_ready if slots[0] is None else not self._slots.admits(slots[0]):
             return None  # it dials again: the front's own instances say first which model is served
         problem = find_problem(hello, slots[0], self.first_facts, self._forming)
         if problem is not None:
@@ -193,12 +211,14 @@ class Front:
         instance.can_drop, instance.can_move = hello.can_drop, hello.can_move
         self._links[instance.epoch] = link
         link.send(pack(Welcome(instance.epoch, self._beat_s, self._silence_s)))
-        logger.info("instance %d joins: process %d on %s", instance.epoch, hello.facts.pid, hello.facts.host)
-        self._on_join(slots[0])
+        logger.info("%s joins: process %d on %s", instance, hello.facts.pid, hello.facts.host)
         if self._forming is not None and instance.stage is not None:
             older = self._forming.join(instance)
             if older is not None:
                 self._end(older, "hung_up")
+        if instance.slot is not None:
+            self._slots.note_joined(instance.slot)
+        self._note_serving([instance])
         self.requests.place()
         return instance.epoch
 
@@ -217,12 +237,12 @@ class Front:
             return
         self._links.pop(epoch).abort()
         self.sums.retire(epoch)
-        if why == "silent":
-            self._on_silent(instance.slot)
         why = "left" if instance.is_leaving and why != "silent" else why
         self.num_ends[why] += 1
         entries = self.book.end(epoch)
-        logger.info("instance %d is gone (%s); requests that go on elsewhere: %d", epoch, why, len(entries))
+        logger.info("%s is gone (%s); requests that go on elsewhere: %d", instance, why, len(entries))
+        if instance.slot is not None and all(one.slot != instance.slot for one in self.book.roster):
+            self._slots.note_lost(instance.slot, why, time.monotonic() - instance.heard_s)
         for entry in entries:
             self.requests.give_back(entry)
         for other in [] if self._forming is None else self._forming.end(epoch):
@@ -263,5 +283,11 @@ class Front:
         if self._forming is None or self.first_facts is None or not self._forming.link(message):
             return
         self.first_facts = replace(self.first_facts, max_model_len=self._forming.max_model_len or 0)
-        self._on_join(self.book.roster.expect(message.epoch).slot)
+        self._note_serving(self.book.roster)
         self.requests.place()
+
+    def _note_serving(self, instances: Iterable[Instance]) -> None:
+        for one in instances:
+            if one.slot is not None and one.can_serve and not one.was_serving:
+                one.was_serving = True
+                self._slots.note_serving(one.slot)

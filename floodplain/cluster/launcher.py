@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from floodplain.cluster.restarts import Restarts
+from floodplain.cluster.restarts import MAX_FAILED_STARTS, MOST_DELAY_S, SETTLED_S, Restarts
+from floodplain.web.accepting import SCARCE
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +28,33 @@ COMPLAINT = "floodplain: "
 """How the one line begins with which a command says why it ends."""
 
 
+FIRST_RETRY_S = 1.0
+"""After a process that could not be started because the system had no room for it; then twice as long each time."""
+BAD_INPUT = 2
+"""The exit status of a command that says what is to be changed."""
+
+
 class Ending(NamedTuple):
-    """How a process ended: its exit status, and the one line that says why, if it wrote one."""
+    """How a process ended.
+
+    Attributes:
+        status: Its exit status; negative: the signal that ended it.
+        words: The one line that says why, if it wrote one.
+        line: The last line of its log.
+    """
 
     status: int
     words: str | None
+    line: str | None = None
+
+    def describe(self) -> str:
+        """Why it ended, as far as that is known."""
+        if self.words is not None:
+            return self.words
+        if self.status < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            return f"it was ended by {names.get(-self.status, f'signal {-self.status}')}"
+        return f"it ended with status {self.status}" + ("" if self.line is None else f": {self.line}")
 
 
 class Processes(Protocol):
@@ -62,30 +87,53 @@ class Processes(Protocol):
         ...
 
 
+class Lost(NamedTuple):
+    """How a life of a slot's instance ended.
+
+    Attributes:
+        words: Why.
+        served_s: For how many seconds it served and was heard; None if it never served.
+    """
+
+    words: str
+    served_s: float | None
+
+
 class Launcher:
     """See the module. Everything is called on one event loop.
 
+    A start has failed if its process ended, or its instance was lost, before it had served for ``SETTLED_S``. A process
+    that was lost may come back by itself, as one that was stopped does: it is let in again when its delay is over.
+
     Args:
         processes: Of all slots; ``close`` closes them.
-        on_end: Called when a process has ended; whether it may start again.
+        on_change: Called when a slot's instance serves, or its process has ended; whether it may start again.
         lost_timeout_s: As ``LOST_TIMEOUT_S``.
 
     Attributes:
         tokens: Each slot's secret, and the slot.
-        last_words: Why the last process of a slot ended, if it said so.
+        serving: Slots whose instance serves.
+        last_words: Why the last start of a slot failed, or its instance ended.
+        refused: Slots whose last process ended for bad input: no other start would do better.
         given_up: Slots that are not started again.
     """
 
     def __init__(
-        self, processes: Processes, on_end: Callable[[], bool], lost_timeout_s: float = LOST_TIMEOUT_S
+        self, processes: Processes, on_change: Callable[[], bool], lost_timeout_s: float = LOST_TIMEOUT_S
     ) -> None:
         self.tokens = {secrets.token_urlsafe(32): slot for slot in range(processes.num_slots)}
+        self.serving: set[int] = set()
         self.last_words: dict[int, str] = {}
+        self.refused: set[int] = set()
         self.given_up: set[int] = set()
         self._processes = processes
-        self._on_end = on_end
+        self._on_change = on_change
         self._lost_timeout_s = lost_timeout_s
-        self._joined_s: dict[int, float] = {}
+        self._restarts = [Restarts() for _ in range(processes.num_slots)]
+        self._serving_since_s: dict[int, float] = {}
+        self._lost: dict[int, Lost] = {}
+        self._again_s: dict[int, float] = {}  # when what was lost may be back; inf: never
+        self._killed: set[int] = set()
         self._killings: dict[int, asyncio.TimerHandle] = {}
         self._keepers: list[asyncio.Task[None]] = []
 
@@ -94,16 +142,47 @@ class Launcher:
         slots = {slot: token for token, slot in self.tokens.items()}
         self._keepers = [asyncio.create_task(self._keep(slot, slots[slot], address)) for slot in sorted(slots)]
 
-    def note_joined(self, slot: int) -> None:
-        """A child of this slot serves."""
-        self._joined_s.setdefault(slot, time.monotonic())
-        self._spare(slot)
+    # -- what the front says of a slot -----------------------------------------------------------------------------
 
-    def note_silent(self, slot: int) -> None:
-        """The child of this slot was taken for dead, and may be stopped or wedged."""
-        self._spare(slot)
-        loop = asyncio.get_running_loop()
-        self._killings[slot] = loop.call_later(self._lost_timeout_s, self._kill, slot)
+    def admits(self, slot: int) -> bool:
+        """Whether the instance of a slot may join now; if not, it is to ask again."""
+        lost = self._lost.get(slot)
+        if lost is not None and slot not in self._again_s:
+            self._judge(slot, lost.served_s, lost.words)
+        return time.monotonic() >= self._again_s.get(slot, 0.0)
+
+    def note_joined(self, slot: int) -> None:
+        """An instance of this slot joined; it may have to be linked with others before it serves."""
+        self._forget(slot)
+
+    def note_serving(self, slot: int) -> None:
+        """It serves."""
+        self._serving_since_s[slot] = time.monotonic()
+        self.serving.add(slot)
+        self._on_change()
+
+    def note_lost(self, slot: int, why: str, silent_s: float) -> None:
+        """Its life ended, after a silence of so many seconds.
+
+        Args:
+            slot: Of the instance.
+            why: ``silent``: it may be stopped or wedged; ``hung_up``; else it is not the reason itself.
+            silent_s: Since it was heard last.
+        """
+        served_s = self._count_served_s(slot)
+        self.serving.discard(slot)
+        if why == "silent":
+            served_s = None if served_s is None else max(0.0, served_s - silent_s)
+            when = " while it started" if served_s is None or served_s < SETTLED_S else ""
+            self._lost[slot] = Lost(f"it missed its beats for {silent_s:.1f} s{when}", served_s)
+            self._spare(slot)
+            loop = asyncio.get_running_loop()
+            self._killings[slot] = loop.call_later(self._lost_timeout_s, self._kill_lost, slot)
+        elif why == "hung_up":
+            self._lost[slot] = Lost("it hung up", served_s)
+        self._on_change()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """End all processes. Nothing is started again."""
@@ -114,43 +193,105 @@ class Launcher:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await self._processes.close()
 
+    # -- inside ----------------------------------------------------------------------------------------------------
+
     def _spare(self, slot: int) -> None:
         killing = self._killings.pop(slot, None)
         if killing is not None:
             killing.cancel()
 
-    def _kill(self, slot: int) -> None:
+    def _forget(self, slot: int) -> None:
+        """Nothing of an earlier life counts any more."""
+        self._spare(slot)
+        self._lost.pop(slot, None)
+        self._again_s.pop(slot, None)
+        self._killed.discard(slot)
+
+    def _kill_lost(self, slot: int) -> None:
         logger.warning("instance %d has been silent for %g s: it is killed", slot, self._lost_timeout_s)
+        self._kill(slot)
+
+    def _kill(self, slot: int) -> None:
+        self._killed.add(slot)
         self._processes.kill(slot)
 
+    def _count_served_s(self, slot: int) -> float | None:
+        since_s = self._serving_since_s.pop(slot, None)
+        return None if since_s is None else time.monotonic() - since_s
+
+    def _judge(self, slot: int, served_s: float | None, words: str) -> None:
+        """A life ended, or a process did: when the next one may begin."""
+        restarts = self._restarts[slot]
+        delay_s = restarts.next_delay_s(served_s)
+        self.last_words[slot] = words
+        if delay_s is None:
+            self.given_up.add(slot)
+            self._kill(slot)
+        self._again_s[slot] = math.inf if delay_s is None else time.monotonic() + delay_s
+        if not self._on_change():
+            return
+        what = f"start {restarts.num_failed} of {MAX_FAILED_STARTS} failed" if restarts.num_failed else "it ended"
+        again = "it is not started again" if delay_s is None else f"it starts again in {delay_s:g} s"
+        logger.warning("instance %d: %s: %s; %s", slot, what, words, again)
+
+    def _judge_ending(self, slot: int, ending: Ending) -> None:
+        lost = self._lost.get(slot)
+        served_s = self._count_served_s(slot) if lost is None else lost.served_s
+        if ending.status == -signal.SIGKILL and slot not in self._killed and served_s is not None:
+            served_s = max(served_s, SETTLED_S)  # whatever killed it from outside says nothing of its start
+        words = ending.describe()
+        if lost is not None and slot in self._killed:
+            words = lost.words
+        if ending.status == BAD_INPUT:
+            self.refused.add(slot)
+        self._judge(slot, served_s, words)
+
     async def _keep(self, slot: int, token: str, address: str) -> None:
-        restarts = Restarts()
+        num_short = 0
         while True:
-            self.last_words.pop(slot, None)
+            self._forget(slot)
+            self.refused.discard(slot)
             try:
-                status, words = await self._processes.run(slot, address, token)
-            except OSError as error:  # the system has no room for another process
-                status, words = -1, str(error)
+                ending = await self._processes.run(slot, address, token)
+            except (OSError, RuntimeError) as error:
+                if (
+                    isinstance(error, RuntimeError) or error.errno in SCARCE
+                ):  # no thread, or no room: no start has failed
+                    delay_s = min(MOST_DELAY_S, FIRST_RETRY_S * 2.0**num_short)
+                    num_short = min(num_short + 1, 8)
+                    logger.warning("instance %d cannot be started now: %s; it is tried again in %g s",
+                                   slot, getattr(error, "strerror", None) or error, delay_s)  # fmt: skip
+                    await asyncio.sleep(delay_s)
+                    continue
+                ending = Ending(-1, str(error))
+            num_short = 0
             self._spare(slot)
-            joined_s = self._joined_s.pop(slot, None)
-            delay_s = restarts.next_delay_s(None if joined_s is None else time.monotonic() - joined_s)
-            if delay_s is None:
-                self.given_up.add(slot)
-            self.last_words[slot] = words or f"it ended with status {status}"
-            if not self._on_end():
+            self.serving.discard(slot)
+            if slot not in self._again_s:
+                self._judge_ending(slot, ending)
+            if slot in self.given_up or not self._on_change():
                 return
-            again = "it is not started again" if delay_s is None else f"it starts again in {delay_s:g} s"
-            logger.warning("instance %d ended with status %d; %s", slot, status, again)
-            if delay_s is None:
-                return
-            await asyncio.sleep(delay_s)
+            await asyncio.sleep(self._again_s[slot] - time.monotonic())
 
 
-def show_line(slot: int, line: str) -> str | None:
-    """Write a line of a process's log to our standard error; the reason for its end is returned instead."""
-    if line.startswith(COMPLAINT):
-        return line.removeprefix(COMPLAINT).strip()
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"instance {slot}: {line}")
-        sys.stderr.flush()
-    return None
+class LastWords:
+    """What a process's log says of its end: its complaint if there is one, else its last line.
+
+    Args:
+        slot: Of the process.
+    """
+
+    def __init__(self, slot: int) -> None:
+        self._slot = slot
+        self.complaint: str | None = None
+        self.line: str | None = None
+
+    def take(self, line: str) -> None:
+        """Write a line to our standard error, unless it says why the process ends."""
+        if line.startswith(COMPLAINT):
+            self.complaint = line.removeprefix(COMPLAINT).strip()
+            return
+        self.line = line.strip() or self.line
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"instance {self._slot}: {line}")
+            sys.stderr.flush()

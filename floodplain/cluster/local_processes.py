@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from floodplain.cluster.child import Child
-from floodplain.cluster.launcher import Ending, show_line
+from floodplain.cluster.launcher import Ending, LastWords
 
 
 class LocalProcesses:
@@ -32,10 +32,10 @@ class LocalProcesses:
         """See ``Processes``."""
         child = await Child.start([*self._commands[slot], "--join", address], self._environment, token)
         self._children[slot] = child
-        words: str | None = None
+        words = LastWords(slot)
         while (line := await child.read_line()) is not None:
-            words = show_line(slot, line) or words
-        return Ending(await child.wait(), words)
+            words.take(line)
+        return Ending(await child.wait(), words.complaint, words.line)
 
     def kill(self, slot: int) -> None:
         """See ``Processes``."""

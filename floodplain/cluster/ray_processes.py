@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from floodplain.cluster.launcher import Ending, show_line
+from floodplain.cluster.launcher import Ending, LastWords
 from floodplain.cluster.ray_driver import MOST_LINE_BYTES
 from floodplain.cluster.ray_setup import RaySetup
 from floodplain.core.errors import UserError
@@ -45,7 +45,7 @@ class DriverLink:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._endings: dict[int, asyncio.Future[Ending]] = {}
-        self._words: dict[int, str] = {}
+        self._words: dict[int, LastWords] = {}
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._reader = asyncio.create_task(self._read())
 
@@ -129,14 +129,12 @@ class DriverLink:
     def _take(self, event: Mapping[str, Any]) -> None:
         if "log" in event:
             slot = int(event["log"])
-            words = show_line(slot, str(event["line"]))
-            if words is not None:
-                self._words[slot] = words
+            self._words.setdefault(slot, LastWords(slot)).take(str(event["line"]))
         elif "ended" in event:
             slot = int(event["ended"])
-            ending = self._endings.pop(slot, None)
+            ending, words = self._endings.pop(slot, None), self._words.pop(slot, LastWords(slot))
             if ending is not None and not ending.done():
-                ending.set_result(Ending(int(event["status"]), event["words"] or self._words.pop(slot, None)))
+                ending.set_result(Ending(int(event["status"]), event["words"] or words.complaint, words.line))
         elif not self._ready.done():  # else the front closes, and does not wait for it any more
             if "failed" in event:
                 self._ready.set_exception(ConnectionError(str(event["failed"])))

@@ -30,6 +30,7 @@ class Instance:
         is_linked: Of a stage: its pipeline is formed.
         can_drop: Whether it may be a member of a group that drops layers.
         can_move: Whether running requests may move to it, and from it, with their KV.
+        was_serving: Whether it has been able to serve since it joined.
         part: Its part in such a group, one of ``paused``, ``leading``, ``grouped``; None while it is in none.
         prefixes: What it was given.
     """
@@ -48,7 +49,22 @@ class Instance:
     is_linked: bool = False
     can_drop: bool = False
     can_move: bool = False
+    was_serving: bool = False
     part: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Its slot, or ``e`` and its epoch if it has none: as commands name it."""
+        return f"e{self.epoch}" if self.slot is None else str(self.slot)
+
+    def __str__(self) -> str:
+        """As logs name it: by its name, and by its epoch beside it."""
+        return f"instance {self.name}" + ("" if self.slot is None else f" (epoch {self.epoch})")
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether requests that are given to it, or to its pipeline or group, are computed now or soon."""
+        return not self.is_leaving and (self.stage is None or self.is_linked)
 
     @property
     def takes_requests(self) -> bool:
@@ -86,9 +102,19 @@ class Roster:
         """Instances that are there."""
         return len(self._instances)
 
+    @property
+    def can_serve(self) -> bool:
+        """Whether any of them can."""
+        return any(one.can_serve for one in self._instances.values())
+
     def get(self, epoch: int) -> Instance | None:
         """The instance of this epoch; None once its life has ended."""
         return self._instances.get(epoch)
+
+    def name_of(self, epoch: int) -> str:
+        """What commands and logs call the instance of this epoch; by its epoch alone once its life has ended."""
+        instance = self._instances.get(epoch)
+        return f"e{epoch}" if instance is None else instance.name
 
     def expect(self, epoch: int) -> Instance:
         """The instance of this epoch.

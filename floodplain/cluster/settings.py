@@ -18,12 +18,21 @@ WILDCARDS = ("0.0.0.0", "::")
 STANDARD_INPUT = "-"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.5, 300.0
 BEATS_PER_TIMEOUT = 5
+MAX_STRANGERS = 32
+"""Connections to the front that have not shown a token yet; the oldest makes way for one more."""
+FILES_PER_INSTANCE = 6
+"""Of the front: the connection, two pipes, and as many while an instance is being started again."""
 
 
 SPLITS = get_args(Split)
 RELIEFS = ("none", "manual", "drop", "auto", "migrate")
 DROPPING_RELIEFS = ("manual", "drop", "auto")
 MOST_STAGES = 4
+
+
+def count_front_files(num_instances: int | None) -> int:
+    """Files that instances take of their front; None: there are none, and it is no front."""
+    return 0 if num_instances is None else MAX_STRANGERS + FILES_PER_INSTANCE * num_instances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

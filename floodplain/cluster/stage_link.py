@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from floodplain.cluster.stage_frames import Frame, FrameSocket
 from floodplain.core.errors import InvariantError, PeerLost
+from floodplain.web.accepting import RETRY_S, SCARCE
 
 HELLO_TIMEOUT_S = 5.0
 """For a stranger's hello, after which it is hung up on."""
 MAX_STRANGERS = 64
-"""Connections that have not said hello yet; more are hung up on."""
+"""Connections that have not said hello yet; the oldest is hung up on for one more."""
 SECRET_BYTES = 32
 MAX_UNREAD = 64
 """Activations that lie unread; no pipeline has so many steps under way."""
@@ -167,7 +168,7 @@ class _Door:
         self._listener, self._key = listener, key
         self._found: list[socket.socket] = []
         self._is_found = asyncio.Event()
-        self._strangers: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     async def wait(self) -> socket.socket:
         """The connection; the caller owns it."""
@@ -191,13 +192,20 @@ class _Door:
 
     async def _listen(self) -> None:
         while True:
-            sock, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            if len(self._strangers) >= MAX_STRANGERS:
-                sock.close()
+            try:
+                sock, _ = await asyncio.get_running_loop().sock_accept(self._listener)
+            except OSError as error:
+                if error.errno not in SCARCE:
+                    raise
+                await asyncio.sleep(RETRY_S)
                 continue
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.cancel()
             task = asyncio.create_task(self._admit(sock))
-            self._strangers.add(task)
-            task.add_done_callback(self._strangers.discard)
+            self._strangers[task] = None
+            task.add_done_callback(lambda one: self._strangers.pop(one, None))
 
     async def _admit(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -60,5 +60,9 @@ class WriteFailed(Exception):
     """Work was done, and its result cannot be written: the command line prints the line and exits with status 1."""
 
 
+class ServiceLost(Exception):
+    """All that computes for a server is gone: the command line prints the line and exits with status 1."""
+
+
 class InvariantError(RuntimeError):
     """The program contradicts itself: a bug of ours. Nobody catches it; it ends the process loudly."""

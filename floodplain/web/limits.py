@@ -16,7 +16,9 @@ MOST_BY_DEFAULT = 4096
 LEAST_CONNECTIONS = 8
 """With fewer, a few probes and scrapers would keep requests out."""
 
-MAX_CONNECTIONS_HELP = "connections that may be open at once (default: ulimit -n less 64, at most 4096)"
+MAX_CONNECTIONS_HELP = (
+    "connections that may be open at once (default: ulimit -n less 64 and what --instances take, at most 4096)"
+)
 
 
 KEEP_ALIVE_S = 75.0
@@ -57,21 +59,25 @@ class ConnectionLimits:
     max_pipelined: int = 16
 
 
-def limit_connections(asked: int | None, keep_alive_s: float = KEEP_ALIVE_S) -> ConnectionLimits:
+def limit_connections(
+    asked: int | None, keep_alive_s: float = KEEP_ALIVE_S, *, num_reserved: int = 0
+) -> ConnectionLimits:
     """The limits of a service's connections.
 
     Args:
         asked: ``--max-connections``; None takes what the limit of open files leaves.
         keep_alive_s: ``--keep-alive-timeout``.
+        num_reserved: Files that are left to everything else beside ``RESERVED_FILES``.
 
     Raises:
         UserError: The limit of open files is too low for so many.
     """
+    num_reserved += RESERVED_FILES
     num_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    most = MOST_BY_DEFAULT if num_files == resource.RLIM_INFINITY else num_files - RESERVED_FILES
+    most = MOST_BY_DEFAULT if num_files == resource.RLIM_INFINITY else num_files - num_reserved
     if most < (asked or LEAST_CONNECTIONS):
         flag = "" if asked is None else f"--max-connections {asked} needs more: "
-        needed = (asked or LEAST_CONNECTIONS) + RESERVED_FILES
+        needed = (asked or LEAST_CONNECTIONS) + num_reserved
         raise UserError(f"{flag}this process may open {num_files} files: run ulimit -n {needed} first")
     return ConnectionLimits(max_connections=asked or min(most, MOST_BY_DEFAULT), idle_s=keep_alive_s)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from floodplain.cluster.launcher import Launcher
+from floodplain.cluster import launcher as launching
+from floodplain.cluster import restarts
+from floodplain.cluster.launcher import Ending, Launcher
 from floodplain.cluster.local_processes import LocalProcesses
 from floodplain.cluster.parent import read_token
 from floodplain.cluster.restarts import MAX_FAILED_STARTS
@@ -74,13 +78,16 @@ def test_no_child_outlives_its_front(tmp_path: Path, how: str) -> None:
             front.stdin.close()
 
 
-def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(tmp_path: Path) -> None:
+def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     log = tmp_path / "log"
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
 
     async def run() -> None:
         commands = [
             [sys.executable, "-c", CHILD, str(log)],
-            [sys.executable, "-c", "import sys; sys.exit('floodplain: no such model')"],
+            [sys.executable, "-c", "import sys; sys.exit('ValueError: no such layer')"],
         ]
         launcher = Launcher(LocalProcesses(commands, os.environ), lambda: True)
         launcher.start("address")
@@ -88,6 +95,7 @@ def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(tmp_pa
             while not children(log):
                 await asyncio.sleep(0.005)
             launcher.note_joined(0)
+            launcher.note_serving(0)
             os.kill(children(log)[0][0], signal.SIGKILL)
             while len(children(log)) < 2:
                 await asyncio.sleep(0.005)
@@ -95,7 +103,13 @@ def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(tmp_pa
                 await asyncio.sleep(0.005)
         (first, token, _), (second, again, _) = children(log)[:2]
         assert token == again and launcher.tokens[token] == 0 and first != second
-        assert launcher.last_words[1] == "no such model" and launcher.given_up == {1}
+        assert launcher.last_words[1] == "it ended with status 1: ValueError: no such layer"
+        assert launcher.given_up == {1} and launcher.serving == set()
+        told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        starts = [line for line in told if line.startswith("instance 1: start ")]
+        assert [line[18] for line in starts] == ["1", "2", "3", "4", "5"] and len(told) == 6
+        assert "it ended: it was ended by SIGKILL; it starts again in 0.01 s" in str(told)
+        assert starts[-1].endswith("no such layer; it is not started again")
         await launcher.close()
         assert not is_alive(second)
 
@@ -115,13 +129,110 @@ def test_a_child_that_stays_silent_is_killed_and_another_started(tmp_path: Path)
                 await asyncio.sleep(0.005)
             first = children(log)[0][0]
             launcher.note_joined(0)
-            launcher.note_silent(0)
+            launcher.note_serving(0)
+            launcher.note_lost(0, "silent", 0.0)
+            assert not launcher.admits(0)  # lost as it started: not at once
             launcher.note_joined(0)  # it woke in time
             os.kill(first, signal.SIGSTOP)
-            launcher.note_silent(0)
+            launcher.note_lost(0, "silent", 1.0)
             while len(children(log)) < 2:
                 await asyncio.sleep(0.005)
         assert not is_alive(first)
+        await launcher.close()
+
+    asyncio.run(run())
+
+
+class FakeProcesses:
+    """Processes of slots that end when a test says so."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.endings: list[asyncio.Future[Ending]] = []
+        self.num_killed = 0
+        self.scarce: list[int] = []
+
+    async def run(self, slot: int, address: str, token: str) -> Ending:
+        if self.scarce:
+            raise OSError(self.scarce.pop(), "no room")
+        self.endings.append(asyncio.get_running_loop().create_future())
+        return await self.endings[-1]
+
+    def kill(self, slot: int) -> None:
+        self.num_killed += 1
+        self.endings[-1].set_result(Ending(-signal.SIGKILL, None))
+
+    async def close(self) -> None: ...
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("why", ["silent", "hung_up"])
+def test_a_child_that_joins_and_is_lost_at_once_again_and_again_is_given_up(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its process lives on, and dials: it is let in later each time, and in the end killed, with a reason each time."""
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
+
+    async def run() -> None:
+        processes = FakeProcesses(1)
+        launcher = Launcher(processes, lambda: True)
+        launcher.start("address")
+        await until(lambda: processes.endings)
+        num_lives = 0
+        while not launcher.given_up:
+            if launcher.admits(0):
+                num_lives += 1
+                launcher.note_joined(0)
+                launcher.note_lost(0, why, 1.0)
+            await asyncio.sleep(0.001)
+        await until(lambda: processes.num_killed)
+        await launcher.close()
+        assert num_lives == MAX_FAILED_STARTS == len(caplog.records) and not launcher.admits(0)
+
+    asyncio.run(run())
+    reason = "it missed its beats for 1.0 s while it started" if why == "silent" else "it hung up"
+    assert f"start 5 of 5 failed: {reason}; it is not started again" in caplog.messages[-1]
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_a_child_that_others_kill_again_and_again_is_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.0)
+
+    async def run() -> None:
+        processes = FakeProcesses(1)
+        launcher = Launcher(processes, lambda: True)
+        launcher.start("address")
+        for number in range(3 * MAX_FAILED_STARTS):
+            await until(lambda number=number: len(processes.endings) == number + 1)  # type: ignore[misc]
+            launcher.note_joined(0)
+            launcher.note_serving(0)
+            if number % 2:  # its connection is seen to end first, or its process
+                launcher.note_lost(0, "hung_up", 0.0)
+            processes.endings[-1].set_result(Ending(-signal.SIGKILL, None))
+        await until(lambda: len(processes.endings) == 3 * MAX_FAILED_STARTS + 1)
+        assert not launcher.given_up
+        await launcher.close()
+
+    asyncio.run(run())
+
+
+def test_a_fork_that_finds_no_room_is_no_failed_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launching, "FIRST_RETRY_S", 0.0)
+
+    async def run() -> None:
+        processes = FakeProcesses(1)
+        processes.scarce = [errno.EMFILE, errno.EAGAIN, errno.ENOMEM, errno.ENFILE] * 2
+        launcher = Launcher(processes, lambda: True)
+        launcher.start("address")
+        await until(lambda: processes.endings)
+        assert not launcher.given_up and len(caplog.records) == 8 > MAX_FAILED_STARTS
         await launcher.close()
 
     asyncio.run(run())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, cast
@@ -11,13 +13,14 @@ import pytest
 
 from floodplain.cluster.door import MAX_STRANGERS
 from floodplain.cluster.life import Life
-from floodplain.cluster.messages import Abort, Accepted, Leaving, Refused, TokenRow, Tokens, Welcome
+from floodplain.cluster.messages import Abort, Accepted, Hello, Leaving, Refused, TokenRow, Tokens, Welcome
 from floodplain.cluster.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused
 from floodplain.core.request import Request
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats, OutputDelta
-from tests.support.cluster_peers import OUTSIDE, OWN, Stage, reference, stage, until
+from tests.support import cluster_peers
+from tests.support.cluster_peers import FACTS, OUTSIDE, OWN, Stage, reference, stage, until
 
 
 def on_stage(play: Callable[[Stage], Awaitable[None]], silence_s: float = 60.0) -> None:
@@ -55,7 +58,7 @@ def test_strangers_and_unlike_instances_are_told_why_and_get_no_epoch() -> None:
         assert "start it with --dtype float32" in (await some.join(OUTSIDE, dtype="bfloat16")).denied
         assert "its model is not the others'" in (await some.join(OUTSIDE, fingerprint="g")).denied
         assert (await some.join(OUTSIDE)).epoch == 2
-        assert some.joined == [0, None]
+        assert some.slots.joined == some.slots.serving == [0]
 
     on_stage(play)
 
@@ -69,10 +72,58 @@ def test_bytes_that_are_no_hello_are_hung_up_on() -> None:
         first = await some.dial()
         first.say(Leaving(1))
         assert await first.read() is None
-        silent = [await some.dial() for _ in range(MAX_STRANGERS)]
-        assert await (await some.dial()).read() is None  # one too many
-        silent[0].link.abort()
         assert len(some.front.book.roster) == 0
+
+    on_stage(play)
+
+
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_the_oldest_stranger_makes_way_for_one_who_knows_the_token(
+    is_scarce: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If there are as many as may be, or no file is left for one more."""
+
+    async def play(some: Stage) -> None:
+        strangers = [await some.dial() for _ in range(2 if is_scarce else MAX_STRANGERS)]
+        door: Any = some.front._door
+        await until(lambda: len(door._strangers) == len(strangers))
+        if is_scarce:
+            oldest = next(iter(door._strangers))
+            some.sock.is_scarce = lambda: oldest in door._strangers  # type: ignore[attr-defined]
+        assert (await some.join(OWN)).epoch == 1
+        assert await strangers[0].read() is None
+        strangers[-1].say(Hello(OUTSIDE, FACTS))
+        assert isinstance(await strangers[-1].read(), Welcome)
+        assert len(caplog.records) == 1 and not caplog.records[0].exc_info
+
+    monkeypatch.setattr(cluster_peers, "bind", bind_scarce)
+    caplog.set_level("WARNING")
+    on_stage(play)
+
+
+class ScarceSocket(socket.socket):
+    """Finds no file for the next connection, as long as a test says so."""
+
+    is_scarce = staticmethod(lambda: False)
+
+    def accept(self) -> Any:
+        if self.is_scarce():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def bind_scarce(host: str, port: int) -> socket.socket:
+    sock = ScarceSocket()
+    sock.bind((host, port))
+    return sock
+
+
+def test_an_instance_whose_slot_is_shut_dials_until_it_is_open() -> None:
+    async def play(some: Stage) -> None:
+        some.slots.shut.add(0)
+        assert (await some.join(OWN)).epoch == 0 and some.slots.joined == []
+        some.slots.shut.clear()
+        assert (await some.join(OWN)).epoch == 1 and some.slots.joined == [0]
 
     on_stage(play)
 
@@ -298,7 +349,7 @@ def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
         one.step(entry.ticket)
         old_ticket = entry.ticket
         await until(lambda: some.front.num_ends == {"silent": 1})
-        assert some.silent == [0]
+        assert some.slots.lost == [(0, "silent")]
         one.step(old_ticket)  # it wakes, and says what it computed
         assert await one.read() is None
         two = await some.join()

@@ -28,6 +28,7 @@ from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.web.listen import bind
+from tests.fakes.slots import FakeSlots
 from tests.support.loops import make_request
 
 FACTS = InstanceFacts("1", "f", "float32", 256, 4, 64, "host", 1)
@@ -99,10 +100,9 @@ class Stage:
 
     def __init__(self, silence_s: float) -> None:
         self.finished: list[Lifecycle] = []
-        self.joined: list[int | None] = []
-        self.silent: list[int | None] = []
+        self.slots = FakeSlots()
         tokens = {OWN: 0, OUTSIDE: None}
-        self.front = Front(silence_s, tokens, self.joined.append, self.silent.append, self.finished.append)
+        self.front = Front(silence_s, tokens, self.slots, self.finished.append)
         self.sock = bind("127.0.0.1", 0)
         self._peers: list[Peer] = []
 

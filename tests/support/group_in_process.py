@@ -26,6 +26,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.model.weights.open_model import open_model
 from floodplain.web.listen import bind
+from tests.fakes.slots import FakeSlots
 
 TOKEN = "secret"
 
@@ -96,8 +97,7 @@ class Ring:
 @asynccontextmanager
 async def ring(config: EngineConfig, num_instances: int, folder: Path) -> AsyncIterator[Ring]:
     """Instances that have joined, under epochs from 1; a bound in time keeps a bug from hanging the suite."""
-    front = Front(60.0, {TOKEN: 0}, lambda _: None, lambda _: None, lambda _: None,
-                  shape=open_model(config.model).config.shape)  # fmt: skip
+    front = Front(60.0, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=open_model(config.model).config.shape)
     async with asyncio.timeout(60):
         sock = bind("127.0.0.1", 0)
         await front.start(sock)

@@ -20,6 +20,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.web.listen import bind
+from tests.fakes.slots import FakeSlots
 from tests.support.cluster_peers import until
 from tests.support.loops import make_request
 
@@ -117,7 +118,7 @@ def _is_at_rest(engine: Engine) -> bool:
 async def moving(config: EngineConfig) -> AsyncIterator[Moving]:
     """Two instances behind a front; a bound in time keeps a bug from hanging the suite."""
     sock = bind("127.0.0.1", 0)
-    front = Front(60.0, {OUTSIDE: None}, lambda _: None, lambda _: None, lambda _: None, migrates=True)
+    front = Front(60.0, {OUTSIDE: None}, FakeSlots(), lambda _: None, migrates=True)
     some = Moving(front, sock)
     async with asyncio.timeout(60):
         await front.start(sock)

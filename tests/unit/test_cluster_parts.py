@@ -14,7 +14,7 @@ from floodplain.cli.options import Parser, add_dataclass_flags, dataclass_from, 
 from floodplain.cluster.engine_flags import config_of_instance
 from floodplain.cluster.facts import InstanceFacts
 from floodplain.cluster.prefixes import PrefixMemory
-from floodplain.cluster.restarts import CALM_S, FIRST_DELAY_S, MAX_FAILED_STARTS, MOST_DELAY_S, Restarts
+from floodplain.cluster.restarts import CALM_S, FIRST_DELAY_S, MAX_FAILED_STARTS, MOST_DELAY_S, SETTLED_S, Restarts
 from floodplain.cluster.roster import Roster
 from floodplain.cluster.settings import ClusterConfig, InstanceConfig, split_address
 from floodplain.cluster.sums import StatsBook, since
@@ -122,12 +122,12 @@ def test_recalls_are_counted_once_and_expansions_are_a_mean() -> None:
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.none() | st.floats(0, 1000), max_size=60))
+@given(st.lists(st.none() | st.floats(0, 2) | st.floats(0, 1000), max_size=60))
 def test_restarts_are_bounded_and_begin_anew_after_calm(lives_s: list[float | None]) -> None:
     restarts, num_failed, before_s = Restarts(), 0, 0.0
     for life_s in lives_s:
         delay_s = restarts.next_delay_s(life_s)
-        num_failed = num_failed + 1 if life_s is None else 0
+        num_failed = num_failed + 1 if life_s is None or life_s < SETTLED_S else 0
         assert (delay_s is None) == (num_failed >= MAX_FAILED_STARTS)
         if delay_s is None:
             return

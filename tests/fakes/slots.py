@@ -1,0 +1,33 @@
+"""The launcher as a front sees it: it lets everything in, and writes down what it hears."""
+
+from __future__ import annotations
+
+
+class FakeSlots:
+    """``cluster.front.Slots``.
+
+    Attributes:
+        shut: Slots that are not let in.
+        joined: Slots that joined, and
+        serving: served, and
+        lost: were lost, and why.
+    """
+
+    def __init__(self) -> None:
+        self.shut: set[int] = set()
+        self.joined: list[int] = []
+        self.serving: list[int] = []
+        self.lost: list[tuple[int, str]] = []
+
+    def admits(self, slot: int) -> bool:
+        return slot not in self.shut
+
+    def note_joined(self, slot: int) -> None:
+        self.joined.append(slot)
+
+    def note_serving(self, slot: int) -> None:
+        self.serving.append(slot)
+
+    def note_lost(self, slot: int, why: str, silent_s: float) -> None:
+        assert (silent_s > 0) == (why == "silent") or why != "silent"
+        self.lost.append((slot, why))
