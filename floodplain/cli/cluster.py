@@ -93,7 +93,7 @@ def describe(row: Mapping[str, Any], verb: str) -> str:
     """
     if verb == "migrate":
         return f"migration {row['number']} begins: /migrations and /metrics say how it ends"
-    who = f"instances {', '.join(map(str, row['instances']))}"
+    who = f"instances {', '.join(row['names'])}"
     if verb == "restore":
         what = "have all layers again" if row["state"] == "solo" else f"restore theirs ({row['state']})"
         return f"{who} {what} after {row['seconds']:.2f} s: {row['own_blocks']} KV blocks"

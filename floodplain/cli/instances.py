@@ -78,6 +78,7 @@ def describe(listing: Mapping[str, Any]) -> str:
     """
     rows = [
         [
+            f"e{row['epoch']}" if row["slot"] is None else str(row["slot"]),
             str(row["epoch"]),
             row["host"],
             str(row["pid"]),
@@ -90,7 +91,7 @@ def describe(listing: Mapping[str, Any]) -> str:
         ]
         for row in listing["instances"]
     ]
-    names = ["instance", "host", "pid", "stage", "state", "since", "requests", "blocks", "tokens"]
+    names = ["instance", "epoch", "host", "pid", "stage", "state", "since", "requests", "blocks", "tokens"]
     table = format_table(names, rows) if rows else "no instance is there"
     ends = ", ".join(f"{why} {number}" for why, number in sorted(listing["ends"].items())) or "none"
     waiting = listing["without_instance"]

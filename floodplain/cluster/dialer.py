@@ -98,7 +98,7 @@ class Dialer:
             welcome = await _read_welcome(link)
             if welcome is None:
                 return False
-            logger.info("joined as instance %d", welcome.epoch)
+            logger.info("joined the front, under epoch %d", welcome.epoch)
             await self._member.live(link, welcome, self._is_stopping, self._drain_timeout_s)
         except WireError as error:
             logger.warning("the front is hung up on: %s", error)

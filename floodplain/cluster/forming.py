@@ -61,7 +61,7 @@ class Forming:
             member.is_linked = True
         members[0].num_blocks = min(member.facts.num_blocks for member in members)
         self.max_model_len = min(member.facts.max_model_len for member in members)
-        logger.info("instances %s are pipeline %d", list(pipeline.epochs), pipeline.number)
+        logger.info("instances %s are pipeline %d", ", ".join(member.name for member in members), pipeline.number)
         return True
 
     def end(self, epoch: int) -> list[int]:

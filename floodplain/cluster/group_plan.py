@@ -80,6 +80,7 @@ class GroupPlan:
         sizes: Quanta, from then on.
         travellers: Requests on their way, by the book's numbers.
         moves: The leader's plan of a shrink: how many blocks move, and the integers of ``Move``.
+        names: Of its members, by place: as commands call them.
         secret: That members show each other, hexadecimal.
     """
 
@@ -94,7 +95,12 @@ class GroupPlan:
     sizes: GroupSizes | None = None
     travellers: dict[int, Traveller] = field(default_factory=dict)
     moves: tuple[int, tuple[int, ...]] = (0, ())
+    names: tuple[str, ...] = ()
     secret: str = field(default_factory=lambda: secrets.token_hex(SECRET_BYTES))
+
+    def name_of(self, epoch: int) -> str:
+        """What commands call a member."""
+        return dict(zip(self.epochs, self.names, strict=True))[epoch]
 
     # -- planning ------------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ class Member(BoundedModel):
 class GroupRow(BaseModel):
     """One group.
 
+    ``instances`` are the epochs of its members, ``names`` what commands call them.
     ``blocks`` are those of its pool once it is settled, ``own_blocks`` those of all members' own pools; ``seconds`` are
     those since the change that is under way, or was last, was asked for.
     """
@@ -41,6 +42,7 @@ class GroupRow(BaseModel):
     number: int
     state: str
     instances: list[int]
+    names: list[str]
     layers: list[int]
     blocks: int
     own_blocks: int
@@ -72,6 +74,7 @@ def list_groups(grouping: Grouping, now: float) -> Groups:
                 number=group.number,
                 state=group.state,
                 instances=list(group.epochs),
+                names=list(plan.names),
                 layers=[len(layers) for layers in plan.kept],
                 blocks=plan.count_blocks(plan.sizes.num_settled_quanta) if plan.sizes is not None else 0,
                 own_blocks=plan.num_own_blocks if is_divided else 0,

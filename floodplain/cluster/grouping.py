@@ -77,12 +77,13 @@ class Grouping:
         if old:
             order, merge = plan_merge(epochs, old, self._shape.num_layers)
         change = self.groups.prepare(order)
-        now = time.monotonic()
-        self._plans[change.group.number] = GroupPlan(change.group.number, order, max_model_len, now, now, merge)
+        number, now = change.group.number, time.monotonic()
+        names = tuple(map(self._book.roster.name_of, order))
+        self._plans[number] = GroupPlan(number, order, max_model_len, now, now, merge, names=names)
         for epoch in epochs:
             self._book.roster.expect(epoch).part = "paused"
         self._apply(change)
-        return change.group.number
+        return number
 
     def restore(self, number: int) -> None:
         """Begin to restore a group.
@@ -132,7 +133,7 @@ class Grouping:
         """The life of an instance is over: with it, those of its group, and of one that is to be taken in."""
         changes = []
         while (group := self.groups.find(epoch)) is not None:
-            self.counts.problems[group.number] = f"instance {epoch} is gone"
+            self.counts.problems[group.number] = f"instance {self._plans[group.number].name_of(epoch)} is gone"
             changes.append(self.groups.end(epoch))
         for change in reversed(changes):  # the old group's first: no request is placed on it again
             self._apply(change)
@@ -159,7 +160,7 @@ class Grouping:
 
     def _take_prepared(self, plan: GroupPlan, message: Prepared, integers: Sequence[int]) -> None:
         if message.problem is not None:
-            self.counts.problems[plan.number] = f"instance {message.epoch}: {message.problem}"
+            self.counts.problems[plan.number] = f"instance {plan.name_of(message.epoch)}: {message.problem}"
             self._apply(self.groups.refuse(message.epoch, message.number))
             return
         plan.reports[message.epoch] = message, tuple(integers)
@@ -265,7 +266,7 @@ class Grouping:
             return
         leader.part = "leading"
         self.counts.usable_s += now - plan.begun_s
-        logger.info("group %d serves as a pipeline of %s", plan.number, list(plan.epochs))
+        logger.info("group %d serves as a pipeline of instances %s", plan.number, ", ".join(plan.names))
 
     def _forget_plan(self, plan: GroupPlan) -> None:
         del self._plans[plan.number]

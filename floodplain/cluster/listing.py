@@ -12,7 +12,7 @@ from floodplain.cluster.operators import OperatorRoute
 
 
 class InstanceRow(BaseModel):
-    """One instance; ``epoch`` names its life, and no other one ever has it."""
+    """One instance. Commands call it by its ``slot``, or by ``e`` and its ``epoch``, which no other life ever has."""
 
     epoch: int
     slot: int | None

@@ -105,14 +105,17 @@ class Migrating:
         Raises:
             UserError: These instances cannot, or no request is there to move.
         """
+        name_of = self._book.roster.name_of
         for epoch in (source, target):
             if not _can_take_part(self._book.roster.expect(epoch)):
-                raise UserError(f"instance {epoch} cannot move requests: start the front with --relief migrate")
+                raise UserError(
+                    f"instance {name_of(epoch)} cannot move requests: start the front with --relief migrate"
+                )
         if source == target:
-            raise UserError(f"instance {source} has the request already: name another one to go on with it")
+            raise UserError(f"instance {name_of(source)} has the request already: name another one to go on with it")
         rows = self._movable(source)
         if not rows:
-            raise UserError(f"instance {source} runs no request that could move")
+            raise UserError(f"instance {name_of(source)} runs no request that could move")
         return self._begin(min(rows, key=lambda row: row.num_blocks).number, source, target)
 
     def look(self, now: float) -> None:

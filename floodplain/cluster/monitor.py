@@ -223,7 +223,8 @@ class Monitor:
                 self._grouping.drop(epochs)
                 is_begun = True
             except UserError as error:
-                logger.warning("instances %s are not made a group: %s", list(epochs), error)
+                names = ", ".join(map(self._book.roster.name_of, epochs))
+                logger.warning("instances %s are not made a group: %s", names, error)
         return is_begun
 
     def _single_loads(self) -> Iterator[GroupLoad]:

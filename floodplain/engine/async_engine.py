@@ -89,6 +89,11 @@ class AsyncEngine:
         """What ended the engine's thread, if something did."""
         return self._failure
 
+    @property
+    def can_serve(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self._thread is not None and self._failure is None
+
     def subscribe(self, on_finished: Callable[[Lifecycle], None]) -> None:
         """Call ``on_finished`` on the event loop with every request that ends by ``stop`` or ``length``."""
         self._subscribers.append(on_finished)

@@ -80,10 +80,13 @@ def _add_service_routes(app: FastAPI, engine: ServingEngine) -> CollectorRegistr
     registry.register(metrics)
 
     @app.get("/health", responses=ERRORS)
+    @app.get("/ready", responses=ERRORS)
     async def health() -> Health:
-        """Whether the server takes requests."""
+        """Whether requests that come now are served."""
         if engine.failure is not None:
             raise ApiError(503, f"the engine stopped: {engine.failure}", code="engine_failed")
+        if not engine.can_serve:
+            raise ApiError(503, "no instance serves now: requests wait for the next one", code="no_instance")
         return Health()
 
     @app.get("/version", responses=ERRORS)

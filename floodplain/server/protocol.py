@@ -74,6 +74,11 @@ class ServingEngine(Protocol):
         """What ended the step loop, if something did: the server then stops with it. None while all is well."""
         ...
 
+    @property
+    def can_serve(self) -> bool:
+        """Whether requests that come now are computed now; of many instances: whether one is there."""
+        ...
+
     async def start(self) -> None:
         """Begin to step. Called once."""
         ...

@@ -11,7 +11,10 @@ from floodplain.web.errors import ApiError, error_response
 from floodplain.web.head import answer_head_as_get
 from floodplain.web.request_id import echo_request_id
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json"})
+PROBES = frozenset({"/health", "/ready"})
+"""What balancers and orchestrators ask."""
+
+PUBLIC_PATHS = PROBES | frozenset({"/version", "/metrics", "/openapi.json"})
 """For probes and scrapers, which have no secret. Every other path needs one where there are any."""
 
 CLIENT_SCOPE_KEY = "floodplain.client"
@@ -38,7 +41,7 @@ class Gate:
 
     Args:
         app: What lies behind.
-        drain: While it drains, ``/v1`` and ``/health`` answer 503, and every answer is its connection's last.
+        drain: While it drains, ``/v1`` and ``PROBES`` answer 503, and every answer is its connection's last.
         authenticator: Knows who may use what is not in ``PUBLIC_PATHS``; None lets everybody in.
         max_body_bytes: Larger bodies get 413, before they are read if the length is declared. All bodies of requests
             that run are bounded, too: see ``BodyBudget``.
@@ -74,7 +77,7 @@ class Gate:
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
-        if self._drain.is_draining and (path.startswith("/v1/") or path == "/health"):
+        if self._drain.is_draining and (path.startswith("/v1/") or path in PROBES):
             raise ApiError(503, "the server is stopping: send requests elsewhere", code="draining")
         if path not in PUBLIC_PATHS and self._authenticator is not None:
             client = self._authenticator.client_of(headers.get(b"authorization", b""))

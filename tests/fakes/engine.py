@@ -71,6 +71,7 @@ class FakeEngine:
     def __init__(self, *, max_waiting: int | None = None, num_free_tokens: int | None = None) -> None:
         self.tokenizer = ByteTokenizer()
         self.failure: BaseException | None = None
+        self.can_serve = True
         self.submitted: queue.Queue[dict[str, object]] = queue.Queue()
         self.stalled: queue.Queue[str] = queue.Queue()
         self.aborted: queue.Queue[str] = queue.Queue()

@@ -30,6 +30,7 @@ OPERATIONS = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("GET", "/health"),
+    ("GET", "/ready"),
     ("GET", "/version"),
     ("GET", "/metrics"),
 ]

@@ -129,6 +129,7 @@ def test_another_content_type_is_refused(server: RunningServer) -> None:
         ("GET", "/nowhere", 404),
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),
+        ("POST", "/ready", 405),
         ("GET", "/v1/models/x/y", 404),
     ],
 )
@@ -140,7 +141,7 @@ def test_wrong_paths_and_methods_have_an_error_body(server: RunningServer, metho
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/version", "/metrics", "/v1/models", "/v1/models/fake", "/v1/models/x", "/nowhere"]
+    "path", ["/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/fake", "/v1/models/x", "/nowhere"]
 )
 def test_head_answers_as_get_without_a_body(server: RunningServer, path: str) -> None:
     head, get = httpx.head(server.url + path), httpx.get(server.url + path)
@@ -264,8 +265,19 @@ def test_keys_are_needed_for_v1_only_and_name_the_client(tmp_path: Path) -> None
         assert httpx.post(f"{running.url}/v1/completions", json=BODY, headers=headers).status_code == 200
         assert running.engine.submitted.get(timeout=5)["client"] == "ann"
         assert httpx.get(f"{running.url}/v1/models").status_code == 401
-        for path in ("/health", "/metrics", "/version"):
+        for path in ("/health", "/ready", "/metrics", "/version"):
             assert httpx.get(running.url + path).status_code == 200
+
+
+def test_probes_say_whether_requests_that_come_now_are_served() -> None:
+    engine = FakeEngine()
+    with serving(engine) as running:
+        for can_serve in (True, False, True):
+            engine.can_serve = can_serve
+            for path in ("/health", "/ready"):
+                answer = httpx.get(running.url + path)
+                assert answer.status_code == (200 if can_serve else 503)
+                assert can_serve or error_of(answer)["code"] == "no_instance"
 
 
 def test_stopping_lets_running_requests_end() -> None:

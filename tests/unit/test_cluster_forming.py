@@ -56,6 +56,7 @@ def test_the_first_stage_alone_takes_requests_and_not_before_all_are_linked() ->
     for member in members[:-1]:
         assert not world.forming.link(Formed(member.epoch, 1))
     assert {member.state for member in members} == {"forming"} and world.forming.max_model_len is None
+    assert not world.roster.can_serve
     assert not world.forming.link(Formed(members[-1].epoch, 2))  # of no pipeline
     assert world.forming.link(Formed(members[-1].epoch, 1))
     assert [member.takes_requests for member in members] == [True, False, False]

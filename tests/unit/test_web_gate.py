@@ -69,7 +69,9 @@ def test_without_an_authenticator_everybody_comes_in() -> None:
     assert ask("/v1/leases", b"x", authenticator=None) == (200, "anybody")
 
 
-@pytest.mark.parametrize(("path", "status"), [("/v1/leases", 503), ("/health", 503), ("/version", 200)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/v1/leases", 503), ("/health", 503), ("/ready", 503), ("/version", 200)]
+)
 def test_while_the_service_drains_it_is_unwell_and_takes_nothing(path: str, status: int) -> None:
     assert ask(path, b"7", authenticator=Members(), is_draining=True)[0] == status
 
