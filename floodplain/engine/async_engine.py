@@ -255,7 +255,7 @@ class AsyncEngine:
         try:
             seq_id = self._engine.add(caller.request)
         except UserError as error:
-            self._call(self._refuse, caller, error)
+            self._call(caller.fail, error)
         else:
             caller.seq_id = seq_id
             if caller.on_added is not None:
@@ -280,10 +280,6 @@ class AsyncEngine:
         if not caller.accepted.done():
             self._by_seq[seq_id] = caller
             caller.accepted.set_result(seq_id)
-
-    def _refuse(self, caller: Caller, error: UserError) -> None:
-        if not caller.accepted.done():
-            caller.accepted.set_exception(error)
 
     def _dispatch(self, deltas: list[tuple[SeqId, OutputDelta]], ended: list[Lifecycle]) -> None:
         for seq_id, delta in deltas:

@@ -44,7 +44,7 @@ class Caller:
         return delta
 
     def fail(self, error: Exception) -> None:
-        """The engine has ended."""
+        """The request was refused, or the engine has ended."""
         if self.accepted.done():
             self.deltas.put_nowait(error)
         else:
