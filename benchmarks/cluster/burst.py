@@ -22,6 +22,7 @@ from benchmarks.cluster.burst_loads import LOADS, make_requests, make_steady, st
 from benchmarks.cluster.burst_run import Bench, run_arm
 from benchmarks.cluster.burst_table import format_report
 from floodplain.bench.offline import hardware_report
+from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
 from floodplain.workload.records import LoadRequest
 
@@ -137,7 +138,7 @@ def main() -> None:
             facts = (run["load"], run["round"], run["arm"], run["wall_s"], run["burst_tokens_s"])
             print("{}, round {}, {}: {} s, {:.0f} tokens/s in the burst".format(*facts), flush=True)
             if args.out is not None:
-                args.out.write_text(dump(result))
+                write_result(args.out, dump(result))
     print(format_report(result["runs"]))
 
 

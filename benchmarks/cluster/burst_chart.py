@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, styled
+from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, save_figure, styled
 
 PIPELINED = "pipelined"
 SHOWN = ("recompute", "paced", "pipeline", "drop", "auto")
@@ -78,7 +78,7 @@ def main() -> None:
         raise SystemExit(f"{args.file} has no run of {args.load} with these arms: name others")
     with styled():
         figure = draw(runs, result["hardware"], result["rate"])
-        figure.savefig(args.file.with_name(f"{args.file.stem}-{args.load}.png"))
+        save_figure(figure, args.file.with_name(f"{args.file.stem}-{args.load}.png"))
 
 
 if __name__ == "__main__":

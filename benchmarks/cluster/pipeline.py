@@ -23,6 +23,7 @@ import numpy as np
 
 from floodplain.bench.offline import hardware_report
 from floodplain.demo.cluster import VerbProcess
+from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.scraped import Scraped
 from floodplain.workload.client import run_load
@@ -209,7 +210,7 @@ def main() -> None:
     if args.out is not None:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         result = {"hardware": hardware_report("cpu").name, "settings": settings, "rows": rows}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(args.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from typing import Any
 from connection import connect
 from load import Load, beat_host, connect_pairs, lend_to_each_other, run_open_loop
 
+from floodplain.files.results import write_result
+
 HERE = Path(__file__).resolve().parent
 SERVER_CORE, CLIENT_CORE = 0, 1
 NUM_CONNECTIONS = 256
@@ -166,7 +168,7 @@ def main() -> None:
         "seconds": args.seconds,
         "connections": NUM_CONNECTIONS,
     }
-    args.out.write_text(json.dumps({**facts, **runs}, indent=1) + "\n")
+    write_result(args.out, json.dumps({**facts, **runs}, indent=1) + "\n")
 
 
 def _processor() -> str:

@@ -24,6 +24,7 @@ from floodplain.bench.offline import hardware_report
 from floodplain.demo.leases_load import short_texts, texts
 from floodplain.demo.load import FULL, engine_config, sample_spec
 from floodplain.engine.config import EngineConfig
+from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
 from floodplain.workload.spec import WorkloadSpec, build
 
@@ -94,7 +95,7 @@ def main() -> None:
             facts = _facts()
             print(f"{part}: {facts['command']}", flush=True)
             result = facts | measure(Path(folder))
-        (args.out / f"{part}.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_result(args.out / f"{part}.json", json.dumps(result, indent=1) + "\n")
 
 
 def _facts() -> dict[str, Any]:

@@ -27,6 +27,7 @@ from benchmarks.fairness.lane import Lane, run_in_turns
 from floodplain.bench.offline import hardware_report
 from floodplain.core.lifecycle import Lifecycle, residence_s
 from floodplain.engine.shell import Engine
+from floodplain.files.results import write_result
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import open_model
 from floodplain.policy.pie_expansion import PieExpansion
@@ -203,7 +204,7 @@ def main() -> None:
     result |= {"memory_bytes_s": bandwidth, "hardware": hardware_report("cpu").name}
     result["samples"] = converge(args, args.ratio * bandwidth, tokenizer)
     result["latency"] = split_latency(args, args.ratio * bandwidth, tokenizer)
-    (args.out / "convergence.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_result(args.out / "convergence.json", json.dumps(result, indent=1) + "\n")
     draw(result, args.out / "convergence.png")
     print(format_tables(result))
 

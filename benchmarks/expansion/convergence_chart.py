@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from floodplain.observe.style import COLOURS, LINES, styled
+from floodplain.observe.style import COLOURS, LINES, save_figure, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         _title(expansion, "How the expansion settles, and what a token waits", result)
         _over_time(expansion, tokens, result["samples"])
         _parts(latency, result["latency"])
-        figure.savefig(path, format="png", metadata={"Software": None})
+        save_figure(figure, path)
 
 
 def _title(panel: Axes, title: str, result: Mapping[str, Any]) -> None:

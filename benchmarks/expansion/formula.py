@@ -17,6 +17,7 @@ from loop_check import Checked, check
 from floodplain.cost.expansion import best_expansion, best_places, expansion_gain
 from floodplain.cost.link import GB, LINKS
 from floodplain.cost.model_shape import ModelShape, shape_named
+from floodplain.files.results import write_result
 from floodplain.policy.expansion import LEAST_GAIN
 
 USABLE_BANDWIDTH = 0.85
@@ -265,7 +266,7 @@ def main() -> None:
     if args.out is not None:
         from formula_chart import draw
 
-        (args.out / "formula.md").write_text(text, encoding="utf-8")
+        write_result(args.out / "formula.md", text)
         draw(results, DEVICES, args.out / "formula.png")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from floodplain.cost.expansion import best_expansion, expansion_gain
-from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, styled
+from floodplain.observe.style import COLOURS, LINES, MARKERS, make_figure, save_figure, styled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +42,7 @@ def draw(results: Results, devices: Sequence[Device], path: Path) -> None:
             panel.plot(pools, checked_gains, **style, markerfacecolor="none")
         _label(panel)
         figure.legend(loc="outside lower center", ncols=2)
-        figure.savefig(path, format="png", metadata={"Software": None})
+        save_figure(figure, path)
 
 
 def _label(panel: Axes) -> None:

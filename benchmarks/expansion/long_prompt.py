@@ -23,6 +23,7 @@ from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.build import build_engine
 from floodplain.engine.config import EngineConfig
+from floodplain.files.results import write_result
 
 HERE = Path(__file__).resolve().parent
 NUM_PROMPT, NUM_OUTPUT = 2000, 48
@@ -77,7 +78,7 @@ def main() -> None:
     if len(digests) > 1:
         raise SystemExit("the ways gave different tokens")
     about = {"hardware": hardware_report("cpu").name, "threads": torch.get_num_threads(), "link_bytes_s": LINK_BYTES_S}
-    args.out.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
+    write_result(args.out, json.dumps(about | {"runs": runs}, indent=1) + "\n")
     resident_s = median(run["duration_s"] for run in runs if run["way"] == "resident")
     print("| way | seconds | of resident | stall |\n|---|---|---|---|")
     for way in WAYS:

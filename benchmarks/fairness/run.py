@@ -16,6 +16,8 @@ from table import format_table
 from ways import BASELINE, COMPARED, WAYS
 from workloads import LOADS
 
+from floodplain.files.results import write_result
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -48,7 +50,7 @@ def _run(result: dict[str, Any], load: str, seed: int, args: argparse.Namespace)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout or ():
             result["runs"].append(json.loads(line))
-            args.out.write_text(json.dumps(result) + "\n")
+            write_result(args.out, json.dumps(result) + "\n")
             print(f"{load} {seed} {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     if process.returncode:
         sys.exit(f"{load}, seed {seed}, failed")

@@ -30,6 +30,7 @@ from benchmarks.gpu.remap_rows import measure_remap
 from benchmarks.gpu.tier_rows import find_places, measure_copy_sizes, measure_guests, measure_tiers
 from benchmarks.gpu.timing import HEADER, Row
 from floodplain.core.errors import UserError
+from floodplain.files.results import write_result
 from floodplain.memory.arena import Device
 from floodplain.memory.cuda.device import CudaDevice, open_cuda_device
 
@@ -70,7 +71,7 @@ class Report:
         self._save()
 
     def _save(self) -> None:
-        self._path.write_text(json.dumps(self._result, indent=1) + "\n")
+        write_result(self._path, json.dumps(self._result, indent=1) + "\n")
 
 
 def collect_facts(model: str, seed: int) -> dict[str, Any]:

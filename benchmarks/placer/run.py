@@ -17,7 +17,8 @@ from typing import Any
 
 from table1 import draw_cluster
 
-from floodplain.observe.style import COLOURS, make_figure, styled
+from floodplain.files.results import write_result
+from floodplain.observe.style import COLOURS, make_figure, save_figure, styled
 from floodplain.planner.classes import classify
 from floodplain.planner.greedy import place_greedily
 from floodplain.planner.placer import place
@@ -84,7 +85,7 @@ def draw(curve: Sequence[dict[str, Any]], path: Path) -> None:
         panel.set_xlabel("GPUs")
         panel.set_ylabel("seconds")
         panel.legend()
-        figure.savefig(path)
+        save_figure(figure, path)
 
 
 def machine() -> str:
@@ -108,7 +109,7 @@ def main() -> None:
         print(json.dumps(curve[-1]), flush=True)
     if args.sizes is None:
         result = {"machine": machine(), "curve": curve, "clusters": rows}
-        (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        write_result(HERE / "result.json", json.dumps(result, indent=1) + "\n")
         draw(curve, HERE / "curve.png")
 
 

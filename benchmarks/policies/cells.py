@@ -20,6 +20,7 @@ from loads import BLOCK_TOKENS, NUM_RESIDENT, Load, goals_s, make_requests, pool
 from run import BLOCK_BYTES, COLUMNS, simulate
 from ways import LINE, PCIE, Way
 
+from floodplain.files.results import write_result
 from floodplain.policy.settings import settings_for
 from floodplain.sim.executor import StepLine
 
@@ -155,7 +156,7 @@ def main() -> None:
     print_table(results)
     print(summarise(results))
     if args.out:
-        args.out.write_text(json.dumps({"seeds": args.seeds, "cells": results}, indent=1) + "\n")
+        write_result(args.out, json.dumps({"seeds": args.seeds, "cells": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

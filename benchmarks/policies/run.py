@@ -16,6 +16,7 @@ from ways import WAYS, Way, ways_of
 
 from floodplain.core.request import Request
 from floodplain.core.tiers import Link, Tier
+from floodplain.files.results import write_result
 from floodplain.observe import run_columns
 from floodplain.observe.run_columns import Runs, format_cell, latency_lists
 from floodplain.runtime.state import LoopConfig
@@ -101,7 +102,7 @@ def main() -> None:
             rows[way.name] = {name: column(runs) for name, column in COLUMNS.items()}
             print(_row(way.name, rows[way.name], rows[WAYS[0].name], runs), flush=True)
         result["loads"][load.name] = rows
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, json.dumps(result, indent=1) + "\n")
 
 
 def _serve(way: Way, load: Load, capacity: float, seed: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from floodplain import LLM, SamplingParams
 from floodplain.engine.build import kv_bytes_per_token
+from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
 
 HERE = Path(__file__).resolve().parent
@@ -148,7 +149,7 @@ def main() -> None:
     command = "benchmarks/prefixes/run.py " + " ".join(sys.argv[1:])
     machine = f"{platform.system()} {platform.machine()}"
     result = {"command": command, "platform": machine, "links": links, "rows": [asdict(row) for row in rows]}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, json.dumps(result, indent=1) + "\n")
     print(format_table(rows))
 
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from floodplain.observe.style import COLOURS, make_figure, styled
+from floodplain.observe.style import COLOURS, make_figure, save_figure, styled
 
 HERE = Path(__file__).parent
 WAYS = {"host": "turns over the host", "drop": "drop and restore"}
@@ -30,7 +30,7 @@ def main() -> None:
             _draw(panel, [result for result in results if result["ratio"] == ratio])
             panel.set_ylabel(f"weights {ratio:g}x KV")
         panels[0].legend(ncols=2, loc="upper left", fontsize=8)
-        figure.savefig(HERE / "result.png")
+        save_figure(figure, HERE / "result.png")
 
 
 def _draw(panel: Any, results: list[dict[str, Any]]) -> None:

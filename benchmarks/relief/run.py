@@ -13,6 +13,7 @@ from typing import Any
 from cells import CELLS, Cell
 from ways import WAYS, decide, run
 
+from floodplain.files.results import write_result
 from floodplain.observe.run_columns import COLUMNS
 
 KEPT = ("attained", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p50", "E2E p99", "longest gap", "tokens/s")
@@ -78,7 +79,7 @@ def main() -> None:
     results = [measure(cell, args.seed) for cell in CELLS if args.only in cell.name]
     print_table(results)
     if args.out:
-        args.out.write_text(json.dumps({"seed": args.seed, "cells": results}, indent=1) + "\n")
+        write_result(args.out, json.dumps({"seed": args.seed, "cells": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 from floodplain.core.tiers import Link, SlotLedger, Tier
+from floodplain.files.results import write_result
 from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.policy.registry import make_policy
 from floodplain.runtime.loop import Loop
@@ -237,7 +238,7 @@ def main() -> None:
         "large_pool_s": pools,
         "timings": [asdict(timing) for timing in timings],
     }
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(arguments.out, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

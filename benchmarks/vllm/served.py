@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from floodplain.files.results import write_result
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 START_S, CLIENT_S, STOP_S = 300.0, 900.0, 30.0
@@ -125,7 +127,7 @@ def main() -> None:
     subprocess.run([sys.executable, str(ROOT / "tools/export_smollm2.py"), str(model)], check=True)
     runs = [measure(way, model, args) for way in args.ways]
     command = " ".join(["python", "-m", "benchmarks.vllm.served", *sys.argv[1:]])
-    args.out.write_text(json.dumps({"command": command, "runs": runs}, indent=1) + "\n")
+    write_result(args.out, json.dumps({"command": command, "runs": runs}, indent=1) + "\n")
     print(format_table(runs))
 
 

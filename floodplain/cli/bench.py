@@ -11,7 +11,7 @@ from floodplain.bench.replay import Replay, ServerUnderTest
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
-from floodplain.files.results import check_writable, writing
+from floodplain.files.results import check_writable
 from floodplain.observe.terminal import complain, say
 from floodplain.web.client import check_server
 from floodplain.workload.spec import WorkloadSpec
@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     bench = dataclass_from(args, BenchConfig)
     if bench.out is not None:
         check_writable(bench.out)
+        if bench.plot:
+            check_writable(_plots_folder(bench.out) / "ttft.svg", "--plot")
     result = _bench(
         args, Replay(max_concurrency=bench.max_concurrency, save_tokens=bench.save_tokens, quiet=args.quiet)
     )
@@ -91,13 +93,15 @@ def _report(args: argparse.Namespace, bench: BenchConfig, result: dict[str, Any]
 def _save(bench: BenchConfig, out: Path, result: dict[str, Any], *, quiet: bool) -> None:
     from floodplain.observe.strict_json import save_result
 
-    with writing(out):
-        save_result(out, result)
+    save_result(out, result)
     if bench.plot:
         from floodplain.observe.plots import save_plots
 
-        folder = out.parent / f"{out.stem}-plots"
-        with writing(folder):
-            save_plots([(out.stem, result)], folder)
+        folder = _plots_folder(out)
+        save_plots([(out.stem, result)], folder)
         if not quiet:
             complain(f"pictures are in {folder}")
+
+
+def _plots_folder(out: Path) -> Path:
+    return out.parent / f"{out.stem}-plots"

@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     demo = dataclass_from(args, DemoConfig)
     if demo.cluster and demo.expansion:
         raise UserError("--cluster does not go with --expansion: each is a demo of its own")
-    check_writable(demo.out / "demo.json")
+    for name in ("demo.json", "index.html"):
+        check_writable(demo.out / name)
     if demo.cluster:
         return _run_cluster(demo, args)
     runs = asyncio.run(_serve_ways(demo, progress=not args.quiet))

@@ -9,7 +9,7 @@ from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
-from floodplain.files.results import check_writable, writing
+from floodplain.files.results import check_writable
 from floodplain.observe.terminal import say
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -52,11 +52,13 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Place the models; 0 if there is a placement."""
     config = dataclass_from(args, PlaceConfig)
-    for path in (config.out, config.plot):
+    for flag, path in (("--out", config.out), ("--plot", config.plot)):
         if path is not None:
-            check_writable(path)
+            check_writable(path, flag)
 
+    from floodplain.observe.placement import draw_placement
     from floodplain.observe.strict_json import save_result, to_json
+    from floodplain.observe.style import save_figure
     from floodplain.planner.inputs import read_cluster
     from floodplain.planner.placement import to_document
     from floodplain.planner.placer import place
@@ -66,19 +68,9 @@ def run(args: argparse.Namespace) -> int:
     document = to_document(cluster, place(cluster, config.time_limit, config.gap))
     try:
         if config.out is not None:
-            with writing(config.out):
-                save_result(config.out, document)
+            save_result(config.out, document)
         if config.plot is not None:
-            _draw(document, config.plot)
+            save_figure(draw_placement(document), config.plot)
     finally:  # what cannot be saved is shown all the same
         say(to_json(document) if args.format == "json" else describe(document))
     return 0
-
-
-def _draw(document: dict[str, Any], path: Path) -> None:
-    from floodplain.observe.placement import draw_placement
-    from floodplain.observe.style import styled
-
-    figure = draw_placement(document)
-    with writing(path), styled():
-        figure.savefig(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from floodplain.files.profile import Profile
-from floodplain.files.results import writing
 from floodplain.observe.terminal import say
 
 
@@ -26,7 +25,6 @@ def save_and_show(profile: Profile, out: Path | None, output_format: str) -> Non
     document = profile.to_json()
     try:
         if out is not None:
-            with writing(out):
-                save_result(out, document)
+            save_result(out, document)
     finally:
         say(to_json(document) if output_format == "json" else describe_profile(profile))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
-from floodplain.files.results import check_writable, writing
+from floodplain.files.results import check_writable
 from floodplain.observe.terminal import say
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Print it, and draw it; 0."""
     config = dataclass_from(args, ShowConfig)
     if config.plot is not None:
-        check_writable(config.plot)
+        check_writable(config.plot, "--plot")
 
     from floodplain.files.profile import read_profile
     from floodplain.observe.profile import describe_profile
@@ -59,11 +59,10 @@ def run(args: argparse.Namespace) -> int:
 def _draw(profile: Profile, source: Path, path: Path) -> None:
     from floodplain.files.parsing import parsing
     from floodplain.observe.profile_plot import draw_profile
-    from floodplain.observe.style import styled
+    from floodplain.observe.style import save_figure
 
     with parsing(f"--plot: {source}", "cannot be drawn"):
         figure = draw_profile(profile)
     if figure is None:
         raise UserError(f"--plot: {source} has no tries with the numbers that are drawn for kind {profile.kind}")
-    with writing(path), styled():
-        figure.savefig(path)
+    save_figure(figure, path)

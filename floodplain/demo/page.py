@@ -18,7 +18,7 @@ from floodplain.demo.ways import (
     expansion_ways,
     paragraphs,
 )
-from floodplain.files.results import writing
+from floodplain.files.results import write_result
 from floodplain.observe.terminal import say
 
 if TYPE_CHECKING:
@@ -49,9 +49,8 @@ def write_files(
 
     machine = describe_machine()
     summary = {"runs": [{"name": name, **result} for name, result in runs], "leases": leases, "machine": machine}
-    with writing(folder):
-        save_result(folder / "demo.json", summary)
-        save_figures(draw_all(runs), folder)
+    save_result(folder / "demo.json", summary)
+    save_figures(draw_all(runs), folder)
     lengths = (scale.burst_s, scale.burst_factor)
     if expands:
         title, ways = EXPANSION_TITLE, expansion_ways(scale.pool_part)
@@ -66,8 +65,7 @@ def write_files(
         {way.name: way.words for way in ways},
         [_leases_section(folder, leases, f"{runs[0][1]['model_id']} on {machine['processor']}")] if leases else [],
     )
-    with writing(folder / "index.html"):
-        (folder / "index.html").write_text(page, encoding="utf-8")
+    write_result(folder / "index.html", page)
     return summary
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from floodplain.demo.page import describe_machine
 from floodplain.demo.relief import describe_drop
-from floodplain.files.results import writing
+from floodplain.files.results import write_result
 from floodplain.observe.terminal import say
 
 if TYPE_CHECKING:
@@ -48,13 +48,11 @@ def write_cluster_files(folder: Path, runs: Sequence[Run], cluster: Mapping[str,
     machine = describe_machine()
     summary = {"runs": [{"name": name, **result} for name, result in runs], "cluster": cluster, "machine": machine}
     figure = draw_relief(cluster, f"{runs[0][1]['model_id']} on {machine['processor']}, two instances")
-    with writing(folder):
-        save_result(folder / "demo.json", summary)
-        save_figures({"cluster": figure}, folder)
+    save_result(folder / "demo.json", summary)
+    save_figures({"cluster": figure}, folder)
     section = Section(SECTION, (describe_drop(cluster), describe_price(runs)), "cluster", to_svg(figure), CAPTION)
     page = render_report(TITLE, runs, machine, paragraphs(cluster["scene"]), sections=[section], figures={})
-    with writing(folder / "index.html"):
-        (folder / "index.html").write_text(page, encoding="utf-8")
+    write_result(folder / "index.html", page)
     return summary
 
 

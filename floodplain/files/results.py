@@ -1,33 +1,74 @@
-"""Where results go: checked before the work; a failure after it is one line."""
+"""Where results go: checked before the work; written whole or not at all; a failure after the work is one line."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import secrets
+import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from floodplain.core.errors import UserError, WriteFailed
 
+_PART = ".floodplain-{}.part"
+"""Name of a file that becomes a result once it is whole."""
+_held_pipes: list[int] = []
 
-def check_writable(path: Path) -> None:
-    """Make the folder of a result file, and make sure that the file can be opened for writing.
+
+def check_writable(path: Path, flag: str = "--out") -> None:
+    """Make the folder of a result file, and make sure that the file can be written there.
 
     A link is followed, and what it leads to is left as it was. A pipe that no process reads is refused, not waited for.
 
+    Args:
+        path: The file.
+        flag: Where the user gave it.
+
     Raises:
-        UserError: It cannot be opened.
+        UserError: It cannot be opened, or no file can be made beside it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        target = Path(os.path.realpath(path))
-        existed = os.path.lexists(target)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
-        if not existed:
-            target.unlink()
+        old, target = _look_up(path)
+        if old is not None:
+            _try_to_open(path, old)
+        if target is not None:
+            fd, part = _open_part(target.parent)
+            part.unlink()
+            os.close(fd)
     except (OSError, ValueError) as error:  # ValueError: the path has a NUL byte
-        raise UserError(f"--out {path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"{flag} {path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+
+
+def write_result(path: Path, content: bytes | str) -> None:
+    """Put ``content`` at ``path``, all of it or nothing: until it is whole on the disk, what was there stays.
+
+    It is written beside and renamed. Links are followed, and the mode of an old file is kept. What cannot be replaced
+    is written in place: a pipe, a device, ``/dev/stdout``, a file that is mounted by itself.
+
+    Args:
+        path: The file; its folder is made if need be.
+        content: Text is written in UTF-8; a lone surrogate (a byte of a file's name that is no UTF-8) as ``\\udcXX``.
+
+    Raises:
+        WriteFailed: It cannot be written. Nothing is left beside.
+    """
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        old, target = _look_up(path)
+        try:
+            if target is not None:
+                _replace(target, data, old)
+                return
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # a container was given this one file
+                raise
+        _write_in_place(path, data)
 
 
 @contextmanager
@@ -52,3 +93,85 @@ def open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False))
+
+
+def _look_up(path: Path) -> tuple[os.stat_result | None, Path | None]:
+    """(what is there, the file that is to be replaced or made; None if what is there cannot be replaced)."""
+    try:
+        old = path.stat()  # refuses links that lead in a circle
+    except FileNotFoundError:
+        old = None
+    target = _end_of_links(path)
+    is_file = old is None or stat.S_ISREG(old.st_mode)
+    return old, target if is_file and not target.is_relative_to("/proc") else None
+
+
+def _end_of_links(path: Path) -> Path:
+    """Where links lead, up to one in ``/proc``: that is an open file, as ``/dev/stdout`` is, whatever its name."""
+    path = Path(os.path.realpath(path.parent), path.name)
+    while path.is_symlink() and not path.is_relative_to("/proc"):
+        link = path.parent / path.readlink()
+        path = Path(os.path.realpath(link.parent), link.name)
+    return path
+
+
+def _try_to_open(path: Path, old: os.stat_result) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISFIFO(old.st_mode):
+        _held_pipes.append(fd)  # its reader would take this end for the end of the file
+    else:
+        os.close(fd)
+
+
+def _open_part(folder: Path) -> tuple[int, Path]:
+    """A new file in ``folder``, locked for as long as it is open, so that it is not taken for a dead writer's."""
+    _remove_dead_parts(folder)
+    while True:
+        part = folder / _PART.format(secrets.token_hex(8))
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:  # else another writer took it for dead before it was locked
+            return fd, part
+        os.close(fd)
+
+
+def _remove_dead_parts(folder: Path) -> None:
+    """Remove what writers left that were killed."""
+    for part in folder.glob(_PART.format("*")):
+        with suppress(OSError):
+            fd = os.open(part, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+            finally:
+                os.close(fd)
+
+
+def _replace(target: Path, data: bytes, old: os.stat_result | None) -> None:
+    fd, part = _open_part(target.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            if old is not None:
+                with suppress(PermissionError):
+                    os.fchown(fd, old.st_uid, old.st_gid)
+                os.fchmod(fd, stat.S_IMODE(old.st_mode))
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+            part.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _write_in_place(path: Path, data: bytes) -> None:
+    end = _end_of_links(path)
+    if end.parent == Path(f"/proc/{os.getpid()}/fd"):
+        fd = os.dup(int(end.name))  # opened anew, it would begin at the file's beginning again
+    else:
+        fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC)
+        os.set_blocking(fd, True)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from floodplain.observe.pareto import draw_pareto
 from floodplain.observe.strip import draw_strip
-from floodplain.observe.style import COLOURS, LINES, MARKERS, Run, add_legend, make_figure, styled, subtitle
+from floodplain.observe.style import (
+    COLOURS,
+    LINES,
+    MARKERS,
+    Run,
+    add_legend,
+    make_figure,
+    render,
+    save_figure,
+    styled,
+    subtitle,
+)
 from floodplain.observe.table import lookup
 
 if TYPE_CHECKING:
@@ -121,11 +131,8 @@ def draw_all(runs: Sequence[Run]) -> dict[str, Figure]:
 
 
 def to_svg(figure: Figure) -> str:
-    """Return a figure as SVG text, the same for the same data; letters stay text."""
-    buffer = io.StringIO()
-    with styled():
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+    """Return a figure as SVG text; see ``render``."""
+    return render(figure, "svg").decode()
 
 
 def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -138,13 +145,11 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
 
     Returns:
         The paths.
+
+    Raises:
+        WriteFailed: One of them cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, figure in figures.items():
-        svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-        svg.write_text(to_svg(figure), encoding="utf-8")
-        with styled():
-            figure.savefig(png, format="png")
-        paths += [svg, png]
+    paths = [folder / f"{name}.{kind}" for name in figures for kind in ("svg", "png")]
+    for path in paths:
+        save_figure(figures[path.stem], path)
     return paths

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from floodplain.files.results import write_result
+
 
 def to_json(result: Mapping[str, Any]) -> str:
     """Return strict JSON: a float that is not finite becomes null; paths and other values become their text.
@@ -37,6 +39,9 @@ def _strict(value: Any) -> Any:
 
 
 def save_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result as strict JSON, making its folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_json(result) + "\n", encoding="utf-8")
+    """Write a result as strict JSON, whole or not at all.
+
+    Raises:
+        WriteFailed: It cannot be written.
+    """
+    write_result(path, to_json(result) + "\n")

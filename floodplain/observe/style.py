@@ -5,10 +5,13 @@ Matplotlib is imported when a picture is drawn, and only its figures are used: n
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from floodplain.files.results import write_result
 from floodplain.observe.table import lookup
 
 if TYPE_CHECKING:
@@ -47,6 +50,24 @@ def styled() -> Iterator[None]:
 
     with matplotlib.rc_context(dict(STYLE)):
         yield
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure whole or not at all, the same for the same data; the name's ending says how.
+
+    Raises:
+        WriteFailed: It cannot be written.
+    """
+    write_result(path, render(figure, path.suffix[1:]))
+
+
+def render(figure: Figure, kind: str) -> bytes:
+    """A figure as ``png``, ``svg`` or ``pdf``, the same for the same data; letters of an ``svg`` stay text."""
+    unnamed = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
+    buffer = io.BytesIO()
+    with styled():
+        figure.savefig(buffer, format=kind, metadata=unnamed.get(kind))
+    return buffer.getvalue()
 
 
 def make_figure(title: str, where: str, num_panels: int = 1, panel_inches: float = 1.6) -> tuple[Figure, list[Axes]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from floodplain.files.results import write_result
 from tests.clients.served import make_model, serving
 
 HERE = Path(__file__).parent
@@ -184,7 +185,7 @@ def main() -> int:
                 print(f"{client.name}: {json.dumps(seen[client.name])}", flush=True)
     seen |= {name: {"status": "not run", "why": why} for name, why in NOT_RUN.items()}
     if not args.only:
-        args.out.write_text(json.dumps({"python": platform.python_version(), "clients": seen}, indent=1) + "\n")
+        write_result(args.out, json.dumps({"python": platform.python_version(), "clients": seen}, indent=1) + "\n")
     return int(any(facts["status"] == "fails" for facts in seen.values()))
 
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from floodplain.cli.bench import BenchConfig, _save
+from floodplain.cli.bench import BenchConfig, _save, run
 from floodplain.core.errors import UserError, WriteFailed
 from floodplain.files.results import check_writable, writing
 from floodplain.observe.terminal import announce, say
@@ -46,9 +48,21 @@ def test_a_result_file_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) 
     assert "null byte" in refusal(tmp_path / "a\0b")
 
 
+def test_the_flag_that_named_a_file_is_in_the_refusal(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--plot .* cannot be written: Is a directory$"):
+        check_writable(tmp_path, "--plot")
+
+
+def test_pictures_that_cannot_be_drawn_are_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "o-plots").touch()
+    values = {item.name: item.default for item in fields(BenchConfig)} | {"out": tmp_path / "o.json", "plot": True}
+    with pytest.raises(UserError, match=r"^--plot .*o-plots/"):
+        run(argparse.Namespace(**values))
+
+
 def test_a_result_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(WriteFailed, match=r"^/dev/full cannot be written: No space left on device$"):
-        _save(BenchConfig(out=Path("/dev/full")), Path("/dev/full"), {"a": 1})
+        _save(BenchConfig(out=Path("/dev/full")), Path("/dev/full"), {"a": 1}, quiet=True)
     with pytest.raises(ZeroDivisionError), writing("x"):
         raise ZeroDivisionError
 
