@@ -17,7 +17,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from floodplain.cli.config_file import read_config_file
+from floodplain.cli.config_file import dest_of, read_config_file
 from floodplain.cli.sources import Source
 from floodplain.cli.variables import variable_of
 from floodplain.core.errors import UserError
@@ -152,8 +152,6 @@ def _from_environment(
 
 def _value_of(action: argparse.Action, text: str, name: str) -> Any:
     """What would stand in a file for a variable's text."""
-    if _is_switch(action):
-        return _WORDS.get(text.lower(), text)
     if action.nargs != "+":
         return text
     try:
@@ -165,7 +163,7 @@ def _value_of(action: argparse.Action, text: str, name: str) -> Any:
 def _from_file(parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in read_config_file(path).items():
-        dest = str(key).replace("-", "_")
+        dest = dest_of(key)
         if dest not in actions or dest == "config":
             known = [name for name in actions if name != "config"]
             raise UserError(f"{path}: unknown key {key!r}{_nearest(dest, known)}")
@@ -180,11 +178,12 @@ def _read(
     """What ``value`` means for the flag ``dest``, as if it stood on the command line."""
     action = actions[dest]
     if _is_switch(action):
-        if not isinstance(value, bool):
+        word = _WORDS.get(value.lower(), value) if isinstance(value, str) else value
+        if not isinstance(word, bool):
             raise UserError(f"{source}: write true or false, not {value!r}")
-        return {dest: value}
+        return {dest: word}
     if isinstance(value, bool):
-        value = "on" if value else "off"  # what YAML makes of these words
+        value = str(value).lower()  # as it stands there
     if isinstance(value, dict) or (isinstance(value, list) and action.nargs != "+"):
         raise UserError(f"{source}: {value} is not one value")
     if isinstance(value, list):

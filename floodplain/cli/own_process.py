@@ -1,0 +1,85 @@
+"""Does a user's work in a process of its own: it may end its process, or be ended for the memory that it takes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn, TypeVar
+
+from floodplain.cluster.parent import signal_at_parents_end
+from floodplain.core.errors import UserError
+
+T = TypeVar("T")
+
+_INTERRUPTED = 130
+
+
+def in_own_process(work: Callable[[], T], what: str) -> T:
+    """What ``work`` returns, in a copy of this process that ends with it; threads that it leaves are not waited for.
+
+    To be called before torch is imported: threads do not come along.
+
+    Args:
+        work: Its result can be pickled.
+        what: Whose work it is; errors begin with it.
+
+    Raises:
+        UserError: ``work`` raised one; or it ended its process.
+        KeyboardInterrupt: It, or this process, was interrupted.
+    """
+    with os.fdopen(os.memfd_create("result"), "w+b") as result:
+        child = os.fork()
+        if child == 0:
+            _work(work, result.fileno())
+        try:
+            _, status = os.waitpid(child, 0)
+        except BaseException:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise
+        result.seek(0)
+        said = result.read()
+    code = os.waitstatus_to_exitcode(status)
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt
+    if code or not said:
+        raise UserError(f"{what} ended its process {_how(code)}")
+    value, refusal = pickle.loads(said)  # what our own code wrote
+    if refusal is not None:
+        raise UserError(refusal)
+    return value  # type: ignore[no-any-return]
+
+
+def _work(work: Callable[[], object], fd: int) -> NoReturn:
+    status = 1
+    try:
+        signal_at_parents_end(signal.SIGKILL)
+        with os.fdopen(fd, "wb") as result:
+            try:
+                outcome = work(), None
+            except UserError as error:
+                outcome = None, str(error)
+            pickle.dump(outcome, result)
+        status = 0
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(status)
+
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"with exit status {code}: it must return instead"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    hint = ", perhaps for want of memory: give a smaller --max-batch" if -code == signal.SIGKILL else ""
+    return f"by {name}{hint}"
