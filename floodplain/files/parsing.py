@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -94,30 +95,31 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join([*parts, *(["…"] if len(shown) > _MAX_NAMES else [])]) or "(none)"
 
 
-def parse_json(text: str, source: object) -> Any:
+def parse_json(text: str, source: object, *, keys_once: bool = False) -> Any:
     """The value of a JSON text. NaN, Infinity and numbers beyond a float are refused.
 
     Args:
         text: The whole text.
         source: The file, perhaps with a line; errors begin with it.
+        keys_once: Refuse a key that stands twice in an object; else the last one counts.
 
     Raises:
         UserError: It is not JSON, or is nested too deeply.
     """
     with parsing(source):
         try:
-            return _DECODER.decode(text)
+            return (_ONCE_DECODER if keys_once else _DECODER).decode(text)
         except json.JSONDecodeError as error:
             raise UserError(f"{source} is not JSON: {error.msg} (character {error.pos})") from error
 
 
-def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES, *, keys_once: bool = True) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        UserError: It cannot be read, is not JSON, or is another value than an object.
+        UserError: It cannot be read, is not JSON (see ``parse_json``), or is another value than an object.
     """
-    content = parse_json(read_text(path, max_bytes), path)
+    content = parse_json(read_text(path, max_bytes), path, keys_once=keys_once)
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold a JSON object")
     return content
@@ -125,6 +127,14 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
 
 def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == _RUST_PANIC
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {key!r:.60} stands twice in an object: leave one of them out")
+    return found
 
 
 def _finite(text: str) -> float:
@@ -135,3 +145,4 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+_ONCE_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_finite, object_pairs_hook=_once)

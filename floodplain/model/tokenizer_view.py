@@ -61,7 +61,7 @@ def view_of_folder(folder: Path) -> Iterator[Path]:
             _link(template, view / _TEMPLATES / template.name)
         for name, select in ((_TOKENIZER_CONFIG, _tokenizer_settings), (_MODEL_CONFIG, _model_settings)):
             if is_file(folder / name):
-                settings = select(read_json_object(folder / name), folder / name)
+                settings = select(read_json_object(folder / name, keys_once=False), folder / name)
                 (view / name).write_text(json.dumps(settings), encoding="utf-8")
         yield view
 

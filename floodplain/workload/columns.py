@@ -48,11 +48,11 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """
     text = read_text(path, MAX_TABLE_BYTES)
     if text.lstrip().startswith("["):
-        document = parse_json(text, path)
+        document = parse_json(text, path, keys_once=True)
         rows = ((f"{path} item {number}", row) for number, row in enumerate(document, start=1))
     else:
         lines = ((f"{path} line {n}", line) for n, line in enumerate(text.split("\n"), start=1) if line.strip())
-        rows = ((where, parse_json(line, where)) for where, line in lines)
+        rows = ((where, parse_json(line, where, keys_once=True)) for where, line in lines)
     for where, row in rows:
         if not isinstance(row, dict):
             raise UserError(f"{where} is not a JSON object")

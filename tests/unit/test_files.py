@@ -124,3 +124,11 @@ def test_json_is_read_as_it_stands(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(UserError, match="must hold a JSON object"):
         read_json_object(path)
+
+
+def test_a_key_that_stands_twice_in_json_of_ours_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    path.write_text('{"b": 1, "a": {"x": 1, "y": 2, "x": 3}}')
+    with pytest.raises(UserError, match=r"f\.json: cannot be read \(the key 'x' stands twice in an object: leave one"):
+        read_json_object(path)
+    assert read_json_object(path, keys_once=False)["a"]["x"] == 3

@@ -67,7 +67,7 @@ _FORMAT = Format(
 
 def _read_generation_config(path: Path) -> frozenset[int]:
     """The ends of a text. All else is how to sample, which a request says: a log line names what is not applied."""
-    content = read_json_object(path)
+    content = read_json_object(path, keys_once=False)  # the last one counts, as in transformers
     others = [f"{key}={content[key]!r}" for key in sorted(content) if key not in _NO_SAMPLING]
     if others:
         logger.info("%s: %s not applied: requests say how they are sampled", path, ", ".join(others)[:200])
@@ -107,7 +107,7 @@ class HfFolder:
     def _parse_config(self, path: Path) -> ModelConfig:
         if not is_file(path):
             raise UserError(f"{path} is missing; MODEL must be a folder with a complete Hugging Face model")
-        content = read_json_object(path)
+        content = read_json_object(path, keys_once=False)  # the last one counts, as in transformers
         with parsing(path):
             self._eos_token_ids = Fields(content, str(path)).token_ids("eos_token_id")
             beside = path.with_name("generation_config.json")

@@ -71,7 +71,7 @@ class SafetensorsFiles:
                     f"{self._folder}: neither {_SINGLE} nor {_INDEX} is there; convert the weights to safetensors"
                 )
             return None
-        index = read_json_object(path).get("weight_map")
+        index = read_json_object(path, keys_once=False).get("weight_map")
         if not isinstance(index, dict):
             raise UserError(f"{path}: weight_map is missing")
         for file in index.values():
