@@ -57,6 +57,7 @@ def in_own_process(work: Callable[[], T], what: str) -> T:
 
 def _work(work: Callable[[], object], fd: int) -> NoReturn:
     status = 1
+    outcome: tuple[object, str | None]
     try:
         signal_at_parents_end(signal.SIGKILL)
         with os.fdopen(fd, "wb") as result:

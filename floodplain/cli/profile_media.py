@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
+from floodplain.cli.own_process import in_own_process
 from floodplain.cli.profile_output import save_and_show
 from floodplain.core.errors import UserError
 from floodplain.files.results import check_writable
@@ -104,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
     if config.out is not None:
         check_writable(config.out)
 
-    profile = measure(config)
+    subject = str(config.target or config.module or config.pipeline)
+    profile = in_own_process(lambda: measure(config), subject)
     save_and_show(profile, config.out, args.format)
     return 0
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from io import IOBase
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -148,14 +150,17 @@ def _try_batch(
     times_s: list[float] = []
     try:
         for _ in range(settings.warmup):
-            run(batch)
+            _refuse_unfinished(run(batch))
             meter.settle()
         while len(times_s) < settings.repeats or (sum(times_s) < settings.min_seconds and len(times_s) < MOST_RUNS):
             begin_s = clock()
-            run(batch)
+            result = run(batch)
             meter.settle()
             times_s.append(clock() - begin_s)
-    except Exception as error:
+            _refuse_unfinished(result)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit, too: the process would end, and nothing would be said
         if is_out_of_memory(error):
             return BatchTry(batch, OUT_OF_MEMORY)
         raise UserError(f"a batch of {batch} fails: {reason_of(error)} ({_place(error)})") from error
@@ -165,6 +170,19 @@ def _try_batch(
     middle_s = max(median(times_s), 1e-9)
     return BatchTry(
         batch, FITS, batch / middle_s, _spread(times_s), peak_bytes, meter.total_bytes - peak_bytes, len(times_s)
+    )
+
+
+def _refuse_unfinished(result: object) -> None:
+    """Refuse what a call returns before its work is done: it is not the work that was timed."""
+    lazy = isinstance(result, Awaitable | AsyncIterator | Iterator | Future) and not isinstance(result, IOBase)
+    if not lazy:
+        return
+    if isinstance(result, Coroutine):
+        result.close()  # Python would warn that it was never awaited
+    raise UserError(
+        f"what is measured returns a {type(result).__name__} before its work is done: "
+        "give a function that returns when it is"
     )
 
 

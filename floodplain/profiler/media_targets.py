@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from floodplain.core.errors import UserError
-from floodplain.files.parsing import parsing
+from floodplain.files.parsing import parsing, reason_of
 
 BatchRun = Callable[[int], object]
 """Computes a batch of the size that it is given."""
@@ -38,11 +39,23 @@ def load_object(spec: str, flag: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    with parsing(f"{flag} {spec}", "cannot be imported"):
+    with _users_code(f"{flag} {spec}", "cannot be imported"):
         found: Any = importlib.import_module(module_name)
         for part in name.split("."):
             found = getattr(found, part)
     return found
+
+
+@contextmanager
+def _users_code(source: str, fault: str) -> Iterator[None]:
+    """As ``parsing``; and a program that ends itself when it is imported is at fault, too."""
+    with parsing(source, fault):
+        try:
+            yield
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            raise UserError(f"{source}: {fault} ({reason_of(error)})") from error
 
 
 def open_callable(spec: str) -> BatchRun:
@@ -71,7 +84,7 @@ def open_module(spec: str, shape: Sequence[int], device: torch.device, dtype: to
     """
     module = load_object(spec, "--module")
     if not isinstance(module, nn.Module) and callable(module):
-        with parsing(f"--module {spec}", "fails"):
+        with _users_code(f"--module {spec}", "fails"):
             module = module()
     if not isinstance(module, nn.Module):
         raise UserError(f"--module {spec} is neither a torch module nor a function that makes one")

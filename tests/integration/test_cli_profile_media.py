@@ -32,7 +32,8 @@ net = torch.nn.Linear(6, 2)
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a module of the user's."""
+    """The current folder, with a module of the user's; torch's threads are here, and would not be in a fork."""
+    monkeypatch.setattr("floodplain.cli.profile_media.in_own_process", lambda work, _: work())
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "media_model", raising=False)
     (tmp_path / "media_model.py").write_text(SOURCE)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -158,6 +161,54 @@ def test_another_failure_names_the_batch_and_the_line() -> None:
     with pytest.raises(UserError, match=rf"^a batch of 4 fails: KeyError: 'latents' \({Path(__file__).name}, line \d+"):
         World(fail=fail).profile()
     assert not is_out_of_memory(ValueError("out of memory"))
+
+
+async def coroutine(batch: int) -> int:
+    return batch
+
+
+async def async_generator(batch: int) -> AsyncIterator[int]:
+    yield batch
+
+
+def generator(batch: int) -> Iterator[int]:
+    yield batch
+
+
+LAZY = [coroutine, async_generator, generator, lambda n: map(str, range(n)), lambda _: Future()]  # type: ignore[list-item, return-value]
+
+
+@pytest.mark.parametrize("run", LAZY)
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_work_that_is_not_done_when_the_call_returns_is_not_timed(run: Callable[[int], object], warmup: int) -> None:
+    world = World()
+    with warnings.catch_warnings(action="error"), pytest.raises(UserError, match="before its work is done: give a"):
+        profile_media(run, world, MediaSettings(knee=KneeSettings(), warmup=warmup), lambda: world.now)
+
+
+@pytest.mark.parametrize("result", [io.BytesIO(b"png"), [1], torch.ones(2), iter, None])
+def test_work_that_is_done_is_timed_whatever_it_returns(result: object) -> None:
+    """Negative control: a file is an iterator, too."""
+    world = World()
+    settings = MediaSettings(knee=KneeSettings(max_batch=1), min_seconds=0)
+    assert profile_media(lambda _: result, world, settings, lambda: world.now).knee.batch == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), BaseException("base")])
+def test_a_batch_that_would_end_the_program_fails_as_others(error: BaseException) -> None:
+    def fail(batch: int) -> None:
+        raise error
+
+    with pytest.raises(UserError, match=rf"^a batch of 1 fails: {type(error).__name__}: .* \(test_profiler_media.py"):
+        World(fail=fail).profile()
+
+
+def test_an_interruption_is_none_of_the_batch() -> None:
+    def fail(batch: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        World(fail=fail).profile()
 
 
 def test_a_device_too_small_for_one_item_is_refused() -> None:

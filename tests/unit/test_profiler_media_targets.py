@@ -31,6 +31,9 @@ def make_net():
 def fail():
     raise ValueError("no weights")
 
+def leave():
+    raise SystemExit(0)
+
 number = 3
 """
 
@@ -42,6 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "users_model", raising=False)
     (tmp_path / "users_model.py").write_text(SOURCE)
     (tmp_path / "broken_model.py").write_text("import torch\n1 / 0\n")
+    (tmp_path / "program.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -76,6 +80,7 @@ def test_a_module_is_given_batches_of_its_shape_and_dtype(
         ("no_such_model:generate", "cannot be imported (ModuleNotFoundError: No module named 'no_such_model')"),
         ("users_model:draw", "cannot be imported (AttributeError"),
         ("broken_model:generate", "cannot be imported (ZeroDivisionError: division by zero)"),
+        ("program:generate", "cannot be imported (SystemExit: 0)"),
         ("users_model:number", "is no function"),
     ],
 )
@@ -87,7 +92,12 @@ def test_what_is_no_function_is_refused(spec: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("number", "is neither a torch module nor a function that makes one"), ("fail", "no weights")]
+    ("name", "told"),
+    [
+        ("number", "is neither a torch module nor a function that makes one"),
+        ("fail", "no weights"),
+        ("leave", "SystemExit: 0"),
+    ],
 )
 def test_what_is_no_module_is_refused(name: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
