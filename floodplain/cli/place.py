@@ -29,7 +29,11 @@ class PlaceConfig:
     )
     plot: Path | None = field(default=None, metadata={"help": f"draw it into this file ({', '.join(PICTURES)})"})
     time_limit: float = field(
-        default=60.0, metadata={"help": "seconds after which the best placement so far is taken", "metavar": "S"}
+        default=60.0,
+        metadata={
+            "help": "seconds after which the best placement so far is taken, reading the file included",
+            "metavar": "S",
+        },
     )
     gap: float = field(
         default=0.0, metadata={"help": "a placement so little above the optimum, as a part of it, is good enough"}
@@ -62,10 +66,12 @@ def run(args: argparse.Namespace) -> int:
     from floodplain.planner.inputs import read_cluster
     from floodplain.planner.placement import to_document
     from floodplain.planner.placer import place
+    from floodplain.planner.solver import Deadline
     from floodplain.planner.summary import describe
 
+    deadline = Deadline(config.time_limit)
     cluster = read_cluster(config.cluster)
-    document = to_document(cluster, place(cluster, config.time_limit, config.gap))
+    document = to_document(cluster, place(cluster, deadline.left_s, config.gap))
     try:
         if config.out is not None:
             save_result(config.out, document)
