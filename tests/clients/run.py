@@ -1,4 +1,4 @@
-"""``make test-clients``: public clients, unchanged, against our server. Writes which of them work, with versions."""
+"""``make test-clients``: public clients against our server, our clients against public servers; with versions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 
 from floodplain.files.results import write_result
 from tests.clients.served import make_model, serving
+from tests.clients.servers import SERVERS, OtherServer, try_server
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -159,6 +160,18 @@ def try_client(client: Client, target: Target) -> dict[str, Any]:
         return {"status": "fails", **facts, "why": str(error)[:500]}
 
 
+def try_other(server: OtherServer) -> dict[str, Any]:
+    """How our clients did with one server: versions, and what was seen or why not."""
+    if not server.python.exists():
+        return {"status": "not run", "why": f"{server.environment} is missing: run make test-clients"}
+    facts = {"versions": versions(server.python, server.distributions)}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return {"status": "works", **facts, **try_server(server, Path(folder))}
+    except (AssertionError, OSError, KeyError, ValueError, subprocess.TimeoutExpired) as error:
+        return {"status": "fails", **facts, "why": str(error)[-500:]}
+
+
 def versions(python: Path, distributions: Sequence[str]) -> dict[str, str]:
     """The versions that an environment has."""
     program = (
@@ -171,22 +184,29 @@ def versions(python: Path, distributions: Sequence[str]) -> dict[str, str]:
 def main() -> int:
     """See the module; 1 if a client fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="clients whose name has this in it")
+    parser.add_argument("--only", default="", help="clients and servers whose name has this in it")
     parser.add_argument("--out", type=Path, default=HERE / "result.json")
     args = parser.parse_args()
     seen: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model, out = Path(folder) / "model", Path(folder) / "out"
         out.mkdir()
-        make_model(model)
-        with serving(model) as (url, name):
-            for client in [client for client in CLIENTS if args.only in client.name]:
-                seen[client.name] = try_client(client, Target(url, name, out))
-                print(f"{client.name}: {json.dumps(seen[client.name])}", flush=True)
+        chosen = [client for client in CLIENTS if args.only in client.name]
+        if chosen:
+            make_model(model)
+            with serving(model) as (url, name):
+                for client in chosen:
+                    seen[client.name] = try_client(client, Target(url, name, out))
+                    print(f"{client.name}: {json.dumps(seen[client.name])}", flush=True)
+    for server in [server for server in SERVERS if args.only in server.name]:
+        others[server.name] = try_other(server)
+        print(f"{server.name}: {json.dumps(others[server.name])}", flush=True)
     seen |= {name: {"status": "not run", "why": why} for name, why in NOT_RUN.items()}
     if not args.only:
-        write_result(args.out, json.dumps({"python": platform.python_version(), "clients": seen}, indent=1) + "\n")
-    return int(any(facts["status"] == "fails" for facts in seen.values()))
+        found = {"python": platform.python_version(), "clients": seen, "servers": others}
+        write_result(args.out, json.dumps(found, indent=1) + "\n")
+    return int(any(facts["status"] == "fails" for facts in [*seen.values(), *others.values()]))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tests.fakes.engine import ByteTokenizer
 from tests.support.vllm_like import CONFIG, metrics_text
 
 VLLM = VllmBlocks(None, token_bytes=1000)
+OURS = 'floodplain_kv_blocks{state="free"} 10\nfloodplain_kv_bytes{tier="local"} 1000\n'
 BYTES = ByteTokenizer()
 
 
@@ -115,6 +116,14 @@ def test_swap_space_of_our_plug_in_is_not_vllms_pool() -> None:
             metrics_text(1).replace("# HELP vllm:cache", 'vllm:kv_cache_usage_perc{engine="1"} 0\n# HELP vllm:cache'),
             "several engines",
         ),
+        (OURS.replace(" 10\n", " NaN\n"), "say nan of floodplain_kv_blocks"),
+        (OURS.replace("1000", "+Inf"), "say inf of floodplain_kv_bytes"),
+        (OURS.replace(" 10\n", " -1\n"), "say -1 of floodplain_kv_blocks, which is no count"),
+        (OURS.replace("1000", "1e300"), "say 1e\\+300 of floodplain_kv_bytes"),
+        (metrics_text(1).replace("} 0.01", "} 7"), "where 0 to 1 is possible"),
+        (metrics_text(1, config=CONFIG.replace('"101"', f'"{"9" * 5000}"')), "num_gpu_blocks"),
+        ("{} \0", "no metrics for Prometheus"),
+        ('a{b="' + "c" * 2**16 + '"} 1', "more than 65536 letters"),
     ],
 )
 def test_metrics_that_do_not_say_it_are_refused(text: str, complaint: str) -> None:

@@ -48,6 +48,7 @@ WHOLE = {
     "no [DONE], a clean end": (A, B, COUNT),
     "[DONE] without a blank line": (A, B, COUNT, b"data: [DONE]"),
     "[DONE] without a space, with a line feed": (A, B, COUNT, b"data:[DONE]\n"),
+    "no line feed at the end": (A, COUNT, B.rstrip()),
     "something after [DONE]": (A, B, COUNT, DONE, b"data: {nonsense\n\n"),
     "lines end with CR LF": tuple(part.replace(b"\n", b"\r\n") for part in (A, B, COUNT, DONE)),
     "lines end with CR": tuple(part.replace(b"\n", b"\r") for part in (A, B, COUNT, DONE)),
