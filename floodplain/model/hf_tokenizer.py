@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from floodplain.files.reading import is_file
 from floodplain.model.chat_template import template_errors
 from floodplain.model.token_bound import TokenBound
 from floodplain.model.tokenizer import Message
-from floodplain.model.tokenizer_view import VOCABULARIES, view_of_file, view_of_folder
+from floodplain.model.tokenizer_view import VOCABULARIES, view_of_folder
 
 _FAULT = "the tokenizer cannot be loaded"
 _TRIAL = "Hi \u00e9\u6cb3"
@@ -35,9 +35,10 @@ class HfTokenizer:
         own_eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self.vocab_size = len(tokenizer)
         self.eos_token_ids = frozenset((*own_eos, *more_eos_token_ids))
-        self.special_token_ids = frozenset(
-            int(token_id) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
+        self.special_tokens: Mapping[str, int] = {
+            token.content: int(token_id) for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
+        self.special_token_ids = frozenset(self.special_tokens.values())
         decoder = tokenizer.backend_tokenizer.decoder
         self.is_byte_level = isinstance(decoder, ByteLevel)
         self._has_fallback_bytes = decoder is not None and b'"ByteFallback"' in decoder.__getstate__()
@@ -64,18 +65,17 @@ class HfTokenizer:
             return cls(_from_pretrained(view), more_eos_token_ids)
 
     @classmethod
-    def from_gguf(cls, path: Path, more_eos_token_ids: Collection[int] = ()) -> HfTokenizer:
-        """The tokenizer in the metadata of a ``.gguf`` file.
-
-        Args:
-            path: The file.
-            more_eos_token_ids: Tokens that end a sequence beside the tokenizer's own.
+    def from_gguf(cls, path: Path) -> HfTokenizer:
+        """The tokenizer in the metadata of a ``.gguf`` file; texts have the tokens that llama.cpp gives them.
 
         Raises:
-            UserError: There is none, or it cannot be read.
+            UserError: There is none, it cannot be read, or llama.cpp's rules for it are not known here.
         """
-        with view_of_file(path) as view, parsing(path, _FAULT), quiet_panics():
-            return cls(_from_pretrained(view.parent, gguf_file=view.name), more_eos_token_ids)
+        from floodplain.model.weights.gguf_parts import read_fields
+        from floodplain.model.weights.gguf_tokenizer import read_gguf_tokenizer
+
+        with parsing(path, _FAULT), quiet_panics():
+            return cls(*read_gguf_tokenizer(read_fields(path)))
 
     @property
     def has_chat_template(self) -> bool:
@@ -150,10 +150,10 @@ class HfTokenizer:
         return self.encode(text, add_special_tokens=False)
 
 
-def _from_pretrained(folder: Path, **options: str) -> Any:
+def _from_pretrained(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **options)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise UserError("only fast tokenizers (tokenizer.json) are supported")
     tokenizer.decode(tokenizer.encode(_TRIAL))  # some faults of a file show only when it is used

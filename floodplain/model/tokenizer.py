@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from floodplain.model.text_pieces import open_pieces
@@ -18,11 +19,13 @@ class Tokenizer(Protocol):
         vocab_size: Ids that it knows are below this. The model's vocabulary may be larger, for padding.
         eos_token_ids: Tokens that end a sequence.
         special_token_ids: Tokens that ``skip_special_tokens`` leaves out of the text.
+        special_tokens: The same by their texts.
         is_byte_level: Every token stands for bytes that do not depend on its neighbours: ``token_bytes``.
     """
 
     vocab_size: int
     eos_token_ids: frozenset[int]
+    special_tokens: Mapping[str, int]
     special_token_ids: frozenset[int]
     is_byte_level: bool
 
@@ -76,6 +79,7 @@ class ByteTokenizer:
     """For models with random weights: UTF-8 bytes are tokens 0 to 255, 256 ends a sequence, the rest are letters."""
 
     eos_token_ids = frozenset({256})
+    special_tokens: Mapping[str, int] = MappingProxyType({"<eos>": 256})
     special_token_ids = frozenset({256})
     is_byte_level = True
     has_chat_template = True
@@ -133,7 +137,7 @@ class StreamDecoder:
     Args:
         tokenizer: The model's.
         prompt: The tokens before the first one: a word that follows them keeps its space.
-        stop: Strings that end the text.
+        stop: Strings that end the text; so does a special token that has one of these texts, though it is left out.
         skip_special_tokens: Leave special tokens out.
         min_tokens: Before this many tokens no stop string is looked for.
     """
@@ -152,6 +156,7 @@ class StreamDecoder:
         self._vocab_size = tokenizer.vocab_size
         self._text = open_pieces(tokenizer, self._end_of(prompt))
         self._stop = tuple(stop)
+        self._stop_token_ids = {tokenizer.special_tokens.get(text) for text in self._stop} & self._skipped
         self._num_tokens_before_stop = max(min_tokens - 1, 0)
         self._held = ""
         self.is_stopped = False
@@ -160,6 +165,10 @@ class StreamDecoder:
         """Take the next token; return the text that is certain now, which may be empty."""
         if self.is_stopped:
             return ""
+        if token_id in self._stop_token_ids and self._num_tokens_before_stop == 0:
+            text = self.flush()
+            self.is_stopped = True
+            return text
         text = self._text.push(token_id) if self._has_text(token_id) else ""
         if not self._stop:
             return text

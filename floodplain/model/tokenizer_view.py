@@ -67,15 +67,6 @@ def view_of_folder(folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def view_of_file(path: Path) -> Iterator[Path]:
-    """A link to one file in a folder of its own, while the context is open."""
-    with _temporary_folder() as view:
-        link = view / f"model{path.suffix}"
-        link.symlink_to(path.resolve())
-        yield link
-
-
-@contextmanager
 def _temporary_folder() -> Iterator[Path]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="floodplain-tokenizer-")

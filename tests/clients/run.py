@@ -1,4 +1,7 @@
-"""``make test-clients``: public clients against our server, our clients against public servers; with versions."""
+"""``make test-clients``: public clients against our server, our clients against public servers, and llama.cpp's tokens.
+
+Writes which of them work, with versions.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from floodplain.files.results import write_result
+from tests.clients import llama_cpp
 from tests.clients.served import make_model, serving
 from tests.clients.servers import SERVERS, OtherServer, try_server
 
@@ -23,6 +27,7 @@ ROOT = HERE.parent.parent
 TIMEOUT_S = 600
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 NUM_PROMPTS = 12
+LLAMA_CPP = "tokens of .gguf files, beside llama.cpp's"
 NOT_RUN = {
     "guidellm run --data kind=huggingface": "its data sets are downloaded",
     "vllm bench serve --dataset-name hf": "its data sets are downloaded",
@@ -172,6 +177,15 @@ def try_other(server: OtherServer) -> dict[str, Any]:
         return {"status": "fails", **facts, "why": str(error)[-500:]}
 
 
+def try_llama_cpp() -> dict[str, Any]:
+    """Whether the tokens of ``.gguf`` files are llama.cpp's."""
+    facts = {"versions": versions(llama_cpp.PYTHON, ("xllamacpp",))}
+    try:
+        return {"status": "works", **facts, **llama_cpp.compare()}
+    except (AssertionError, OSError, subprocess.SubprocessError) as error:
+        return {"status": "fails", **facts, "why": str(error)[:500]}
+
+
 def versions(python: Path, distributions: Sequence[str]) -> dict[str, str]:
     """The versions that an environment has."""
     program = (
@@ -202,6 +216,9 @@ def main() -> int:
     for server in [server for server in SERVERS if args.only in server.name]:
         others[server.name] = try_other(server)
         print(f"{server.name}: {json.dumps(others[server.name])}", flush=True)
+    if args.only in LLAMA_CPP:
+        seen[LLAMA_CPP] = try_llama_cpp()
+        print(f"{LLAMA_CPP}: {json.dumps(seen[LLAMA_CPP])}", flush=True)
     seen |= {name: {"status": "not run", "why": why} for name, why in NOT_RUN.items()}
     if not args.only:
         found = {"python": platform.python_version(), "clients": seen, "servers": others}

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
 
+from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.decoder import Decoder
 from floodplain.model.network.linear import can_pack
 from floodplain.model.network.load import load_decoder
 from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import ModelSource, open_model, packaged_smollm2
 from tests.support.decoding import BLOCK_TOKENS, Sequences
+from tests.support.llama_texts import texts
 from tests.support.parity import judge
 from tests.support.teacher import Teacher
 
@@ -83,8 +89,29 @@ def test_greedy_tokens_equal_transformers(
 
 
 def test_the_tokenizer_is_complete(tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
-    assert (tokenizer.vocab_size, tokenizer.eos_token_ids, tokenizer.is_byte_level) == (49152, {2}, True)
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids, tokenizer.is_byte_level) == (49152, {0, 2, 4}, True)
     assert tokenizer.has_chat_template
     chat = tokenizer.decode(prompts[0])
     assert "<|im_start|>user\nName three rivers in Europe.<|im_end|>\n<|im_start|>assistant\n" in chat
     assert "<|im_start|>" not in tokenizer.decode(prompts[0], skip_special_tokens=True)
+
+
+def test_texts_are_split_as_smollm2s_own_tokenizer_does(tokenizer: Tokenizer) -> None:
+    """Digits one by one, then GPT-2's words, both by the library's own parts."""
+    some = texts(1, 300)
+    found = [tokenizer.encode(text) for text in some]
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    assert isinstance(tokenizer, HfTokenizer)
+    backend = Backend.from_str(tokenizer._tokenizer.backend_tokenizer.to_str())
+    backend.pre_tokenizer = digits
+    assert [one.ids for one in backend.encode_batch(some)] == found
+    backend.pre_tokenizer = words  # what an unknown name was taken for before
+    assert [one.ids for one in backend.encode_batch(some)] != found
+
+
+@pytest.mark.skipif("SMOLLM2_FOLDER" not in os.environ, reason="SMOLLM2_FOLDER names no Hugging Face folder of SmolLM2")
+def test_texts_have_the_tokens_of_the_hugging_face_folder(tokenizer: Tokenizer) -> None:
+    folder = HfTokenizer.from_folder(Path(os.environ["SMOLLM2_FOLDER"]))
+    for text in texts(2, 2000):
+        assert folder.encode(text) == tokenizer.encode(text), text

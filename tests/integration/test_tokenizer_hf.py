@@ -21,8 +21,11 @@ from tokenizers import Tokenizer as Backend
 from floodplain.core.errors import RequestRefused, UserError
 from floodplain.model import chat_template, hf_tokenizer
 from floodplain.model.hf_tokenizer import HfTokenizer
+from floodplain.model.network.fields import Fields
 from floodplain.model.tokenizer import StreamDecoder
+from floodplain.model.weights.gguf_tokenizer import read_gguf_tokenizer
 from tests.support.examples import examples
+from tests.support.llama_texts import keys_of, read_data
 
 CORPUS = [
     "the river floods the plain",
@@ -113,8 +116,15 @@ KINDS: dict[str, Callable[[], Backend]] = {
     "metaspace without a first space": lambda: _words(decoders.Metaspace(prepend_scheme="never"), PIECES),
     "wordpiece": lambda: _words(decoders.WordPiece(), {"the": 0, "##s": 1, ".": 2, "flood": 3, "##": 4, "'": 5}),
     "suffixes": lambda: _words(decoders.BPEDecoder("</w>"), {"the</w>": 0, "fl": 1, "ood</w>": 2, "</w>": 3}),
+    "gguf, bytes": lambda: _of_gguf("smollm"),
+    "gguf, sentencepiece": lambda: _of_gguf("llama"),
     "no decoder": lambda: _words(None, {"the": 0, "flood": 1, "\ufffd": 2}),
 }
+
+
+def _of_gguf(name: str) -> Backend:
+    backend: Backend = read_gguf_tokenizer(Fields(keys_of(name, read_data()), "m.gguf"))[0].backend_tokenizer
+    return backend
 
 
 def _with_decoder(backend: Backend, decoder: decoders.Decoder) -> Backend:
@@ -179,6 +189,19 @@ def test_prompt_and_streamed_text_are_the_decoded_whole(
         assert whole.endswith(text) and before.endswith("\ufffd")
     stopped = streamed(tokenizer, prompt, output, skip_special_tokens=skips, stop=stops)
     assert stopped == _cut(text, stops)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "gguf, sentencepiece"])
+def test_a_stop_string_that_is_a_special_token_is_found(kind: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    turn, special = tokenizer.encode("the</s>fl", add_special_tokens=False), tokenizer.encode("</s>")[-1]
+    assert special in tokenizer.special_token_ids
+    assert streamed(tokenizer, [], turn, stop=["</s>"]) == streamed(tokenizer, [], turn, stop=["</s>", "hex"]) == "the"
+    assert streamed(tokenizer, [], turn, stop=["</s>"], skip_special_tokens=False) == "the"
+    assert streamed(tokenizer, [], turn, stop=["</s>"], min_tokens=9).startswith("the") is True
+    assert len(streamed(tokenizer, [], turn, stop=["</s>"], min_tokens=9)) > len("the")
+    assert streamed(tokenizer, [], turn, stop=["</s"]) == streamed(tokenizer, [], turn)
+    assert streamed(tokenizer, [], turn, stop=["he", "</s>"]) == "t"
 
 
 def _cut(text: str, stops: tuple[str, ...]) -> str:

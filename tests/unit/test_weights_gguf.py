@@ -68,7 +68,6 @@ def test_every_key_and_every_tensor_is_read(tmp_path: Path) -> None:
 def test_what_a_tokenizer_would_leave_out_is_named(tmp_path: Path) -> None:
     for keys in (
         {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "viking"},
-        {"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_space_prefix": False},
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.remove_extra_whitespaces": True},
     ):
         assert list(keys)[1] in refusal(write_gguf_file(tmp_path / "m.gguf", {**KEYS, **keys}, TENSORS))
@@ -166,18 +165,3 @@ def test_a_split_model_says_which_part_is_missing_or_wrong(tmp_path: Path) -> No
     assert "this is part 3 of 1" in refusal(write_gguf(tmp_path / "m.gguf", split__no=2))
     short = {**KEYS, "split.no": 0, "split.count": 1, "split.tensors.count": 99}
     assert "split.tensors.count is 99" in refusal(write_gguf_file(tmp_path / "m.gguf", short, TENSORS))
-
-
-def test_a_text_ends_at_eos_eot_and_eom(tmp_path: Path) -> None:
-    letters = [*(chr(33 + index) for index in range(90)), '!"']
-    tokenizer = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": letters,
-        "tokenizer.ggml.token_type": [1] * len(letters),
-        "tokenizer.ggml.merges": ['! "'],
-        "tokenizer.ggml.eos_token_id": 3,
-        "tokenizer.ggml.eot_token_id": 5,
-        "tokenizer.ggml.eom_token_id": 7,
-    }
-    path = write_gguf_file(tmp_path / "m.gguf", {**KEYS, **tokenizer}, TENSORS)
-    assert GgufFile(path, "m").load_tokenizer().eos_token_ids == {3, 5, 7}

@@ -105,7 +105,7 @@ def _parse_llama(fields: Fields, name: str, family: _Family) -> ModelConfig:
     if head_dim % 2:
         raise UserError(f"{fields.where}: head_dim={head_dim} must be even for rotary positions")
     rope, context = parse_rope(fields, head_dim, fields.whole("max_position_embeddings"))
-    has_bias = _attention_bias(fields, family)
+    has_bias = _flag_if(family.attention_bias == "all", fields, "attention_bias")
     shape = ModelShape(
         name=name,
         num_layers=fields.whole("num_hidden_layers"),
@@ -125,7 +125,7 @@ def _parse_llama(fields: Fields, name: str, family: _Family) -> ModelConfig:
         rope=rope,
         norm_eps=fields.number("rms_norm_eps"),
         o_bias=has_bias,
-        mlp_bias=family.mlp_bias and fields.flag("mlp_bias", False),
+        mlp_bias=_flag_if(family.mlp_bias, fields, "mlp_bias"),
         qk_norm=family.qk_norm,
     )
 
@@ -136,12 +136,11 @@ def _split_evenly(fields: Fields, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _attention_bias(fields: Fields, family: _Family) -> bool:
-    """Whether all four projections have biases."""
-    if family.attention_bias == "all":
-        return fields.flag("attention_bias", False)
-    if family.attention_bias == "fixed":  # Qwen2 has its three biases whatever this key says, and never the fourth
-        fields.value("attention_bias", None)
+def _flag_if(is_read: bool, fields: Fields, key: str) -> bool:
+    """The flag; False for a family that ignores the key in transformers, whatever it says."""
+    if is_read:
+        return fields.flag(key, False)
+    fields.value(key, None)
     return False
 
 

@@ -10,7 +10,8 @@ from floodplain.model.network.config import ModelConfig, RopeConfig
 from floodplain.model.network.fields import Fields
 from floodplain.model.network.hf_rope import stretched_context, yarn_attention
 from floodplain.model.weights.checkpoint import StoredTensor
-from floodplain.model.weights.gguf_keys import HARMLESS_KEYS, NEUTRAL_VALUES, SPLITS_OF_TEXT
+from floodplain.model.weights.gguf_keys import HARMLESS_KEYS, NEUTRAL_VALUES
+from floodplain.model.weights.gguf_tokenizer import check_tokenizer_keys
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _HEADS, _KV_HEADS = "llama.attention.head_count", "llama.attention.head_count_kv"
@@ -74,15 +75,9 @@ def parse_gguf_config(
     window = fields.whole("llama.attention.sliding_window", 0, least=0)
     if 0 < window < context:
         raise fields.refusal("llama.attention.sliding_window", f"is not supported: texts may have {context} tokens")
-    _check_tokenizer(fields)
+    check_tokenizer_keys(fields)
     fields.refuse_unread((), NEUTRAL_VALUES, HARMLESS_KEYS)
     return config
-
-
-def eos_token_ids(fields: Fields) -> frozenset[int]:
-    """The tokens that end a text, a turn or a message."""
-    ends = (fields.token_ids(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    return frozenset[int]().union(*ends)
 
 
 def _parse_rope(fields: Fields, divisors: tuple[float, ...], head_dim: int) -> tuple[RopeConfig, int]:
@@ -113,17 +108,3 @@ def _parse_rope(fields: Fields, divisors: tuple[float, ...], head_dim: int) -> t
         divisors=divisors,
     )
     return yarn, stretched
-
-
-def _check_tokenizer(fields: Fields) -> None:
-    """What transformers would leave out when it makes the tokenizer."""
-    kind = fields.value("tokenizer.ggml.model", None)
-    if kind is None:
-        return  # the weights alone can be read
-    fields.require("tokenizer.ggml.model", "gpt2", "llama")
-    if kind == "gpt2":  # text is split before it is merged
-        fields.require("tokenizer.ggml.pre", *SPLITS_OF_TEXT)
-        fields.value("tokenizer.ggml.add_space_prefix", None)
-    else:
-        fields.value("tokenizer.ggml.pre", None)
-        fields.require("tokenizer.ggml.add_space_prefix", True)

@@ -15,7 +15,7 @@ from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.fields import Fields
 from floodplain.model.weights.checkpoint import Format, StoredTensor, match_tensors
 from floodplain.model.weights.fingerprint import digest_files
-from floodplain.model.weights.gguf_config import eos_token_ids, parse_gguf_config
+from floodplain.model.weights.gguf_config import parse_gguf_config
 from floodplain.model.weights.gguf_parts import GgufParts
 
 _STEM_NAMES = {
@@ -83,7 +83,6 @@ class GgufFile:
             stored = {name: _listed(file, tensor) for name, (file, tensor) in parts.tensors.items()}
             divisors = self._read_divisors() if stored.pop(_FREQUENCIES, None) else ()
             self.config = parse_gguf_config(parts.fields, stored, divisors, name)
-            self._eos_token_ids = eos_token_ids(parts.fields)
         self._stored_name = match_tensors(self.config, stored, _FORMAT, str(path))
 
     def fill(self, target: torch.Tensor, name: str) -> None:
@@ -101,7 +100,7 @@ class GgufFile:
 
     def load_tokenizer(self) -> HfTokenizer:
         """The tokenizer in the file's metadata."""
-        return _read_tokenizer(self._path, self._path.stat().st_mtime_ns, self._eos_token_ids)
+        return _read_tokenizer(self._path, self._path.stat().st_mtime_ns)
 
     def _read_divisors(self) -> tuple[float, ...]:
         """What llama.cpp divides the rotary frequencies by: Llama 3's scaling, worked out when the file was made."""
@@ -115,9 +114,9 @@ def _listed(file: Path, tensor: Any) -> StoredTensor:
 
 
 @lru_cache(maxsize=2)
-def _read_tokenizer(path: Path, changed_ns: int, eos: frozenset[int]) -> HfTokenizer:
+def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
     """The tokenizer of the file as it was at ``changed_ns``. Nothing changes a tokenizer, so that engines share it."""
-    return HfTokenizer.from_gguf(path, eos)
+    return HfTokenizer.from_gguf(path)
 
 
 def _expand(file: Path, tensor: Any) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -9,7 +9,7 @@ HARMLESS_KEYS = (
     r"|tokenizer\.(chat_template(\..*)?|chat_templates|huggingface\.json)"
     r"|tokenizer\.ggml\.(tokens|token_type|token_type_count|scores|merges|[a-z_]+_token_id|add_bos_token|add_eos_token)"
 )
-"""transformers makes the tokenizer of the keys in the last two lines; see ``gguf_tokenizer_keys``."""
+"""``gguf_tokenizer`` reads the keys in the last two lines."""
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "llama.attention.causal": (True,),
@@ -35,10 +35,3 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "tokenizer.ggml.treat_whitespace_as_suffix": (False,),
 }
 """Keys that change nothing at these values, and refuse the model at all others."""
-
-SPLITS_OF_TEXT = (
-    "default", "gpt-2", "smollm",  # as GPT-2 does, or with merges that never join digits
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe", "tekken",
-    "qwen2", "deepseek-r1-qwen", "megrez", "gpt-4o", "llama4",
-)  # fmt: skip
-"""Values of ``tokenizer.ggml.pre`` for which transformers splits text as llama.cpp does, before it merges."""

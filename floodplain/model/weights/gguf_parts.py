@@ -77,6 +77,15 @@ class GgufParts:
             fields.refuse_unread(pattern=_HARMLESS_OF_PARTS)
 
 
+def read_fields(path: Path) -> Fields:
+    """The keys of one file.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    return Fields(_Values(_open(path).fields), str(path))
+
+
 def _stated_count(path: Path) -> int:
     """How many parts there are by the name of one."""
     match = _PART_NAME.fullmatch(path.name)

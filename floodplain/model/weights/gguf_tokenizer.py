@@ -1,0 +1,252 @@
+"""The tokenizer of a ``.gguf`` file, built from its keys and from llama.cpp's defaults for those it leaves out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from floodplain.core.errors import UserError
+from floodplain.model.network.fields import Fields
+from floodplain.model.weights.gguf_text import (
+    BYTE_LEVEL,
+    END_KINDS,
+    END_TEXTS,
+    SENTENCEPIECE,
+    SENTENCEPIECE_IDS,
+    TextDefaults,
+)
+
+logger = logging.getLogger(__name__)
+
+_KEYS = "tokenizer.ggml."
+_SPACE = "\u2581"
+_BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+class TokenType(IntEnum):
+    """Values of ``tokenizer.ggml.token_type``; llama.cpp takes others for ``UNDEFINED``."""
+
+    UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    fields: Fields
+    tokens: Sequence[str]
+    types: Sequence[int]
+
+    def id_of(self, kind: str) -> int | None:
+        """The token under ``tokenizer.ggml.KIND_token_id``, or what llama.cpp takes for it."""
+        key = f"{_KEYS}{kind}_token_id"
+        is_sentencepiece = self.fields.value(f"{_KEYS}model") == "llama"
+        default = SENTENCEPIECE_IDS.get(kind) if is_sentencepiece else None
+        token = self.fields.whole(key, least=0) if key in self.fields else default
+        if token is not None and token >= len(self.tokens):
+            raise self.fields.refusal(key, f"must be below the number of tokens, {len(self.tokens)}")
+        return token
+
+
+def check_tokenizer_keys(fields: Fields) -> None:
+    """Refuse a kind of tokenizer, or a way to split texts, for which llama.cpp's defaults are not known here.
+
+    Raises:
+        UserError: ``tokenizer.ggml.model`` or ``tokenizer.ggml.pre`` has a value that is not supported.
+    """
+    kind = fields.value(f"{_KEYS}model", None)
+    if kind is None:
+        return  # the weights alone can be read
+    fields.require(f"{_KEYS}model", "gpt2", "llama")
+    if kind == "gpt2":
+        fields.require(f"{_KEYS}pre", *BYTE_LEVEL)
+    for key in ("pre", "add_space_prefix"):
+        fields.value(_KEYS + key, None)
+
+
+def read_gguf_tokenizer(fields: Fields) -> tuple[Any, frozenset[int]]:
+    """The tokenizer, as one of transformers, and the tokens that end an answer.
+
+    Args:
+        fields: The keys of the (first) file.
+
+    Raises:
+        UserError: A key is missing, malformed or not supported; the message names it.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    check_tokenizer_keys(fields)
+    vocabulary = _read_vocabulary(fields)
+    is_sentencepiece = fields.text(f"{_KEYS}model") == "llama"
+    backend = _sentencepiece(vocabulary) if is_sentencepiece else _byte_level(vocabulary)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for name, kind in _NAMED.items():  # chat templates use these texts; the tokens are in the vocabulary already
+        token = vocabulary.id_of(kind)
+        setattr(tokenizer, name, None if token is None else vocabulary.tokens[token])
+    tokenizer.chat_template = fields.value("tokenizer.chat_template", None)
+    return tokenizer, _ends(vocabulary)
+
+
+def _read_vocabulary(fields: Fields) -> _Vocabulary:
+    tokens = fields.value(f"{_KEYS}tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise fields.refusal(f"{_KEYS}tokens", "must be a list of strings")
+    tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
+    if len(set(tokens)) < len(tokens):
+        twice = next(token for number, token in enumerate(tokens) if tokens.index(token) < number)
+        raise UserError(f"{fields.where}: {_KEYS}tokens has {twice[:60]!r} more than once")
+    types = _numbers(fields, "token_type", len(tokens), TokenType.NORMAL)
+    controls = END_TEXTS.intersection(tokens)
+    return _Vocabulary(
+        fields, tokens, [TokenType.CONTROL if t in controls else kind for t, kind in zip(tokens, types, strict=True)]
+    )
+
+
+def _numbers(fields: Fields, key: str, count: int, default: float) -> list[Any]:
+    """``count`` numbers, one a token; the default for all if the key is absent."""
+    values = fields.value(_KEYS + key, None)
+    if values is None:
+        return [default] * count
+    if not isinstance(values, list) or len(values) < count or not all(isinstance(one, int | float) for one in values):
+        raise fields.refusal(_KEYS + key, f"must be a list of numbers, one for each of the {count} tokens")
+    return values[:count]
+
+
+def _ends(vocabulary: _Vocabulary) -> frozenset[int]:
+    """What the keys name, and what llama.cpp knows by its text."""
+    by_key = {vocabulary.id_of(kind) for kind in END_KINDS}
+    by_text = (number for number, token in enumerate(vocabulary.tokens) if token in END_TEXTS)
+    return frozenset((*(number for number in by_key if number is not None), *by_text))
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    fields = vocabulary.fields
+    if f"{_KEYS}pre" not in fields:
+        logger.warning("%s: %spre is missing: texts are split as for 'default', as llama.cpp does", fields.where, _KEYS)
+    defaults = BYTE_LEVEL[fields.text(f"{_KEYS}pre", "default")]
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    merges = _stored_merges(fields, ids)
+    backend = Tokenizer(models.BPE(ids, merges, ignore_merges=defaults.ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in defaults.splits]
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    return _with_special_tokens(backend, vocabulary, defaults)
+
+
+def _stored_merges(fields: Fields, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """The merges in their order, each once."""
+    key = f"{_KEYS}merges"
+    merges = fields.value(key)
+    if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
+        raise fields.refusal(key, "must be a list of strings")
+    pairs = dict.fromkeys(
+        (merge[:1] + left, right) for merge in merges for left, _, right in [merge[1:].partition(" ")]
+    )
+    for left, right in pairs:
+        if left not in ids or right not in ids or left + right not in ids:
+            raise UserError(f"{fields.where}: {key} has {f'{left} {right}'[:60]!r}, of which a part is no token")
+    return list(pairs)
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    fields = vocabulary.fields
+    ids = {token: number for number, token in enumerate(vocabulary.tokens)}
+    if not ids.keys() >= set(_BYTE_TOKENS):
+        raise UserError(f"{fields.where}: {_KEYS}tokens must have all bytes, <0x00> to <0xFF>")
+    has_space = fields.flag(f"{_KEYS}add_space_prefix", SENTENCEPIECE.add_space)
+    backend = Tokenizer(models.BPE(ids, _merges_by_score(vocabulary, ids), byte_fallback=True))
+    space = [normalizers.Prepend(_SPACE)] if has_space else []
+    backend.normalizer = normalizers.Sequence([*space, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if has_space else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return _with_special_tokens(backend, vocabulary, SENTENCEPIECE)
+
+
+def _merges_by_score(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to make a token of two, the best token first.
+
+    llama.cpp makes the leftmost of the tokens of one score first, which merges with ranks cannot say: such vocabularies
+    are refused.
+    """
+    fields = vocabulary.fields
+    scores = _numbers(fields, "scores", len(ids), 0.0)
+    ways = {token: pairs for token in _mergeable(vocabulary) if (pairs := list(_ways(token, ids, fields)))}
+    by_score = {scores[ids[token]]: token for token in ways}
+    if len(by_score) < len(ways):
+        same = next(token for token in ways if by_score[scores[ids[token]]] != token)
+        twin = by_score[scores[ids[same]]]
+        raise UserError(
+            f"{fields.where}: {_KEYS}scores has the same number for {same[:40]!r} and {twin[:40]!r}: "
+            "their order is not known"
+        )
+    return [pair for token in sorted(ways, key=lambda token: -scores[ids[token]]) for pair in ways[token]]
+
+
+def _mergeable(vocabulary: _Vocabulary) -> Iterator[str]:
+    """Tokens that merges may make: a special one is cut out of the text before, if no space stands in it."""
+    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if len(token) > 1 and (kind not in _CUT_OUT or _SPACE in token):
+            yield token
+
+
+def _ways(token: str, ids: dict[str, int], fields: Fields) -> Iterator[tuple[str, str]]:
+    """Pairs that make the token, the longest left part first."""
+    for length in range(len(token) - 1, 0, -1):
+        pair = token[:length], token[length:]
+        lacking = [part for part in pair if part not in ids]
+        if not lacking:
+            yield pair
+        elif all(len(part) == 1 for part in lacking):
+            raise UserError(f"{fields.where}: {_KEYS}tokens has {token[:40]!r}, but not its letter {lacking[0]!r}")
+
+
+_CUT_OUT = frozenset({TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN})
+
+
+def _with_special_tokens(backend: Any, vocabulary: _Vocabulary, defaults: TextDefaults) -> Any:
+    """Tokens that are found in a text before anything else, and those that go around it."""
+    from tokenizers import AddedToken, processors
+
+    strips = _keeps_no_space_behind(vocabulary)
+    special = [
+        AddedToken(token, normalized=False, special=kind != TokenType.USER_DEFINED, rstrip=token in strips)
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind in _CUT_OUT
+    ]
+    backend.add_tokens(special)
+    first = _around(vocabulary, "bos", defaults.add_bos)
+    last = _around(vocabulary, "eos", False)
+    names = [*first, "$A", *last]
+    backend.post_processor = processors.TemplateProcessing(
+        single=names, pair=[*names, "$B"], special_tokens=[*first.values(), *last.values()]
+    )
+    return backend
+
+
+def _around(vocabulary: _Vocabulary, kind: str, default: bool) -> dict[str, dict[str, Any]]:
+    """The token before or behind every text, if there is one, under its name in a template."""
+    if not vocabulary.fields.flag(f"{_KEYS}add_{kind}_token", default):
+        return {}
+    token = vocabulary.id_of(kind)
+    if token is None:
+        raise UserError(
+            f"{vocabulary.fields.where}: {_KEYS}{kind}_token_id is missing: every text needs that token; "
+            f"add the key, or set {_KEYS}add_{kind}_token to false"
+        )
+    return {kind: {"id": kind, "ids": [token], "tokens": [vocabulary.tokens[token]]}}
+
+
+def _keeps_no_space_behind(vocabulary: _Vocabulary) -> frozenset[str]:
+    """Special tokens of Phi-3, which llama.cpp knows by the model's name: space behind them is dropped."""
+    name = str(vocabulary.fields.value("general.name", "")).lower()
+    if "phi-3" not in name and "phi3" not in name:
+        return frozenset()
+    return frozenset(vocabulary.tokens) - {"<unk>", "<s>", "<|endoftext|>"}
