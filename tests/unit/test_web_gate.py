@@ -24,6 +24,14 @@ def ask(
     path: str, authorization: bytes = b"", *, authenticator: Authenticator | None, is_draining: bool = False
 ) -> tuple[int, Any]:
     """The status that a request gets, and whom the application behind the gate took it to be from."""
+    head, client = pass_through(path, authorization, authenticator, is_draining=is_draining)
+    return head["status"], client
+
+
+def pass_through(
+    path: str, authorization: bytes, authenticator: Authenticator | None, *, is_draining: bool
+) -> tuple[Message, Any]:
+    """The head of the answer, and the client."""
     clients: list[Any] = []
     sent: list[Message] = []
 
@@ -41,7 +49,7 @@ def ask(
     drain.is_draining = is_draining
     scope: Scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"authorization", authorization)]}
     asyncio.run(Gate(app, drain, authenticator, max_body_bytes=9)(scope, receive, send))
-    return sent[0]["status"], clients[0] if clients else None
+    return sent[0], clients[0] if clients else None
 
 
 @pytest.mark.parametrize(
@@ -74,6 +82,13 @@ def test_without_an_authenticator_everybody_comes_in() -> None:
 )
 def test_while_the_service_drains_it_is_unwell_and_takes_nothing(path: str, status: int) -> None:
     assert ask(path, b"7", authenticator=Members(), is_draining=True)[0] == status
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+@pytest.mark.parametrize("path", ["/v1/leases", "/version"])
+def test_an_answer_of_a_draining_service_is_the_last_of_its_connection(path: str, is_draining: bool) -> None:
+    head, _ = pass_through(path, b"7", Members(), is_draining=is_draining)
+    assert ((b"connection", b"close") in head["headers"]) is is_draining
 
 
 bodies = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 6)), max_size=30)
