@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 from typing import Any
 
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
@@ -20,6 +21,8 @@ def add_parser(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Coordinate; returns when a signal has stopped it."""
     config = dataclass_from(args, CoordinatorConfig)
+    if config.placement is not None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves, and then reads the file anew
 
     from floodplain.coordinator.run import coordinate
 

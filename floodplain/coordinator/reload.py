@@ -23,21 +23,22 @@ class PlacementFile:
 
     def __init__(self, path: Path, service: LeaseService) -> None:
         self._path, self._service = path, service
-        self._reading = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_wanted = False
+        self._reading: asyncio.Task[None] | None = None
 
     def reload_soon(self) -> None:
-        """Read it, off the event loop; one reading after the other, so that the last one counts."""
-        task = asyncio.get_running_loop().create_task(self._reload())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """Read it, off the event loop. However often this is asked while it is read, it is read once more after."""
+        self._is_wanted = True
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.get_running_loop().create_task(self._reload())
 
     async def _reload(self) -> None:
-        async with self._reading:
+        while self._is_wanted:
+            self._is_wanted = False
             try:
                 pairs = await asyncio.to_thread(read_pairs, self._path)
             except UserError as error:
                 logger.warning("%s: the placement stays as it was", error)
-                return
+                continue
             self._service.may_borrow_from = pairs
             logger.info("the placement %s counts from now on: %d consumers may borrow", self._path, len(pairs))

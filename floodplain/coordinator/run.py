@@ -73,6 +73,7 @@ class CoordinatorServer(StoppableServer):
                 return
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGHUP, self._placement.reload_soon)
+            self._placement.reload_soon()  # a signal may have come since it was read
             try:
                 yield
             finally:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from floodplain.coordinator import jobs
+from floodplain.cli import coordinator as cli_coordinator
+from floodplain.coordinator import jobs, reload, run
 from floodplain.coordinator.placement import KIND, VERSION, read_pairs
+from floodplain.coordinator.reload import PlacementFile
 from floodplain.coordinator.service import LeaseService
+from floodplain.coordinator.settings import CoordinatorConfig
 from floodplain.coordinator.store import Store
 from floodplain.core.errors import UserError
 from floodplain.leases.book import LeaseBook
@@ -139,3 +147,58 @@ def test_without_a_new_placement_nothing_is_recalled(store: Store) -> None:
     lend(service)
     service.tick()
     assert set(states(service).values()) == {LeaseState.GRANTED}
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_reloads_that_are_asked_for_while_one_runs_are_one_after_it(
+    is_bad: bool, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None overlaps, and the last one begins after the last wish; a bad file in between stops nothing."""
+    began, go, running = [0], threading.Semaphore(0), threading.Lock()
+
+    def read(_: Path) -> dict[str, list[str]]:
+        assert running.acquire(blocking=False), "two readings at once"
+        began[0] += 1
+        number = began[0]
+        go.acquire()
+        running.release()
+        if is_bad and number == 1:
+            raise UserError("half a file")
+        return {"c": [f"p{number}"]}
+
+    async def ask() -> None:
+        placement = PlacementFile(Path("placement.json"), service)
+        for _ in range(5):
+            placement.reload_soon()
+        while not began[0]:
+            await asyncio.sleep(0)
+        for _ in range(100):
+            placement.reload_soon()
+        go.release()
+        go.release()
+        assert placement._reading is not None
+        await placement._reading
+        assert (began[0], service.may_borrow_from) == (2, {"c": ["p2"]})
+        placement.reload_soon()
+        go.release()
+        await placement._reading
+
+    monkeypatch.setattr(reload, "read_pairs", read)
+    service = leading(store, {})
+    asyncio.run(asyncio.wait_for(ask(), 30))
+    assert (began[0], service.may_borrow_from) == (3, {"c": ["p3"]})
+
+
+@pytest.mark.parametrize(("placement", "kept"), [(Path("p.json"), True), (None, False)])
+def test_a_hangup_before_a_coordinator_serves_ends_it_only_without_a_placement(
+    placement: Path | None, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    values = {item.name: item.default for item in fields(CoordinatorConfig)} | {"placement": placement}
+    monkeypatch.setattr(run, "coordinate", lambda *_: seen.append(signal.getsignal(signal.SIGHUP)))
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert cli_coordinator.run(argparse.Namespace(**values, format="json")) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert seen == [signal.SIG_IGN if kept else signal.SIG_DFL]
