@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from floodplain.coordinator.service import Job, LeaseService, Unavailable
-from floodplain.core.errors import QueueFull
+from floodplain.core.errors import QueueFull, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Clerk(Generic[T]):
             when that has ended, on the submitter's.
 
     Attributes:
-        failure: The bug that ended the thread, if one did.
+        failure: The bug, or the damaged store, that ended the thread, if one did.
     """
 
     def __init__(self, service: LeaseService, announce: Callable[[Sequence[tuple[T, Any]]], None]) -> None:
@@ -94,6 +94,8 @@ class Clerk(Generic[T]):
                     next_tick_s = time.monotonic() + TICK_S
                 self._work(self._take(next_tick_s - time.monotonic()))
             self._work(self._take(0.0))
+        except UserError as error:  # the store's fault: the process ends with that line
+            self.failure = error
         except BaseException as error:
             logger.exception("the lease book failed")
             self.failure = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,14 @@ def _open_sqlite(url: sql.URL) -> sql.Engine:
 def _make_private(path: Path) -> None:
     """Make the file, if it is new, so that its owner alone may use it: SQLite's other files get the same mode."""
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        os.close(fd)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--store: cannot open {str(path)!r} ({reason}): give another sqlite:///FILE") from error
+    if not is_file:
+        raise UserError(f"--store: {str(path)!r} is no regular file: give another sqlite:///FILE")
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:

@@ -18,13 +18,21 @@ from floodplain.core.errors import UserError
 logger = logging.getLogger(__name__)
 
 FIRST, NEWEST = "v1", "v2"
+_OURS = {*METADATA.tables, VERSION.name}
 UNVERSIONED_SCHEMA = 3
 """``schema`` of a store from before versions were kept; its tables are those of ``FIRST``."""
 
 
 def make_tables(connection: sql.Connection) -> None:
-    """Create the tables of the newest version, if the store has none."""
-    if not sql.inspect(connection).has_table(BOOK.name):
+    """Create the tables of the newest version, if the store has none.
+
+    Raises:
+        ValueError: It has some of them, and not the book: its epochs must not begin anew.
+    """
+    there = {table for table in sql.inspect(connection).get_table_names() if table in _OURS}
+    if there and BOOK.name not in there:
+        raise ValueError(f"the table {BOOK.name} is missing")
+    if not there:
         METADATA.create_all(connection)
         connection.execute(BOOK.insert().values(_FIRST_BOOK))
         _stamp(connection, NEWEST)
@@ -54,6 +62,11 @@ def upgrade(connection: sql.Connection) -> None:
 
         migrate(connection, NEWEST)
         logger.info("the tables of the store were upgraded from version %s to %s", version, NEWEST)
+
+
+def is_newest(connection: sql.Connection) -> bool:
+    """Whether the tables are of the newest version."""
+    return _read_version(connection) == NEWEST
 
 
 def _check(version: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from floodplain.coordinator.leadership import Tenure, Watch
+from floodplain.coordinator.soundness import DamagedStore, check_rows, sound
 from floodplain.coordinator.store import Store, StoredRows, StoreError
 from floodplain.core.errors import UserError
 from floodplain.leases.book import LeaseBook
@@ -254,6 +255,8 @@ class LeaseService:
         except StoreError as error:
             self._unavailable = Unavailable(f"the store does not answer: {error.orig}")
             return
+        except DamagedStore:
+            raise
         except UserError as error:  # a newer coordinator has led meanwhile
             self._unavailable = Unavailable(str(error))
             return
@@ -270,6 +273,8 @@ class LeaseService:
             rows: What the last one left.
             old_ttl_s: What the store had.
         """
+        with sound(self._store.shown_url):
+            check_rows(rows.members, rows.leases)
         self._tenure = tenure
         self._grace_s = max(old_ttl_s, self.ttl_s)
         self._grace_ends_s = self._clock() + self._grace_s

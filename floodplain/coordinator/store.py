@@ -16,11 +16,12 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from floodplain.coordinator import database, schema
 from floodplain.coordinator.database import hide_password, open_database
+from floodplain.coordinator.soundness import check_value, intact, sound, to_row
 from floodplain.coordinator.statements import Statement
 from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS
 from floodplain.core.errors import UserError
 from floodplain.leases.rows import Member
-from floodplain.leases.states import Lease, LeaseId, LeaseState
+from floodplain.leases.states import Lease, LeaseId
 from floodplain.leases.table import Changes
 
 StoreError = sql.exc.DBAPIError
@@ -85,8 +86,8 @@ class Store:
         """Connect to the store at ``url``, and make its tables if there are none.
 
         Raises:
-            UserError: The address is no store's, nothing answers there, or the tables there are newer than ours; one
-                line that says what to change.
+            UserError: The address is no store's, nothing answers there, the tables there are newer than ours, or hold
+                what no coordinator writes; one line that says what to change.
         """
         store = cls(open_database(url))
         try:
@@ -110,10 +111,10 @@ class Store:
 
         Raises:
             StoreError: The store does not answer.
+            UserError: It holds what no coordinator writes.
         """
-        with self._engine.connect() as connection:
-            row = connection.execute(_LOOK).one()
-        return Leadership(row.epoch, row.beat, row.leader, row.leader_url, row.ttl_s)
+        with sound(self.shown_url), self._engine.connect() as connection:
+            return _read_leadership(connection)
 
     def take_over(self, seen: Leadership, leader: str, leader_url: str, ttl_s: float) -> StoredRows | None:
         """Lead from the next epoch on, with what is stored; None if something happened since ``seen``.
@@ -122,26 +123,20 @@ class Store:
 
         Raises:
             StoreError: The store does not answer; whether it was done is unknown.
-            UserError: The tables are newer than ours by now; nothing was done.
+            UserError: The tables are newer than ours by now, or hold what no coordinator writes; nothing was done.
         """
         change = (
             BOOK.update()
             .where(BOOK.c.epoch == seen.epoch, BOOK.c.beat == seen.beat)
             .values(epoch=seen.epoch + 1, beat=seen.beat + 1, leader=leader, leader_url=leader_url, ttl_s=ttl_s)
         )
-        with self._engine.begin() as connection:
+        with sound(self.shown_url), self._engine.begin() as connection:
             if self._engine.dialect.name == "postgresql":
                 connection.execute(_END_STOPPED, {"timeout_s": database.STOPPED_TIMEOUT_S})
             if connection.execute(change).rowcount != 1:
                 return None
             schema.upgrade(connection)
-            members = [Member(**row) for row in connection.execute(sql.select(MEMBERS)).mappings()]
-            leases = [dict(row) for row in connection.execute(sql.select(LEASES)).mappings()]
-            floor = connection.execute(sql.select(BOOK.c.floor)).scalar_one()
-        granted = {LeaseId(row["lease_id"]): row.pop("granted_unix_s") for row in leases}
-        return StoredRows(
-            members, [Lease(**{**row, "state": LeaseState(row["state"])}) for row in leases], granted, floor
-        )
+            return _read_rows(connection)
 
     def write(self, epoch: int, changes: Changes, unix_s: float, ttl_s: float) -> bool:
         """Write all of the changes and beat, in one transaction; whether the leader of ``epoch`` still leads.
@@ -154,11 +149,12 @@ class Store:
 
         Raises:
             StoreError: The store does not answer; whether it was done is unknown.
+            UserError: A table is damaged, or not there any more.
         """
         ended = [{"ended_id": lease.lease_id} for lease in changes.leases if lease.has_ended]
         leases = [_lease_row(lease, unix_s) for lease in changes.leases if not lease.has_ended]
         members = [_member_row(member) for member in changes.members]
-        with self._engine.begin() as connection:
+        with intact(self.shown_url), self._engine.begin() as connection:
             beat = {"own_epoch": epoch, "new_ttl_s": ttl_s, "new_floor": changes.floor}
             if self._beat.run(connection, beat) != 1:
                 return False
@@ -188,8 +184,20 @@ class Store:
                 connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK_ID)))
             else:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
-            schema.make_tables(connection)
-            schema.check_version(connection)
+            with sound(self.shown_url):
+                self._check(connection)
+
+    def _check(self, connection: sql.Connection) -> None:
+        """Make the tables if there are none, else see that they are as a coordinator left them."""
+        if self._engine.dialect.name == "sqlite":
+            said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+            if said != "ok":
+                raise ValueError(said)
+        schema.make_tables(connection)
+        schema.check_version(connection)
+        _read_leadership(connection)
+        if schema.is_newest(connection):
+            _read_rows(connection)
 
 
 _BEAT = (
@@ -213,6 +221,24 @@ _LOOK = sql.select(BOOK.c.epoch, BOOK.c.beat, BOOK.c.leader, BOOK.c.leader_url, 
 """Columns that the tables have in every version."""
 _MEMBER_FIELDS = [field.name for field in fields(Member)]
 _LEASE_FIELDS = [field.name for field in fields(Lease)]
+
+
+def _read_leadership(connection: sql.Connection) -> Leadership:
+    row = connection.execute(_LOOK).one()
+    for name, wanted in (("epoch", int), ("beat", int), ("leader", str), ("leader_url", str), ("ttl_s", float)):
+        check_value(name, getattr(row, name), wanted)
+    return Leadership(row.epoch, row.beat, row.leader, row.leader_url, row.ttl_s)
+
+
+def _read_rows(connection: sql.Connection) -> StoredRows:
+    members = [to_row(Member, dict(row)) for row in connection.execute(sql.select(MEMBERS)).mappings()]
+    leases = [dict(row) for row in connection.execute(sql.select(LEASES)).mappings()]
+    granted = {LeaseId(row["lease_id"]): row.pop("granted_unix_s") for row in leases}
+    for granted_s in granted.values():
+        check_value("granted_unix_s", granted_s, float)
+    floor = connection.execute(sql.select(BOOK.c.floor)).scalar_one()
+    check_value("floor", floor, int)
+    return StoredRows(members, [to_row(Lease, row) for row in leases], granted, floor)
 
 
 def _member_row(member: Member) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from floodplain.coordinator import database
 from floodplain.coordinator.store import Leadership, Store, StoredRows, StoreError
 from floodplain.coordinator.tables import BOOK, LEASES, MEMBERS, METADATA
+from floodplain.core.errors import UserError
 from floodplain.leases.rows import Member
 from floodplain.leases.states import Lease, LeaseEvent, LeaseId
 from floodplain.leases.table import Changes
@@ -126,6 +127,25 @@ def empty(store: Store) -> None:
     with store._engine.begin() as connection:
         connection.execute(MEMBERS.delete())
         connection.execute(LEASES.delete())
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("DELETE FROM floodplain_book", "No row was found"),
+        ("DROP TABLE floodplain_book", "the table floodplain_book is missing"),
+        ("DROP TABLE floodplain_leases", "floodplain_leases"),
+        ("UPDATE floodplain_members SET offered_bytes = -1", "offered_bytes is -1"),
+    ],
+)
+def test_a_store_that_no_coordinator_left_so_is_refused(url: str, statement: str, told: str) -> None:
+    with closing(Store.open(url)) as store:
+        epoch, _ = lead(store)
+        assert store.write(epoch, SOME, 1.0, TTL_S)
+        with store._engine.begin() as connection:
+            connection.exec_driver_sql(statement)
+    with pytest.raises(UserError, match=rf"^--store .* holds what no coordinator writes \(.*{told}.*\)[^\n]*$"):
+        Store.open(url)
 
 
 def test_rows_outlive_the_process_that_wrote_them(url: str) -> None:
