@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from floodplain.demo.cluster import VerbProcess
 from floodplain.observe.run_columns import latency_lists
 from floodplain.observe.scraped import Scraped
 from floodplain.policy.drop_timing import DropMove
+from floodplain.web.client import ask_now
 from floodplain.workload.client import run_load
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import LoadRequest, RequestRecord
@@ -141,5 +141,4 @@ def engine_facts(url: str) -> dict[str, float]:
 
 
 def _scrape(url: str) -> Scraped:
-    with urlopen(f"{url}/metrics", timeout=10) as answer:
-        return Scraped(answer.read().decode(), prefix="floodplain_")
+    return Scraped(ask_now(url, "/metrics").text, prefix="floodplain_")

@@ -17,7 +17,6 @@ from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from floodplain.demo.cluster import VerbProcess
 from floodplain.files.results import write_result
 from floodplain.model.weights.open_model import open_model
 from floodplain.observe.scraped import Scraped
+from floodplain.web.client import ask_now
 from floodplain.workload.client import run_load
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import LoadRequest, RequestRecord
@@ -102,8 +102,7 @@ def start_arms(
 
 def scrape(url: str) -> dict[str, float]:
     """What a front has counted so far."""
-    with urlopen(f"{url}/metrics", timeout=10) as answer:
-        metrics = Scraped(answer.read().decode(), prefix="floodplain_")
+    metrics = Scraped(ask_now(url, "/metrics").text, prefix="floodplain_")
     busy = {f"busy {found['stage']}": value for found, value in metrics.samples(_STAGES) if found["state"] == "busy"}
     return {**busy, "stage_s": metrics.sum(_STAGES), "preemptions": metrics.sum("preemptions_total")}
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from connection import connect
 from load import Load, beat_host, connect_pairs, lend_to_each_other, run_open_loop
 
 from floodplain.files.results import write_result
+from floodplain.web.client import ask_now
 
 HERE = Path(__file__).resolve().parent
 SERVER_CORE, CLIENT_CORE = 0, 1
@@ -57,8 +57,7 @@ def cpu_s(pid: int) -> float:
 
 def transactions(port: int) -> tuple[int, float]:
     """(how many, their seconds) of the commits of changes so far."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        text = answer.read().decode()
+    text = ask_now(f"http://127.0.0.1:{port}", "/metrics").text
     values = [
         re.search(rf"^floodplain_coordinator_{name}_total (\S+)$", text, re.MULTILINE)
         for name in ("transactions", "transaction_seconds")

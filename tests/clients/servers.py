@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from floodplain.web.client import ask_now
+from floodplain.web.exchange import NoAnswer
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -81,7 +82,7 @@ def running(server: OtherServer, log: Path) -> Iterator[str]:
         subprocess.Popen([server.python, *server.arguments(port)], stdout=out, stderr=out, env=env) as process,
     ):
         try:
-            _wait(f"{url}/health", process, log)
+            _wait(url, process, log)
             yield url
         finally:
             process.terminate()
@@ -90,8 +91,9 @@ def running(server: OtherServer, log: Path) -> Iterator[str]:
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     end_s = time.monotonic() + START_S
     while time.monotonic() < end_s and process.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(url):
-            return
+        with contextlib.suppress(NoAnswer):
+            if ask_now(url, "/health").status == 200:
+                return
         time.sleep(0.2)
     raise AssertionError(log.read_text(errors="replace")[-3000:])
 
