@@ -84,7 +84,6 @@ class ClusterEngine:
         self._callers: dict[Caller, None] = {}
         self._is_empty = asyncio.Event()
         self._is_draining = False
-        self._failure: BaseException | None = None
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
@@ -108,7 +107,7 @@ class ClusterEngine:
     @property
     def failure(self) -> BaseException | None:
         """Why it cannot serve: an instance did not start, none is left, or there is a bug of ours."""
-        return self._failure or self.front.failure
+        return self.front.failure or self._launcher.failure or self._find_end()
 
     @property
     def can_serve(self) -> bool:
@@ -136,7 +135,7 @@ class ClusterEngine:
         host, port = self._sock.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         self._launcher.start(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        while self._failure is None and not self._is_draining and not self._is_started:
+        while self.failure is None and not self._is_draining and not self._is_started:
             await self._change.wait()
             self._change.clear()
             self._is_started = len(self._launcher.serving) == self._num_slots
@@ -239,14 +238,19 @@ class ClusterEngine:
 
     def _note_change(self) -> bool:
         """An instance serves, is lost, or its process ended; whether that may start again."""
+        self._change.set()
+        return self.failure is None
+
+    def _find_end(self) -> Exception | None:
+        """Why there is nothing to wait for; None if there is."""
         launcher = self._launcher
         hopeless = launcher.given_up if self._is_started else launcher.given_up | launcher.refused
-        if hopeless and self._failure is None:
-            slot = min(hopeless)
-            if not self._is_started:
-                self._failure = UserError(f"instance {slot} did not start: {launcher.last_words[slot]}")
-            elif (self._is_pipeline or len(hopeless) == self._num_slots) and not self.front.book.roster.can_serve:
-                why = f"instance {slot} ended last: {launcher.last_words[slot]}"
-                self._failure = ServiceLost(f"no instance is left, and none starts any more; {why}")
-        self._change.set()
-        return self._failure is None
+        if not hopeless:
+            return None
+        slot = min(hopeless)
+        if not self._is_started:
+            return UserError(f"instance {slot} did not start: {launcher.last_words[slot]}")
+        if (not self._is_pipeline and len(hopeless) < self._num_slots) or self.front.book.roster.can_serve:
+            return None
+        why = f"instance {slot} ended last: {launcher.last_words[slot]}"
+        return ServiceLost(f"no instance is left, and none starts any more; {why}")

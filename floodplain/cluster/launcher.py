@@ -30,6 +30,8 @@ COMPLAINT = "floodplain: "
 
 FIRST_RETRY_S = 1.0
 """After a process that could not be started because the system had no room for it; then twice as long each time."""
+FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM)
+"""How a process ends that an operator, or a system without memory, ended."""
 BAD_INPUT = 2
 """The exit status of a command that says what is to be changed."""
 
@@ -91,7 +93,7 @@ class Lost(NamedTuple):
     """How a life of a slot's instance ended.
 
     Attributes:
-        words: Why.
+        words: Why; empty if it is not the reason itself.
         served_s: For how many seconds it served and was heard; None if it never served.
     """
 
@@ -141,14 +143,24 @@ class Launcher:
         """Start all slots; each joins the front at this address when it has loaded its model."""
         slots = {slot: token for token, slot in self.tokens.items()}
         self._keepers = [asyncio.create_task(self._keep(slot, slots[slot], address)) for slot in sorted(slots)]
+        for keeper in self._keepers:
+            keeper.add_done_callback(lambda _: self._on_change())
+
+    @property
+    def failure(self) -> BaseException | None:
+        """A bug of ours that keeps a slot from being started again; None while all is well."""
+        ended = [keeper.exception() for keeper in self._keepers if keeper.done() and not keeper.cancelled()]
+        return next((error for error in ended if error is not None), None)
 
     # -- what the front says of a slot -----------------------------------------------------------------------------
 
     def admits(self, slot: int) -> bool:
         """Whether the instance of a slot may join now; if not, it is to ask again."""
         lost = self._lost.get(slot)
-        if lost is not None and slot not in self._again_s:
+        if lost is not None and lost.words and slot not in self._again_s:
             self._judge(slot, lost.served_s, lost.words)
+            if slot in self.given_up:
+                self._kill(slot)
         return time.monotonic() >= self._again_s.get(slot, 0.0)
 
     def note_joined(self, slot: int) -> None:
@@ -169,17 +181,16 @@ class Launcher:
             why: ``silent``: it may be stopped or wedged; ``hung_up``; else it is not the reason itself.
             silent_s: Since it was heard last.
         """
-        served_s = self._count_served_s(slot)
+        served_s, words = self._count_served_s(slot), "it hung up" if why == "hung_up" else ""
         self.serving.discard(slot)
         if why == "silent":
             served_s = None if served_s is None else max(0.0, served_s - silent_s)
             when = " while it started" if served_s is None or served_s < SETTLED_S else ""
-            self._lost[slot] = Lost(f"it missed its beats for {silent_s:.1f} s{when}", served_s)
+            words = f"it missed its beats for {silent_s:.1f} s{when}"
             self._spare(slot)
             loop = asyncio.get_running_loop()
             self._killings[slot] = loop.call_later(self._lost_timeout_s, self._kill_lost, slot)
-        elif why == "hung_up":
-            self._lost[slot] = Lost("it hung up", served_s)
+        self._lost[slot] = Lost(words, served_s)
         self._on_change()
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -226,7 +237,6 @@ class Launcher:
         self.last_words[slot] = words
         if delay_s is None:
             self.given_up.add(slot)
-            self._kill(slot)
         self._again_s[slot] = math.inf if delay_s is None else time.monotonic() + delay_s
         if not self._on_change():
             return
@@ -237,10 +247,10 @@ class Launcher:
     def _judge_ending(self, slot: int, ending: Ending) -> None:
         lost = self._lost.get(slot)
         served_s = self._count_served_s(slot) if lost is None else lost.served_s
-        if ending.status == -signal.SIGKILL and slot not in self._killed and served_s is not None:
-            served_s = max(served_s, SETTLED_S)  # whatever killed it from outside says nothing of its start
+        if ending.status in FROM_OUTSIDE and slot not in self._killed and served_s is not None:
+            served_s = max(served_s, SETTLED_S)  # whatever ended it from outside says nothing of its start
         words = ending.describe()
-        if lost is not None and slot in self._killed:
+        if lost is not None and lost.words and slot in self._killed:
             words = lost.words
         if ending.status == BAD_INPUT:
             self.refused.add(slot)
@@ -254,15 +264,15 @@ class Launcher:
             try:
                 ending = await self._processes.run(slot, address, token)
             except (OSError, RuntimeError) as error:
-                if (
-                    isinstance(error, RuntimeError) or error.errno in SCARCE
-                ):  # no thread, or no room: no start has failed
+                if _is_scarce(error):  # no start has failed
                     delay_s = min(MOST_DELAY_S, FIRST_RETRY_S * 2.0**num_short)
                     num_short = min(num_short + 1, 8)
                     logger.warning("instance %d cannot be started now: %s; it is tried again in %g s",
                                    slot, getattr(error, "strerror", None) or error, delay_s)  # fmt: skip
                     await asyncio.sleep(delay_s)
                     continue
+                if isinstance(error, RuntimeError):
+                    raise
                 ending = Ending(-1, str(error))
             num_short = 0
             self._spare(slot)
@@ -272,6 +282,11 @@ class Launcher:
             if slot in self.given_up or not self._on_change():
                 return
             await asyncio.sleep(self._again_s[slot] - time.monotonic())
+
+
+def _is_scarce(error: OSError | RuntimeError) -> bool:
+    """Whether there is no room for a process now, or for the thread that waits for its end."""
+    return error.errno in SCARCE if isinstance(error, OSError) else str(error) == "can't start new thread"
 
 
 class LastWords:

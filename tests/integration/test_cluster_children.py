@@ -8,18 +8,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from floodplain.cluster import launcher as launching
 from floodplain.cluster import restarts
+from floodplain.cluster.engine import ClusterEngine
 from floodplain.cluster.launcher import Ending, Launcher
 from floodplain.cluster.local_processes import LocalProcesses
 from floodplain.cluster.parent import read_token
 from floodplain.cluster.restarts import MAX_FAILED_STARTS
-from floodplain.core.errors import UserError
+from floodplain.core.errors import InvariantError, ServiceLost, UserError
+from floodplain.engine.config import EngineConfig
+from floodplain.web.listen import bind
+from tests.support.cluster_peers import until
 from tests.support.process_tree import is_alive
 from tests.support.waiting import wait_until
 
@@ -165,10 +168,79 @@ class FakeProcesses:
     async def close(self) -> None: ...
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
+class EndingProcesses(FakeProcesses):
+    """Each ends at once, as ``ending`` says; after it joined and served for long, if ``joins``."""
+
+    def __init__(self, num_slots: int, ending: Ending) -> None:
+        super().__init__(num_slots)
+        self.ending, self.num_runs = ending, 0
+
+    async def run(self, slot: int, address: str, token: str) -> Ending:
+        self.num_runs += 1
+        return self.ending
+
+
+def cluster(processes: FakeProcesses) -> ClusterEngine:
+    config = EngineConfig(model="dummy:tiny-llama")
+    return ClusterEngine(config, bind("127.0.0.1", 0), processes=processes, outside_token=None, silence_s=1.0)
+
+
+@pytest.mark.parametrize(("status", "num_runs"), [(1, MAX_FAILED_STARTS), (2, 1)])
+def test_a_front_whose_instance_does_not_start_ends_with_one_line(
+    status: int, num_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one start if the input is bad: no other one would do better."""
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.0)
+
+    async def run() -> None:
+        processes = EndingProcesses(1, Ending(status, "no such model"))
+        engine = cluster(processes)
+        await engine.start()
+        assert isinstance(engine.failure, UserError) and not engine.can_serve
+        assert (str(engine.failure), processes.num_runs) == ("instance 0 did not start: no such model", num_runs)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_bug_that_ends_the_care_for_a_slot_ends_the_front() -> None:
+    class Broken(FakeProcesses):
+        async def run(self, slot: int, address: str, token: str) -> Ending:
+            raise InvariantError("a slot has two processes")
+
+    async def run() -> None:
+        engine = cluster(Broken(1))
+        await engine.start()
+        assert isinstance(engine.failure, InvariantError)
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_front_ends_with_one_line_when_its_last_instance_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.0)
+
+    async def run() -> None:
+        processes = FakeProcesses(2)
+        engine = cluster(processes)
+        starting = asyncio.create_task(engine.start())
+        await until(lambda: len(processes.endings) == 2)
+        for slot in range(2):
+            assert not starting.done()
+            engine._launcher.note_joined(slot)
+            engine._launcher.note_serving(slot)
+        await starting
+        assert engine.failure is None
+        while engine.failure is None:
+            for ending in processes.endings:
+                if not ending.done():
+                    ending.set_result(Ending(1, "no memory"))
             await asyncio.sleep(0.001)
+        assert isinstance(engine.failure, ServiceLost) and len(processes.endings) == 2 * MAX_FAILED_STARTS
+        assert str(engine.failure).endswith("none starts any more; instance 0 ended last: no memory")
+        await engine.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("why", ["silent", "hung_up"])
@@ -211,9 +283,11 @@ def test_a_child_that_others_kill_again_and_again_is_never_given_up(monkeypatch:
             await until(lambda number=number: len(processes.endings) == number + 1)  # type: ignore[misc]
             launcher.note_joined(0)
             launcher.note_serving(0)
-            if number % 2:  # its connection is seen to end first, or its process
-                launcher.note_lost(0, "hung_up", 0.0)
-            processes.endings[-1].set_result(Ending(-signal.SIGKILL, None))
+            for why in [[], ["hung_up"], ["left"], ["pipeline"]][
+                number % 4
+            ]:  # its process is seen to end first, or not
+                launcher.note_lost(0, why, 0.0)
+            processes.endings[-1].set_result(Ending(0 if number % 4 == 2 else -signal.SIGKILL, None))
         await until(lambda: len(processes.endings) == 3 * MAX_FAILED_STARTS + 1)
         assert not launcher.given_up
         await launcher.close()
