@@ -7,16 +7,14 @@ A slot is the place of one of them. The launcher decides when its process starts
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import secrets
-import signal
-import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from floodplain.cluster.endings import BAD_INPUT, FROM_OUTSIDE, Ending
 from floodplain.cluster.restarts import MAX_FAILED_STARTS, MOST_DELAY_S, SETTLED_S, Restarts
 from floodplain.web.accepting import SCARCE
 
@@ -24,39 +22,8 @@ logger = logging.getLogger(__name__)
 
 LOST_TIMEOUT_S = 30.0
 """A child that fell silent and does not join again within this time is killed, and another one started."""
-COMPLAINT = "floodplain: "
-"""How the one line begins with which a command says why it ends."""
-
-
 FIRST_RETRY_S = 1.0
 """After a process that could not be started because the system had no room for it; then twice as long each time."""
-FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM)
-"""How a process ends that an operator, or a system without memory, ended."""
-BAD_INPUT = 2
-"""The exit status of a command that says what is to be changed."""
-
-
-class Ending(NamedTuple):
-    """How a process ended.
-
-    Attributes:
-        status: Its exit status; negative: the signal that ended it.
-        words: The one line that says why, if it wrote one.
-        line: The last line of its log.
-    """
-
-    status: int
-    words: str | None
-    line: str | None = None
-
-    def describe(self) -> str:
-        """Why it ended, as far as that is known."""
-        if self.words is not None:
-            return self.words
-        if self.status < 0:
-            names = {number.value: number.name for number in signal.Signals}
-            return f"it was ended by {names.get(-self.status, f'signal {-self.status}')}"
-        return f"it ended with status {self.status}" + ("" if self.line is None else f": {self.line}")
 
 
 class Processes(Protocol):
@@ -287,26 +254,3 @@ class Launcher:
 def _is_scarce(error: OSError | RuntimeError) -> bool:
     """Whether there is no room for a process now, or for the thread that waits for its end."""
     return error.errno in SCARCE if isinstance(error, OSError) else str(error) == "can't start new thread"
-
-
-class LastWords:
-    """What a process's log says of its end: its complaint if there is one, else its last line.
-
-    Args:
-        slot: Of the process.
-    """
-
-    def __init__(self, slot: int) -> None:
-        self._slot = slot
-        self.complaint: str | None = None
-        self.line: str | None = None
-
-    def take(self, line: str) -> None:
-        """Write a line to our standard error, unless it says why the process ends."""
-        if line.startswith(COMPLAINT):
-            self.complaint = line.removeprefix(COMPLAINT).strip()
-            return
-        self.line = line.strip() or self.line
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"instance {self._slot}: {line}")
-            sys.stderr.flush()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from floodplain.cluster.child import Child
-from floodplain.cluster.launcher import Ending, LastWords
+from floodplain.cluster.endings import Ending, LastWords
 
 
 class LocalProcesses:

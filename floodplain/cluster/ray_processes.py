@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from floodplain.cluster.launcher import Ending, LastWords
+from floodplain.cluster.endings import Ending, LastWords
 from floodplain.cluster.ray_driver import MOST_LINE_BYTES
 from floodplain.cluster.ray_setup import RaySetup
 from floodplain.core.errors import UserError

@@ -14,8 +14,9 @@ import pytest
 
 from floodplain.cluster import launcher as launching
 from floodplain.cluster import restarts
+from floodplain.cluster.endings import Ending
 from floodplain.cluster.engine import ClusterEngine
-from floodplain.cluster.launcher import Ending, Launcher
+from floodplain.cluster.launcher import Launcher
 from floodplain.cluster.local_processes import LocalProcesses
 from floodplain.cluster.parent import read_token
 from floodplain.cluster.restarts import MAX_FAILED_STARTS
