@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 FIRST, NEWEST = "v1", "v2"
 _OURS = {*METADATA.tables, VERSION.name}
+UPGRADE_IDLE_S = 60
+"""How long PostgreSQL waits between two statements of an upgrade: alembic loads its scripts between them."""
 UNVERSIONED_SCHEMA = 3
 """``schema`` of a store from before versions were kept; its tables are those of ``FIRST``."""
 
@@ -60,6 +62,8 @@ def upgrade(connection: sql.Connection) -> None:
     if version != NEWEST:
         from floodplain.coordinator.upgrades import migrate
 
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = '{UPGRADE_IDLE_S}s'")
         migrate(connection, NEWEST)
         logger.info("the tables of the store were upgraded from version %s to %s", version, NEWEST)
 
