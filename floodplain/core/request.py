@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
+from floodplain.core.errors import RequestRefused
 from floodplain.core.goals import NO_GOALS, Goals
 from floodplain.core.sampling import SamplingParams
 
@@ -52,3 +53,20 @@ class Request:
     goals: Goals = NO_GOALS
     known_token_ids: tuple[int, ...] = ()
     is_accepted: bool = False
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check that all of its token ids are below ``vocab_size``.
+
+        Raises:
+            RequestRefused: One is not; the message names it.
+        """
+        fields = {
+            "prompt": self.prompt_token_ids,
+            "known_token_ids": self.known_token_ids,
+            "stop_token_ids": self.params.stop_token_ids,
+        }
+        for field, token_ids in fields.items():
+            lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
+            if lowest < 0 or highest >= vocab_size:
+                bad, last = lowest if lowest < 0 else highest, vocab_size - 1
+                raise RequestRefused(f"token id {bad} is not in the vocabulary: ids go from 0 to {last}", field=field)

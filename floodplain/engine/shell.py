@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from floodplain.core.errors import RequestRefused
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.request import FinishReason, Request, SeqId
@@ -152,20 +151,8 @@ class Engine:
         Raises:
             RequestRefused: With the numbers.
         """
-        self._check_vocabulary(request)
+        request.check_vocabulary(self._vocab_size)
         self.loop.check(request)
-
-    def _check_vocabulary(self, request: Request) -> None:
-        fields = {
-            "prompt": request.prompt_token_ids,
-            "known_token_ids": request.known_token_ids,
-            "stop_token_ids": request.params.stop_token_ids,
-        }
-        for field, token_ids in fields.items():
-            lowest, highest = min(token_ids, default=0), max(token_ids, default=0)
-            if lowest < 0 or highest >= self._vocab_size:
-                bad, last = lowest if lowest < 0 else highest, self._vocab_size - 1
-                raise RequestRefused(f"token id {bad} is not in the vocabulary: ids go from 0 to {last}", field=field)
 
     def add(self, request: Request) -> SeqId:
         """Let a request wait for its turn.
@@ -174,7 +161,7 @@ class Engine:
             RequestRefused: It can never be served.
             QueueFull: Too many wait.
         """
-        self._check_vocabulary(request)
+        request.check_vocabulary(self._vocab_size)
         seq_id = self.loop.submit(request)
         seq = self.loop.state.sequences[seq_id]
         self._alive[seq_id] = seq
