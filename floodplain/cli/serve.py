@@ -158,6 +158,7 @@ def _open_cluster(
 ) -> ClusterEngine:
     from floodplain.cluster.engine import ClusterEngine
     from floodplain.cluster.parent import read_token
+    from floodplain.cluster.stalls import StallRule
     from floodplain.cluster.webhook import Webhook
     from floodplain.web.listen import bind
 
@@ -181,6 +182,7 @@ def _open_cluster(
             processes=processes,
             outside_token=token,
             silence_s=cluster_config.instance_timeout,
+            stall_rule=StallRule(cluster_config.stall_timeout),
             is_pipeline=is_pipeline,
             relief=cluster_config.relief,
             most_stages=cluster_config.most_stages,

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 WELCOME_TIMEOUT_S = 10.0
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
+REST_S = 5.0
+"""An engine that takes longer to come to rest is spoken of."""
 
 
 class Member(Protocol):
@@ -28,6 +30,10 @@ class Member(Protocol):
 
     async def close(self) -> None:
         """End, after the last one."""
+        ...
+
+    async def rest(self) -> None:
+        """Return when nothing of a life before is computed any more."""
         ...
 
     def hello(self, token: str) -> Hello:
@@ -80,6 +86,7 @@ class Dialer:
     async def _dial(self) -> None:
         delay_s = FIRST_DELAY_S
         while not self._is_stopping.is_set():
+            await self._until_at_rest()
             try:
                 reader, writer = await asyncio.open_connection(*self._address)
             except OSError:
@@ -90,6 +97,19 @@ class Dialer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._is_stopping.wait(), delay_s)
             delay_s = min(MOST_DELAY_S, 2 * delay_s)
+
+    async def _until_at_rest(self) -> None:
+        """Wait until the last life's work has ended: an engine that is stuck would take requests and keep them."""
+        resting = asyncio.ensure_future(self._member.rest())
+        stopping = asyncio.ensure_future(self._is_stopping.wait())
+        done, _ = await asyncio.wait((resting, stopping), timeout=REST_S, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            logger.warning("the engine has not ended its step for %g s: this instance joins when it has", REST_S)
+            await asyncio.wait((resting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        for waiter in (resting, stopping):
+            waiter.cancel()
+        if resting.done() and not resting.cancelled():
+            resting.result()  # of an engine that failed: its exception
 
     async def _serve(self, link: FrameLink) -> bool:
         """One life: until the connection ends, or this process is to stop. Whether the front took it."""

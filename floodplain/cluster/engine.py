@@ -14,6 +14,7 @@ from floodplain.cluster.front import Front
 from floodplain.cluster.launcher import Launcher, Processes
 from floodplain.cluster.monitor import Monitor, Notice
 from floodplain.cluster.settings import DROPPING_RELIEFS, MOST_STAGES
+from floodplain.cluster.stalls import BY_STEPS, StallRule
 from floodplain.cluster.streams import Caller
 from floodplain.cluster.webhook import Webhook
 from floodplain.core.errors import InvariantError, QueueFull, ServiceLost, ShuttingDown, UserError
@@ -40,6 +41,7 @@ class ClusterEngine:
         processes: Of its own instances; ``close`` ends them.
         outside_token: Lets instances in that were started elsewhere; None: there are none.
         silence_s: An instance that says nothing for so long is taken for dead.
+        stall_rule: How long an instance may beat and compute nothing.
         is_pipeline: Its own instances are the stages of one pipeline.
         relief: What instances do about an overload: one of ``settings.RELIEFS``.
         most_stages: Instances in a group, at most, if the load makes it.
@@ -57,6 +59,7 @@ class ClusterEngine:
         processes: Processes,
         outside_token: str | None,
         silence_s: float,
+        stall_rule: StallRule = BY_STEPS,
         is_pipeline: bool = False,
         relief: str = "none",
         most_stages: int = MOST_STAGES,
@@ -75,7 +78,9 @@ class ClusterEngine:
         num_stages = processes.num_slots if is_pipeline else None
         shape = source.config.shape if relief in DROPPING_RELIEFS else None
         migrates, on_finished = relief == "migrate", self._note_finished
-        self.front = Front(silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates)
+        self.front = Front(
+            silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates, stall_rule=stall_rule
+        )
         self._webhook = webhook
         if shape is not None and relief in ("drop", "auto"):
             self._watch_load(shape, is_priced=relief == "auto", most_stages=most_stages)

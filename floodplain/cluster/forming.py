@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from floodplain.cluster.facts import InstanceFacts, find_difference
 from floodplain.cluster.messages import Form, Formed, Hello
-from floodplain.cluster.pipelines import PipelineBook
+from floodplain.cluster.pipelines import Pipeline, PipelineBook
 from floodplain.cluster.roster import Instance, Roster
 from floodplain.cluster.stage_link import SECRET_BYTES
 
@@ -37,6 +37,11 @@ class Forming:
     def num_stages(self) -> int:
         """Stages of each pipeline."""
         return self._pipelines.num_stages
+
+    @property
+    def pipelines(self) -> list[Pipeline]:
+        """Those whose stages were told to link."""
+        return self._pipelines.pipelines
 
     def join(self, instance: Instance) -> int | None:
         """A stage joined; if it is the last one that was missing, all are told to link.

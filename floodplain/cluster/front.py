@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from floodplain.cluster.book import Book
 from floodplain.cluster.door import Door
@@ -39,32 +38,15 @@ from floodplain.cluster.monitor import Monitor
 from floodplain.cluster.requests import Requests
 from floodplain.cluster.roster import Instance, Roster
 from floodplain.cluster.settings import BEATS_PER_TIMEOUT
+from floodplain.cluster.slots import Slots
+from floodplain.cluster.stall_guard import StallGuard
+from floodplain.cluster.stalls import BY_STEPS, StallRule, StallWatch
 from floodplain.cluster.sums import StatsBook
 from floodplain.core.lifecycle import Lifecycle
 from floodplain.cost.model_shape import ModelShape
 from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
-
-
-class Slots(Protocol):
-    """What hears of the lives of the front's own instances. Slots are numbered from 0."""
-
-    def admits(self, slot: int, /) -> bool:
-        """Whether the instance of a slot may join now; if not, it is to ask again."""
-        ...
-
-    def note_joined(self, slot: int, /) -> None:
-        """An instance of a slot joined."""
-        ...
-
-    def note_serving(self, slot: int, /) -> None:
-        """It serves; of a pipeline: all of its stages are linked."""
-        ...
-
-    def note_lost(self, slot: int, why: str, silent_s: float, /) -> None:
-        """Its life ended, after a silence of so many seconds."""
-        ...
 
 
 class Front:
@@ -78,6 +60,7 @@ class Front:
         num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
         shape: Of the model whose layers instances may drop; None: they drop none.
         migrates: Running requests may move between instances, which drop no layers then.
+        stall_rule: How long an instance may beat and compute nothing.
 
     Attributes:
         book: Requests and instances.
@@ -100,6 +83,7 @@ class Front:
         shape: ModelShape | None = None,
         *,
         migrates: bool = False,
+        stall_rule: StallRule = BY_STEPS,
     ) -> None:
         self.book = Book(Roster(silence_s))
         self.sums = StatsBook()
@@ -121,6 +105,8 @@ class Front:
         if migrates:
             self.migrating = Migrating(self.book, self.send, self.requests.place)
             self.requests.on_closed = self.migrating.forget
+        watch = StallWatch(stall_rule, self._beat_s)
+        self._stalls = StallGuard(watch, self.book.roster, self._forming, self.grouping)
         self._slots = slots
         self._links: dict[int, FrameLink] = {}
         self._failure: BaseException | None = None
@@ -159,6 +145,9 @@ class Front:
                 link.send(pack(FrontBeat(epoch)))
             for epoch in self.book.roster.find_silent(time.monotonic()):
                 self._end(epoch, "silent")
+            for stuck in self._stalls.find_stuck():
+                logger.warning("instance %d %s: its requests go on elsewhere", stuck.epoch, stuck.words)
+                self._end(stuck.epoch, "stuck")
             if self.grouping is not None:
                 self.grouping.expire(time.monotonic())
             if self.monitor is not None:
@@ -237,7 +226,7 @@ class Front:
             return
         self._links.pop(epoch).abort()
         self.sums.retire(epoch)
-        why = "left" if instance.is_leaving and why != "silent" else why
+        why = "left" if instance.is_leaving and why not in ("silent", "stuck") else why
         self.num_ends[why] += 1
         entries = self.book.end(epoch)
         logger.info("%s is gone (%s); requests that go on elsewhere: %d", instance, why, len(entries))
@@ -263,6 +252,7 @@ class Front:
                 self.sums.note(epoch, message.stats)
                 instance = self.book.roster.expect(epoch)
                 instance.num_blocks = message.stats.num_blocks or instance.num_blocks  # a stage alone has no ledger
+                self._stalls.hear(instance, message.progress, time.monotonic())
             case Accepted():
                 self.requests.take_acceptance(message)
             case Refused():

@@ -38,6 +38,7 @@ from floodplain.cluster.sums import StatsBook, since
 from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
 from floodplain.engine.outputs import EngineStats
+from floodplain.engine.step_meter import StepMeter
 from floodplain.runtime.handover import Record
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,9 @@ class GroupLife(Life):
         if self._pipeline is not None and self._pipeline.engine is not None:
             self._counted.note(_GROUP, self._pipeline.engine.stats())
         return self._counted.total()
+
+    def _meter(self) -> StepMeter | None:
+        return super()._meter() if self._pipeline is None else self._pipeline.meter
 
     @property
     def _pipeline(self) -> GroupPipeline | None:

@@ -21,6 +21,7 @@ from floodplain.cost.pipeline import ChunkPrice, cost_by_shape
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.pause import Pause
 from floodplain.engine.shell import Engine
+from floodplain.engine.step_meter import StepMeter
 from floodplain.policy.microbatch import MicrobatchRule
 from floodplain.runtime.handover import HeldBlocks, Record, adopt, take_records
 
@@ -60,6 +61,13 @@ class GroupPipeline:
         if self._worker is not None and not self.is_ending:
             return self._worker.failure
         return None if self.engine is None else self.engine.failure
+
+    @property
+    def meter(self) -> StepMeter | None:
+        """Of this member's part; None before it computes."""
+        if self._worker is not None:
+            return self._worker.meter
+        return None if self.engine is None else self.engine.engine.meter
 
     async def open(self) -> None:
         """Link with both neighbours, and begin to compute.

@@ -35,6 +35,11 @@ class Replica:
         """See ``Member``."""
         await self.engine.close()
 
+    async def rest(self) -> None:
+        """See ``Member``."""
+        pause = await self.engine.pause()
+        pause.release()
+
     def hello(self, token: str) -> Hello:
         """See ``Member``."""
         one = self.engine.engine

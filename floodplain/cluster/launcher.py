@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 LOST_TIMEOUT_S = 30.0
 """A child that fell silent and does not join again within this time is killed, and another one started."""
+PARTED_TIMEOUT_S = 300.0
+"""The same of one whose life ended otherwise: it may read dropped layers again, or end a long step."""
 FIRST_RETRY_S = 1.0
 """After a process that could not be started because the system had no room for it; then twice as long each time."""
 
@@ -145,7 +147,8 @@ class Launcher:
 
         Args:
             slot: Of the instance.
-            why: ``silent``: it may be stopped or wedged; ``hung_up``; else it is not the reason itself.
+            why: ``silent``: it may be stopped or wedged; ``stuck``: it is killed; ``hung_up``; else it is not the
+                reason itself.
             silent_s: Since it was heard last.
         """
         served_s, words = self._count_served_s(slot), "it hung up" if why == "hung_up" else ""
@@ -154,9 +157,12 @@ class Launcher:
             served_s = None if served_s is None else max(0.0, served_s - silent_s)
             when = " while it started" if served_s is None or served_s < SETTLED_S else ""
             words = f"it missed its beats for {silent_s:.1f} s{when}"
-            self._spare(slot)
-            loop = asyncio.get_running_loop()
-            self._killings[slot] = loop.call_later(self._lost_timeout_s, self._kill_lost, slot)
+            self._kill_later(slot, self._lost_timeout_s)
+        elif why == "stuck":
+            words = "it beat and computed nothing (--stall-timeout)"
+            self._kill(slot)
+        elif why != "left":
+            self._kill_later(slot, PARTED_TIMEOUT_S)
         self._lost[slot] = Lost(words, served_s)
         self._on_change()
 
@@ -185,8 +191,12 @@ class Launcher:
         self._again_s.pop(slot, None)
         self._killed.discard(slot)
 
-    def _kill_lost(self, slot: int) -> None:
-        logger.warning("instance %d has been silent for %g s: it is killed", slot, self._lost_timeout_s)
+    def _kill_later(self, slot: int, timeout_s: float) -> None:
+        self._spare(slot)
+        self._killings[slot] = asyncio.get_running_loop().call_later(timeout_s, self._kill_lost, slot, timeout_s)
+
+    def _kill_lost(self, slot: int, timeout_s: float) -> None:
+        logger.warning("instance %d has not joined again for %g s: it is killed", slot, timeout_s)
         self._kill(slot)
 
     def _kill(self, slot: int) -> None:

@@ -31,6 +31,7 @@ from floodplain.core.request import FinishReason, Request
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.caller import OnAdded
 from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.engine.step_meter import NO_PROGRESS, StepMeter
 from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class Life:
     def __init__(self, link: FrameLink, welcome: Welcome, engine: AsyncEngine | None) -> None:
         self._engine, self._link = engine, link
         self._before = EngineStats() if engine is None else engine.stats()  # counted in lives before this one
+        if engine is not None:
+            engine.engine.meter.renew()
         self._epoch, self._beat_s = welcome.epoch, welcome.beat_s
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, Request] = {}
@@ -100,12 +103,18 @@ class Life:
             failure = self.find_failure()
             if failure is not None:
                 raise failure
-            self._send(Beat(self._epoch, self._stats()))
+            meter = self._meter()
+            progress = NO_PROGRESS if meter is None else meter.progress()
+            self._send(Beat(self._epoch, self._stats(), progress))
             await asyncio.sleep(self._beat_s)
         logger.warning("the front has been silent for %g s", FRONT_SILENCE_S)
 
     def _stats(self) -> EngineStats:
         return EngineStats() if self._engine is None else since(self._engine.stats(), self._before)
+
+    def _meter(self) -> StepMeter | None:
+        """Of what computes; None while nothing does."""
+        return None if self._engine is None else self._engine.engine.meter
 
     def find_failure(self) -> BaseException | None:
         """What ended the engine, if something did."""

@@ -25,6 +25,7 @@ from floodplain.cluster.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.plan import TokenLogprobs
 from floodplain.engine.outputs import EngineStats
+from floodplain.engine.step_meter import NO_PROGRESS, Progress
 from floodplain.lending.fields import WireError
 
 
@@ -141,10 +142,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The instance is there, and this is how it is."""
+    """The instance is there, and this is how it is, and how it gets on."""
 
     epoch: int
     stats: EngineStats
+    progress: Progress = NO_PROGRESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from floodplain.cluster.migration_book import MigrationResult
 from floodplain.cluster.roster import STATES
 from floodplain.core.groups import GroupState
 
-END_REASONS = ("hung_up", "silent", "left", "pipeline", "group")
+END_REASONS = ("hung_up", "silent", "stuck", "left", "pipeline", "group")
 _GAUGES = {
     "requests_running": ("Requests on the instance's device.", "num_running"),
     "requests_waiting": ("Requests that wait there.", "num_waiting"),

@@ -78,4 +78,5 @@ def make_engine(
         block_bytes=stage.block_bytes,
         vocab_size=stage.shape.vocab_size,
         pipeline=executor.facts,
+        meter=executor.meter,
     )

@@ -18,6 +18,7 @@ from floodplain.core.plan import StepPlan, StepResult
 from floodplain.core.tiers import CopyTime
 from floodplain.engine.outputs import PipelineFacts
 from floodplain.engine.stage_runner import StageRunner
+from floodplain.engine.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ class PipelineExecutor:
         limits: What plans may name.
         clock: Monotonic seconds.
         busy: Entered while the stage computes.
+
+    Attributes:
+        meter: The engine's; it rests while other stages compute.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class PipelineExecutor:
         clock: Callable[[], float] = time.monotonic,
         busy: Busy = nullcontext,
     ) -> None:
+        self.meter = StepMeter()
         self._runner, self._limits = runner, limits
         self._outbound, self._inbound = outbound, inbound
         self._clock, self._busy = clock, busy
@@ -66,7 +71,8 @@ class PipelineExecutor:
             x = self._runner.run(plan, None)
         assert isinstance(x, torch.Tensor)
         step = Travelling(plan, x, (self._clock() - begin_s,))
-        self._outbound.send(pack_plan(step, self._outbound.carries_tensors))
+        with self.meter.waiting():
+            self._outbound.send(pack_plan(step, self._outbound.carries_tensors))
 
     def collect(self) -> StepResult:
         """See ``Executor``.
@@ -75,7 +81,9 @@ class PipelineExecutor:
             PeerLost: Another stage is gone.
         """
         plan = self._under_way.popleft()
-        result, busy_s = read_result(self._inbound.recv(), plan, self._limits.vocab_size)
+        with self.meter.waiting():
+            frame = self._inbound.recv()
+        result, busy_s = read_result(frame, plan, self._limits.vocab_size)
         self._runner.take_tokens(plan, result.token_ids)
         now = self._clock()
         self._facts = self._facts.with_step(busy_s, now - self._active_since_s)
@@ -117,6 +125,7 @@ class StageWorker:
 
     Attributes:
         limits: As above; may be changed between two plans.
+        meter: Which steps have begun and ended; it rests while other stages compute.
         failure: Why the thread ended: ``PeerLost``, or a bug of ours; None while it runs.
     """
 
@@ -131,6 +140,7 @@ class StageWorker:
     ) -> None:
         self.failure: BaseException | None = None
         self.limits = limits
+        self.meter = StepMeter()
         self._runner = runner
         self._inbound, self._outbound = inbound, outbound
         self._clock, self._busy = clock, busy
@@ -160,8 +170,12 @@ class StageWorker:
 
     def _pass_on(self, step: Travelling) -> None:
         begin_s = self._clock()
+        self.meter.begin(sum(step.plan.count_work()))
+        self.meter.work()
         with self._busy():
             result = self._runner.run(step.plan, step.x)
+        self.meter.rest()
+        self.meter.end()
         busy_s = (*step.busy_s, self._clock() - begin_s)
         if isinstance(result, StepResult):
             self._outbound.send(pack_result(result, busy_s))

@@ -45,6 +45,11 @@ class PipelineBook:
         self._pipelines: dict[int, Pipeline] = {}
         self._next_number = 1
 
+    @property
+    def pipelines(self) -> list[Pipeline]:
+        """Those that were formed and have not ended."""
+        return list(self._pipelines.values())
+
     def join(self, epoch: int, stage: int) -> int | None:
         """A stage is there, under a new epoch.
 

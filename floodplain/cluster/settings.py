@@ -59,6 +59,13 @@ class ClusterConfig:
         default=1.0,
         metadata={"help": "seconds of silence after which an instance is taken for dead", "metavar": "S"},
     )
+    stall_timeout: float | None = field(
+        default=None,
+        metadata={"help": "seconds for which an instance may beat and compute nothing although it has work; then its "
+                          "requests go on elsewhere, and it is started again (default: ten times the longest step that "
+                          "any instance has ended, more for a larger step; at least 10, of its first step 20, and 60 "
+                          "while no instance has ended a step)", "metavar": "S"},
+    )  # fmt: skip
     cluster: str | None = field(
         default=None,
         metadata={"help": "have Ray place the instances and start them again: auto starts a Ray of this machine, "
@@ -127,6 +134,8 @@ class ClusterConfig:
         if not 1 <= self.instances <= MAX_INSTANCES:
             raise UserError(f"--instances must be between 1 and {MAX_INSTANCES}, not {self.instances}")
         self._check_cluster()
+        if self.stall_timeout is not None and not 1 <= self.stall_timeout <= 86400:
+            raise UserError(f"--stall-timeout must be between 1 and 86400 seconds, not {self.stall_timeout}")
         host, _ = split_address(self.instance_address, "--instance-address")
         if not is_loopback(host) and self.instance_token_file is None and self.cluster is None:
             raise UserError(
@@ -185,9 +194,11 @@ class ClusterConfig:
         others += [] if self.instance_cpus is None else [f"--instance-cpus {self.instance_cpus}"]
         for flag in (["--pipeline"] if self.pipeline else []) + self._find_pipeline_flags() + others:
             raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
-        for name, default in (("address", "127.0.0.1:0"), ("token_file", None), ("timeout", 1.0)):
-            if getattr(self, f"instance_{name}") != default:
-                flag = f"--instance-{name.replace('_', '-')}"
+        defaults = {"instance_address": "127.0.0.1:0", "instance_token_file": None, "instance_timeout": 1.0,
+                    "stall_timeout": None}  # fmt: skip
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} needs --instances: without it there is one engine, in this process")
 
 

@@ -28,6 +28,7 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.compute_threads import release_compute_threads
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.stage_build import Stage, build_stage
+from floodplain.engine.step_meter import StepMeter
 from floodplain.policy.microbatch import MicrobatchRule, Split
 from floodplain.web.listen import bind
 
@@ -61,6 +62,9 @@ class StageMember:
         """See ``Member``."""
         self.listener.close()
         self.stage.close()
+
+    async def rest(self) -> None:
+        """See ``Member``: a life of a stage ends when its thread has."""
 
     def hello(self, token: str) -> Hello:
         """See ``Member``."""
@@ -125,6 +129,9 @@ class _StageLife(Life):
             self._forming = asyncio.create_task(self._form(message))
             return
         super()._take(message, token_ids)
+
+    def _meter(self) -> StepMeter | None:
+        return super()._meter() if self._worker is None else self._worker.meter
 
     def find_failure(self) -> BaseException | None:
         """What ended the pipeline, if something did."""

@@ -49,8 +49,7 @@ class AsyncEngine:
         self._subscribers: list[Callable[[Lifecycle], None]] = []
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closing = False
-        self._is_draining = False
+        self._is_closing = self._is_draining = False
         self._failure: BaseException | None = None
 
     @classmethod
@@ -237,19 +236,20 @@ class AsyncEngine:
             self._call(self._fail, error)
 
     def _take_inbox(self, block_s: float) -> None:
-        try:
-            (self._inbox.get(timeout=block_s) if block_s else self._inbox.get_nowait())()
+        with contextlib.suppress(queue.Empty):
+            with self._engine.meter.waiting():
+                first = self._inbox.get(timeout=block_s) if block_s else self._inbox.get_nowait()
+            first()
             end_s = time.monotonic() + _INBOX_S
             while time.monotonic() < end_s:
                 self._inbox.get_nowait()()
-        except queue.Empty:
-            return
 
     def _hold(self, pause: Pause) -> None:
         deltas = self._engine.come_to_rest()
         self._call(self._dispatch, deltas, [])
         self._call(pause.begin, self._engine)
-        pause.hold()
+        with self._engine.meter.waiting():
+            pause.hold()
 
     def _submit(self, caller: Caller) -> None:
         try:

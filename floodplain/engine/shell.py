@@ -18,6 +18,7 @@ from floodplain.engine.expansion import Expansion
 from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta, PipelineFacts
 from floodplain.engine.processor import OutputProcessor
 from floodplain.engine.snapshot import take_snapshot
+from floodplain.engine.step_meter import StepMeter
 from floodplain.lending.neighbours import LeaseFacts, Neighbours
 from floodplain.memory.swap_space import SwapStats
 from floodplain.model.tokenizer import Tokenizer
@@ -50,12 +51,14 @@ class Engine:
         expansion: How many layers of its KV stream. None: none ever does.
         pipeline: How busy the stages were, of a pipeline.
         clock: Monotonic seconds.
+        meter: Kept by the executor, too, if it waits for other stages.
 
     Attributes:
         clock: As above. Whoever drives the engine may put another one here before the first request: one that stands
             while something else runs, say.
         has_news: Whoever feeds the engine from another thread sets it: a step that waits returns when it says True.
         scheduler_s: The loop's own time, all steps.
+        meter: Which steps have begun and ended.
         is_stepping: Whether a step has begun and not returned. If it never will, the loop's books are not whole.
     """
 
@@ -75,6 +78,7 @@ class Engine:
         expansion: Expansion | None = None,
         pipeline: Callable[[], PipelineFacts] = PipelineFacts,
         clock: Callable[[], float] = time.monotonic,
+        meter: StepMeter | None = None,
     ) -> None:
         self.loop = loop
         self.tokenizer = tokenizer
@@ -85,6 +89,7 @@ class Engine:
         self.expansion = expansion
         self.has_news: Callable[[], bool] = lambda: False
         self.scheduler_s = 0.0
+        self.meter = meter or StepMeter()
         self.is_stepping = False
         self._executor = executor
         self._swap_stats = swap_stats
@@ -194,6 +199,7 @@ class Engine:
             deltas, ended = self._complete(self._executor.collect()), self._executor.poll_transfers()
         else:
             deltas, ended = [], self._wait()
+        self.meter.num_copies += len(ended)
         self._driver.settle(ended, self._executor.take_copy_times, self.clock())
         if not self._driver.num_outstanding:  # memory moves where no step uses it
             self._move_memory()
@@ -234,6 +240,7 @@ class Engine:
             self.scheduler_s += self.clock() - begin
             if not isinstance(plan, StepPlan):
                 return
+            self.meter.begin(sum(plan.count_work()))
             self._executor.submit(plan)
 
     def _wait(self) -> Seq[tuple[int, Seq[int]]]:
@@ -249,6 +256,7 @@ class Engine:
         return ended
 
     def _complete(self, result: StepResult) -> list[tuple[SeqId, OutputDelta]]:
+        self.meter.end()
         begin = self.clock()
         outputs = self._driver.complete(result, begin)
         self.scheduler_s += self.clock() - begin

@@ -17,6 +17,7 @@ from floodplain.cluster.droppable import Droppable, open_droppable
 from floodplain.cluster.front import Front
 from floodplain.cluster.group_member import GroupMember
 from floodplain.cluster.grouping import Grouping
+from floodplain.cluster.stalls import BY_STEPS, StallRule
 from floodplain.cluster.streams import Caller
 from floodplain.core.blocks import BlockLedger
 from floodplain.core.groups import GroupState
@@ -95,9 +96,12 @@ class Ring:
 
 
 @asynccontextmanager
-async def ring(config: EngineConfig, num_instances: int, folder: Path) -> AsyncIterator[Ring]:
+async def ring(
+    config: EngineConfig, num_instances: int, folder: Path, silence_s: float = 60.0, rule: StallRule = BY_STEPS
+) -> AsyncIterator[Ring]:
     """Instances that have joined, under epochs from 1; a bound in time keeps a bug from hanging the suite."""
-    front = Front(60.0, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=open_model(config.model).config.shape)
+    shape = open_model(config.model).config.shape
+    front = Front(silence_s, {TOKEN: 0}, FakeSlots(), lambda _: None, shape=shape, stall_rule=rule)
     async with asyncio.timeout(60):
         sock = bind("127.0.0.1", 0)
         await front.start(sock)

@@ -1,0 +1,50 @@
+"""Which of a front's instances are stuck: beats go to ``StallWatch``, with what the front knows of units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from floodplain.cluster.forming import Forming
+from floodplain.cluster.grouping import Grouping
+from floodplain.cluster.roster import Instance, Roster
+from floodplain.cluster.stalls import StallWatch, Stuck
+from floodplain.core.groups import GroupState
+from floodplain.engine.step_meter import Progress
+
+
+class StallGuard:
+    """See the module.
+
+    Args:
+        watch: That judges.
+        roster: Of the front.
+        forming: Of its pipelines; None if it has none.
+        grouping: Of its groups; None if it has none.
+    """
+
+    def __init__(self, watch: StallWatch, roster: Roster, forming: Forming | None, grouping: Grouping | None) -> None:
+        self._watch, self._roster = watch, roster
+        self._forming, self._grouping = forming, grouping
+
+    def hear(self, instance: Instance, progress: Progress, now: float) -> None:
+        """An instance beats."""
+        self._watch.hear(instance.epoch, progress, now, owes=self._owes(instance))
+
+    def find_stuck(self) -> Iterator[Stuck]:
+        """Those that live and are stuck; the caller may end lives meanwhile."""
+        self._watch.keep({one.epoch for one in self._roster})
+        return (stuck for stuck in self._watch.find_stuck(self._units()) if self._roster.get(stuck.epoch) is not None)
+
+    def _units(self) -> list[Sequence[int]]:
+        units: list[Sequence[int]] = []
+        if self._forming is not None:
+            units += [pipeline.epochs for pipeline in self._forming.pipelines]
+        if self._grouping is not None:
+            units += [group.epochs for group in self._grouping.groups]
+        shared = {epoch for unit in units for epoch in unit}
+        return [*units, *((one.epoch,) for one in self._roster if one.epoch not in shared)]
+
+    def _owes(self, instance: Instance) -> bool:
+        """Whether it has requests, and is not held up by a change of its group, which has timers of its own."""
+        group = None if self._grouping is None else self._grouping.groups.find(instance.epoch)
+        return bool(instance.tickets) and (group is None or group.state is GroupState.PIPELINED)

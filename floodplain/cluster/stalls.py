@@ -1,0 +1,153 @@
+"""Which instances do not get on although their processes beat. No I/O; the clock is the front's, and only gaps count.
+
+An instance *stands still* while its beats show work and the same counts of steps and copies. It is *stuck* when
+
+- its thread has been in one piece of work of its own for longer than its limit: it alone is blamed; or
+- requests are placed on it, and it has stood still for longer than the limit although it waits for nothing of its own.
+  In a pipeline each member then waits for another one, and no member says for whom: all of them are blamed.
+
+Times between two beats count as far as beats are due: neither a front nor an instance that was stopped makes a stall.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from floodplain.engine.step_meter import Progress
+
+FACTOR = 10.0
+"""How much longer than the longest honest step a step may be."""
+LEAST_S = 10.0
+"""No limit is shorter: a busy machine, a page fault, a garbage collection."""
+FIRST_STEP_S = 20.0
+"""The least limit of an instance that has ended no step: it may find caches cold."""
+UNKNOWN_S = 60.0
+"""The limit while no instance has ended a step: its kernels may be compiled in it."""
+MOST_S = 3600.0
+"""No limit is longer, whatever instances say."""
+GAP_BEATS = 2.0
+"""Time between two beats counts up to so many beats."""
+
+
+@dataclass(frozen=True, slots=True)
+class StallRule:
+    """How long an instance may stand still.
+
+    Attributes:
+        fixed_s: What the operator said; None: as long as steps have shown.
+    """
+
+    fixed_s: float | None = None
+
+    def limit_s(self, longest_s: float, most_tokens: int, progress: Progress, *, is_first: bool) -> float:
+        """Seconds that an instance may stand still.
+
+        Args:
+            longest_s: The longest step that any instance has ended, and
+            most_tokens: the most tokens of one; 0 if none has ended.
+            progress: Of this instance: its step may be larger than any that ended.
+            is_first: It has ended no step in this life.
+        """
+        if self.fixed_s is not None:
+            return self.fixed_s
+        if not most_tokens:
+            return UNKNOWN_S
+        honest_s = longest_s * max(1.0, progress.step_tokens / most_tokens)
+        return min(MOST_S, max(FIRST_STEP_S if is_first else LEAST_S, FACTOR * honest_s))
+
+
+BY_STEPS = StallRule()
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A verdict: the instance of ``epoch`` has stood still for ``still_s``, and might have for ``limit_s``."""
+
+    epoch: int
+    still_s: float
+    limit_s: float
+
+    @property
+    def words(self) -> str:
+        """What a log says of it."""
+        return f"beats, and has computed nothing for {self.still_s:.1f} s (--stall-timeout: {self.limit_s:.1f} s)"
+
+
+@dataclass(slots=True)
+class _Heard:
+    progress: Progress
+    heard_s: float
+    num_ended_before: int
+    still_s: float = 0.0
+    owes: bool = False
+
+    @property
+    def own_s(self) -> float:
+        """How long it has stood still in one piece of its own work."""
+        busy_s = self.progress.busy_s
+        return 0.0 if busy_s is None else min(busy_s, self.still_s)
+
+
+class StallWatch:
+    """Told of each beat; says which instances are stuck.
+
+    Args:
+        rule: How long an instance may stand still.
+        beat_s: How often it beats.
+    """
+
+    def __init__(self, rule: StallRule, beat_s: float) -> None:
+        self._rule, self._beat_s = rule, beat_s
+        self._heard: dict[int, _Heard] = {}
+        self._longest_s, self._most_tokens = 0.0, 0
+
+    def hear(self, epoch: int, progress: Progress, now: float, *, owes: bool) -> None:
+        """A beat of an instance.
+
+        Args:
+            epoch: Of the instance.
+            progress: What it says.
+            now: The front's clock.
+            owes: Requests are placed on it, and nothing that the front ordered keeps it from computing them.
+        """
+        before = self._heard.get(epoch)
+        if before is None:
+            self._heard[epoch] = _Heard(progress, now, progress.num_ended, owes=owes)
+            return
+        self._longest_s = max(self._longest_s, progress.longest_s)
+        self._most_tokens = max(self._most_tokens, progress.most_tokens)
+        last, gap_s = before.progress, min(now - before.heard_s, GAP_BEATS * self._beat_s)
+        has_moved = _counts(last) != _counts(progress)
+        is_at_rest = progress.busy_s is None and not (owes and before.owes)
+        before.still_s = 0.0 if has_moved or is_at_rest else before.still_s + max(0.0, gap_s)
+        before.progress, before.heard_s, before.owes = progress, now, owes
+
+    def keep(self, epochs: set[int]) -> None:
+        """These instances live; what is known of others is forgotten."""
+        self._heard = {epoch: heard for epoch, heard in self._heard.items() if epoch in epochs}
+
+    def find_stuck(self, units: Iterable[Sequence[int]]) -> list[Stuck]:
+        """Stuck instances.
+
+        Args:
+            units: Epochs of instances that compute together, the leader first; one of its own for each other instance.
+        """
+        return [stuck for unit in units for stuck in self._judge([epoch for epoch in unit if epoch in self._heard])]
+
+    def _judge(self, unit: list[int]) -> list[Stuck]:
+        limits = {epoch: self._limit_s(self._heard[epoch]) for epoch in unit}
+        own = {epoch: self._heard[epoch].own_s for epoch in unit}
+        stuck = [Stuck(epoch, own[epoch], limits[epoch]) for epoch in unit if own[epoch] > limits[epoch]]
+        if stuck or any(own[epoch] > limits[epoch] / 2 for epoch in unit):  # a member that computes may end yet
+            return stuck
+        waiting = [one for epoch in unit if (one := self._heard[epoch]).owes and one.still_s > limits[epoch]]
+        return [Stuck(epoch, waiting[0].still_s, limits[epoch]) for epoch in unit if waiting]
+
+    def _limit_s(self, one: _Heard) -> float:
+        is_first = one.progress.num_ended <= one.num_ended_before
+        return self._rule.limit_s(self._longest_s, self._most_tokens, one.progress, is_first=is_first)
+
+
+def _counts(progress: Progress) -> tuple[int, int, int]:
+    return progress.num_begun, progress.num_ended, progress.num_copies

@@ -1,0 +1,159 @@
+"""Engines that are really blocked while their event loops beat: their requests go on elsewhere with the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from floodplain.cluster.dialer import Dialer, Member
+from floodplain.cluster.front import Front
+from floodplain.cluster.instance import Replica
+from floodplain.cluster.stage_member import open_stage
+from floodplain.cluster.stalls import StallRule
+from floodplain.core.groups import GroupState
+from floodplain.engine.async_engine import AsyncEngine
+from floodplain.engine.config import EngineConfig
+from floodplain.engine.shell import Engine
+from floodplain.engine.stage_runner import StageRunner
+from floodplain.web.listen import bind
+from tests.support import front_process
+from tests.support.cluster_peers import until
+from tests.support.group_in_process import Ring, ring
+
+MODEL, NUM_TOKENS = "dummy:tiny-deep", 40
+FLAGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 256}
+CONFIG = EngineConfig(model=MODEL, **FLAGS)
+PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(20 + number)] for number in range(6)]
+SILENCE_S, RULE = 1.0, StallRule(0.6)
+"""Beats come five times a second; real steps take milliseconds."""
+
+
+@cache
+def expected() -> list[list[int]]:
+    return front_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=NUM_TOKENS)
+
+
+class Block:
+    """Holds each thread that calls a method of a certain object, while it is shut and until it is opened for good."""
+
+    def __init__(self) -> None:
+        self.is_shut, self.num_held = False, 0
+        self._opened = threading.Event()
+
+    def pass_by(self) -> None:
+        if self.is_shut:
+            self.num_held += 1
+            assert self._opened.wait(60)
+
+    def open(self) -> None:
+        self.is_shut = False
+        self._opened.set()
+
+
+@contextmanager
+def block(kind: type, name: str, is_bad: Callable[[Any], bool]) -> Iterator[Block]:
+    """A block in a method of those objects of a class that are bad; it opens when this ends."""
+    old, one = getattr(kind, name), Block()
+
+    def call(self: Any, *args: Any) -> Any:
+        if is_bad(self):
+            one.pass_by()
+        return old(self, *args)
+
+    setattr(kind, name, call)
+    try:
+        yield one
+    finally:
+        one.open()
+        setattr(kind, name, old)
+
+
+@asynccontextmanager
+async def served(members: Sequence[Member], num_stages: int | None = None) -> AsyncIterator[tuple[Ring, list[int]]]:
+    """A front over members in this process, in slots from 0; slots of those that were stuck."""
+    stuck: list[int] = []
+    tokens: dict[str, int | None] = {f"secret-{slot}": slot for slot in range(len(members))}
+    ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
+    front = Front(SILENCE_S, tokens, ignore, ignore, ignore, num_stages, stall_rule=RULE, on_stuck=stuck.append)  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        sock = bind("127.0.0.1", 0)
+        await front.start(sock)
+        port = sock.getsockname()[1]
+        dialers = [Dialer(one, "127.0.0.1", port, token, 1.0) for one, token in zip(members, tokens, strict=True)]
+        lives = [asyncio.create_task(dialer.run()) for dialer in dialers]
+        try:
+            yield Ring(front, ()), stuck
+        finally:
+            for life in lives:
+                life.cancel()
+            await asyncio.gather(*lives, return_exceptions=True)
+            await front.close()
+            sock.close()
+
+
+@pytest.mark.parametrize("where", ["step", "add"])
+def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_comes_back_later(where: str) -> None:
+    """Within a step, or between two. While it is blocked it does not join again."""
+
+    async def play() -> None:
+        members = [Replica(AsyncEngine.from_config(CONFIG)) for _ in range(2)]
+        bad = members[1].engine.engine
+        with block(Engine, where, lambda engine: engine is bad) as blocked:
+            async with served(members) as (one, stuck):
+                roster = one.front.book.roster
+                await until(lambda: len(roster) == 2)
+                blocked.is_shut = True
+                one.ask(PROMPTS, NUM_TOKENS)
+                assert await one.results() == expected()
+                assert (blocked.num_held, stuck, one.front.num_ends) == (1, [1], {"stuck": 1})
+                assert [instance.slot for instance in roster] == [0]
+                blocked.open()
+                await until(lambda: len(roster) == 2)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_blocked_stage_is_blamed_and_not_those_that_wait_for_it(bad: int) -> None:
+    async def play() -> None:
+        config = replace(CONFIG, swap="none", policy="fcfs")
+        members = [open_stage(config, place, 2, "even", None) for place in range(2)]
+        first = members[bad].stage.parts.layers.start
+        with block(StageRunner, "run", lambda runner: runner._model.held.start == first) as blocked:
+            async with served(members, 2) as (one, stuck):
+                await until(lambda: one.front.is_ready)
+                one.ask(PROMPTS, NUM_TOKENS)
+                await one.until(lambda: min(one.counts) > 2)
+                blocked.is_shut = True
+                await one.until(lambda: stuck)
+                blocked.open()
+                assert await one.results() == expected()  # of the next pipeline
+                assert (stuck, one.front.num_ends) == ([bad], {"stuck": 1, "pipeline": 1})
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path, bad: int) -> None:
+    async def play() -> None:
+        with block(StageRunner, "run", lambda runner: (runner._model.held.start > 0) == bad) as blocked:
+            async with ring(CONFIG, 3, folder, SILENCE_S, RULE) as one:
+                await one.change(one.grouping.drop([1, 2]), GroupState.PIPELINED)
+                one.ask(PROMPTS, NUM_TOKENS)
+                ended, end = list[tuple[int, str]](), one.front._end
+                one.front._end = lambda epoch, why: (ended.append((epoch, why)), end(epoch, why))[1]  # type: ignore[method-assign, func-returns-value]
+                blocked.is_shut = True
+                assert await one.results() == expected()
+                assert ended[0] == (1 + bad, "stuck") and one.front.num_ends == {"stuck": 1, "group": 1}
+                blocked.open()
+                await one.until(lambda: len(one.front.book.roster) == 3)
+
+    asyncio.run(play())
