@@ -14,6 +14,7 @@ from floodplain.cluster.roster import Instance, Roster
 from floodplain.core.errors import InvariantError
 from floodplain.core.hashing import BlockKey, extend_keys, root_key
 from floodplain.core.request import Request
+from floodplain.lending.fields import WireError
 from floodplain.policy.dispatch import InstanceView, choose_instance
 
 MAX_FRUITLESS = 3
@@ -120,6 +121,16 @@ class Book:
         entry = self._placed.get(ticket)
         return entry if entry is not None and entry.epoch == epoch and self.roster.get(epoch) else None
 
+    def check_ticket(self, epoch: int, ticket: int) -> None:
+        """Check that an instance may speak of a ticket: it was given out, and not to another instance.
+
+        Raises:
+            WireError: It may not.
+        """
+        entry = self._placed.get(ticket)
+        if not 0 < ticket < self._next_ticket or (entry is not None and entry.epoch != epoch):
+            raise WireError("it speaks of a request that it was never given")
+
     def take(self, entry: Entry, token: int) -> None:
         """A placed request got its next token."""
         instance = self.roster.expect(entry.epoch or 0)
@@ -140,6 +151,8 @@ class Book:
 
     def give_back(self, entry: Entry) -> bool:
         """Its instance cannot go on with it. Whether another shall: it then waits to be placed there."""
+        if entry.epoch is not None and not self.roster.expect(entry.epoch).is_leaving:
+            entry.num_fruitless += 1  # one that lives gives it back: it might do so for ever
         self._take_back(entry)
         entry.num_moves += 1
         if entry.num_fruitless >= MAX_FRUITLESS:

@@ -1,7 +1,8 @@
-"""Frozen dataclasses as JSON values and back, by their annotations: each field has its type, or it is a ``WireError``.
+"""Frozen dataclasses as JSON values and back, by their annotations: each field fits its own, or it is a ``WireError``.
 
-Understood are int, float, str, bool, ``X | None``, ``tuple[X, ...]``, ``tuple[X, Y]``, dataclasses, and dicts by
-strings or by tuples of strings; the latter become lists, since JSON's keys are strings.
+Understood are int, float, str, bool, string enums, ``X | None``, ``tuple[X, ...]``, ``tuple[X, Y]``,
+dataclasses, and dicts by strings or by tuples of strings; the latter become lists, since JSON's keys are strings. All
+are bounded: as ``Annotated`` says (``core.ranges``), else by the bounds of the type that stand there.
 """
 
 from __future__ import annotations
@@ -9,13 +10,23 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import StrEnum
 from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from floodplain.core import ranges
 from floodplain.core.errors import UserError
 from floodplain.lending.fields import WireError
 
 T = TypeVar("T")
+
+_BOUNDS: Mapping[Any, Any] = {
+    int: ranges.COUNT,
+    float: ranges.SECONDS,
+    str: ranges.NAME,
+    tuple: ranges.ITEMS,
+    dict: ranges.ENTRIES,
+}
 
 
 def to_json(value: Any) -> Any:
@@ -38,6 +49,7 @@ def _write(hint: Any, value: Any) -> Any:
     if is_dataclass(value):
         return to_json(value)
     if isinstance(value, Mapping):
+        hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         if get_origin(get_args(hint)[0]) is tuple:
             return [[*key, item] for key, item in value.items()]
         return dict(value)
@@ -48,28 +60,41 @@ def _write(hint: Any, value: Any) -> Any:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+    return get_type_hints(kind, include_extras=True)
 
 
-def _read(hint: Any, value: object, where: str) -> Any:
+def _read(hint: Any, value: object, where: str, bound: Any = None) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _read(arguments[0], value, where, arguments[1])
     if origin in (Union, types.UnionType):
         (inner,) = (one for one in arguments if one is not types.NoneType)
-        return None if value is None else _read(inner, value, where)
-    if origin is tuple:
-        return _read_tuple(arguments, value, where)
-    if origin is dict:
-        return _read_dict(arguments[0], arguments[1], value, where)
+        return None if value is None else _read(inner, value, where, bound)
     if is_dataclass(hint):
         return _read_dataclass(hint, value, where)
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return hint(_read(str, value, where, ranges.OneOf(tuple(one.value for one in hint))))
+    bound = bound or _BOUNDS.get(origin or hint)
+    if origin is tuple:
+        return _read_tuple(arguments, value, where, bound)
+    if origin is dict:
+        return _read_dict(arguments[0], arguments[1], value, where, bound)
     if type(value) is not hint and not (hint is float and type(value) is int):
         raise WireError(f"{where} is not of type {hint.__name__}")
+    return _check(bound, value, where)
+
+
+def _check(bound: Any, value: Any, where: str) -> Any:
+    problem = None if bound is None else bound.problem(value)
+    if problem is not None:
+        raise WireError(f"{where} is {problem}")
     return value
 
 
-def _read_tuple(kinds: tuple[Any, ...], value: object, where: str) -> tuple[Any, ...]:
+def _read_tuple(kinds: tuple[Any, ...], value: object, where: str, bound: Any = None) -> tuple[Any, ...]:
     if not isinstance(value, list):
         raise WireError(f"{where} is not a list")
+    _check(bound, value, where)
     if kinds[-1] is Ellipsis:
         return tuple([_read(kinds[0], item, where) for item in value])
     if len(value) != len(kinds):
@@ -77,16 +102,16 @@ def _read_tuple(kinds: tuple[Any, ...], value: object, where: str) -> tuple[Any,
     return tuple([_read(kind, item, where) for kind, item in zip(kinds, value, strict=True)])
 
 
-def _read_dict(key: Any, kind: Any, value: object, where: str) -> dict[Any, Any]:
+def _read_dict(key: Any, kind: Any, value: object, where: str, bound: Any) -> dict[Any, Any]:
     if get_origin(key) is tuple:
         kinds = (*get_args(key), kind)
         if not isinstance(value, list):
             raise WireError(f"{where} is not a list")
-        rows = [_read_tuple(kinds, row, where) for row in value]
+        rows = [_read_tuple(kinds, row, where) for row in _check(bound, value, where)]
         return {row[:-1]: row[-1] for row in rows}
     if not isinstance(value, dict):
         raise WireError(f"{where} is not an object")
-    return {name: _read(kind, item, where) for name, item in value.items()}
+    return {_read(key, name, where): _read(kind, item, where) for name, item in _check(bound, value, where).items()}
 
 
 def _read_dataclass(kind: Any, value: object, where: str) -> Any:

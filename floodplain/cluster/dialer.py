@@ -112,7 +112,7 @@ class Dialer:
             resting.result()  # of an engine that failed: its exception
 
     async def _serve(self, link: FrameLink) -> bool:
-        """One life: until the connection ends, or this process is to stop. Whether the front took it."""
+        """One life: until the connection ends, or this process is to stop. False: it was not taken, or told nonsense."""
         try:
             link.send(pack(self._member.hello(self._token)))
             welcome = await _read_welcome(link)
@@ -122,6 +122,7 @@ class Dialer:
             await self._member.live(link, welcome, self._is_stopping, self._drain_timeout_s)
         except WireError as error:
             logger.warning("the front is hung up on: %s", error)
+            return False
         finally:
             await link.close()
         return True

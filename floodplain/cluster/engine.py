@@ -79,8 +79,9 @@ class ClusterEngine:
         shape = source.config.shape if relief in DROPPING_RELIEFS else None
         migrates, on_finished = relief == "migrate", self._note_finished
         self.front = Front(
-            silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates, stall_rule=stall_rule
-        )
+            silence_s, tokens, self._launcher, on_finished, num_stages, shape, migrates=migrates, stall_rule=stall_rule,
+            vocab_size=source.config.shape.vocab_size,
+        )  # fmt: skip
         self._webhook = webhook
         if shape is not None and relief in ("drop", "auto"):
             self._watch_load(shape, is_priced=relief == "auto", most_stages=most_stages)

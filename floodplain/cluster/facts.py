@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from floodplain.core.ranges import Line, Port, Positive, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +23,14 @@ class InstanceFacts:
         pid: The process.
     """
 
-    version: str
-    fingerprint: str
-    dtype: str
-    max_model_len: int
-    block_tokens: int
-    num_blocks: int
-    host: str
-    pid: int
+    version: Line
+    fingerprint: Line
+    dtype: Line
+    max_model_len: Positive
+    block_tokens: Positive
+    num_blocks: Positive
+    host: Line
+    pid: Positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +44,10 @@ class StageFacts:
         port: on which port.
     """
 
-    stage: int
-    num_stages: int
-    host: str
-    port: int
+    stage: Annotated[int, Range(0, 255)]
+    num_stages: Annotated[int, Range(2, 256)]
+    host: Line
+    port: Port
 
 
 def find_difference(first: InstanceFacts, other: InstanceFacts) -> str | None:

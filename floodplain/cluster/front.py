@@ -20,11 +20,11 @@ from floodplain.cluster.messages import (
     Accepted,
     Beat,
     Denied,
+    EpochMessage,
     Formed,
     FrontBeat,
     FrontMessage,
     Hello,
-    InstanceMessage,
     Leaving,
     Refused,
     Tokens,
@@ -43,6 +43,7 @@ from floodplain.cluster.stall_guard import StallGuard
 from floodplain.cluster.stalls import BY_STEPS, StallRule, StallWatch
 from floodplain.cluster.sums import StatsBook
 from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.cost.model_shape import ModelShape
 from floodplain.lending.fields import WireError
 
@@ -60,6 +61,7 @@ class Front:
         num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
         shape: Of the model whose layers instances may drop; None: they drop none.
         migrates: Running requests may move between instances, which drop no layers then.
+        vocab_size: Token ids are below this.
         stall_rule: How long an instance may beat and compute nothing.
 
     Attributes:
@@ -83,13 +85,14 @@ class Front:
         shape: ModelShape | None = None,
         *,
         migrates: bool = False,
+        vocab_size: int = MAX_TOKEN_ID + 1,
         stall_rule: StallRule = BY_STEPS,
     ) -> None:
         self.book = Book(Roster(silence_s))
         self.sums = StatsBook()
         self.first_facts: InstanceFacts | None = None
         self.num_ends: Counter[str] = Counter()
-        self.requests = Requests(self.book, self.send, on_finished)
+        self.requests = Requests(self.book, self.send, on_finished, vocab_size)
         self._beat_s, self._silence_s = silence_s / BEATS_PER_TIMEOUT, silence_s
         self._tokens = tokens
         self._door: Door | None = None
@@ -146,7 +149,7 @@ class Front:
             for epoch in self.book.roster.find_silent(time.monotonic()):
                 self._end(epoch, "silent")
             for stuck in self._stalls.find_stuck():
-                logger.warning("instance %d %s: its requests go on elsewhere", stuck.epoch, stuck.words)
+                logger.warning("%s %s: its requests go on elsewhere", self.book.roster.get(stuck.epoch), stuck.words)
                 self._end(stuck.epoch, "stuck")
             if self.grouping is not None:
                 self.grouping.expire(time.monotonic())
@@ -214,7 +217,9 @@ class Front:
     async def _listen(self, epoch: int, link: FrameLink) -> None:
         while (frame := await link.read()) is not None:
             message = read_instance_message(frame[0])
-            if not isinstance(message, Hello) and message.epoch == epoch:
+            if isinstance(message, Hello):
+                raise WireError("it says hello twice")
+            if message.epoch == epoch:
                 if not self.book.roster.hear(epoch, time.monotonic()):
                     return
                 self._take(epoch, message, frame[1])
@@ -244,7 +249,7 @@ class Front:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def _take(self, epoch: int, message: InstanceMessage, integers: tuple[int, ...]) -> None:
+    def _take(self, epoch: int, message: EpochMessage, integers: tuple[int, ...]) -> None:
         match message:
             case Tokens():
                 self.requests.take_tokens(message)
@@ -261,8 +266,6 @@ class Front:
                 self.book.roster.expect(epoch).is_leaving = True
             case Formed():
                 self._take_formed(message)
-            case Hello():
-                raise WireError("it says hello twice")
             case KvHeld() | KvPulled() | RequestStopped():
                 if self.migrating is not None:
                     self.migrating.take(message, integers)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from floodplain.cluster.group_steps import Answer
+from floodplain.core.ranges import HostPort, Line, Port, Positive, Range
 from floodplain.lending.fields import WireError
+
+Pages = Annotated[int, Range(0, 2**40)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +49,14 @@ class Prepared:
 
     epoch: int
     number: int
-    problem: str | None
-    host: str
-    port: int
-    bulk_address: str
-    num_kv_pages: int
-    quantum_pages: int
-    param_pages: tuple[int, ...]
-    quantum_blocks: int
+    problem: Line | None
+    host: Line
+    port: Port
+    bulk_address: HostPort
+    num_kv_pages: Pages
+    quantum_pages: Positive
+    param_pages: tuple[Pages, ...]
+    quantum_blocks: Positive
     rows: tuple[KvRow, ...]
 
 
@@ -95,12 +99,12 @@ class GroupDone:
     Attributes:
         epoch: Of the member.
         number: Of the group.
-        answer: One of ``cluster.group_steps.Answer``.
+        answer: What.
     """
 
     epoch: int
     number: int
-    answer: str
+    answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +114,14 @@ class Copied:
     Attributes:
         epoch: Of the member.
         number: Of the group.
-        answer: ``fetched`` or ``collected``, of ``cluster.group_steps.Answer``.
+        answer: ``FETCHED`` or ``COLLECTED``.
         request: The front's number of it.
         is_whole: Whether all of it is there, and was proven whole.
     """
 
     epoch: int
     number: int
-    answer: str
+    answer: Answer
     request: int
     is_whole: bool
 
@@ -126,13 +130,21 @@ GroupAnswer = Prepared | Planned | HandedOver | GroupDone | Copied
 ANSWERS = (Prepared, Planned, HandedOver, GroupDone, Copied)
 
 
-def read_answer(text: str) -> Answer:
+def answer_of(message: Prepared | Planned | HandedOver | GroupDone, *, leads: bool) -> Answer:
     """What a member says that it has done.
 
     Raises:
-        WireError: It is no answer.
+        WireError: Such an answer has rows, and these are missing; or it is the leader's.
     """
-    try:
-        return Answer(text)
-    except ValueError:
-        raise WireError(f"{text!r} is no answer of a group's member") from None
+    match message:
+        case Prepared():
+            return Answer.CONFIRMED
+        case Planned():
+            return Answer.PLANNED
+        case HandedOver():
+            if not leads:
+                raise WireError("it hands over what it does not lead")
+            return Answer.RETURNED
+    if message.answer in (Answer.CONFIRMED, Answer.PLANNED) or (message.answer is Answer.RETURNED and leads):
+        raise WireError("it does not say what it has")
+    return message.answer

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from floodplain.cluster.placements import Submit
+from floodplain.core.ranges import HostPort, Line, Port, Secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,9 @@ class Drop:
     first_quantum: int
     num_quanta: int
     max_model_len: int
-    secret: str
-    host: str
-    port: int
+    secret: Secret
+    host: Line
+    port: Port
     held: tuple[HeldRequest, ...]
 
 
@@ -104,7 +105,7 @@ class Fetch:
 
     epoch: int
     number: int
-    addresses: tuple[str, ...]
+    addresses: tuple[HostPort, ...]
     sources: tuple[tuple[int, ...], ...]
     held: tuple[HeldRequest, ...]
 
@@ -193,7 +194,7 @@ class Fill:
 
     epoch: int
     number: int
-    addresses: tuple[str, ...]
+    addresses: tuple[HostPort, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,7 @@ class Collect:
 
     epoch: int
     number: int
-    addresses: tuple[str, ...]
+    addresses: tuple[HostPort, ...]
     held: tuple[HeldRequest, ...]
 
 

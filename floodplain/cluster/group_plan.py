@@ -98,6 +98,11 @@ class GroupPlan:
     names: tuple[str, ...] = ()
     secret: str = field(default_factory=lambda: secrets.token_hex(SECRET_BYTES))
 
+    @property
+    def most_quanta(self) -> int:
+        """Quanta of the group once it has settled: all that a member may name."""
+        return self._expect_sizes().num_settled_quanta
+
     def name_of(self, epoch: int) -> str:
         """What commands call a member."""
         return dict(zip(self.epochs, self.names, strict=True))[epoch]
@@ -169,6 +174,15 @@ class GroupPlan:
             pairs = zip(self.epochs, holders, strict=True)
             copiers[request] = frozenset(epoch for epoch, holder in pairs if is_swapped or holder != one.place)
         return copiers
+
+    def choose_homes(self, is_wanted: Callable[[Entry], bool]) -> dict[int, int]:
+        """For each request on its way that is wanted: the member to which the fewest blocks went before."""
+        counts, homes = dict.fromkeys(self.epochs, 0), {}
+        for request, one in self.travellers.items():
+            if is_wanted(one.entry):
+                homes[request] = min(counts, key=lambda epoch: (counts[epoch], epoch))
+                counts[homes[request]] += len(one.blocks)
+        return homes
 
     # -- telling -------------------------------------------------------------------------------------------------------
 

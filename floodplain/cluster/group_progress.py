@@ -53,6 +53,10 @@ class Group:
     def _step(self) -> Step:
         return STEPS.get(self.state, Step())
 
+    def awaits(self, epoch: int, answer: Answer) -> bool:
+        """Whether this answer of this member, for the group as a whole, is missing."""
+        return self._step.answer is answer and epoch in self.awaited
+
     def take(self, event: GroupEvent) -> list[Order] | None:
         """An event takes place: the orders of the state that it leads to. None if it is stale.
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from floodplain.cluster.book import Book, Entry
-from floodplain.cluster.group_answers import Copied, GroupAnswer, GroupDone, HandedOver, Planned, Prepared, read_answer
+from floodplain.cluster.group_answers import Copied, GroupAnswer, GroupDone, HandedOver, Planned, Prepared, answer_of
 from floodplain.cluster.group_book import GroupBook
 from floodplain.cluster.group_candidates import find_max_model_len
 from floodplain.cluster.group_counts import GroupCounts
@@ -21,8 +21,10 @@ from floodplain.cluster.group_plan import GroupPlan, Traveller, rows_with_blocks
 from floodplain.cluster.group_progress import Change, Group
 from floodplain.cluster.group_steps import Answer, Order, OrderKind
 from floodplain.cluster.placements import submit_of
+from floodplain.cluster.row_checks import check_moves, check_report, check_rows
 from floodplain.core.groups import GroupState
 from floodplain.cost.model_shape import ModelShape
+from floodplain.lending.fields import WireError
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +110,13 @@ class Grouping:
             WireError: It is no answer of a member.
         """
         plan, group = self._plans.get(message.number), self.groups.get(message.number)
-        if plan is None or group is None or message.epoch not in plan.epochs:
+        if plan is None or group is None:
             return
-        plan.since_s = time.monotonic()
+        if message.epoch not in plan.epochs:
+            raise WireError(f"it is no member of group {message.number}")
+        leads = message.epoch == group.leader
+        if not (isinstance(message, Copied) or group.awaits(message.epoch, answer_of(message, leads=leads))):
+            return  # late, or said twice
         match message:
             case Prepared():
                 self._take_prepared(plan, message, integers)
@@ -118,12 +124,12 @@ class Grouping:
                 self._take_planned(plan, message, integers)
             case HandedOver():
                 self._lift_rows(plan, message, integers)
-                self._apply(self.groups.note(message.epoch, message.number, Answer.RETURNED))
+                self._note(plan, self.groups.note(message.epoch, message.number, Answer.RETURNED))
             case GroupDone():
-                self._apply(self.groups.note(message.epoch, message.number, read_answer(message.answer)))
+                self._note(plan, self.groups.note(message.epoch, message.number, message.answer))
             case Copied():
-                answer, request, is_ok = read_answer(message.answer), message.request, message.is_whole
-                self._apply(self.groups.note_request(message.epoch, message.number, answer, request, is_ok=is_ok))
+                copied = message.epoch, message.number, message.answer, message.request
+                self._note(plan, self.groups.note_request(*copied, is_ok=message.is_whole))
         if group.is_confirmed and self.groups.get(group.number) is group:
             self._divide(plan, group)
         elif group.is_returned:
@@ -147,32 +153,39 @@ class Grouping:
     def expire(self, now: float) -> None:
         """End groups in which nothing was done for too long; ask often."""
         for group in self.groups:
-            if group.state is GroupState.PIPELINED:
-                continue
-            is_preparing = group.state is GroupState.PREPARING
-            plan, limit_s = self._plans[group.number], PREPARE_TIMEOUT_S if is_preparing else STEP_TIMEOUT_S
-            if now - plan.since_s > limit_s:
-                why = f"nothing was done for {limit_s:g} s while it was {group.state}"
+            limit_s = PREPARE_TIMEOUT_S if group.state is GroupState.PREPARING else STEP_TIMEOUT_S
+            if group.state is not GroupState.PIPELINED and now - self._plans[group.number].since_s > limit_s:
+                late = ", ".join(map(str, group.awaited)) or "none"
+                why = f"nothing was done for {limit_s:g} s while it was {group.state}; awaited instances: {late}"
                 self.counts.problems.setdefault(group.number, why)
                 self._apply(self.groups.expire(group.number, group.state))
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
+    def _note(self, plan: GroupPlan, change: Change | None) -> None:
+        """A member has answered; an answer that is late or repeated does not keep a group from expiring."""
+        if change is not None:
+            plan.since_s = time.monotonic()
+            self._apply(change)
+
     def _take_prepared(self, plan: GroupPlan, message: Prepared, integers: Sequence[int]) -> None:
-        if message.problem is not None:
-            self.counts.problems[plan.number] = f"instance {plan.name_of(message.epoch)}: {message.problem}"
+        problem = message.problem or check_report(message, integers, self._shape.num_layers, plan.reports.values())
+        if problem is not None:
+            self.counts.problems[plan.number] = f"instance {plan.name_of(message.epoch)}: {problem}"
             self._apply(self.groups.refuse(message.epoch, message.number))
             return
         plan.reports[message.epoch] = message, tuple(integers)
-        self._apply(self.groups.confirm(message.epoch, message.number))
+        self._note(plan, self.groups.confirm(message.epoch, message.number))
 
     def _take_planned(self, plan: GroupPlan, message: Planned, integers: Sequence[int]) -> None:
+        check_moves(message.num_moves, integers, plan.most_quanta, plan.report_of(0).quantum_blocks)
         plan.moves = message.num_moves, tuple(integers)
         for ticket in message.given_back:
+            self._book.check_ticket(message.epoch, ticket)
             entry = self._book.find(message.epoch, ticket)
             if entry is not None:
                 self._let_wait(entry)
-        self._apply(self.groups.note(message.epoch, message.number, Answer.PLANNED))
+        self._note(plan, self.groups.note(message.epoch, message.number, Answer.PLANNED))
         self._place()
 
     def _divide(self, plan: GroupPlan, group: Group) -> None:
@@ -188,6 +201,7 @@ class Grouping:
         self._apply(self.groups.drop(group.number, plan.find_copiers()))
 
     def _lift_rows(self, plan: GroupPlan, message: HandedOver, integers: Sequence[int]) -> None:
+        check_rows(message.rows, integers, 0, plan.count_blocks(plan.most_quanta))
         entries = self._book.entries_of(message.epoch)
         found = {}
         for row, blocks in rows_with_blocks(message, integers):
@@ -200,13 +214,7 @@ class Grouping:
 
     def _bring_home(self, plan: GroupPlan) -> None:
         """All members serve by themselves: each request goes on where the fewest blocks went before."""
-        counts = dict.fromkeys(plan.epochs, 0)
-        homes = {}
-        for request, one in plan.travellers.items():
-            if not self._book.is_lifted(one.entry):
-                continue  # its client hung up
-            homes[request] = min(counts, key=lambda epoch: (counts[epoch], epoch))
-            counts[homes[request]] += len(one.blocks)
+        homes = plan.choose_homes(self._book.is_lifted)  # those whose clients have not hung up
         for epoch in plan.epochs:
             self._book.roster.expect(epoch).part = None
         self._apply(self.groups.adopt(plan.number, homes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeGuard
 
 from floodplain.cluster.codec import from_json, to_json
 from floodplain.cluster.facts import InstanceFacts, StageFacts
@@ -24,6 +24,7 @@ from floodplain.cluster.migration_messages import (
 from floodplain.cluster.placements import Submit
 from floodplain.core.errors import QueueFull, RequestRefused, ShuttingDown, UserError
 from floodplain.core.plan import TokenLogprobs
+from floodplain.core.ranges import MAX_COUNT, MAX_TOKEN_ID, Line, OneOf, Port, Positive, Range, Secret, TokenId
 from floodplain.engine.outputs import EngineStats
 from floodplain.engine.step_meter import NO_PROGRESS, Progress
 from floodplain.lending.fields import WireError
@@ -53,15 +54,19 @@ class Welcome:
     """A life begins: ``epoch`` names it. Both sides speak every ``beat_s``; the front waits ``silence_s`` at most."""
 
     epoch: int
-    beat_s: float
-    silence_s: float
+    beat_s: Annotated[float, Range(0.001, 3600.0)]
+    silence_s: Annotated[float, Range(0.001, 3600.0)]
+
+    def __post_init__(self) -> None:
+        if self.silence_s < self.beat_s:
+            raise UserError(f"a silence of {self.silence_s:g} s is shorter than a beat of {self.beat_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)
 class Denied:
     """The front does not take the instance: ``reason`` says what to change."""
 
-    reason: str
+    reason: Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +93,11 @@ class Form:
 
     epoch: int
     number: int
-    secret: str
-    num_blocks: int
-    max_model_len: int
-    host: str
-    port: int
+    secret: Secret
+    num_blocks: Positive
+    max_model_len: Positive
+    host: Line
+    port: Port
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +112,8 @@ class TokenRow:
     """What a request gained in a step; see ``OutputDelta``. ``token`` is None where it ended without one."""
 
     ticket: int
-    token: int | None
-    finish_reason: str | None
+    token: TokenId | None
+    finish_reason: Annotated[str, OneOf(("stop", "length"))] | None
     num_cached_tokens: int
     logprobs: TokenLogprobs | None
 
@@ -135,7 +140,7 @@ class Refused:
 
     epoch: int
     ticket: int
-    why: str
+    why: Annotated[str, OneOf(("full", "stopping", "refused", "invalid"))]
     message: str
     field: str | None
 
@@ -165,7 +170,8 @@ class Formed:
 
 
 FrontMessage = Welcome | Denied | Submit | Abort | Form | FrontBeat | GroupOrder | MigrationOrder
-InstanceMessage = Hello | Tokens | Accepted | Refused | Beat | Leaving | Formed | GroupAnswer | MigrationAnswer
+EpochMessage = Tokens | Accepted | Refused | Beat | Leaving | Formed | GroupAnswer | MigrationAnswer
+InstanceMessage = Hello | EpochMessage
 _FROM_FRONT = {
     kind.__name__: kind for kind in (Welcome, Denied, Submit, Abort, Form, FrontBeat, *ORDERS, *MIGRATION_ORDERS)
 }
@@ -205,10 +211,10 @@ def read_instance_message(body: dict[str, object]) -> InstanceMessage:
     Raises:
         WireError: It is no message of this version.
     """
-    if body.get("kind") == Tokens.__name__ and isinstance(epoch := body.get("epoch"), int):
-        rows = body.get("rows")
-        if not isinstance(rows, list):
-            raise WireError("Tokens has no rows")
+    if body.get("kind") == Tokens.__name__:
+        epoch, rows = body.get("epoch"), body.get("rows")
+        if len(body) != 3 or not _is_count(epoch, MAX_COUNT) or not isinstance(rows, list):
+            raise WireError("Tokens has not its fields")
         return Tokens(epoch, tuple([_read_row(row) for row in rows]))
     message: InstanceMessage = _read(body, _FROM_INSTANCE)
     return message
@@ -221,11 +227,21 @@ def _pack_row(row: TokenRow) -> list[object]:
 
 def _read_row(row: object) -> TokenRow:
     """By hand, since each token of each request passes here."""
-    match row:
-        case [int(ticket), int() | None as token, str() | None as reason, int(num_cached), logprobs]:
-            scores = None if logprobs is None else from_json(TokenLogprobs, logprobs)
-            return TokenRow(ticket, token, reason, num_cached, scores)
-    raise WireError("a row of Tokens has not its fields")
+    if not isinstance(row, list) or len(row) != len(TokenRow.__slots__):
+        raise WireError("a row of Tokens has not its fields")
+    ticket, token, reason, num_cached, logprobs = row
+    if (
+        not (_is_count(ticket, MAX_COUNT) and _is_count(num_cached, MAX_COUNT))
+        or not (token is None or _is_count(token, MAX_TOKEN_ID))
+        or not (reason is None or reason == "stop" or reason == "length")
+    ):
+        raise WireError("a row of Tokens has a value out of its range")
+    scores = None if logprobs is None else from_json(TokenLogprobs, logprobs)
+    return TokenRow(ticket, token, reason, num_cached, scores)
+
+
+def _is_count(value: object, most: int) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= most
 
 
 def _read(body: dict[str, object], kinds: Mapping[str, type[Any]]) -> Any:

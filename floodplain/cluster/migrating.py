@@ -35,7 +35,9 @@ from floodplain.cluster.migration_messages import (
 )
 from floodplain.cluster.placements import submit_of
 from floodplain.cluster.roster import Instance
+from floodplain.cluster.row_checks import check_blocks
 from floodplain.core.errors import UserError
+from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.lending.fields import WireError
 from floodplain.policy.dispatch import InstanceView, freeness
 from floodplain.policy.migration import LOW_FREENESS, MovableRequest, apply_move, choose_move
@@ -174,6 +176,11 @@ class Migrating:
         trip, one = self._trips.get(message.number), self.migrations.get(message.number)
         if trip is None or one is None:
             return
+        if message.epoch not in (one.source, one.target):
+            raise WireError(f"it has no part in migration {one.number}")
+        if not _is_awaited(one, message):
+            return  # late, or said twice
+        check_blocks(integers, 0, MAX_TOKEN_ID)
         is_placed = (trip.entry.epoch, trip.entry.ticket) == (one.source, trip.ticket)
         if not is_placed and one.state is not MigrationState.FINISHING:  # its instance gave it back
             self._apply(self.migrations.abort(one.number))
@@ -196,6 +203,10 @@ class Migrating:
     def _take_stopped(self, one: Migration, trip: _Trip, message: RequestStopped, integers: Sequence[int]) -> None:
         if message.is_stopped and message.num_tokens != trip.entry.num_tokens:
             raise WireError(f"a request stopped after {message.num_tokens} tokens, not {trip.entry.num_tokens}")
+        block_tokens = self._book.roster.expect(message.epoch).facts.block_tokens
+        num_left = -(-message.num_computed // block_tokens) - one.num_copied
+        if message.is_stopped and not (message.num_computed < message.num_tokens and len(integers) == num_left):
+            raise WireError("a request stopped with other blocks than its KV fills")
         trip.blocks, trip.num_computed = integers, message.num_computed
         num_blocks = len(integers) if message.is_stopped else None
         self._apply(self.migrations.stop(one.number, message.epoch, num_blocks))
@@ -261,6 +272,15 @@ class Migrating:
     def _note_downtime(self, trip: _Trip) -> None:
         if trip.stopped_s is not None:
             self.counts.downtime_s += time.monotonic() - trip.stopped_s
+
+
+def _is_awaited(one: Migration, message: MigrationAnswer) -> bool:
+    match message:
+        case KvHeld():
+            return one.state is MigrationState.HOLDING and message.epoch == one.source
+        case RequestStopped():
+            return one.state is MigrationState.STOPPING and message.epoch == one.source
+    return one.state in (MigrationState.COPYING, MigrationState.FINISHING) and message.epoch == one.target
 
 
 def _can_take_part(one: Instance) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from floodplain.cluster.placements import Submit
+from floodplain.core.ranges import HostPort, Secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class HoldKv:
     number: int
     ticket: int
     num_copied: int
-    secret: str
+    secret: Secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class PullKv:
 
     epoch: int
     number: int
-    address: str
-    secret: str
+    address: HostPort
+    secret: Secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class KvHeld:
     epoch: int
     number: int
     is_running: bool
-    address: str
+    address: HostPort
 
 
 @dataclass(frozen=True, slots=True)

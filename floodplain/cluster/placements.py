@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from floodplain.core.goals import Goals
+from floodplain.core.ranges import MAX_COUNT, Range
 from floodplain.core.request import Request
 from floodplain.core.sampling import SamplingParams
 
@@ -29,7 +31,7 @@ class Submit:
     num_prompt: int
     params: SamplingParams
     age_s: float
-    priority: int
+    priority: Annotated[int, Range(-(2**63), MAX_COUNT)]
     client: str
     cache_salt: str
     goals: Goals

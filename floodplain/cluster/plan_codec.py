@@ -18,9 +18,12 @@ from floodplain.cluster.stage_frames import Frame
 from floodplain.core.errors import PeerLost
 from floodplain.core.free_blocks import BlockId
 from floodplain.core.plan import PrefillChunk, StepPlan, StepResult, TableUpdate, TokenLogprobs
+from floodplain.core.ranges import SECONDS
 from floodplain.core.request import Request, SeqId
 from floodplain.core.sampling import SamplingParams
 from floodplain.lending.fields import WireError
+
+MAX_STAGES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def read_plan(frame: Frame, limits: PlanLimits) -> Travelling:
     """
     try:
         plan = _read_plan(frame, limits)
-        busy_s = tuple(map(float, frame.body["busy_s"]))
+        busy_s = _read_busy(frame)
     except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
         raise PeerLost(f"a stage sent a plan that is none ({error!r})") from None
     if frame.tensor is not None:
@@ -167,10 +170,17 @@ def read_result(frame: Frame, plan: StepPlan, vocab_size: int) -> tuple[StepResu
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError("no token")
         logprobs = {SeqId(_count(seq_id)): from_json(TokenLogprobs, one) for seq_id, one in frame.body["logprobs"]}
-        busy_s = tuple(map(float, frame.body["busy_s"]))
+        busy_s = _read_busy(frame)
     except (KeyError, TypeError, ValueError, OverflowError, WireError) as error:
         raise PeerLost(f"the last stage sent tokens that are none ({error!r})") from None
     return StepResult(plan.step_id, tokens.tolist(), logprobs), busy_s
+
+
+def _read_busy(frame: Frame) -> tuple[float, ...]:
+    busy_s = tuple(map(float, frame.body["busy_s"]))
+    if len(busy_s) > MAX_STAGES or any(SECONDS.problem(one) for one in busy_s):
+        raise ValueError("times out of their range")
+    return busy_s
 
 
 def _count(value: object, most: int = 2**62) -> int:

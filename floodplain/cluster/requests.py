@@ -8,8 +8,10 @@ from collections.abc import Callable
 from floodplain.cluster.book import MAX_FRUITLESS, Book, Entry
 from floodplain.cluster.messages import Abort, Accepted, FrontMessage, Refused, Tokens, error_of
 from floodplain.cluster.placements import submit_of
+from floodplain.cluster.row_checks import check_token
 from floodplain.cluster.streams import Caller
 from floodplain.core.lifecycle import Lifecycle
+from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.core.request import Request
 
 Send = Callable[[int, FrontMessage, tuple[int, ...]], None]
@@ -23,6 +25,7 @@ class Requests:
         book: Where each request is.
         send: See ``Send``.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
+        vocab_size: Token ids are below this.
 
     Attributes:
         on_opened: Called with each request that arrives.
@@ -33,11 +36,14 @@ class Requests:
         num_generated_tokens: Tokens that callers got.
     """
 
-    def __init__(self, book: Book, send: Send, on_finished: Callable[[Lifecycle], None]) -> None:
+    def __init__(
+        self, book: Book, send: Send, on_finished: Callable[[Lifecycle], None], vocab_size: int = MAX_TOKEN_ID + 1
+    ) -> None:
         self.on_opened: Callable[[Entry], None] = lambda _: None
         self.on_closed: Callable[[Entry], None] = lambda _: None
         self.num_moved = self.num_moved_tokens = self.num_prompt_tokens = self.num_generated_tokens = 0
         self._book, self._send, self._on_finished = book, send, on_finished
+        self._vocab_size = vocab_size
         self._callers: dict[int, Caller] = {}
 
     def submit(self, request: Request, caller: Caller) -> Entry:
@@ -78,9 +84,14 @@ class Requests:
     # -- instances say -------------------------------------------------------------------------------------------------
 
     def take_tokens(self, message: Tokens) -> None:
-        """Requests gained tokens, or ended."""
+        """Requests gained tokens, or ended.
+
+        Raises:
+            WireError: One cannot have gained that.
+        """
         now = time.monotonic()
         for row in message.rows:
+            self._book.check_ticket(message.epoch, row.ticket)
             entry = self._book.find(message.epoch, row.ticket)
             if entry is None:
                 continue
@@ -88,6 +99,8 @@ class Requests:
                 self.give_back(entry)
                 self.place()
                 continue
+            max_model_len = self._book.roster.expect(message.epoch).facts.max_model_len
+            check_token(entry, row, max_model_len, self._vocab_size)
             if not entry.tokens:
                 self.num_prompt_tokens += len(entry.request.prompt_token_ids)
             self.num_generated_tokens += 1
@@ -104,7 +117,12 @@ class Requests:
             self._callers[entry.number].accept()
 
     def take_refusal(self, message: Refused) -> None:
-        """An instance does not take a request."""
+        """An instance does not take a request.
+
+        Raises:
+            WireError: It was never given it.
+        """
+        self._book.check_ticket(message.epoch, message.ticket)
         entry = self._book.find(message.epoch, message.ticket)
         if entry is None:
             return

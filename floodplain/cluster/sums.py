@@ -69,8 +69,8 @@ def since(now: EngineStats, before: EngineStats) -> EngineStats:
 
 def _subtract(now: Any, before: Any) -> Any:
     if not isinstance(now, dict):
-        return now - before
-    return {key: number - before.get(key, 0) for key, number in now.items()}
+        return max(0, now - before)
+    return {key: max(0, number - before.get(key, 0)) for key, number in now.items()}
 
 
 def _add(all_stats: Iterable[EngineStats]) -> EngineStats:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
 from floodplain.core.free_blocks import BlockId
+from floodplain.core.ranges import Length, LogProbability, TokenId
 from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.tiers import Direction, Location, Tier
 
@@ -251,8 +253,8 @@ class Wait:
 class TokenLogprobs:
     """Log-probabilities at one position: the chosen token's, and the likeliest alternatives in order."""
 
-    chosen: float
-    top: tuple[tuple[int, float], ...] = ()
+    chosen: LogProbability
+    top: Annotated[tuple[tuple[TokenId, LogProbability], ...], Length(64)] = ()
 
 
 @dataclass(frozen=True, slots=True)

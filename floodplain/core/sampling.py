@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 from floodplain.core.errors import UserError
+from floodplain.core.ranges import MAX_COUNT, Range
 
 MAX_LOGPROBS = 20
 """The most alternatives that a request may ask for at each position, as in the OpenAI API."""
@@ -39,8 +41,8 @@ class SamplingParams:
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
+    top_k: Annotated[int, Range(-1, MAX_COUNT)] = 0
+    seed: Annotated[int, Range(-(2**63), 2**64 - 1)] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

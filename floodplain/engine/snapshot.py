@@ -36,7 +36,7 @@ def take_snapshot(
     counters = asdict(state.counters)
     blocks = {block_state.value: count for block_state, count in state.ledger.count_states().items()}
     backups = state.backups
-    kept = {tier.value: one.num_slots - backups.num_available(tier) for tier, one in backups.slots.items()}
+    kept = {tier.value: max(0, one.num_slots - backups.num_available(tier)) for tier, one in backups.slots.items()}
     return EngineStats(
         num_running=len(state.running) + len(state.loading),
         num_waiting=len(state.waiting),
@@ -48,7 +48,7 @@ def take_snapshot(
         },
         cached_bytes={tier.value: backups.num_idle(tier) * block_bytes for tier in backups.slots},
         num_blocks=state.ledger.num_blocks,
-        num_used_blocks=state.ledger.num_blocks - state.ledger.num_available,
+        num_used_blocks=max(0, state.ledger.num_blocks - state.ledger.num_available),
         num_steps=counters["num_steps"],
         scheduler_s=scheduler_s,
         num_prompt_tokens=counters["num_prompt_tokens"],

@@ -11,6 +11,7 @@ from floodplain.cluster.book import Book, Entry
 from floodplain.cluster.facts import InstanceFacts
 from floodplain.cluster.group_answers import GroupDone, HandedOver, KvRow, Planned, Prepared
 from floodplain.cluster.group_orders import Adopt, Collect, GroupOrder
+from floodplain.cluster.group_steps import Answer
 from floodplain.cluster.grouping import Grouping
 from floodplain.cluster.roster import Roster
 from floodplain.core.groups import GroupState
@@ -81,7 +82,7 @@ class Front:
         self._end(epoch, "hung_up")
 
     def return_other(self) -> None:
-        self._answer(GroupDone(2, self.number, "returned"))
+        self._answer(GroupDone(2, self.number, Answer.RETURNED))
 
     def _send(self, epoch: int, order: GroupOrder, integers: Sequence[int]) -> None:
         self.sent.append(order)
@@ -101,7 +102,7 @@ class Front:
 
     def _all(self, answer: str) -> None:
         for epoch in self.members:
-            self._answer(GroupDone(epoch, self.number, answer))
+            self._answer(GroupDone(epoch, self.number, Answer(answer)))
 
     def _answer(self, message: Prepared | Planned | HandedOver | GroupDone, integers: Sequence[int] = ()) -> None:
         self.grouping.take(message, tuple(integers))
