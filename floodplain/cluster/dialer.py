@@ -112,7 +112,7 @@ class Dialer:
             resting.result()  # of an engine that failed: its exception
 
     async def _serve(self, link: FrameLink) -> bool:
-        """One life: until the connection ends, or this process is to stop. False: it was not taken, or told nonsense."""
+        """One life: until the connection ends or this process is to stop. False: it was not taken, or told nonsense."""
         try:
             link.send(pack(self._member.hello(self._token)))
             welcome = await _read_welcome(link)

@@ -34,6 +34,7 @@ from floodplain.cluster.group_session import Session
 from floodplain.cluster.group_steps import Answer
 from floodplain.cluster.life import Life
 from floodplain.cluster.messages import FrontMessage, Welcome
+from floodplain.cluster.order_checks import check_group_order
 from floodplain.cluster.sums import StatsBook, since
 from floodplain.core.errors import InvariantError
 from floodplain.core.request import Request
@@ -106,6 +107,8 @@ class GroupLife(Life):
         if not isinstance(message, ORDERS):
             super()._take(message, token_ids)
         elif message.epoch == self._epoch:
+            taken = self._streams.get(message.submit.ticket) if isinstance(message, Adopt) else None
+            check_group_order(message, token_ids, taken, len(self._member.param_pages))
             self._obey(message, token_ids)
 
     def _obey(self, order: GroupOrder, integers: tuple[int, ...]) -> None:

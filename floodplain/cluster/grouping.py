@@ -155,9 +155,7 @@ class Grouping:
         for group in self.groups:
             limit_s = PREPARE_TIMEOUT_S if group.state is GroupState.PREPARING else STEP_TIMEOUT_S
             if group.state is not GroupState.PIPELINED and now - self._plans[group.number].since_s > limit_s:
-                late = ", ".join(map(str, group.awaited)) or "none"
-                why = f"nothing was done for {limit_s:g} s while it was {group.state}; awaited instances: {late}"
-                self.counts.problems.setdefault(group.number, why)
+                self.counts.problems.setdefault(group.number, f"nothing was done for {limit_s:g} s: {group.state}")
                 self._apply(self.groups.expire(group.number, group.state))
 
     # -- answers ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from floodplain.cluster.messages import (
     Abort,
     Accepted,
     Beat,
+    Denied,
+    FrontBeat,
     FrontMessage,
     InstanceMessage,
     Leaving,
@@ -24,6 +26,7 @@ from floodplain.cluster.messages import (
     read_front_message,
     refusal_of,
 )
+from floodplain.cluster.order_checks import check_submit
 from floodplain.cluster.placements import Submit, request_of
 from floodplain.cluster.sums import since
 from floodplain.core.errors import PeerLost, UserError
@@ -93,10 +96,20 @@ class Life:
 
     def _take(self, message: FrontMessage, token_ids: tuple[int, ...]) -> None:
         match message:
-            case Submit() if message.epoch == self._epoch:
+            case Welcome() | Denied():
+                raise WireError("it answers a hello that it was not told")
+            case _ if message.epoch != self._epoch:
+                return
+            case Submit():
+                check_submit(message, token_ids, self._streams.get(message.ticket))
                 self._begin(message, token_ids)
-            case Abort() if message.epoch == self._epoch and message.ticket in self._streams:
-                self._streams[message.ticket].cancel()
+            case Abort():
+                if message.ticket in self._streams:
+                    self._streams[message.ticket].cancel()
+            case FrontBeat():
+                return
+            case _:
+                raise WireError(f"{type(message).__name__} is nothing for this instance")
 
     async def _beat(self) -> None:
         while time.monotonic() - self._heard_s < FRONT_SILENCE_S:

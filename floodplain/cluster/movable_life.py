@@ -24,6 +24,7 @@ from floodplain.cluster.migration_messages import (
     RequestStopped,
     StopRequest,
 )
+from floodplain.cluster.order_checks import check_migration_order
 from floodplain.core.free_blocks import BlockId
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.memory.kv_pool import KVPool
@@ -74,6 +75,8 @@ class MovableLife(Life):
         if not isinstance(message, MIGRATION_ORDERS):
             super()._take(message, token_ids)
         elif message.epoch == self._epoch:
+            taken = self._streams.get(message.submit.ticket) if isinstance(message, GoOn) else None
+            check_migration_order(message, token_ids, taken)
             self._obey(message, token_ids)
 
     def _obey(self, order: MigrationOrder, integers: tuple[int, ...]) -> None:

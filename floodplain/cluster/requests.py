@@ -111,7 +111,12 @@ class Requests:
                 self._finish(entry, caller, is_known=row.finish_reason is not None)
 
     def take_acceptance(self, message: Accepted) -> None:
-        """An instance has taken a request."""
+        """An instance has taken a request.
+
+        Raises:
+            WireError: It was never given it.
+        """
+        self._book.check_ticket(message.epoch, message.ticket)
         entry = self._book.find(message.epoch, message.ticket)
         if entry is not None:
             self._callers[entry.number].accept()

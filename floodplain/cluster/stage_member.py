@@ -19,6 +19,7 @@ from floodplain.cluster.facts import InstanceFacts, StageFacts
 from floodplain.cluster.frames import FrameLink
 from floodplain.cluster.life import Life
 from floodplain.cluster.messages import Form, Formed, FrontMessage, Hello, Welcome
+from floodplain.cluster.order_checks import check_form
 from floodplain.cluster.pipeline_engine import make_engine, plan_limits, read_price
 from floodplain.cluster.pipeline_executor import PipelineExecutor, StageWorker
 from floodplain.cluster.stage_ring import StageRing
@@ -126,6 +127,7 @@ class _StageLife(Life):
 
     def _take(self, message: FrontMessage, token_ids: tuple[int, ...]) -> None:
         if isinstance(message, Form) and message.epoch == self._epoch and self._forming is None:
+            check_form(message, self._member.stage.num_blocks, self._member.stage.max_model_len)
             self._forming = asyncio.create_task(self._form(message))
             return
         super()._take(message, token_ids)

@@ -7,6 +7,7 @@ import errno
 import socket
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +20,7 @@ from floodplain.core.errors import QueueFull, RequestRefused
 from floodplain.core.request import Request
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats, OutputDelta
+from floodplain.engine.step_meter import StepMeter
 from tests.support import cluster_peers
 from tests.support.cluster_peers import FACTS, OUTSIDE, OWN, Stage, reference, stage, until
 
@@ -221,6 +223,7 @@ class HoldingEngine:
     """Accepts requests and gives no token; refuses prompts that begin with ``!``."""
 
     failure = None
+    engine = SimpleNamespace(meter=StepMeter())
 
     def stats(self) -> EngineStats:
         return EngineStats()

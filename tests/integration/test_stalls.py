@@ -24,6 +24,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.engine.stage_runner import StageRunner
 from floodplain.web.listen import bind
+from tests.fakes.slots import FakeSlots
 from tests.support import front_process
 from tests.support.cluster_peers import until
 from tests.support.group_in_process import Ring, ring
@@ -77,12 +78,13 @@ def block(kind: type, name: str, is_bad: Callable[[Any], bool]) -> Iterator[Bloc
 
 
 @asynccontextmanager
-async def served(members: Sequence[Member], num_stages: int | None = None) -> AsyncIterator[tuple[Ring, list[int]]]:
-    """A front over members in this process, in slots from 0; slots of those that were stuck."""
-    stuck: list[int] = []
+async def served(
+    members: Sequence[Member], num_stages: int | None = None
+) -> AsyncIterator[tuple[Ring, list[tuple[int, str]]]]:
+    """A front over members in this process, in slots from 0; slots that were lost, and why."""
+    slots = FakeSlots()
     tokens: dict[str, int | None] = {f"secret-{slot}": slot for slot in range(len(members))}
-    ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
-    front = Front(SILENCE_S, tokens, ignore, ignore, ignore, num_stages, stall_rule=RULE, on_stuck=stuck.append)  # type: ignore[arg-type]
+    front = Front(SILENCE_S, tokens, slots, lambda _: None, num_stages, stall_rule=RULE)
     async with asyncio.timeout(60):
         sock = bind("127.0.0.1", 0)
         await front.start(sock)
@@ -90,7 +92,7 @@ async def served(members: Sequence[Member], num_stages: int | None = None) -> As
         dialers = [Dialer(one, "127.0.0.1", port, token, 1.0) for one, token in zip(members, tokens, strict=True)]
         lives = [asyncio.create_task(dialer.run()) for dialer in dialers]
         try:
-            yield Ring(front, ()), stuck
+            yield Ring(front, ()), slots.lost
         finally:
             for life in lives:
                 life.cancel()
@@ -107,13 +109,13 @@ def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_comes_back_later(wh
         members = [Replica(AsyncEngine.from_config(CONFIG)) for _ in range(2)]
         bad = members[1].engine.engine
         with block(Engine, where, lambda engine: engine is bad) as blocked:
-            async with served(members) as (one, stuck):
+            async with served(members) as (one, lost):
                 roster = one.front.book.roster
                 await until(lambda: len(roster) == 2)
                 blocked.is_shut = True
                 one.ask(PROMPTS, NUM_TOKENS)
                 assert await one.results() == expected()
-                assert (blocked.num_held, stuck, one.front.num_ends) == (1, [1], {"stuck": 1})
+                assert (blocked.num_held, lost, one.front.num_ends) == (1, [(1, "stuck")], {"stuck": 1})
                 assert [instance.slot for instance in roster] == [0]
                 blocked.open()
                 await until(lambda: len(roster) == 2)
@@ -128,15 +130,15 @@ def test_blocked_stage_is_blamed_and_not_those_that_wait_for_it(bad: int) -> Non
         members = [open_stage(config, place, 2, "even", None) for place in range(2)]
         first = members[bad].stage.parts.layers.start
         with block(StageRunner, "run", lambda runner: runner._model.held.start == first) as blocked:
-            async with served(members, 2) as (one, stuck):
+            async with served(members, 2) as (one, lost):
                 await until(lambda: one.front.is_ready)
                 one.ask(PROMPTS, NUM_TOKENS)
                 await one.until(lambda: min(one.counts) > 2)
                 blocked.is_shut = True
-                await one.until(lambda: stuck)
+                await one.until(lambda: lost)
                 blocked.open()
                 assert await one.results() == expected()  # of the next pipeline
-                assert (stuck, one.front.num_ends) == ([bad], {"stuck": 1, "pipeline": 1})
+                assert lost == [(bad, "stuck"), (1 - bad, "pipeline")]
 
     asyncio.run(play())
 

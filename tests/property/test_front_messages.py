@@ -1,0 +1,264 @@
+"""Whatever an instance says, in whatever state: its own connection ends at most, and the front and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from floodplain.cluster import codec, messages
+from floodplain.cluster.front import Front
+from floodplain.cluster.group_answers import Copied, GroupDone, HandedOver, KvRow, Planned, Prepared
+from floodplain.cluster.group_steps import Answer
+from floodplain.cluster.listing import list_instances
+from floodplain.cluster.messages import Beat, Formed, Hello, Leaving, Refused, TokenRow, Tokens, pack
+from floodplain.cluster.metrics import ClusterMetrics
+from floodplain.cluster.migration_messages import KvHeld, KvPulled, RequestStopped
+from floodplain.cluster.streams import Caller
+from floodplain.core.errors import UserError
+from floodplain.core.groups import GroupState
+from floodplain.core.plan import TokenLogprobs
+from floodplain.cost.model_shape import SHAPES
+from floodplain.engine.outputs import EngineStats
+from floodplain.model.tokenizer import ByteTokenizer
+from tests.fakes.slots import FakeSlots
+from tests.support.examples import examples
+from tests.support.front_world import FACTS, NUM_LAYERS, Bot, World, settle
+from tests.support.loops import make_request
+
+KINDS = ("plain", "drop", "migrate", "pipeline")
+NUM_SLOTS, NUM_EVENTS = 3, 60
+EVENTS = ["ask", "ask", "hang up", "order", "order", "answer", "answer", "answer", "step", "bad", "bad"]
+JUNK = [-1, 0, 1, 2, 7, 2**31, 2**63, -(2**63), 2**64, 10**4000, float("nan"), float("inf"), -float("inf"), 1e300, 0.5,
+        "", "x", "\x1b[2J\n", "\ud800", "y" * 70_000, "stop", "returned", None, True, False, [], {}, [0] * 300, [[]],
+        {"a": 1}]  # fmt: skip
+
+
+def templates(dice: Random, bot: Bot, epoch: int) -> list[tuple[Any, tuple[int, ...]]]:
+    """Messages of every kind; small numbers name what there may be."""
+    number, ticket = dice.randint(1, 4), dice.choice([*bot.lengths, dice.randint(1, 30)])
+    known = bot.lengths.get(ticket, (9, 9, None))[0]
+    row = KvRow(ticket, known, known - 1, -(-(known - 1) // 4))
+    blocks = tuple(range(row.num_blocks))
+    where = dice.choice(list(Answer))
+    return [
+        (Hello("t0", FACTS), ()),
+        (Tokens(epoch, (TokenRow(ticket, 65, dice.choice([None, "stop", "length"]), 0, None),)), ()),
+        (Tokens(epoch, (TokenRow(ticket, None, None, 0, TokenLogprobs(-1.0, ((1, -1.0),))),)), ()),
+        (Refused(epoch, ticket, dice.choice(["full", "stopping", "refused", "invalid"]), "m", None), ()),
+        (Beat(epoch, EngineStats(num_blocks=5, kv_blocks={"free": 1}, swap_bytes={("out", "host"): 5})), ()),
+        (Leaving(epoch), ()),
+        (Formed(epoch, number), ()),
+        (Prepared(epoch, number, None, "h", 1, "h:1", 480, 2, (8,) * NUM_LAYERS, 4, (row,)), blocks),
+        (Planned(epoch, number, 1, (ticket,)), (79, 3, 19)),
+        (HandedOver(epoch, number, (row,)), blocks),
+        (GroupDone(epoch, number, where), ()),
+        (Copied(epoch, number, where, dice.randint(1, 9), dice.random() < 0.5), ()),
+        (KvHeld(epoch, number, dice.random() < 0.7, "h:1"), blocks),
+        (KvPulled(epoch, number, dice.random() < 0.7), ()),
+        (RequestStopped(epoch, number, dice.random() < 0.7, known, known - 1), blocks),
+    ]
+
+
+def damage(dice: Random, value: Any) -> Any:
+    """A JSON value with one part replaced, left out, or said many times."""
+    if isinstance(value, dict) and value and dice.random() < 0.9:
+        name = dice.choice(sorted(value))
+        if dice.random() < 0.05:
+            return {key: item for key, item in value.items() if key != name}
+        return value | {name: damage(dice, value[name])}
+    if isinstance(value, list) and value and dice.random() < 0.8:
+        place = dice.randrange(len(value))
+        if dice.random() < 0.1:
+            return value * dice.choice([0, 2, 50])
+        return [*value[:place], damage(dice, value[place]), *value[place + 1 :]]
+    if type(value) is int and dice.random() < 0.5:
+        return value + dice.choice([-1, 1, 3, 100])
+    return dice.choice(JUNK)
+
+
+class Story:
+    """A front of one kind under honest instances, clients, and an instance that now and then says anything."""
+
+    def __init__(self, seed: int, kind: str) -> None:
+        self.dice, self.kind = Random(seed), kind
+        tokens: dict[str, int | None] = {f"t{slot}": slot for slot in range(NUM_SLOTS)}
+        ignore: Callable[[Any], None] = lambda _: None  # noqa: E731
+        front = Front(
+            60.0, tokens, FakeSlots(), ignore, NUM_SLOTS if kind == "pipeline" else None,
+            SHAPES["tiny-deep"] if kind == "drop" else None, migrates=kind == "migrate", vocab_size=256,
+        )  # fmt: skip
+        self.front, self.world = front, World(front, NUM_SLOTS, kind == "pipeline")
+        self.tainted: set[int] = set()
+        self.callers: list[tuple[Any, Caller]] = []
+        self.num_bad = self.num_survived = 0
+
+    async def play(self) -> None:
+        try:
+            for slot in range(NUM_SLOTS):
+                await self.world.join(slot)
+            for _ in range(NUM_EVENTS):
+                await self.event()
+                self.check()
+            await self.finish()
+        finally:
+            for bot in self.world.bots.values():
+                bot.wire.close()
+            await asyncio.gather(*self.world.tasks, return_exceptions=True)
+
+    async def event(self) -> None:
+        dice, living = self.dice, self.world.living()
+        before = {bot.epoch for bot in living}
+        what = dice.choice(EVENTS)
+        allowed = {epoch for one in self.tainted for epoch in self.world.unit_of(one)}
+        if len(living) < NUM_SLOTS and dice.random() < 0.7:
+            (slot, *_) = {*range(NUM_SLOTS)} - {bot.slot for bot in living}
+            await self.world.join(slot)
+        elif what == "ask":
+            self.ask()
+        elif what == "hang up" and self.callers:
+            self.front.requests.drop(self.callers.pop(dice.randrange(len(self.callers)))[0])
+        elif what == "order":
+            self.order()
+        elif living:
+            bot = dice.choice(living)
+            if what == "bad":
+                self.tainted.add(bot.epoch)
+                allowed |= self.world.unit_of(bot.epoch)
+                self.say_bad(bot)
+            else:
+                self.go_on(bot, what)
+        await settle()
+        for bot in self.world.bots.values():
+            bot.listen()
+        ended = before - {one.epoch for one in self.front.book.roster}
+        assert ended <= allowed, (ended, allowed)
+        if what == "bad":
+            self.num_bad += 1
+            self.num_survived += not ended
+
+    def ask(self) -> None:
+        dice = self.dice
+        prompt = tuple(dice.randrange(256) for _ in range(dice.randint(1, 30)))
+        logprobs = dice.choice([None, None, 2])
+        request = make_request("r", prompt, 0.0, max_tokens=dice.randint(1, 12), logprobs=logprobs, ignore_eos=True)
+        caller = Caller(ByteTokenizer(256), request)
+        self.callers.append((self.front.requests.submit(request, caller), caller))
+
+    def order(self) -> None:
+        """An operator asks for a change, or an instance is cut off."""
+        dice, front = self.dice, self.front
+        epochs = [one.epoch for one in front.book.roster]
+        try:
+            if front.grouping is not None and dice.random() < 0.7:
+                groups = [group for group in front.grouping.groups if group.state is GroupState.PIPELINED]
+                front.grouping.restore(groups[0].number) if groups else front.grouping.drop(dice.sample(epochs, 2))
+            elif front.migrating is not None and len(epochs) > 1:
+                front.migrating.move_one(*dice.sample(epochs, 2))
+        except (UserError, ValueError):
+            return
+
+    def go_on(self, bot: Bot, what: str) -> None:
+        if what == "step" or not bot.orders:
+            bot.step()
+            bot.beat()
+            return
+        answer = bot.answer()
+        if answer is not None:
+            bot.say(*answer)
+
+    def say_bad(self, bot: Bot) -> None:
+        """A message of a kind that is due, or any; damaged in a few places, or in none."""
+        dice = self.dice
+        some = templates(dice, bot, bot.epoch)
+        due = bot.answer() if bot.orders and dice.random() < 0.5 else None
+        message, integers = due or dice.choice(some)
+        body, ids = split(pack(message))[0], list(integers)
+        for _ in range(dice.choice([0, 1, 1, 2, 3])):
+            if ids and dice.random() < 0.3:
+                ids[dice.randrange(len(ids))] = dice.choice([-1, 0, 3, 80, 2**31 - 1, -(2**31)])
+            elif dice.random() < 0.1:
+                ids = ids * 2 if dice.random() < 0.5 else ids[1:]
+            else:
+                name = dice.choice(sorted(set(body) - {"kind", "epoch"}) or ["kind"])
+                body[name] = damage(dice, body[name])
+        try:
+            bot.say_body(body, tuple(ids))
+        except (ValueError, OverflowError):  # not a number of JSON, or of 32 bits
+            bot.feed(struct.pack("!II", 3, 0) + b"xyz")
+
+    def check(self) -> None:
+        """The front lives, its books are whole, and what it shows is what clients can read."""
+        front = self.front
+        if front.failure is not None:
+            raise front.failure
+        front.book.check_integrity()
+        if front.grouping is not None:
+            front.grouping.groups.check_integrity()
+        self.callers = [(entry, caller) for entry, caller in self.callers if not is_over(caller)]
+        assert len(front.book) == len(self.callers)
+
+    async def finish(self) -> None:
+        """Those that lied end; with honest instances every request ends."""
+        for metric in ClusterMetrics("m", self.front).collect():
+            assert all(sample.value == sample.value for sample in metric.samples)
+        json.dumps(list_instances(self.front, 0.0).model_dump(), allow_nan=False).encode()
+        for bot in self.world.living():
+            if bot.epoch in {epoch for one in self.tainted for epoch in self.world.unit_of(one)}:
+                bot.wire.close()
+        await settle()
+        for slot in {*range(NUM_SLOTS)} - {bot.slot for bot in self.world.living()}:
+            await self.world.join(slot)
+        for _ in range(400):
+            for bot in self.world.living():
+                bot.listen()
+                self.go_on(bot, self.dice.choice(["step", "answer"]))
+            await settle(4)
+            self.check()
+            if not self.callers:
+                return
+        raise AssertionError(f"{len(self.callers)} requests hang")
+
+
+def is_over(caller: Caller) -> bool:
+    items = list(caller.deltas._queue)  # type: ignore[attr-defined]
+    return any(isinstance(one, BaseException) or one.finish_reason is not None for one in items)
+
+
+def split(frame: bytes) -> tuple[dict[str, Any], bytes]:
+    num_text, _ = struct.unpack("!II", frame[:8])
+    return json.loads(frame[8 : 8 + num_text]), frame[8 + num_text :]
+
+
+def play(seed: int, kind: str) -> Story:
+    async def run() -> Story:
+        story = Story(seed, kind)
+        await story.play()
+        return story
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=examples(8))
+@given(seed=st.integers(0, 2**32))
+def test_bad_message_ends_its_own_connection_and_nothing_else(kind: str, seed: int) -> None:
+    play(seed, kind)
+
+
+# -- negative controls -------------------------------------------------------------------------------------------------
+
+
+def test_messages_without_bounds_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_check", lambda bound, value, where: value)
+    monkeypatch.setattr(messages, "_is_count", lambda value, most: type(value) is int)
+    with pytest.raises((ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)):
+        for seed in range(200):
+            play(seed, KINDS[seed % len(KINDS)])
