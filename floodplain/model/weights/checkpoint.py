@@ -10,7 +10,6 @@ from typing import NoReturn
 from floodplain.core.errors import UserError
 from floodplain.cost.model_shape import ModelShape
 from floodplain.model.network.config import ModelConfig
-from floodplain.model.network.load import parameter_parts
 
 _MOST_SHOWN = 120
 """Characters of a name."""
@@ -68,6 +67,8 @@ def match_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], form:
     Raises:
         UserError: A parameter is missing or has another shape, or a tensor is not read; the message names it.
     """
+    from floodplain.model.network.load import parameter_parts  # torch, which nobody needs who only reads a shape
+
     for name, tensor in stored.items():
         if not form.harmless.fullmatch(name) and not form.is_plain(tensor.kind):
             raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from floodplain.files.parsing import parsing
 from floodplain.model.hf_tokenizer import HfTokenizer
 from floodplain.model.network.fields import Fields
-from floodplain.model.weights.checkpoint import Format, StoredTensor, match_tensors
+from floodplain.model.weights.checkpoint import Format, match_tensors
 from floodplain.model.weights.fingerprint import digest_files
 from floodplain.model.weights.gguf_config import parse_gguf_config
 from floodplain.model.weights.gguf_parts import GgufParts
@@ -36,6 +37,8 @@ _LAYER_NAMES = {
 }
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FREQUENCIES = "rope_freqs.weight"
+_EXPANDED_BYTES = 2**14
+"""Of a row that is expanded at once: 16 of them, expanded, stay in the caches."""
 _NOT_WEIGHTS = ("I8", "I16", "I32", "I64")
 
 
@@ -80,7 +83,7 @@ class GgufFile:
         with parsing(path):
             parts = GgufParts(path)
             self._tensors = parts.tensors
-            stored = {name: _listed(file, tensor) for name, (file, tensor) in parts.tensors.items()}
+            stored = parts.stored()
             divisors = self._read_divisors() if stored.pop(_FREQUENCIES, None) else ()
             self.config = parse_gguf_config(parts.fields, stored, divisors, name)
         self._stored_name = match_tensors(self.config, stored, _FORMAT, str(path))
@@ -109,10 +112,6 @@ class GgufFile:
         return Fields({_FREQUENCIES: values}, str(file)).numbers(_FREQUENCIES, len(values))
 
 
-def _listed(file: Path, tensor: Any) -> StoredTensor:
-    return StoredTensor(str(file), tuple(int(size) for size in reversed(tensor.shape)), tensor.tensor_type.name)
-
-
 @lru_cache(maxsize=2)
 def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
     """The tokenizer of the file as it was at ``changed_ns``. Nothing changes a tokenizer, so that engines share it."""
@@ -122,9 +121,19 @@ def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
 def _expand(file: Path, tensor: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
     from gguf.quants import dequantize
 
-    with parsing(f"{file}: {tensor.name}"):
-        weights = dequantize(tensor.data, tensor.tensor_type)
-    return np.array(weights, dtype=np.float32)  # a copy, for the reader's arrays are read-only views of the file
+    form = tensor.data
+    with parsing(f"{file}: {tensor.name}"):  # read, not mapped: what was mapped stays in memory beside the parameters
+        stored = np.fromfile(file, form.dtype, form.size, offset=int(tensor.data_offset)).reshape(form.shape)
+        weights = dequantize(stored.reshape(_few_rows(form.shape), -1), tensor.tensor_type)
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    return np.asarray(weights, dtype=np.float32).reshape(shape)
+
+
+def _few_rows(shape: tuple[int, ...]) -> int:
+    """Rows in which a tensor is expanded: ``gguf`` does 16 at a time, and a loop over short ones takes long."""
+    num_rows, row_bytes = math.prod(shape[:-1]), shape[-1]
+    most = max(1, _EXPANDED_BYTES // max(1, row_bytes))
+    return num_rows // next(count for count in range(min(most, num_rows), 0, -1) if num_rows % count == 0)
 
 
 def _undo_interleaving(

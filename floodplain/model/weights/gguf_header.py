@@ -73,6 +73,15 @@ class _Walk:
     def _skip_string(self) -> None:
         self._skip(self._number("Q"))
 
+    def _skip_strings(self, count: int) -> None:
+        """A vocabulary and its merges are most of a header: hence no call for each."""
+        read, position, end = struct.Struct(self._order + "Q").unpack_from, self._position, len(self._data)
+        for _ in range(count):
+            position += 8 + read(self._data, position)[0]
+            if position > end:
+                raise ValueError("it ends inside its header")
+        self._position = position
+
     def _skip_value(self, kind: int, depth: int) -> None:
         if kind in _SCALAR_BYTES:
             self._skip(_SCALAR_BYTES[kind])
@@ -92,6 +101,9 @@ class _Walk:
             raise ValueError(f"arrays are nested deeper than {MAX_DEPTH} levels")
         if kind in _SCALAR_BYTES:
             self._skip(count * _SCALAR_BYTES[kind])
+            return
+        if kind == _STRING:
+            self._skip_strings(count)
             return
         for _ in range(count):
             self._skip_value(kind, depth)

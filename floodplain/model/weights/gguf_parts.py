@@ -11,6 +11,7 @@ from floodplain.core.errors import UserError
 from floodplain.files.parsing import reason_of
 from floodplain.files.reading import is_file
 from floodplain.model.network.fields import Fields
+from floodplain.model.weights.checkpoint import StoredTensor
 from floodplain.model.weights.gguf_header import check_header
 from floodplain.model.weights.gguf_metadata import read_gguf
 
@@ -45,6 +46,10 @@ class GgufParts:
             raise UserError(
                 f"{path}: {_NUM_TENSORS} is {wanted}, and the {count} files hold {len(self.tensors)} tensors"
             )
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """All tensors as the files list them, by name."""
+        return {name: _listed(file, tensor) for name, (file, tensor) in self.tensors.items()}
 
     def _add(self, path: Path) -> Fields:
         reader = _open(path)
@@ -84,6 +89,10 @@ def read_fields(path: Path) -> Fields:
         UserError: It cannot be read.
     """
     return Fields(_Values(_open(path).fields), str(path))
+
+
+def _listed(file: Path, tensor: Any) -> StoredTensor:
+    return StoredTensor(str(file), tuple(int(size) for size in reversed(tensor.shape)), tensor.tensor_type.name)
 
 
 def _stated_count(path: Path) -> int:

