@@ -49,8 +49,8 @@ def run(args: argparse.Namespace) -> int:
     config, server_config = dataclass_from(args, EngineConfig), dataclass_from(args, ServerConfig)
     cluster_config = dataclass_from(args, ClusterConfig)
 
+    from floodplain.engine.early_checks import check_early
     from floodplain.server.auth import KeyRing, check_exposure
-    from floodplain.server.run import serve
     from floodplain.web.limits import limit_connections
     from floodplain.web.listen import bind, url_of
 
@@ -65,6 +65,11 @@ def run(args: argparse.Namespace) -> int:
         num_reserved=count_front_files(cluster_config.instances),
     )
     with closing(bind(server_config.host, server_config.port)) as sock:
+        if cluster_config.cluster is None:  # else another machine has the model and the memory
+            check_early(config)
+
+        from floodplain.server.run import serve  # what takes seconds comes after what takes none
+
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
         engine, extend = _open_engine(config, cluster_config, args, server_config.host)
 

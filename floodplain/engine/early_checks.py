@@ -1,0 +1,31 @@
+"""What can be seen to be wrong with an engine's flags before torch is imported, which takes seconds."""
+
+from __future__ import annotations
+
+from floodplain.core.errors import UserError
+from floodplain.engine.config import EngineConfig
+from floodplain.memory.host_memory import available_bytes
+from floodplain.model.weights.peek import peek_shape
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def check_early(config: EngineConfig) -> None:
+    """Refuse a model that is not there, and memory that the machine does not have or that holds no KV block.
+
+    Raises:
+        UserError: With what to change.
+    """
+    sizes = {"--kv-memory": config.kv_memory, "--swap-memory": config.swap_memory}
+    asked = {flag: size for flag, size in sizes.items() if size is not None}
+    if config.device == "cpu":
+        available = available_bytes()
+        for flag, size in asked.items():
+            if size > available:
+                raise UserError(
+                    f"{flag} {size} is more than the {available} bytes that this machine has free: lower it"
+                )
+    block_bytes = config.block_tokens * peek_shape(config.model).kv_bytes_per_token(_ITEM_BYTES[config.dtype])
+    for flag, size in asked.items():
+        if size < block_bytes:
+            raise UserError(f"{flag} {size} is less than one KV block of {block_bytes} bytes: raise it")
