@@ -86,7 +86,7 @@ def _measure_memory(model: str) -> dict[str, Any]:
 
     from floodplain.cost.link import LINKS, common_scale
     from floodplain.memory.host.device_file import PAGE_BYTES
-    from floodplain.memory.host.transfer import measure_copy_bandwidth
+    from floodplain.memory.host.transfer import measure_copy_bandwidth, measure_plain_bandwidth
     from floodplain.memory.kv_layout import KVLayout
     from floodplain.model.weights.open_model import open_model
 
@@ -98,14 +98,14 @@ def _measure_memory(model: str) -> dict[str, Any]:
         head_dim=shape.head_dim,
         dtype=torch.bfloat16,
     )
-    bandwidth = measure_copy_bandwidth(layout)
+    bandwidth, plain = measure_copy_bandwidth(layout), measure_plain_bandwidth(layout)
     scale = common_scale(LINKS.values(), bandwidth)
     quanta = {name: layout.count_quantum_blocks(size) for name, size in (("host", PAGE_BYTES), ("CUDA", 2**21))}
     return {
         "model": model,
         **{f"resize quantum, {name} pages": _quantum(blocks, layout.block_bytes) for name, blocks in quanta.items()},
         "gather + copy + scatter": f"{bandwidth / 1e9:.2f} GB/s, digests included",
-        "proof of each block": f"a plain copy has {_plain_bandwidth(64 * layout.block_bytes) / 1e9:.2f} GB/s: the "
+        "proof of each block": f"a plain copy of as many bytes by one thread, too, has {plain / 1e9:.2f} GB/s: the "
         "difference is what gathering and digests cost here",
         "emulated links would be": f"{1 / scale:.0f} times slower than real, all by the same factor",
     }

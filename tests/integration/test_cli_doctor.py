@@ -11,6 +11,6 @@ from floodplain.cli.main import main
 def test_the_doctor_says_what_digests_cost_and_how_slow_emulated_links_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", "dummy:tiny-llama", "--format", "json"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
-    assert re.match(r"a plain copy has [\d.]+ GB/s", memory["proof of each block"])
+    assert re.match(r"a plain copy of as many bytes by one thread, too, has [\d.]+ GB/s", memory["proof of each block"])
     assert re.match(r"\d+ times slower", memory["emulated links would be"])
     assert memory["gather + copy + scatter"].endswith("GB/s, digests included")

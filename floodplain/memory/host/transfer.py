@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -145,7 +146,7 @@ def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
     Raises:
         UserError: There is not that much memory.
     """
-    num_blocks = max(1, min(MEASURED_BLOCKS, MEASURED_BYTES // layout.block_bytes))
+    num_blocks = _count_measured(layout)
     num_bytes = num_blocks * layout.block_bytes
     with open_private_device(2 * num_bytes + 2**24 * layout.num_layers) as device:
         pool = KVPool(device, layout, num_blocks)
@@ -158,6 +159,17 @@ def measure_copy_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
             for direction, lane in lanes.items()
         ]
     return num_bytes / max(best_s)
+
+
+def measure_plain_bandwidth(layout: KVLayout, num_repeats: int = 5) -> float:
+    """Bytes per second of a plain copy of what ``measure_copy_bandwidth`` moves, in the calling thread, too."""
+    source = np.ones(_count_measured(layout) * layout.block_bytes, dtype=np.uint8)
+    target = np.ones_like(source)  # written: a first touch is no copy
+    return source.nbytes / min(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=num_repeats))
+
+
+def _count_measured(layout: KVLayout) -> int:
+    return max(1, min(MEASURED_BLOCKS, MEASURED_BYTES // layout.block_bytes))
 
 
 def _time_s(lane: HostLane, copy: BlockCopy) -> float:
