@@ -80,6 +80,7 @@ def open_droppable(config: EngineConfig, folder: Path | None, front_host: str) -
         _shrink_to_whole_quanta(opened)
         folder = default_backstop_folder() if folder is None else folder
         backstop = open_backstop(folder, opened.parts.fingerprint, opened.memory.layer_buffers)
+        opened.engine.idle_memory = None  # in a group the pool holds blocks that its own ledger does not know
         return Droppable(GroupMember(opened, AsyncEngine(opened.engine), backstop, find_own_host(front_host)))
     except BaseException:
         opened.engine.close()

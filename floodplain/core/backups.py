@@ -178,6 +178,13 @@ class BackupTable:
         for backup in [backup for backup in self._idle[tier] if backup.location.slot in slots]:
             self._forget(backup)
 
+    def empty_slots(self, tier: Tier, slots: Collection[int]) -> list[int]:
+        """Those of these slots that nothing needs and no copy touches, ascending; backups there are forgotten."""
+        wanted = set(slots)
+        for backup in [backup for backup in self._idle[tier] if backup.location.slot in wanted]:
+            self._forget(backup)
+        return sorted(wanted - self.slots[tier].taken)
+
     def in_slots(self, tier: Tier, slots: Container[int]) -> list[Backup]:
         """Backups that lie in some slots of a tier, or are being written there; lost ones are not among them."""
         return [
@@ -266,6 +273,7 @@ class BackupTable:
                 self.slots[backup.location.tier].free(backup.location)
         elif self._is_worth_retaining(backup):
             self._idle[backup.location.tier][backup] = None
+            self.slots[backup.location.tier].settled.add(backup.location.slot)
         else:
             self._forget(backup)
 

@@ -42,6 +42,8 @@ class BlockLedger:
         self.caches_prefixes = caches_prefixes
         self.changed_keys: set[BlockKey] = set()
         """Contents that appeared, vanished, or became or ceased to be merely cached, until a reader clears it."""
+        self.settled_quanta: set[int] = set()
+        """Quanta in which a use of a block has ended, until a reader clears it: some memory there may be idle."""
         self.sharing_version = 0
         """Counts changes to which blocks are shared: what a preemption frees may differ when it has moved."""
         self._free = FreeBlocks(quantum_blocks)
@@ -287,6 +289,17 @@ class BlockLedger:
         self._states[block] = _ABSENT
         self._num_present -= 1
 
+    def empty_quantum(self, quantum: int) -> bool:
+        """Whether no block of a quantum is in use or touched by a copy; then its cached blocks are forgotten."""
+        first = quantum * self.quantum_blocks
+        _, num_used, is_held = self.survey(first, self.quantum_blocks)
+        if num_used or is_held:
+            return False
+        for block in range(first, min(first + self.quantum_blocks, len(self._states))):
+            if self._states[block] == _CACHED:
+                self._evict(BlockId(block))
+        return True
+
     def reserve(self, block: BlockId) -> None:
         """Take a certain free or cached block as the destination of a move; it is loading until ``move``."""
         if self._states[block] == _CACHED:
@@ -370,6 +383,7 @@ class BlockLedger:
 
     def _settle(self, block: BlockId) -> None:
         """Nobody holds the block any more: drain, cache or free it."""
+        self.settled_quanta.add(block // self.quantum_blocks)
         if block in self._pins:
             self._states[block] = _DRAINING
             self._num_draining += 1

@@ -89,6 +89,8 @@ class SlotLedger:
         self._fresh = range(num_slots)  # never taken: given when none is in _free, whose last one goes first
         self._free: list[int] = []
         self._there: range | set[int] = self._fresh
+        self.settled: set[int] = set()
+        """Slots that were freed, or whose content became merely retained, until a reader clears it."""
         self._taken: set[int] = set()
         self._leaving: set[int] = set()  # taken, and gone when they are freed
 
@@ -160,6 +162,7 @@ class SlotLedger:
         if location.tier is not self.tier or location.slot not in self._taken:
             raise InvariantError(f"{location} is freed but not taken")
         self._taken.remove(location.slot)
+        self.settled.add(location.slot)
         if location.slot in self._leaving:
             self._leaving.remove(location.slot)
         else:

@@ -12,11 +12,13 @@ from functools import partial
 import torch
 
 from floodplain.core.backups import BackupTable
+from floodplain.core.blocks import BlockLedger
 from floodplain.engine.borrowing import Borrowers, open_borrowers
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.device_memory import DeviceMemory
 from floodplain.engine.expansion import open_expansion, open_layer_slots
 from floodplain.engine.expansion_plan import plan_expansion
+from floodplain.engine.idle_memory import IdleMemory
 from floodplain.engine.model_load import load_model, reachable, torch_dtype
 from floodplain.engine.pool_limits import find_limits
 from floodplain.engine.runner import ModelRunner
@@ -31,6 +33,7 @@ from floodplain.lending.lent_pool import LentPool, open_lent_pool
 from floodplain.lending.neighbours import Neighbours, default_device_name, open_client
 from floodplain.lending.pool_lender import LenderTimes, PoolLender
 from floodplain.lending.pool_limits import PoolLimits
+from floodplain.memory.backend import Backend
 from floodplain.memory.backend_choice import choose_backend
 from floodplain.memory.host_memory import available_bytes
 from floodplain.memory.kv_pool import KVPool
@@ -115,8 +118,7 @@ def open_engine(
         on_failure.callback(lambda: slots.close() if slots is not None else None)
         runner = _make_runner(config, model, pool, Sampler(eos_token_ids, config.seed), swap, limits, memory, slots)
         loop_config = _loop_config(config, source, eos_token_ids, limits, memory.layout.block_bytes)
-        backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
-        loop = Loop(LoopState(loop_config, ledger, policy, backups, swap.links), policy, config.seed)
+        loop = _make_loop(config, loop_config, ledger, policy, swap)
         expansion = None if slots is None else open_expansion(config, plan, memory.layout, slots, loop)
         resolved = _resolve(config, name, limits, num_blocks, swap, memory.layout.block_bytes)
         lent_pool = open_lent_pool(pool, loop, limits, backend) if config.lends else None
@@ -135,6 +137,7 @@ def open_engine(
             links=swap.facts,
             neighbours=neighbours,
             expansion=expansion,
+            idle_memory=_make_idle_memory(config, backend, pool, loop.state, swap.slots),
         )
         if neighbours is not None:
             neighbours.start()
@@ -181,6 +184,22 @@ def _make_runner(
         on_close=memory.close,
         layer_slots=slots,
     )
+
+
+def _make_loop(
+    config: EngineConfig, loop_config: LoopConfig, ledger: BlockLedger, policy: Policy, swap: OpenedSwap
+) -> Loop:
+    backups = BackupTable(swap.ledgers, retains=ledger.caches_prefixes)
+    return Loop(LoopState(loop_config, ledger, policy, backups, swap.links), policy, config.seed)
+
+
+def _make_idle_memory(
+    config: EngineConfig, backend: Backend, pool: KVPool, state: LoopState, slots: SwapSlots | None
+) -> IdleMemory | None:
+    """None where memory is not the system's to take back, or is to be kept."""
+    if not backend.shares_host_memory or not config.return_after:
+        return None
+    return IdleMemory(pool, state.ledger, slots, state.backups, config.return_after)
 
 
 def _loop_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args, get_type_hints
@@ -28,6 +29,7 @@ def _flag(
 
 
 MAX_BLOCK_TOKENS = 1024
+DEFAULT_RETURN_AFTER_S = 60.0
 DTYPES = ("float32", "bfloat16")
 SWAPS = ("none", "host", "peer")
 HARDWARE_PREFIX = "emulated-"
@@ -105,6 +107,11 @@ class EngineConfig:
                           "memory, which takes what finds no room)",
                   "size": True},
     )  # fmt: skip
+    return_after: float = _flag(  # type: ignore[assignment]
+        DEFAULT_RETURN_AFTER_S,
+        "on a CPU, seconds without use after which memory of KV pool and swap space goes back to the system, with the "
+        "prefixes in it; 0 keeps all",
+    )
     hardware: str | None = field(
         default=None,
         metadata={"help": "on a CPU, pace copies to swap space as this link would, slowed down by one factor for all "
@@ -181,6 +188,8 @@ class EngineConfig:
                 )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise UserError(f"--max-model-len must be at least 2, not {self.max_model_len}")
+        if not 0 <= self.return_after < math.inf:
+            raise UserError(f"--return-after must be a number of seconds of at least 0, not {self.return_after!r}")
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", self.device):
             raise UserError(f"--device must be cpu, cuda or cuda:INDEX, not {self.device!r}")
         self._check_swap()

@@ -15,6 +15,7 @@ from floodplain.core.request import FinishReason, Request, SeqId
 from floodplain.core.sequence import Sequence
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.expansion import Expansion
+from floodplain.engine.idle_memory import IdleMemory
 from floodplain.engine.outputs import EngineStats, ExpansionFacts, OutputDelta, PipelineFacts
 from floodplain.engine.processor import OutputProcessor
 from floodplain.engine.snapshot import take_snapshot
@@ -49,13 +50,13 @@ class Engine:
         links: The facts of each link to swap space (see ``observe.run_facts.HardwareReport``).
         neighbours: Started; ``close`` closes them. None if it has none.
         expansion: How many layers of its KV stream. None: none ever does.
+        idle_memory: Returns memory that no request uses; None keeps all (set later, too).
         pipeline: How busy the stages were, of a pipeline.
         clock: Monotonic seconds.
         meter: Kept by the executor, too, if it waits for other stages.
 
     Attributes:
-        clock: As above. Whoever drives the engine may put another one here before the first request: one that stands
-            while something else runs, say.
+        clock: As above. Another one may be put here before the first request: one that stands now and then, say.
         has_news: Whoever feeds the engine from another thread sets it: a step that waits returns when it says True.
         scheduler_s: The loop's own time, all steps.
         meter: Which steps have begun and ended.
@@ -76,6 +77,7 @@ class Engine:
         links: Seq[Mapping[str, Any]] = (),
         neighbours: Neighbours | None = None,
         expansion: Expansion | None = None,
+        idle_memory: IdleMemory | None = None,
         pipeline: Callable[[], PipelineFacts] = PipelineFacts,
         clock: Callable[[], float] = time.monotonic,
         meter: StepMeter | None = None,
@@ -87,6 +89,7 @@ class Engine:
         self.links = tuple(links)
         self.neighbours = neighbours
         self.expansion = expansion
+        self.idle_memory = idle_memory
         self.has_news: Callable[[], bool] = lambda: False
         self.scheduler_s = 0.0
         self.meter = meter or StepMeter()
@@ -141,14 +144,13 @@ class Engine:
 
     def close(self) -> None:
         """Give back all memory, and say goodbye to the neighbours. Safe to call twice."""
+        self.idle_memory = None
         with ExitStack() as closing:
             if self.neighbours is not None:
                 closing.callback(self.neighbours.close)
             closing.callback(self._executor.close)
             if self.neighbours is not None:
                 self.neighbours.retire()
-
-    # -- requests --------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
         """Refuse what could never be served.
@@ -180,8 +182,6 @@ class Engine:
         if was_alive:
             self._note_end(seq_id)
         return was_alive
-
-    # -- steps -----------------------------------------------------------------------------------------------------
 
     def step(self) -> list[tuple[SeqId, OutputDelta]]:
         """Plan steps, as many as may be outstanding, and complete the oldest; an empty list if there was none.
@@ -227,6 +227,8 @@ class Engine:
         if self.expansion is not None and self.expansion.look():
             self._await_copies()  # rare: at most once in many steps
             self.expansion.change()
+        if self.idle_memory is not None:
+            self.idle_memory.look(self.clock(), is_busy=self.has_unfinished)
 
     def _await_copies(self) -> None:
         while self._driver.num_copying:
@@ -277,8 +279,6 @@ class Engine:
         seq = self._alive.pop(seq_id, None)
         if seq is not None and seq.finish_reason is not None:
             self._finished.append((seq_id, seq.lifecycle, seq.finish_reason))
-
-    # -- what is seen ----------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """A snapshot; may be taken from another thread, between whose reads a step may run."""

@@ -30,7 +30,7 @@ half of it newcomers wait (benchmarks/policies)."""
 DEFAULT_AVAILABLE_SHARE = 0.25
 """Of the memory that is available: no more than this by default."""
 MOST_DEFAULT_CPU_BYTES = 2**31
-"""By default where the pool lies in the same memory: all of it is touched at the start."""
+"""By default where the pool lies in the same memory."""
 PEER_LINK = "nvlink4"
 """What is emulated between neighbours, where links are."""
 
@@ -154,7 +154,7 @@ def _time_s(engine: TransferEngine, copy: BlockCopy) -> float:
 
 
 def _count_slots(asked_bytes: int | None, pool: KVPool, backend: Backend) -> int:
-    block_bytes, available = pool.layout.block_bytes, available_bytes()
+    block_bytes, available = pool.layout.block_bytes, _available_beside(pool, backend)
     default = min(DEFAULT_POOL_FACTOR * pool.num_blocks * block_bytes, int(available * DEFAULT_AVAILABLE_SHARE))
     if backend.shares_host_memory:
         default = min(default, MOST_DEFAULT_CPU_BYTES)
@@ -166,6 +166,12 @@ def _count_slots(asked_bytes: int | None, pool: KVPool, backend: Backend) -> int
     if num_bytes < block_bytes:
         raise UserError(f"--swap-memory {num_bytes} is less than one KV block of {block_bytes} bytes: raise it")
     return num_bytes // block_bytes
+
+
+def _available_beside(pool: KVPool, backend: Backend) -> int:
+    """Bytes of the host that neither are in use nor will be the pool's: pages of a private device come when written."""
+    is_untaken = backend.shares_host_memory and pool.device.backing() is None
+    return max(0, available_bytes() - is_untaken * pool.num_blocks * pool.block_bytes)
 
 
 def _emulated_link(hardware: str | None, layout: KVLayout) -> EmulatedLink | None:

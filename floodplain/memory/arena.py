@@ -41,6 +41,15 @@ class Arena(Protocol):
             InvariantError: A page is missing there.
         """
 
+    def discard(self, offset_page: int, num_pages: int) -> bool:
+        """Give the memory of mapped pages back to the system until they are written again; they hold nothing then.
+
+        False, and nothing changes, where pages have memory as long as they are owned.
+
+        Raises:
+            InvariantError: A page is missing there.
+        """
+
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """View the range from its start; valid until ``close``, readable only where pages are."""
 

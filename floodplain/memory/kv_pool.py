@@ -30,7 +30,7 @@ class Shrunk:
 
     Attributes:
         pages: The caller's now: to release to the device, or to map elsewhere.
-        moved: Old block to new block; every block table must be rewritten before the next step.
+        moved: Old block to new; every block table must be rewritten before the next step.
         num_blocks: Blocks that the pool still has.
     """
 
@@ -45,8 +45,7 @@ class KVPool:
     Args:
         device: Where the pages come from; it outlives the pool.
         layout: Shape of the cache.
-        max_blocks: Most blocks ever; address space is reserved for them, rounded up to whole quanta. A pool whose
-            layers may go can have more blocks than all of its layers have pages for.
+        max_blocks: Most blocks ever, also while layers are away; address space for whole quanta of them is reserved.
 
     Attributes:
         layers: One tensor per layer, for compute: [max_blocks, 2, block_tokens, num_kv_heads, head_dim]. One that is
@@ -58,14 +57,12 @@ class KVPool:
     def __init__(self, device: Device, layout: KVLayout, max_blocks: int) -> None:
         if layout.layer_block_bytes % 4:
             raise InvariantError(f"a layer's block of {layout.layer_block_bytes} bytes is not whole 32-bit words")
-        self.device = device
-        self.layout = layout
+        self.device, self.layout = device, layout
         self.quantum_blocks = layout.count_quantum_blocks(device.page_bytes)
         self.max_blocks = -(-max_blocks // self.quantum_blocks) * self.quantum_blocks
         self._backed = [0] * (self.max_blocks // self.quantum_blocks)  # quantum -> blocks with memory, from its first
         self._arenas = LayerArenas(device, layout, self.max_blocks)
-        self.layers = self._arenas.layers
-        self.words = self._arenas.words
+        self.layers, self.words = self._arenas.layers, self._arenas.words
 
     @property
     def num_blocks(self) -> int:
@@ -230,10 +227,13 @@ class KVPool:
             self._backed[quantum] = 0
         return pages
 
+    def discard_quanta(self, quanta: Sequence[int]) -> bool:
+        """Give the system the memory behind quanta without a used block until they are written; whether any could go."""
+        return self._arenas.discard([self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
+
     def close(self) -> None:
         """Release everything to the device. The tensors must not be used any more."""
-        self.words = ()
-        self._backed = []
+        self.words, self._backed = (), []
         self._arenas.close()
 
     # -- inside ----------------------------------------------------------------------------------------------------

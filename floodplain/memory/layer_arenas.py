@@ -95,6 +95,14 @@ class LayerArenas:
         """Take the pages from behind these places of every mapped layer, in the order in which ``map`` takes them."""
         return _unmap(self._mapped_arenas(), places)
 
+    def discard(self, places: Places) -> bool:
+        """Give the memory behind these places back to the system until they are written; whether any could go.
+
+        Not of placed layers: their arenas may serve others.
+        """
+        arenas = [self._arenas[layer] for layer in self.mapped if layer not in self._placed]
+        return sum(arena.discard(first, count) for arena in arenas for first, count in _join(places)) > 0
+
     def move_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy blocks to others, pair by pair, in all layers but those with another engine."""
         gone = self.nowhere
@@ -124,13 +132,14 @@ class LayerArenas:
 
     @staticmethod
     def _map(arenas: Sequence[Arena], places: Places, pages: Sequence[Page]) -> None:
-        wanted = len(arenas) * sum(count for _, count in places)
+        joined = _join(places)
+        wanted = len(arenas) * sum(count for _, count in joined)
         if len(pages) != wanted:
             raise InvariantError(f"{len(pages)} pages for {wanted} places")
         position, mapped = 0, []
         try:
             for arena in arenas:
-                for first, count in places:
+                for first, count in joined:
                     arena.map(first, pages[position : position + count])
                     mapped.append((arena, first, count))
                     position += count
@@ -141,7 +150,17 @@ class LayerArenas:
 
 
 def _unmap(arenas: Sequence[Arena], places: Places) -> list[Page]:
-    return [page for arena in arenas for first, count in places for page in arena.unmap(first, count)]
+    joined = _join(places)
+    return [page for arena in arenas for first, count in joined for page in arena.unmap(first, count)]
+
+
+def _join(places: Places) -> Places:
+    """The same stretches in the same order, those that follow each other as one: a system call for each is slow."""
+    joined: list[tuple[int, int]] = []
+    for first, count in places:
+        start = joined.pop()[0] if joined and sum(joined[-1]) == first else first
+        joined.append((start, first + count - start))
+    return joined
 
 
 class _Tensors(LayerTensors):

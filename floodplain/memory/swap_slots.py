@@ -5,17 +5,20 @@ Which slot is whose is the business of ``core.tiers.SlotLedger``; here are the b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import mmap
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from floodplain.core.errors import InvariantError
+from floodplain.core.errors import InvariantError, UserError
 from floodplain.core.tiers import Tier
 from floodplain.memory.kv_layout import KVLayout
 from floodplain.memory.page_lock import lock_pages, unlock_pages
+from floodplain.memory.runs import find_runs
 
 EMPTY_DIGEST = 0
 """Of a slot that holds nothing whole. Should a block have this digest by chance, its restore is refused: a miss."""
@@ -108,13 +111,15 @@ class DigestedSlots:
 class SwapSlots(DigestedSlots):
     """A fixed number of slots, each with room for one block of all layers.
 
+    A slot takes memory when it is first written, unless the buffer is page-locked, and until it is discarded.
+
     Args:
         layout: Shape of the cache.
         num_slots: How many.
         is_pinned: Whether the buffer is page-locked, for copies from and to a CUDA device.
 
     Raises:
-        UserError: The system does not lock that much memory.
+        UserError: The system does not give, or lock, that much memory.
     """
 
     tier = Tier.HOST
@@ -122,7 +127,8 @@ class SwapSlots(DigestedSlots):
     def __init__(self, layout: KVLayout, num_slots: int, *, is_pinned: bool = False) -> None:
         super().__init__(layout, num_slots)
         shape = (num_slots, layout.num_layers, layout.layer_block_words)
-        self.words = torch.empty(shape, dtype=torch.int32)
+        self._memory = _map_private(num_slots * layout.block_bytes)
+        self.words = torch.frombuffer(self._memory, dtype=torch.int32, count=math.prod(shape)).view(shape)
         """The bytes as 32-bit words: [num_slots, num_layers, layer_block_words]."""
         self._is_locked = False
         if is_pinned:
@@ -141,6 +147,22 @@ class SwapSlots(DigestedSlots):
         """See ``Slots.use``: all of them."""
         return nullcontext(np.ones(len(slots), dtype=np.bool_))
 
+    def discard(self, slots: Sequence[int]) -> bool:
+        """Give the memory of slots back to the system until they are written; whether any could go. They are empty.
+
+        No copy may read or write them. Of a system page that other slots share, nothing goes.
+        """
+        self.forget_digests(np.array(slots, dtype=np.int64), None)
+        if self._is_locked:
+            return False
+        block_bytes, page_bytes = self.layout.block_bytes, mmap.PAGESIZE
+        for first, count in find_runs(sorted(slots)):
+            begin = -(-first * block_bytes // page_bytes) * page_bytes
+            end = (first + count) * block_bytes // page_bytes * page_bytes
+            if begin < end:
+                self._memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        return True
+
     def check(self, slots: Iterable[int]) -> None:
         """See ``Slots.check``."""
         check_slots(slots, self.num_slots)
@@ -150,6 +172,14 @@ class SwapSlots(DigestedSlots):
         if self._is_locked:
             self._is_locked = False
             unlock_pages(self.words)
+
+
+def _map_private(num_bytes: int) -> mmap.mmap:
+    """Memory that is there when it is written, at the start of a system page."""
+    try:
+        return mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise UserError(f"the system gives no {num_bytes} bytes for swap space: lower --swap-memory") from error
 
 
 def check_slots(slots: Iterable[int], num_slots: int) -> None:

@@ -36,10 +36,10 @@ def num_slots(engine: Engine) -> int:
     ("available", "asked", "slots"),
     [
         (2**40, None, 8 * 24),  # eight pools
-        (40 * BLOCK_BYTES, None, 10),  # a quarter of what there is
+        (64 * BLOCK_BYTES, None, 10),  # a quarter of what the pool leaves
         (2**40, 7 * BLOCK_BYTES, 7),
         (2**40, 8 * BLOCK_BYTES - 1, 7),
-        (9 * BLOCK_BYTES, 9 * BLOCK_BYTES, 9),
+        (33 * BLOCK_BYTES, 9 * BLOCK_BYTES, 9),
     ],
 )
 def test_its_size_is_what_was_asked_or_follows_the_pool_and_the_machine(
@@ -63,9 +63,13 @@ def test_where_the_pool_lies_in_the_same_memory_it_has_a_limit(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("available", "asked", "message"),
     [
-        (2**30, 2**30 + 1, "--swap-memory 1073741825 is more than the 1073741824 bytes that this machine has free"),
+        (
+            2**30 + KV_BYTES,
+            2**30 + 1,
+            "--swap-memory 1073741825 is more than the 1073741824 bytes that this machine has free",
+        ),
         (2**30, BLOCK_BYTES - 1, "--swap-memory 8191 is less than one KV block of 8192 bytes: raise it"),
-        (3 * BLOCK_BYTES, None, "--swap-memory 6144 is less than one KV block of 8192 bytes: raise it"),
+        (3 * BLOCK_BYTES + KV_BYTES, None, "--swap-memory 6144 is less than one KV block of 8192 bytes: raise it"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_leaves_nothing(

@@ -34,7 +34,7 @@ def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def shortage(name: str | None, kv_bytes: int = 2 * FREE) -> list[str]:
+def shortage(name: str, kv_bytes: int = 2 * FREE) -> list[str]:
     """What is said of a pool and of parameters that find no room."""
     config = EngineConfig(model="dummy:tiny-llama", kv_memory=kv_bytes)
     memory = DeviceMemory(config, open_model(config.model).config, HostBackend(), torch.float32, name)
@@ -58,7 +58,14 @@ def test_a_folder_that_is_too_small_for_a_device_is_named(full: Path) -> None:
 
 def test_a_device_that_has_no_room_is_named_where_its_folder_has(full: Path) -> None:
     assert all("bytes are free on the device; " in message for message in shortage("lender", FREE))
-    assert all("bytes are free on the device; " in message for message in shortage(None))
+
+
+def test_a_device_without_a_name_asks_no_file_system_for_memory(full: Path) -> None:
+    config = EngineConfig(model="dummy:tiny-llama", kv_memory=2 * FREE)
+    memory = DeviceMemory(config, open_model(config.model).config, HostBackend(), torch.float32)
+    pool, _ = memory.open_pool(memory.count_pool_blocks(), 1)
+    assert pool.num_blocks == memory.count_pool_blocks()
+    memory.close()
 
 
 def test_a_model_larger_than_the_machine_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

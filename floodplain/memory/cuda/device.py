@@ -208,6 +208,11 @@ class CudaArena:
         pages, self._table[places] = self._table[places], [_NO_PAGE] * num_pages
         return pages
 
+    def discard(self, offset_page: int, num_pages: int) -> bool:
+        """See ``Arena.discard``: memory stays with its handles."""
+        self._expect(offset_page, num_pages, are_mapped=True)
+        return False
+
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """See ``Arena.tensor``. Before the first page is mapped, one is lent while torch looks at the address."""
         num_elements = math.prod(shape)

@@ -19,3 +19,9 @@ def keep_activation_pages() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def trim_heap() -> None:
+    """Give the pages of freed heap memory back to the system, those of activations too; they are faulted in anew."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)

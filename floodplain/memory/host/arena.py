@@ -66,6 +66,7 @@ class HostArena:
         num_pages: Room of the range.
         budget: Counts mappings, shared by the arenas of a device.
         release: Where the pages go that are still mapped at ``close``.
+        is_reserved: Whether the pages have memory before they are mapped.
     """
 
     def __init__(
@@ -76,12 +77,15 @@ class HostArena:
         num_pages: int,
         budget: MappingBudget,
         release: Callable[[Sequence[Page]], None],
+        *,
+        is_reserved: bool = True,
     ) -> None:
         self.page_bytes = page_bytes
         self.num_pages = num_pages
         self._fd = fd
         self._data_offset = data_offset
         self._budget = budget
+        self._is_reserved = is_reserved
         self._release = release
         self._table = np.full(num_pages, _HOLE, dtype=np.int64)  # place -> page
         budget.add(1)
@@ -107,7 +111,8 @@ class HostArena:
         place = offset_page
         for page, count in find_runs(pages):
             offset = self._data_offset + page * self.page_bytes
-            libc.map_file(self._address_of(place), count * self.page_bytes, self._fd, offset)
+            num_bytes = count * self.page_bytes
+            libc.map_file(self._address_of(place), num_bytes, self._fd, offset, is_populated=self._is_reserved)
             place += count
 
     def unmap(self, offset_page: int, num_pages: int) -> list[Page]:
@@ -122,6 +127,15 @@ class HostArena:
             self._table[places] = holes
             libc.unmap_to_reserved(self._address_of(offset_page), num_pages * self.page_bytes)
         return pages
+
+    def discard(self, offset_page: int, num_pages: int) -> bool:
+        """See ``Arena.discard``: only of a private device, whose pages have no memory before they are written."""
+        if self._is_reserved:
+            return False
+        if (self._table[self._places(offset_page, num_pages)] == _HOLE).any():
+            raise InvariantError(f"pages {offset_page}+{num_pages} of the arena are not all mapped")
+        libc.discard_file(self._address_of(offset_page), num_pages * self.page_bytes)
+        return True
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """See ``Arena.tensor``."""

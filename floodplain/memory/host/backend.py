@@ -69,7 +69,6 @@ class HostBackend:
     ) -> tuple[SwapSlots, SwapTier]:
         """See ``Backend``."""
         slots = SwapSlots(pool.layout, num_slots)
-        slots.words.zero_()  # memory that is missing shows now, and no copy waits for its first touch
         return slots, SwapTier(slots, HostTransferEngine(pool, slots, link).start())
 
     def open_layer_line(self, num_layers: int) -> LayerLine:

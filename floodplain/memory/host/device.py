@@ -88,11 +88,12 @@ class HostDevice:
         return self._path.parent, room.f_bavail * room.f_frsize
 
     def allocate(self, num_pages: int) -> list[Page] | None:
-        """Take zeroed pages that really have memory, in runs as long as can be; None if there are too few.
+        """Take zeroed pages, in runs as long as can be; None if there are too few.
 
-        Their memory is reserved at once, so that writing to a page never fails later (a full /dev/shm would end the
-        process with SIGBUS). What a dead owner left behind is erased. A visitor gets nothing of a device whose file
-        was removed by hand: nobody would see the pages.
+        On a named device their memory is reserved at once, so that writing to a page never fails later (a full /dev/shm
+        would end the process with SIGBUS). What a dead owner left behind is erased. A visitor gets nothing of a device
+        whose file was removed by hand: nobody would see the pages. A private device has no file system's limit, and its
+        pages take memory when they are written, as the heap does.
         """
         taken: list[Page] = []
         with self._mutex:
@@ -121,7 +122,10 @@ class HostDevice:
 
     def reserve(self, num_pages: int) -> HostArena:
         """Reserve an arena; closed with the device if not before."""
-        arena = HostArena(self._fd, PAGE_BYTES, PAGE_BYTES, num_pages, self._budget, self.release)
+        is_reserved = self._path is not None
+        arena = HostArena(
+            self._fd, PAGE_BYTES, PAGE_BYTES, num_pages, self._budget, self.release, is_reserved=is_reserved
+        )
         self._arenas = [*(a for a in self._arenas if a.is_open), arena]
         return arena
 
@@ -186,14 +190,20 @@ class HostDevice:
                 continue
             extent = self._extent(first, count)
             libc.punch_hole(self._fd, *extent)
-            try:
-                os.posix_fallocate(self._fd, *extent)
-            except OSError as error:
+            if self._path is not None and not self._reserve_memory(*extent):
                 self._unlock(first, count)
-                if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                    return False
-                raise
+                return False
             taken += map(Page, range(first, first + count))
+        return True
+
+    def _reserve_memory(self, offset: int, num_bytes: int) -> bool:
+        """Whether the file system has so much memory; then it is the file's."""
+        try:
+            os.posix_fallocate(self._fd, offset, num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                return False
+            raise
         return True
 
     def _try_lock(self, first: int, count: int) -> bool:

@@ -13,6 +13,7 @@ _MAP_NORESERVE = 0x4000
 _MAP_POPULATE = 0x8000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _FALLOC_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
+_MADV_REMOVE = 9
 
 
 @functools.cache
@@ -21,6 +22,7 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return libc
 
@@ -30,13 +32,25 @@ def reserve_range(num_bytes: int) -> int:
     return _mmap(0, num_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
 
 
-def map_file(address: int, num_bytes: int, fd: int, offset: int) -> None:
+def map_file(address: int, num_bytes: int, fd: int, offset: int, *, is_populated: bool = True) -> None:
     """Put bytes of a file, shared, behind reserved addresses.
 
-    Their page tables are filled at once: the cost falls here, at a boundary, and not as faults in the steps after.
+    Args:
+        address: The first of the addresses.
+        num_bytes: Whole system pages.
+        fd: The file.
+        offset: Where the bytes begin in it.
+        is_populated: Whether page tables are filled at once, for memory that is there already: the cost falls here, at
+            a boundary, and not as faults in the steps after. Else memory is taken page by page when it is written.
     """
-    flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
+    flags = mmap.MAP_SHARED | _MAP_FIXED | (_MAP_POPULATE if is_populated else 0)
     _mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+
+
+def discard_file(address: int, num_bytes: int) -> None:
+    """Give the memory behind mapped bytes of a file back to the system; they stay mapped, and read as zeros."""
+    if _libc().madvise(address, num_bytes, _MADV_REMOVE):
+        raise _last_error("madvise")
 
 
 def unmap_to_reserved(address: int, num_bytes: int) -> None:

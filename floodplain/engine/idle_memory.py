@@ -1,0 +1,106 @@
+"""Returns memory that no request uses to the system: of the KV pool, of swap space, and of the heap.
+
+Only physical pages go: the pool keeps its blocks and its owned pages, swap space its slots. Prefixes that lie in what
+goes are forgotten first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+
+from floodplain.core.backups import BackupTable
+from floodplain.core.blocks import BlockLedger
+from floodplain.core.idle_units import IdleUnits
+from floodplain.core.tiers import Tier
+from floodplain.memory.host.allocator import trim_heap
+from floodplain.memory.kv_pool import KVPool
+from floodplain.memory.swap_slots import SwapSlots
+
+LOOK_S = 0.5
+"""Between two looks: what a unit's time is known to."""
+BUSY_BYTES, REST_BYTES = 2**23, 2**28
+"""Returned in one look at most, while requests run and at rest: 1 ms of the step loop, and some tens."""
+KEPT_SHARE = 16
+"""One part in so many of the pool stays, what was used last: the prefixes of a talk, and no fault in the next step."""
+
+
+class IdleMemory:
+    """Looks at step boundaries for memory that has been out of use. One thread, the one that steps.
+
+    What the parts took while they were made goes at once: nothing is in use yet.
+
+    Args:
+        pool: The KV pool, of a device whose pages take memory when they are written.
+        ledger: Its blocks.
+        slots: Swap space in the host's memory; None if there is none.
+        backups: What lies in it.
+        idle_s: Seconds without use after which memory goes.
+        trim: Returns what the heap does not need.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        ledger: BlockLedger,
+        slots: SwapSlots | None,
+        backups: BackupTable,
+        idle_s: float,
+        trim: Callable[[], None] = trim_heap,
+    ) -> None:
+        self._pool, self._ledger, self._slots, self._backups = pool, ledger, slots, backups
+        self._idle_s, self._trim = idle_s, trim
+        self._freed_quanta = IdleUnits(idle_s, len(pool.quanta) // KEPT_SHARE)
+        self._freed_slots = IdleUnits(idle_s)
+        self._look_s = self._busy_s = float("-inf")
+        self._is_trimmed = False
+        pool.discard_quanta(pool.quanta)  # links were measured there
+        if slots is not None:
+            slots.discard(range(slots.num_slots))
+        trim()
+
+    def look(self, now_s: float, *, is_busy: bool) -> None:
+        """Return what is due, if the last look is long enough ago.
+
+        Args:
+            now_s: Monotonic.
+            is_busy: Whether any request is alive.
+        """
+        if now_s - self._look_s < LOOK_S:
+            return
+        self._look_s = now_s
+        self._note_ends(now_s)
+        most_bytes = BUSY_BYTES if is_busy else REST_BYTES
+        self._return_quanta(now_s, max(1, most_bytes // self._pool.quantum_bytes))
+        self._return_slots(now_s, max(1, most_bytes // self._pool.layout.block_bytes))
+        self._trim_at_rest(now_s, is_busy=is_busy)
+
+    def _note_ends(self, now_s: float) -> None:
+        self._freed_quanta.note_ended(self._ledger.settled_quanta, now_s)
+        self._ledger.settled_quanta.clear()
+        if self._slots is not None:
+            settled = self._backups.slots[Tier.HOST].settled
+            self._freed_slots.note_ended(settled, now_s)
+            settled.clear()
+
+    def _return_quanta(self, now_s: float, most: int) -> None:
+        due = islice(self._freed_quanta.take_due(now_s), most)
+        free = [quantum for quantum in due if self._ledger.empty_quantum(quantum)]
+        if free:
+            self._pool.discard_quanta(sorted(free))
+
+    def _return_slots(self, now_s: float, most: int) -> None:
+        if self._slots is None:
+            return
+        due = list(islice(self._freed_slots.take_due(now_s), most))
+        free = self._backups.empty_slots(Tier.HOST, due)
+        if free:
+            self._slots.discard(free)
+            self._backups.slots[Tier.HOST].settled.difference_update(free)
+
+    def _trim_at_rest(self, now_s: float, *, is_busy: bool) -> None:
+        if is_busy:
+            self._busy_s, self._is_trimmed = now_s, False
+        elif not self._is_trimmed and now_s - self._busy_s >= self._idle_s:
+            self._trim()
+            self._is_trimmed = True
