@@ -228,7 +228,7 @@ class KVPool:
         return pages
 
     def discard_quanta(self, quanta: Sequence[int]) -> bool:
-        """Give the system the memory behind quanta without a used block until they are written; whether any could go."""
+        """Give the system the memory behind quanta without used blocks until they are written; whether any could go."""
         return self._arenas.discard([self._place(quantum, 0, self._backed[quantum]) for quantum in quanta])
 
     def close(self) -> None:
