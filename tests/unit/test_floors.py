@@ -154,6 +154,7 @@ TELLS_KINDS_APART = {
     "model/network/linear.py": "so are oneDNN's products",
     "profiler/meters.py": "what is profiled need not be an engine of ours: no backend is opened for it",
     "engine/config.py": "links are emulated on CPUs alone",
+    "engine/early_checks.py": "choosing a backend takes torch, and this comes before",
     "cluster/engine_flags.py": "each of several instances has a GPU of its own",
     "cluster/link_choice.py": "NCCL connects GPUs alone",
     "plugins/vllm/cache_blocks.py": "vLLM runs on other devices, too",
