@@ -29,10 +29,10 @@ from tests.support import front_process
 from tests.support.cluster_peers import until
 from tests.support.group_in_process import Ring, ring
 
-MODEL, NUM_TOKENS = "dummy:tiny-deep", 40
+MODEL, NUM_TOKENS = "dummy:tiny-deep", 24
 FLAGS: dict[str, Any] = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 256}
 CONFIG = EngineConfig(model=MODEL, **FLAGS)
-PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(20 + number)] for number in range(6)]
+PROMPTS = [[(3 + 7 * number + 5 * place) % 256 for place in range(20 + number)] for number in range(4)]
 SILENCE_S, RULE = 1.0, StallRule(0.6)
 """Beats come five times a second; real steps take milliseconds."""
 
@@ -123,12 +123,11 @@ def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_comes_back_later(wh
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_blocked_stage_is_blamed_and_not_those_that_wait_for_it(bad: int) -> None:
+def test_blocked_stage_is_blamed_and_not_those_that_wait_for_it() -> None:
     async def play() -> None:
         config = replace(CONFIG, swap="none", policy="fcfs")
         members = [open_stage(config, place, 2, "even", None) for place in range(2)]
-        first = members[bad].stage.parts.layers.start
+        first = members[1].stage.parts.layers.start
         with block(StageRunner, "run", lambda runner: runner._model.held.start == first) as blocked:
             async with served(members, 2) as (one, lost):
                 await until(lambda: one.front.is_ready)
@@ -138,15 +137,14 @@ def test_blocked_stage_is_blamed_and_not_those_that_wait_for_it(bad: int) -> Non
                 await one.until(lambda: lost)
                 blocked.open()
                 assert await one.results() == expected()  # of the next pipeline
-                assert lost == [(bad, "stuck"), (1 - bad, "pipeline")]
+                assert lost == [(1, "stuck"), (0, "pipeline")]
 
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path, bad: int) -> None:
+def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path) -> None:
     async def play() -> None:
-        with block(StageRunner, "run", lambda runner: (runner._model.held.start > 0) == bad) as blocked:
+        with block(StageRunner, "run", lambda runner: runner._model.held.start > 0) as blocked:
             async with ring(CONFIG, 3, folder, SILENCE_S, RULE) as one:
                 await one.change(one.grouping.drop([1, 2]), GroupState.PIPELINED)
                 one.ask(PROMPTS, NUM_TOKENS)
@@ -154,7 +152,7 @@ def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path, ba
                 one.front._end = lambda epoch, why: (ended.append((epoch, why)), end(epoch, why))[1]  # type: ignore[method-assign, func-returns-value]
                 blocked.is_shut = True
                 assert await one.results() == expected()
-                assert ended[0] == (1 + bad, "stuck") and one.front.num_ends == {"stuck": 1, "group": 1}
+                assert ended[0] == (2, "stuck") and one.front.num_ends == {"stuck": 1, "group": 1}
                 blocked.open()
                 await one.until(lambda: len(one.front.book.roster) == 3)
 

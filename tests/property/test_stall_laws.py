@@ -100,7 +100,7 @@ def honest_steps(dice: Random, number: int) -> list[tuple[float, int]]:
     return [((base_s + token_s * size) * dice.uniform(0.5, 1.5), size) for size in sizes]
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**32), num_instances=st.integers(1, 3))
 def test_honest_instances_are_never_stuck_whatever_is_stopped(seed: int, num_instances: int) -> None:
     """Beats are late, the front is held up, instances start cold: a first step takes up to the least limits."""
@@ -116,7 +116,7 @@ def test_honest_instances_are_never_stuck_whatever_is_stopped(seed: int, num_ins
     assert watch(stages, [(place,) for place in range(num_instances)], min(total_s, 120.0), gap=gap)[0] == set()
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32))
 def test_a_step_that_never_ends_is_found_and_the_right_stage_is_blamed(seed: int) -> None:
     """In a pipeline of several stages one blocks; the others, the leader with its requests among them, wait for it."""
@@ -169,6 +169,7 @@ def test_time_in_which_no_beat_came_is_no_stall() -> None:
     assert watch([stage], [(0,)], 600.7, gap=lambda: next(gaps))[0] == set()
 
 
+@settings(max_examples=examples(20))
 @given(
     longest_s=st.floats(0, 1000),
     most=st.integers(1, MAX_TOKENS),
