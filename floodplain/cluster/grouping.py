@@ -124,6 +124,7 @@ class Grouping:
                 self._take_planned(plan, message, integers)
             case HandedOver():
                 self._lift_rows(plan, message, integers)
+                self._book.roster.expect(message.epoch).part = "leading"
                 self._note(plan, self.groups.note(message.epoch, message.number, Answer.RETURNED))
             case GroupDone():
                 self._note(plan, self.groups.note(message.epoch, message.number, message.answer))
@@ -256,6 +257,8 @@ class Grouping:
                 self._lead(plan, now)
             case GroupState.PIPELINED:
                 self.counts.note(plan.number, "dropped", now - plan.begun_s)
+            case GroupState.HANDOVER:  # what came behind the leader's answer would run there, and no one would read it
+                self._book.roster.expect(plan.epochs[0]).part = "paused"
             case GroupState.SOLO:
                 self.counts.note(plan.number, "cancelled" if plan.sizes is None else "restored", now - plan.begun_s)
                 self._forget_plan(plan)

@@ -59,12 +59,20 @@ class Front:
         self._place()
         return entries
 
-    def hand_over(self) -> None:
-        """The group is in the middle of a restore: the leader has handed its requests over."""
+    def ask_hand_over(self) -> None:
+        """The group is in the middle of a restore: the leader is to hand its requests over."""
         self.grouping.restore(self.number)
         self._answer(Planned(1, self.number, 0, ()))
         for answer in ("moved", "filled"):
             self._all(answer)
+        assert self.state is GroupState.HANDOVER
+
+    def hand_over(self) -> None:
+        """The same, and the leader has done so."""
+        self.ask_hand_over()
+        self.answer_hand_over()
+
+    def answer_hand_over(self) -> None:
         rows = tuple(KvRow(entry.ticket or 0, NUM_PROMPT, NUM_PROMPT - 1, 2) for entry in self.entries)
         self._answer(HandedOver(1, self.number, rows), range(2 * NUM_REQUESTS))
         assert self.state is GroupState.RETURNING
@@ -131,6 +139,16 @@ def test_request_aborted_during_return_is_neither_collected_nor_adopted(seed: in
     assert sorted(collected) == sorted(kept) and len(front.book) == len(kept)
     assert not any(isinstance(order, Adopt) for order in front.sent)
     assert front.state is (GroupState.ADOPTING if kept else GroupState.CLOSING)
+
+
+def test_leader_that_hands_over_is_given_no_request_until_it_has() -> None:
+    """It would begin what comes behind its answer, and the front has lifted it by then: a waste of its steps."""
+    front = Front()
+    front.ask_hand_over()
+    late = front.submit()
+    assert {entry.epoch for entry in late} == {None}
+    front.answer_hand_over()
+    assert {entry.epoch for entry in late} == {1}
 
 
 @pytest.mark.parametrize("epoch", [1, 2, 4])
