@@ -31,11 +31,14 @@ def expected() -> list[list[int]]:
 
 
 async def group(one: Ring, *groups: list[int]) -> int:
-    """All of these become groups, one after the other, once every stream has tokens; the number of the last one."""
+    """All of these become groups, one after the other, as soon as every stream has gained a token; the last's number.
+
+    A stream need not catch up with the others: the first ones would end meanwhile, and nothing of them be carried.
+    """
     number = 0
     for epochs in groups:
-        before = max(one.counts)
-        await one.until(lambda before=before: min(one.counts) > before)  # type: ignore[misc]
+        before = list(one.counts)
+        await one.until(lambda before=before: all(now > then for now, then in zip(one.counts, before, strict=True)))  # type: ignore[misc]
         number = one.grouping.drop(epochs)
         await one.change(number, GroupState.PIPELINED)
     return number
