@@ -181,8 +181,7 @@ class Grouping:
         plan.moves = message.num_moves, tuple(integers)
         for ticket in message.given_back:
             self._book.check_ticket(message.epoch, ticket)
-            entry = self._book.find(message.epoch, ticket)
-            if entry is not None:
+            if (entry := self._book.find(message.epoch, ticket)) is not None:
                 self._let_wait(entry)
         self._note(plan, self.groups.note(message.epoch, message.number, Answer.PLANNED))
         self._place()
@@ -204,8 +203,7 @@ class Grouping:
         entries = self._book.entries_of(message.epoch)
         found = {}
         for row, blocks in rows_with_blocks(message, integers):
-            entry = entries.get(row.ticket)
-            if entry is not None and entry.num_tokens == row.num_tokens:
+            if (entry := entries.get(row.ticket)) is not None and entry.num_tokens == row.num_tokens:
                 found[entry.number] = Traveller(entry, row.num_computed, 0, blocks, blocks)
         plan.travellers = found
         for entry in entries.values():
@@ -280,8 +278,7 @@ class Grouping:
     def _forget_plan(self, plan: GroupPlan) -> None:
         del self._plans[plan.number]
         for epoch in plan.epochs:
-            instance = self._book.roster.get(epoch)
-            if instance is not None:
+            if (instance := self._book.roster.get(epoch)) is not None:
                 old = self.groups.find(epoch)  # of a merge that was cancelled
                 instance.part = None if old is None else "leading" if epoch == old.leader else "grouped"
 
