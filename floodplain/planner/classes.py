@@ -6,10 +6,12 @@ Interchangeable units and servers are what makes integer programs slow: a solver
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+
+import numpy as np
 
 from floodplain.planner.cluster import Cluster, Server, Unit
 
@@ -101,25 +103,42 @@ class Problem:
         """
         mem, eq = self.balance(self.num_units)
         servers = self.cluster.servers
-        inverse = sum((Fraction(1, server.memory_bytes) for server in servers), Fraction(0))
+        sizes = Counter(server.memory_bytes for server in servers)
+        inverse = sum((Fraction(count, size) for size, count in sizes.items()), Fraction(0))
         return math.ceil(Fraction(mem, len(servers))), math.ceil(eq / inverse)
 
     def objective(self, mixes: Sequence[Sequence[int]]) -> int:
         """Eq. 6, in bytes, of a placement: the mix of each server, in their order."""
-        balances = [self.balance(mix) for mix in mixes]
-        weighted = [eq * s.memory_bytes for (_, eq), s in zip(balances, self.cluster.servers, strict=True)]
-        return max(mem for mem, _ in balances) + max(weighted)
+        return sum(self.maxima(mixes))
+
+    def maxima(self, mixes: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """``max mem_s`` and ``max G_s eq_s`` of a placement; all are less than 2^63 (``inputs.py``)."""
+        counts = np.array(mixes, dtype=np.int64)
+        mem = counts @ np.array([each.num_gpus * each.memory_bytes for each in self.classes], dtype=np.int64)
+        eq = counts @ np.array([each.num_gpus * each.sign for each in self.classes], dtype=np.int64)
+        gpu_bytes = np.array([server.memory_bytes for server in self.cluster.servers], dtype=np.int64)
+        return int(mem.max()), int((eq * gpu_bytes).max())
 
 
 def classify(cluster: Cluster) -> Problem:
     """The classes and groups of a cluster."""
     classes = _classes_of(cluster)
+    of_kind = {(each.num_gpus, each.servers): each for each in classes}
     alike: defaultdict[tuple[int, int, tuple[bool, ...]], list[int]] = defaultdict(list)
     for place, server in enumerate(cluster.servers):
-        allowed = tuple(each.may_be_on(server) for each in classes)
+        allowed = tuple(each.may_be_on(server) for each in of_kind.values())
         alike[server.num_gpus, server.memory_bytes, allowed].append(place)
-    groups = tuple(ServerGroup(tuple(some), *key) for key, some in alike.items())
-    return Problem(cluster, classes, groups)
+    groups = (
+        ServerGroup(tuple(some), num_gpus, memory_bytes, _of_each(classes, dict(zip(of_kind, allowed, strict=True))))
+        for (num_gpus, memory_bytes, allowed), some in alike.items()
+    )
+    return Problem(cluster, classes, tuple(groups))
+
+
+def _of_each(
+    classes: Sequence[UnitClass], allowed: Mapping[tuple[int, frozenset[str] | None], bool]
+) -> tuple[bool, ...]:
+    return tuple(allowed[each.num_gpus, each.servers] for each in classes)
 
 
 def _classes_of(cluster: Cluster) -> tuple[UnitClass, ...]:

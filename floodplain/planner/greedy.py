@@ -2,54 +2,79 @@
 
 from __future__ import annotations
 
+import math
+from heapq import heapify, heappop, heappush
+
 import numpy as np
-import numpy.typing as npt
 
 from floodplain.planner.classes import Counts, Problem, UnitClass
-from floodplain.planner.mixes import Integers
 
-Flags = npt.NDArray[np.bool_]
+Kind = tuple[int, int, frozenset[str] | None, frozenset[int]]
 
 
 def place_greedily(problem: Problem) -> tuple[Counts, ...] | None:
     """The mix of each server; None if some unit found no room.
 
     Large units come first, then those that may be on few servers, then producers, then consumers; of each kind those
-    with the most bytes. Producers go where least is left over, consumers where most is.
+    with the most bytes. Producers go where least is left over, consumers where most is. No deadline ends this pass,
+    which is about linear in units and servers: without it there may be no placement at all.
     """
-    servers = problem.cluster.servers
-    free = np.array([server.num_gpus for server in servers], dtype=np.int64)
-    gpu_bytes = np.array([server.memory_bytes for server in servers], dtype=np.int64)
-    surplus = np.zeros(len(servers), dtype=np.int64)
-    counts = np.zeros((len(servers), len(problem.classes)), dtype=np.int64)
-    taken = np.zeros((len(servers), len(problem.cluster.apart)), dtype=bool)
-    for place in sorted(range(len(problem.classes)), key=lambda place: _order(problem.classes[place], problem)):
-        each = problem.classes[place]
-        apart = sorted(each.apart)
-        allowed = np.array([each.may_be_on(server) for server in servers])
-        adds = each.num_gpus * (each.memory_bytes + each.sign * gpu_bytes)
-        for _ in each.units:
-            server = _choose(each, surplus, free, allowed & ~taken[:, apart].any(axis=1))
-            if server is None:
-                return None
-            counts[server, place] += 1
-            free[server] -= each.num_gpus
-            surplus[server] += adds[server]
-            taken[server, apart] = True
-    return tuple(tuple(row) for row in counts.tolist())
+    servers = _Servers(problem)
+    for place in sorted(range(len(problem.classes)), key=lambda place: _order(problem, place)):
+        if not all(servers.seat(place) for _ in problem.classes[place].units):
+            return None
+    return tuple(tuple(row) for row in servers.counts.tolist())
 
 
-def _order(each: UnitClass, problem: Problem) -> tuple[int, int, int, int]:
-    num_allowed = sum(each.may_be_on(server) for server in problem.cluster.servers) if each.servers else 2**31
-    return -each.num_gpus, num_allowed, -each.sign, -abs(each.memory_bytes)
+def _order(problem: Problem, place: int) -> tuple[int, float, int, int]:
+    each = problem.classes[place]
+    num_allowed = sum(len(group.servers) for group in problem.groups if group.allowed[place])
+    return -each.num_gpus, num_allowed if each.servers else math.inf, -each.sign, -abs(each.memory_bytes)
 
 
-def _choose(each: UnitClass, surplus: Integers, free: Integers, allowed: Flags) -> int | None:
-    """The server for a unit: the first of the best."""
-    possible = allowed & (free >= each.num_gpus)
-    if not possible.any():
-        return None
-    if not each.sign:
-        return int(np.argmax(np.where(possible, free, -1)))
-    worst = np.iinfo(np.int64).max
-    return int(np.argmin(np.where(possible, each.sign * surplus, worst)))
+class _Servers:
+    """What servers hold; and for units of the kind that was seated last those with room, the best first.
+
+    Args:
+        problem: What is to be placed.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        servers = problem.cluster.servers
+        self.counts = np.zeros((len(servers), len(problem.classes)), dtype=np.int64)
+        self._free = [server.num_gpus for server in servers]
+        self._surplus = [0] * len(servers)
+        self._taken: list[frozenset[int]] = [frozenset()] * len(servers)
+        self._kind: Kind | None = None
+        self._best_first: list[tuple[int, int]] = []
+
+    def seat(self, place: int) -> bool:
+        """Put a unit of a class on the first of the best servers; False if no server has room."""
+        each = self._problem.classes[place]
+        self._turn_to(each)
+        if not self._best_first:
+            return False
+        _, server = heappop(self._best_first)
+        gpu_bytes = self._problem.cluster.servers[server].memory_bytes
+        self.counts[server, place] += 1
+        self._free[server] -= each.num_gpus
+        self._surplus[server] += each.num_gpus * (each.memory_bytes + each.sign * gpu_bytes)
+        self._taken[server] |= each.apart
+        if self._has_room(server, each):
+            heappush(self._best_first, (self._cost(server, each), server))
+        return True
+
+    def _turn_to(self, each: UnitClass) -> None:
+        kind = (each.sign, each.num_gpus, each.servers, each.apart)
+        if kind != self._kind:
+            servers = enumerate(self._problem.cluster.servers)
+            allowed = [place for place, server in servers if each.may_be_on(server) and self._has_room(place, each)]
+            self._kind, self._best_first = kind, [(self._cost(place, each), place) for place in allowed]
+            heapify(self._best_first)
+
+    def _has_room(self, server: int, each: UnitClass) -> bool:
+        return self._free[server] >= each.num_gpus and not self._taken[server] & each.apart
+
+    def _cost(self, server: int, each: UnitClass) -> int:
+        return each.sign * self._surplus[server] if each.sign else -self._free[server]

@@ -77,7 +77,7 @@ def _read_model(fields: Fields, folder: Path, groups: dict[str, list[str]]) -> M
     memory_bytes = _read_memory(fields, name, folder)
     pins, move_cost = fields.names("servers"), fields.count("move_cost", 1, least=0, most=10**6)
     fields.finish()
-    if unknown := sorted((pins or frozenset()) - groups.keys()):
+    if unknown := [pin for pin in sorted(pins or ()) if pin not in groups]:
         raise UserError(f"{fields.source}: {name} is pinned to {listed(unknown)}: no such server")
     servers = None if pins is None else frozenset(server for pin in pins for server in groups[pin])
     return Model(name, count, num_shards, num_stages, memory_bytes, servers, move_cost)

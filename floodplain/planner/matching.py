@@ -9,8 +9,10 @@ most bytes that any one-to-one matching can.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from floodplain.planner.offers import Offers, Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,6 @@ class Pair:
     link: int
 
 
-Rank = tuple[object, ...]
-
-
 def match(producers: Sequence[Party], consumers: Sequence[Party], consumers_per_producer: int = 1) -> tuple[Pair, ...]:
     """Stable pairs, by producer and consumer.
 
@@ -67,15 +66,18 @@ def match(producers: Sequence[Party], consumers: Sequence[Party], consumers_per_
     alone = {party.device: party for party in consumers}
     found: list[tuple[Party, Party, int]] = []
     for _ in range(consumers_per_producer):
-        for producer, consumer in match_once(list(left.values()), list(alone.values())):
+        pairs = match_once(list(left.values()), list(alone.values()))
+        if not pairs:
+            break
+        for producer, consumer in pairs:
             num_bytes = min(producer.num_bytes, consumer.num_bytes)
             found.append((producer, consumer, num_bytes))
             left[producer.device] = _less(producer, num_bytes)
             del alone[consumer.device]
         left = {device: party for device, party in left.items() if party.num_bytes}
     sharing = Counter(producer.device for producer, _, _ in found)
-    pairs = [Pair(p.device, c.device, num_bytes, min(p.link // sharing[p.device], c.link)) for p, c, num_bytes in found]
-    return tuple(sorted(pairs, key=lambda pair: (pair.producer, pair.consumer)))
+    shared = [Pair(p.device, c.device, num, min(p.link // sharing[p.device], c.link)) for p, c, num in found]
+    return tuple(sorted(shared, key=lambda pair: (pair.producer, pair.consumer)))
 
 
 def match_once(producers: Sequence[Party], consumers: Sequence[Party]) -> list[tuple[Party, Party]]:
@@ -83,32 +85,50 @@ def match_once(producers: Sequence[Party], consumers: Sequence[Party]) -> list[t
 
     Consumers that need most propose first, so that over equal links no proposal is ever refused.
     """
-    in_domain: defaultdict[str, list[Party]] = defaultdict(list)
-    for producer in producers:
-        in_domain[producer.domain].append(producer)
+    by_device = {producer.device: producer for producer in producers}
+    on_server, offers = _by_server(producers), _offers(producers)
     held: dict[str, Party] = {}
     free = sorted(consumers, key=lambda c: (c.num_bytes, c.device))
-    refused: defaultdict[str, set[str]] = defaultdict(set)
     while free:
         consumer = free.pop()
-        wanted = [p for p in in_domain[consumer.domain] if p.device not in refused[consumer.device]]
-        for producer in sorted(wanted, key=rank_for(consumer)):
-            holder = held.get(producer.device)
-            if holder is None or prefer(producer, consumer, holder):
-                held[producer.device] = consumer
-                if holder is not None:
-                    refused[holder.device].add(producer.device)
-                    free.append(holder)
-                break
-            refused[consumer.device].add(producer.device)
-    by_device = {producer.device: producer for producer in producers}
+        would = [p for p in on_server[consumer.domain, consumer.server] if _would_take(p, consumer, held)]
+        for link, each in offers[consumer.domain].items():
+            device = each.best_for(consumer.num_bytes, _rank_over(link, consumer, is_elsewhere=True))
+            would += [by_device[device]] if device is not None else []
+        if would:
+            producer = min(would, key=rank_for(consumer))
+            free += [held[producer.device]] if producer.device in held else []
+            held[producer.device] = consumer
+            offers[producer.domain][producer.link].hold(producer.device, _rank_by(producer, consumer))
     return [(by_device[device], consumer) for device, consumer in held.items()]
 
 
-def rank_for(consumer: Party) -> Callable[[Party], Rank]:
+def _by_server(producers: Sequence[Party]) -> defaultdict[tuple[str, str], list[Party]]:
+    found: defaultdict[tuple[str, str], list[Party]] = defaultdict(list)
+    for producer in producers:
+        found[producer.domain, producer.server].append(producer)
+    return found
+
+
+def _offers(producers: Sequence[Party]) -> defaultdict[str, dict[int, Offers]]:
+    """Producers of each domain, by their links."""
+    alike: defaultdict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
+    for producer in producers:
+        alike[producer.domain, producer.link].append((producer.num_bytes, producer.device))
+    found: defaultdict[str, dict[int, Offers]] = defaultdict(dict)
+    for (domain, link), some in alike.items():
+        found[domain][link] = Offers(some)
+    return found
+
+
+def _would_take(producer: Party, consumer: Party, held: Mapping[str, Party]) -> bool:
+    return producer.device not in held or prefer(producer, consumer, held[producer.device])
+
+
+def rank_for(consumer: Party) -> Callable[[Party], tuple[object, ...]]:
     """How a consumer ranks a producer: the least is the best."""
 
-    def rank(producer: Party) -> Rank:
+    def rank(producer: Party) -> tuple[object, ...]:
         gets = min(producer.num_bytes, consumer.num_bytes)
         return -gets, *_distance(producer, consumer), producer.num_bytes, producer.device
 
@@ -120,8 +140,12 @@ def prefer(producer: Party, one: Party, other: Party) -> bool:
     return _rank_by(producer, one) < _rank_by(producer, other)
 
 
-def _rank_by(producer: Party, consumer: Party) -> tuple[int, int, bool, str]:
-    return -consumer.num_bytes, *_distance(producer, consumer), consumer.device
+def _rank_by(producer: Party, consumer: Party) -> Rank:
+    return _rank_over(producer.link, consumer, is_elsewhere=producer.server != consumer.server)
+
+
+def _rank_over(link: int, consumer: Party, *, is_elsewhere: bool) -> Rank:
+    return -consumer.num_bytes, -min(link, consumer.link), is_elsewhere, consumer.device
 
 
 def _distance(one: Party, other: Party) -> tuple[int, bool]:
