@@ -22,8 +22,8 @@ FINEST = 64
 
 
 def place_coarsely(problem: Problem, deadline: Deadline, gap: float, max_mixes: int) -> Answer | None:
-    """A placement and a bound by rounding; None if even then there are more than ``max_mixes``."""
-    rounded = _round(problem, max_mixes)
+    """A placement and a bound by rounding; None if even then there are more than ``max_mixes``, or time ends."""
+    rounded = _round(problem, deadline, max_mixes)
     if rounded is None:
         return None
     coarse, table = rounded
@@ -33,12 +33,12 @@ def place_coarsely(problem: Problem, deadline: Deadline, gap: float, max_mixes: 
     return Answer(_tell_apart(problem, coarse, answer.mixes), answer.bound_bytes)
 
 
-def _round(problem: Problem, max_mixes: int) -> tuple[Problem, MixTable] | None:
+def _round(problem: Problem, deadline: Deadline, max_mixes: int) -> tuple[Problem, MixTable] | None:
     largest = max(abs(each.memory_bytes) for each in problem.classes)
     step = max(1, largest // FINEST)
-    while step <= 2 * largest:
+    while step <= 2 * largest and not deadline.is_over:
         coarse = classify(_rounded(problem.cluster, step))
-        table = list_mixes(coarse, max_mixes)
+        table = list_mixes(coarse, deadline, max_mixes)
         if table is not None:
             return coarse, table
         step *= 2

@@ -9,7 +9,7 @@ import numpy as np
 from floodplain.core.errors import InvariantError
 from floodplain.planner.classes import Counts, Problem
 from floodplain.planner.mixes import Integers, MixTable
-from floodplain.planner.solver import Deadline, Floats, Program, Solved, Status, solve
+from floodplain.planner.solver import NOTHING_KNOWN, Deadline, Floats, Program, Solved, Status, solve
 
 NARROW = (300, 300, 600, 600)
 """How many mixes are tried first, in each try: those that cost the least when servers may be divided."""
@@ -36,12 +36,12 @@ class Cover:
     def mixes(self, problem: Problem) -> tuple[Counts, ...]:
         """The mix of each server of the cluster, in their order."""
         placed: dict[int, Counts] = {}
-        left = [list(group.servers) for group in problem.groups]
+        left = [iter(group.servers) for group in problem.groups]
         for row in np.flatnonzero(self.uses).tolist():
             mix = tuple(self.table.counts[row].tolist())
             servers = left[int(self.table.group[row])]
             for _ in range(int(self.uses[row])):
-                placed[servers.pop(0)] = mix
+                placed[next(servers)] = mix
         return tuple(placed[server] for server in range(len(problem.cluster.servers)))
 
 
@@ -103,6 +103,8 @@ class Coverer:
         return solved.status, cover
 
     def _solve(self, table: MixTable, cost: Floats, is_integer: bool) -> Solved:
+        if self._deadline.is_over:
+            return NOTHING_KNOWN
         matrix = _rows(table, len(self._wanted))
         rows, columns = np.nonzero(matrix)
         program = Program(

@@ -24,15 +24,16 @@ ANY_GAP = 1e9
 Change = Callable[[Cluster], Cluster]
 
 
-def explain(cluster: Cluster) -> str:
+def explain(cluster: Cluster, deadline: Deadline) -> str:
     """One line that says which models and rules cannot hold together.
 
-    Each of them is needed for that: without any one, the others could hold.
+    Each of them is needed for that: without any one, the others could hold. If the time ends, some may not be needed.
 
     Args:
         cluster: It has no placement.
+        deadline: When to stop leaving things out.
     """
-    kept = shrink(cluster)
+    kept = shrink(cluster, deadline)
     needed = sum(model.count * model.num_stages * model.num_shards for model in kept.models)
     there = sum(server.num_gpus for server in kept.servers)
     largest = max(server.num_gpus for server in kept.servers)
@@ -46,24 +47,26 @@ def explain(cluster: Cluster) -> str:
     return f"there is no placement of these on {there} GPUs of {len(kept.servers)} servers: {told}{apart}"
 
 
-def shrink(cluster: Cluster) -> Cluster:
+def shrink(cluster: Cluster, deadline: Deadline) -> Cluster:
     """The cluster without any model, pin or set kept apart that does not matter for there being no placement."""
     kept = replace(cluster, current={})
     for change in _changes(kept):
+        if deadline.is_over:
+            break
         smaller = change(kept)
-        if smaller.models and not is_possible(smaller):
+        if smaller.models and not is_possible(smaller, deadline.within(TRY_S)):
             kept = smaller
     return kept
 
 
-def is_possible(cluster: Cluster) -> bool:
+def is_possible(cluster: Cluster, deadline: Deadline) -> bool:
     """Whether there is a placement; True also if that is not known in time."""
-    problem, deadline = classify(cluster), Deadline(TRY_S)
+    problem = classify(cluster)
     if problem.num_free_gpus < 0:
         return False
     if place_greedily(problem) is not None:
         return True
-    table = list_mixes(problem, MAX_MIXES)
+    table = list_mixes(problem, deadline, MAX_MIXES)
     if table is not None:
         return MixProgram(problem, table, deadline).minimise(ANY_GAP).bound_bytes is not None
     return PerServerProgram(problem, deadline).minimise(ANY_GAP, None).bound_bytes is not None

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
 
 from floodplain.planner.classes import Counts, Problem, UnitClass
 from floodplain.planner.cluster import Server, Spot, Unit
 from floodplain.planner.matching import Party
+from floodplain.planner.solver import Deadline
 
 
 def lay_out(problem: Problem, mixes: Sequence[Counts]) -> dict[Unit, Spot]:
@@ -18,8 +22,9 @@ def lay_out(problem: Problem, mixes: Sequence[Counts]) -> dict[Unit, Spot]:
         mixes: Units of each class on each server.
     """
     held: dict[str, list[Unit]] = defaultdict(list)
-    for place, each in enumerate(problem.classes):
-        room = {server.name: mix[place] for server, mix in zip(problem.cluster.servers, mixes, strict=True)}
+    names = [server.name for server in problem.cluster.servers]
+    for each, counts in zip(problem.classes, np.array(mixes, dtype=np.int64).T, strict=True):
+        room = {names[server]: int(counts[server]) for server in np.flatnonzero(counts).tolist()}
         for unit, name in _seat(each, room, problem.cluster.current).items():
             held[name].append(unit)
     sizes = {unit: each.num_gpus for each in problem.classes for unit in each.units}
@@ -70,21 +75,32 @@ def _give_gpus(
     return spots
 
 
-def keep_in_place(problem: Problem, mixes: Sequence[Counts]) -> tuple[Counts, ...]:
-    """The same mixes on other servers of their groups, so that few units move; one server after the other chooses."""
+def keep_in_place(problem: Problem, mixes: Sequence[Counts], deadline: Deadline) -> tuple[Counts, ...]:
+    """The same mixes on other servers of their groups, so that few units move; one server after the other chooses.
+
+    When the time is over, any mix is good enough.
+    """
     now = count_current(problem)
     kept: dict[int, Counts] = {}
     for group in problem.groups:
         left = Counter(mixes[server] for server in group.servers)
         for server in sorted(group.servers, key=lambda server: -sum(now[server])):
-            mix = max(left, key=lambda mix: (sum(map(min, mix, now[server])), mix))
+            mix = next(iter(left)) if deadline.is_over else max(left, key=partial(_likeness, now=now[server]))
             kept[server] = mix
-            left -= Counter([mix])
+            left[mix] -= 1
+            if not left[mix]:
+                del left[mix]
     return tuple(kept[server] for server in range(len(mixes)))
+
+
+def _likeness(mix: Counts, now: Sequence[int]) -> tuple[int, Counts]:
+    return sum(map(min, mix, now)), mix
 
 
 def count_current(problem: Problem) -> list[list[int]]:
     """Units of each class that are on each server now: [server][class]."""
     current = problem.cluster.current
+    if not current:
+        return [[0] * len(problem.classes)] * len(problem.cluster.servers)
     held = [Counter(current[unit].server for unit in each.units if unit in current) for each in problem.classes]
     return [[counts[server.name] for counts in held] for server in problem.cluster.servers]

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from floodplain.planner.classes import Counts, Problem, ServerGroup
-from floodplain.planner.matching import matched_bytes
+from floodplain.planner.solver import Deadline
 
 MAX_MIXES = 60_000
 """More are not listed: then servers have integers of their own (``per_server.py``)."""
+
+MAX_CELLS = 2**24
+"""Of a table of mixes: one for each class in each of them."""
 
 Integers = npt.NDArray[np.int64]
 
@@ -48,58 +52,92 @@ class MixTable:
         return len(self.group)
 
 
-def list_mixes(problem: Problem, max_mixes: int = MAX_MIXES) -> MixTable | None:
-    """All mixes; None if they are more than ``max_mixes``.
+def list_mixes(problem: Problem, deadline: Deadline, max_mixes: int = MAX_MIXES) -> MixTable | None:
+    """All mixes; None if they are more than ``max_mixes``, or the time ends before.
 
     A server leaves at most as many GPUs empty as the cluster does.
     """
+    max_mixes = min(max_mixes, MAX_CELLS // max(1, len(problem.classes)))
     rows: list[Counts] = []
     group_of: list[int] = []
     for place, group in enumerate(problem.groups):
-        for mix in _mixes_of(problem, group):
+        for mix in _mixes_of(problem, group, deadline):
             if len(rows) >= max_mixes:
                 return None
             rows.append(mix)
             group_of.append(place)
+    if deadline.is_over:
+        return None
     counts = np.array(rows, dtype=np.int64).reshape(len(rows), len(problem.classes))
     of_group = np.array(group_of, dtype=np.int64)
     memory = np.array([each.num_gpus * each.memory_bytes for each in problem.classes], dtype=np.int64)
     sign = np.array([each.num_gpus * each.sign for each in problem.classes], dtype=np.int64)
     gpu_bytes = np.array([group.memory_bytes for group in problem.groups], dtype=np.int64)
-    matched = np.array([matched_in(problem, row) for row in rows], dtype=np.int64)
+    matched = _matched_bytes(problem, counts)
     return MixTable(counts, of_group, counts @ memory, (counts @ sign) * gpu_bytes[of_group], matched)
 
 
-def matched_in(problem: Problem, counts: Counts) -> int:
-    """Bytes that one-to-one pairs match on a server with these units."""
-    gpus = [
-        each.memory_bytes for n, each in zip(counts, problem.classes, strict=True) for _ in range(n * each.num_gpus)
-    ]
-    return matched_bytes([n for n in gpus if n > 0], [-n for n in gpus if n < 0])
+def _matched_bytes(problem: Problem, counts: Integers) -> Integers:
+    """Bytes that one-to-one pairs match in each mix, the largest with the largest.
+
+    As many pairs match at least b bytes as there are GPUs that lend at least b, or that need it if those are fewer.
+    """
+    lend, need, matched = (np.zeros(len(counts), dtype=np.int64) for _ in range(3))
+    largest_first = sorted(enumerate(problem.classes), key=lambda pair: -abs(pair[1].memory_bytes))
+    sizes = [abs(each.memory_bytes) for _, each in largest_first]
+    for (place, each), size, next_size in zip(largest_first, sizes, [*sizes[1:], 0], strict=True):
+        side = lend if each.sign > 0 else need
+        side += counts[:, place] * each.num_gpus
+        matched += np.minimum(lend, need) * (size - next_size)
+    return matched
 
 
-def _mixes_of(problem: Problem, group: ServerGroup) -> Iterator[Counts]:
-    """Mixes of a server of the group, that obey Eq. 2 and 3, pins and sets that are kept apart."""
-    classes = problem.classes
-    most = [len(each.units) if ok else 0 for each, ok in zip(classes, group.allowed, strict=True)]
-    after = [0] * (len(classes) + 1)
-    for place in range(len(classes) - 1, -1, -1):
-        after[place] = after[place + 1] + most[place] * classes[place].num_gpus
-    chosen = [0] * len(classes)
+def _mixes_of(problem: Problem, group: ServerGroup, deadline: Deadline) -> Iterator[Counts]:
+    """Mixes of a server of the group, that obey Eq. 2 and 3, pins and sets that are kept apart; fewer if time ends.
 
-    def extend(place: int, left: int, held: frozenset[int]) -> Iterator[Counts]:
-        if left - after[place] > problem.num_free_gpus:
-            return
-        if place == len(classes):
+    They come in the order of tuples, and without recursion: there may be thousands of classes.
+    """
+    chosen, free = [0] * len(problem.classes), problem.num_free_gpus
+    choices, path = _Choices(problem, group), list[int]()
+    stack = [choices.after(0, group.num_gpus, frozenset())]
+    if group.num_gpus <= free:
+        yield tuple(chosen)
+    while stack and not deadline.is_over:
+        choice = next(stack[-1], None)
+        if len(path) == len(stack):
+            chosen[path.pop()] = 0
+        if choice is None:
+            stack.pop()
+            continue
+        place, chosen[choice[0]], left, held = choice
+        path.append(place)
+        if left <= free:
             yield tuple(chosen)
-            return
-        each = classes[place]
-        limit = min(left // each.num_gpus, most[place])
-        if each.apart:
-            limit = 0 if each.apart & held else min(limit, 1)
-        for count in range(limit + 1):
-            chosen[place] = count
-            yield from extend(place + 1, left - count * each.num_gpus, held | each.apart if count else held)
-        chosen[place] = 0
+        if left:
+            stack.append(choices.after(place + 1, left, held))
 
-    yield from extend(0, group.num_gpus, frozenset())
+
+class _Choices:
+    """Which class a mix may hold next, and how many units of it.
+
+    Args:
+        problem: What is to be placed.
+        group: On a server of these.
+    """
+
+    def __init__(self, problem: Problem, group: ServerGroup) -> None:
+        self._classes, self._num_free = problem.classes, problem.num_free_gpus
+        pairs = zip(problem.classes, group.allowed, strict=True)
+        self._most = [len(each.units) if is_allowed else 0 for each, is_allowed in pairs]
+        gpus = [most * each.num_gpus for most, each in zip(self._most, problem.classes, strict=True)]
+        self._fillable = list(accumulate(reversed(gpus)))[::-1]
+
+    def after(self, place: int, left: int, held: frozenset[int]) -> Iterator[tuple[int, int, int, frozenset[int]]]:
+        """Each class from there on, its units, the GPUs left after them, and the sets kept apart that are held then."""
+        for at in range(len(self._classes) - 1, place - 1, -1):
+            each = self._classes[at]
+            if left - self._fillable[at] > self._num_free or each.apart & held:
+                continue
+            most = min(left // each.num_gpus, self._most[at], 1 if each.apart else left)
+            for count in range(1, most + 1):
+                yield at, count, left - count * each.num_gpus, held | each.apart

@@ -15,7 +15,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.planner.classes import Counts, Problem
 from floodplain.planner.layout import count_current
 from floodplain.planner.model import Answer
-from floodplain.planner.solver import Deadline, Floats, Program, Solved, Status, solve
+from floodplain.planner.solver import NOTHING_KNOWN, Deadline, Floats, Program, Solved, Status, solve
 
 GB = 1e9
 SLACK_BYTES = 2_000
@@ -77,8 +77,12 @@ class PerServerProgram:
     def _constrain(self) -> None:
         problem, servers = self._problem, range(self._num_servers)
         for place, each in enumerate(problem.classes):
+            if self._deadline.is_over:  # then nothing is solved
+                return
             self._add({self._x(place, s): 1.0 for s in servers}, len(each.units), len(each.units))
         for s, server in enumerate(problem.cluster.servers):
+            if self._deadline.is_over:
+                return
             of_server = [(self._x(place, s), each) for place, each in enumerate(problem.classes)]
             self._add({x: each.num_gpus for x, each in of_server}, 0, server.num_gpus)
             surplus = {x: -each.num_gpus * each.memory_bytes / GB for x, each in of_server}
@@ -102,6 +106,8 @@ class PerServerProgram:
         return place * self._num_servers + server
 
     def _solve(self, cost: Floats, gap: float, start: Sequence[Counts] | None) -> Solved:
+        if self._deadline.is_over:
+            return NOTHING_KNOWN
         rows, columns, values = zip(*self._entries, strict=True)
         ends = np.array([math.inf, math.inf])
         program = Program(
@@ -127,10 +133,7 @@ class PerServerProgram:
     def _column_values(self, mixes: Sequence[Counts]) -> Floats:
         x = np.array(mixes, dtype=float).T
         moves = np.maximum(np.array(self._current, dtype=float).T - x, 0)
-        servers = self._problem.cluster.servers
-        balances = [self._problem.balance(mix) for mix in mixes]
-        weighted = [eq * s.memory_bytes for (_, eq), s in zip(balances, servers, strict=True)]
-        ends = [max(mem for mem, _ in balances) / GB, max(weighted) / GB]
+        ends = [most / GB for most in self._problem.maxima(mixes)]
         return np.concatenate([x.ravel(), moves.ravel(), ends])
 
     def _read(self, solved: Solved) -> tuple[Counts, ...] | None:

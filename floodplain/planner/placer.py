@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from floodplain.core.errors import UserError
@@ -71,6 +72,7 @@ def place(
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     gap: float = 0.0,
     max_mixes: int = MAX_MIXES,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Placement:
     """The best placement of a cluster's models.
 
@@ -79,11 +81,12 @@ def place(
         time_limit_s: The best placement so far is returned after that, with its gap.
         gap: A placement is good enough if its objective is above the bound by at most this part of it.
         max_mixes: See ``list_mixes``.
+        clock: Monotonic, in seconds.
 
     Raises:
         UserError: There is no placement; the message says why. Or none was found in time.
     """
-    deadline = Deadline(time_limit_s)
+    deadline = Deadline(time_limit_s, clock)
     problem = classify(cluster)
     best = _find_best(problem, deadline, gap, max_mixes)
     if cluster.current:
@@ -105,7 +108,7 @@ def place(
 
 def _find_best(problem: Problem, deadline: Deadline, gap: float, max_mixes: int) -> _Best:
     greedy = place_greedily(problem)
-    table = list_mixes(problem, max_mixes) if problem.num_free_gpus >= 0 else None
+    table = list_mixes(problem, deadline, max_mixes) if problem.num_free_gpus >= 0 else None
     if problem.num_free_gpus < 0:
         answer, method = Answer(None, None), ""
     elif table is not None:
@@ -114,7 +117,7 @@ def _find_best(problem: Problem, deadline: Deadline, gap: float, max_mixes: int)
     else:
         answer, method = _place_unlike(problem, deadline, gap, max_mixes, greedy), "servers"
     if answer.bound_bytes is None:
-        raise UserError(explain(problem.cluster))
+        raise UserError(explain(problem.cluster, deadline))
     if answer.mixes is not None:
         return _Best(answer.mixes, answer.bound_bytes, method, answer.is_most_matched)
     if greedy is None:
@@ -146,7 +149,7 @@ def _move_little(problem: Problem, best: _Best, deadline: Deadline) -> _Best:
     objective = problem.objective(best.mixes)
     most = objective + math.floor(problem.cluster.within * abs(objective))
     program = PerServerProgram(problem, deadline)
-    start = keep_in_place(problem, best.mixes)
+    start = keep_in_place(problem, best.mixes, deadline)
     found, bound = program.fewest_moves(most, start)
     candidates = [mixes for mixes in (found,) if mixes is not None and problem.objective(mixes) <= most + SLACK_BYTES]
     mixes = min([start, *candidates], key=program.cost_of)

@@ -79,6 +79,10 @@ class Solved:
     reduced_costs: Floats
 
 
+NOTHING_KNOWN = Solved(Status.UNKNOWN, np.zeros(0), -math.inf, np.zeros(0))
+"""Of a program for which there was no time."""
+
+
 class Deadline:
     """When work must end.
 
@@ -98,6 +102,15 @@ class Deadline:
         return max(0.0, self._seconds - self.spent_s)
 
     @property
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return not self.left_s
+
+    def within(self, seconds: float) -> Deadline:
+        """A deadline for a part of the work: after as many seconds, and not after this one."""
+        return Deadline(min(seconds, self.left_s), self._clock)
+
+    @property
     def spent_s(self) -> float:
         """Seconds since it was set."""
         return self._clock() - self._began_s
@@ -114,8 +127,8 @@ def solve(program: Program, deadline: Deadline, gap: float = 0.0, start: Floats 
     """
     import highspy
 
-    if not deadline.left_s:
-        return Solved(Status.UNKNOWN, np.zeros(0), -math.inf, np.zeros(0))
+    if deadline.is_over:
+        return NOTHING_KNOWN
     _print_banner_nowhere()
     highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.silent()

@@ -91,7 +91,7 @@ def test_the_placement_is_never_worse_than_greedy(cluster: Cluster) -> None:
 def test_an_explanation_has_no_placement_and_does_without_any_part_of_it(cluster: Cluster) -> None:
     if any(True for _ in every_placement(cluster)):
         return
-    kept = shrink(cluster)
+    kept = shrink(cluster, Deadline(60.0))
     assert not any(True for _ in every_placement(kept))
     for smaller in parts_left_out(kept):
         assert any(True for _ in every_placement(smaller))
