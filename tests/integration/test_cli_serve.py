@@ -72,7 +72,7 @@ def test_a_signal_lets_requests_end_and_exits_0(number: signal.Signals) -> None:
 
 
 def test_requests_that_do_not_end_are_cut_off_and_the_exit_is_still_0() -> None:
-    with served("m", "-q", FLOODPLAIN_DRAIN_TIMEOUT="0.05") as (process, line):
+    with served("smollm2", "-q", FLOODPLAIN_DRAIN_TIMEOUT="0.05") as (process, line):
         url = line.split()[-1]
         body = {"model": "fake", "prompt": "abc", "max_tokens": 1000, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:

@@ -134,8 +134,8 @@ def test_a_signal_while_instances_load_ends_all() -> None:
 
 
 def test_an_instance_that_cannot_start_is_one_line() -> None:
-    command = [*VERB, "serve", MODEL, "--instances", "1", "--kv-memory", "1KiB", "--port", "0", "-q"]
-    command += ["--max-model-len", "1024"]
+    command = [*VERB, "serve", MODEL, "--instances", "1", "--kv-memory", "64KiB", "--port", "0", "-q"]
+    command += ["--max-model-len", "100000"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_TIMEOUT_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("floodplain: instance 0 did not start: ") and done.stderr.count("\n") == 1
