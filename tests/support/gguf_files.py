@@ -40,9 +40,16 @@ def gguf_tensors(config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> di
 
 
 def write_gguf_file(
-    path: Path, keys: Mapping[str, object], tensors: Mapping[str, torch.Tensor], architecture: str = "llama"
+    path: Path,
+    keys: Mapping[str, object],
+    tensors: Mapping[str, torch.Tensor],
+    architecture: str = "llama",
+    quantised: str = "",
 ) -> Path:
-    """Write one file; the type of a value says the type of its key, and None leaves the key out."""
+    """Write one file; the type of a value says the type of its key, and None leaves the key out.
+
+    ``quantised`` names a tensor that is stored in Q8_0.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():
         if isinstance(value, bool):
@@ -56,7 +63,11 @@ def write_gguf_file(
         elif isinstance(value, list):
             writer.add_array(key, value)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor.numpy())
+        if name == quantised:
+            blocks = gguf.quants.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

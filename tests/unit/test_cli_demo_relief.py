@@ -50,7 +50,7 @@ def listing(*rows: InstanceRow, homeless: int = 0) -> dict[str, Any]:
 
 def groups(state: str | None = None, on_their_way: int = 0) -> dict[str, Any]:
     rows = [] if state is None else [
-        GroupRow(number=1, state=state, instances=[1, 2], layers=[15, 15], blocks=480, own_blocks=128,
+        GroupRow(number=1, state=state, instances=[1, 2], names=["0", "1"], layers=[15, 15], blocks=480, own_blocks=128,
                  requests_on_their_way=on_their_way, seconds=0.1)
     ]  # fmt: skip
     seconds = {"dropped": 1.5, "restored": 4.0, "cancelled": 0.0, "ended": 0.0}

