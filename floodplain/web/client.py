@@ -13,14 +13,11 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from floodplain.core.errors import UserError
 from floodplain.web.address import check_address, proxy_of
 from floodplain.web.exchange import Answer, Exchange, NoAnswer, NoServer, network_errors, problem_of
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
