@@ -42,7 +42,7 @@ class Gate:
     Args:
         app: What lies behind.
         drain: While it drains, ``/v1`` and ``PROBES`` answer 503, and every answer is its connection's last.
-        authenticator: Knows who may use what is not in ``PUBLIC_PATHS``; None lets everybody in.
+        authenticator: Knows who may use what is not in ``PUBLIC_PATHS``; None: no key is asked for.
         max_body_bytes: Larger bodies get 413, before they are read if the length is declared. All bodies of requests
             that run are bounded, too: see ``BodyBudget``.
     """

@@ -77,7 +77,7 @@ def watch(
     gap: Callable[[], float] = lambda: BEAT_S,
     kind: type[StallWatch] = StallWatch,
 ) -> tuple[set[int], float]:
-    """(who was found stuck first, when); all are named by place. Nobody within so many seconds: an empty set."""
+    """(instances first found stuck, by place, and when); an empty set if none was within so many seconds."""
     one, now = kind(rule, BEAT_S), 0.0
     while now < seconds:
         for epoch, stage in enumerate(stages):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 
 import pytest
 
@@ -15,6 +13,7 @@ from floodplain.core.free_blocks import BlockId, FreeBlocks
 from floodplain.core.hashing import BlockKey
 from floodplain.core.shrink import commit_shrink, plan_shrink
 from floodplain.core.tiers import SlotLedger, Tier
+from tests.support.line_count import count_lines
 
 A, B = BlockKey(b"a"), BlockKey(b"b")
 
@@ -29,26 +28,6 @@ def owned(ledger: BlockLedger, num_blocks: int) -> list[BlockId]:
 def test_an_impossible_pool_is_refused(kwargs: dict[str, int]) -> None:
     with pytest.raises(InvariantError, match="impossible pool"):
         BlockLedger(**{"num_blocks": 1, "block_tokens": 1, **kwargs})
-
-
-def count_lines(act: Callable[[], object]) -> int:
-    """Lines of the product that run; what runs in C is none, and what a garbage collection calls is not counted."""
-    num_lines = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> object:
-        nonlocal num_lines
-        if not frame.f_globals["__name__"].startswith("floodplain."):
-            return None
-        num_lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)  # type: ignore[arg-type]
-    try:
-        act()
-    finally:
-        sys.settrace(before)
-    return num_lines
 
 
 @pytest.mark.parametrize("quantum", [1, 32])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 
 import pytest
@@ -19,6 +18,7 @@ from floodplain.planner.per_server import PerServerProgram
 from floodplain.planner.placer import place
 from floodplain.planner.solver import Deadline
 from floodplain.planner.verify import violations
+from tests.support.line_count import count_lines
 
 GB = 10**9
 
@@ -77,7 +77,7 @@ def test_there_may_be_thousands_of_unlike_models() -> None:
 @pytest.mark.parametrize("domain", [None, "rack"])
 def test_work_grows_about_linearly_with_models_that_are_alike(domain: str | None) -> None:
     def work(num_models: int) -> int:
-        return lines_of(lambda: place(alike(num_models, domain=domain)))
+        return count_lines(lambda: place(alike(num_models, domain=domain)))
 
     assert work(1920) <= 5 * work(480)
 
@@ -86,29 +86,11 @@ def test_work_of_matching_grows_about_linearly_with_unlike_parties() -> None:
     def work(num: int) -> int:
         lend = [Party(f"p{i}", f"s{i}", "d", 7 * i % 997 + 1, 450) for i in range(num)]
         need = [Party(f"c{i}", f"t{i}", "d", 5 * i % 991 + 1, 450) for i in range(num)]
-        return lines_of(lambda: match(lend, need))
+        return count_lines(lambda: match(lend, need))
 
     assert work(800) <= 6 * work(200)
 
 
 def test_greedy_grows_about_linearly_with_unlike_models() -> None:
     few, many = (classify(alike(num, kinds=num)) for num in (300, 1200))
-    assert lines_of(lambda: place_greedily(many)) <= 6 * lines_of(lambda: place_greedily(few))
-
-
-def lines_of(work: Callable[[], object]) -> int:
-    """Lines of Python that are run."""
-    num = 0
-
-    def trace(frame: object, event: str, argument: object) -> object:
-        nonlocal num
-        num += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)  # type: ignore[arg-type]
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return num
+    assert count_lines(lambda: place_greedily(many)) <= 6 * count_lines(lambda: place_greedily(few))

@@ -92,8 +92,8 @@ class HostDevice:
 
         On a named device their memory is reserved at once, so that writing to a page never fails later (a full /dev/shm
         would end the process with SIGBUS). What a dead owner left behind is erased. A visitor gets nothing of a device
-        whose file was removed by hand: nobody would see the pages. A private device has no file system's limit, and its
-        pages take memory when they are written, as the heap does.
+        whose file was removed by hand: no other process could map the pages. A private device has no file system's
+        limit, and its pages take memory when they are written, as the heap does.
         """
         taken: list[Page] = []
         with self._mutex:

@@ -67,7 +67,7 @@ def match_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], form:
     Raises:
         UserError: A parameter is missing or has another shape, or a tensor is not read; the message names it.
     """
-    from floodplain.model.network.load import parameter_parts  # torch, which nobody needs who only reads a shape
+    from floodplain.model.network.load import parameter_parts  # imports torch, which reading a shape does not need
 
     for name, tensor in stored.items():
         if not form.harmless.fullmatch(name) and not form.is_plain(tensor.kind):
