@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.examples import PROFILE
-from tests.support.postgres import postgres, postgres_url, store_url
+from tests.support.postgres import patient_store, postgres, postgres_url, store_url
+from tests.support.waiting import HANG_S
 
-__all__ = ["postgres", "postgres_url", "store_url"]
+__all__ = ["patient_store", "postgres", "postgres_url", "store_url"]
 
 # The same examples in every run: a red test is a change, not luck. HYPOTHESIS_PROFILE=explore looks for new ones.
-settings.register_profile("default", deadline=None, derandomize=True)
-settings.register_profile("explore", deadline=None, max_examples=2000)
+# A slow machine is no fault of a strategy.
+settings.register_profile("base", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", settings.get_profile("base"), derandomize=True)
+settings.register_profile("explore", settings.get_profile("base"), max_examples=2000)
 settings.load_profile(PROFILE)
+
+# What a test's own HTTP client waits for when the test says nothing: httpx gives up after five seconds.
+vars(inspect.signature(httpx.get).parameters["timeout"].default).update(
+    dict.fromkeys(("connect", "read", "write", "pool"), HANG_S)
+)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from floodplain.core.tiers import Direction
 from floodplain.memory.cuda.wires import Wire
 from floodplain.memory.digest import compute_digests, compute_weights
 from floodplain.memory.transfer import Batch, BlockStore
+from tests.support.waiting import HANG_S
 
 
 class FakeStream:
@@ -51,7 +52,7 @@ class FakeStream:
 
     def finish(self, batches: Sequence[Batch]) -> np.ndarray:
         """Do the copies; their digests."""
-        assert self.gate.wait(20.0), "nobody lets the copies run"
+        assert self.gate.wait(HANG_S), "nobody lets the copies run"
         self.num_under_way -= 1
         if self.failure is not None:
             raise self.failure

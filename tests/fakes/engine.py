@@ -19,6 +19,7 @@ from floodplain.server.run import Server
 from floodplain.server.settings import PING_S
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
+from tests.support.waiting import HANG_S
 
 FINISHED_LIFECYCLE_S = (10.0, (10.5, 10.6, 10.8))
 """Arrival and token times of every finished request, whatever the clock says."""
@@ -204,7 +205,7 @@ class RunningServer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._is_ready.wait(10)
+        assert self._is_ready.wait(HANG_S)
 
     @property
     def port(self) -> int:
@@ -225,7 +226,7 @@ class RunningServer:
         self._loop.call_soon_threadsafe(self._server.stop)
 
     def join(self) -> None:
-        self._thread.join(20)
+        self._thread.join(HANG_S)
         assert not self._thread.is_alive()
 
 

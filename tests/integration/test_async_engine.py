@@ -20,6 +20,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.engine.llm import LLM
 from floodplain.engine.outputs import OutputDelta
 from floodplain.workload.records import LoadRequest
+from tests.support.waiting import HANG_S
 
 PROMPT = tuple(range(3, 40))
 
@@ -45,7 +46,7 @@ async def collect(engine: AsyncEngine, params: SamplingParams, prompt: tuple[int
 
 async def until_idle(engine: AsyncEngine) -> None:
     """Wait for the engine's thread to give everything back; a bound in time keeps a bug from hanging the suite."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG_S):
         while engine.stats().num_running or engine.stats().num_waiting or engine.stats().num_used_blocks:
             await asyncio.sleep(0.001)
 
@@ -218,7 +219,7 @@ def test_refusals_come_before_the_first_delta() -> None:
 def test_drain_ends_what_is_alive() -> None:
     async def drain() -> None:
         async with running() as engine:
-            short = asyncio.create_task(collect(engine, greedy(3)))
+            short = asyncio.create_task(collect(engine, greedy(100)))
             endless = asyncio.create_task(collect(engine, greedy(210)))
             while engine.stats().num_running < 2:
                 await asyncio.sleep(0.001)

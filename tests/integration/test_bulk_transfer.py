@@ -34,6 +34,7 @@ from tests.support.bulk import (
     whole,
 )
 from tests.support.examples import examples
+from tests.support.waiting import HANG_S
 
 OK, DAMAGED, MISSING = Outcome.OK, Outcome.DAMAGED, Outcome.MISSING
 
@@ -173,13 +174,13 @@ def test_close_ends_a_fetch_and_a_start_that_wait() -> None:
         start = threads.submit(starting.start)
         with relaying(server, alter) as address, BulkClient(address, SECRET, LONG_S) as client:
             fetch = threads.submit(client.fetch, [whole()], Received())
-            assert asked.wait(10)
+            assert asked.wait(HANG_S)
             client.close()
             with pytest.raises(PeerLost):
-                fetch.result(10)
+                fetch.result(HANG_S)
         starting.close()
         with pytest.raises(PeerLost):
-            start.result(10)
+            start.result(HANG_S)
         with pytest.raises(PeerLost):  # closed before it starts
             starting.start()
 

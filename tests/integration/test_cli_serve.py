@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.waiting import HANG_S
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, types
@@ -64,7 +66,7 @@ def test_a_signal_lets_requests_end_and_exits_0(number: signal.Signals) -> None:
             next(events)
             process.send_signal(number)
             assert b"".join(events).endswith(b"data: [DONE]\n\n")
-        assert process.wait(20) == 0
+        assert process.wait(HANG_S) == 0
         assert process.stderr is not None
         log = process.stderr.read()
     assert log.count('"drain_timeout": ') == 1  # the server's configuration, once; the engine logs its own
@@ -80,7 +82,7 @@ def test_requests_that_do_not_end_are_cut_off_and_the_exit_is_still_0() -> None:
             next(events)
             process.send_signal(signal.SIGTERM)
             assert b'"code": "aborted"' in b"".join(events)
-        assert process.wait(20) == 0
+        assert process.wait(HANG_S) == 0
         assert process.stderr is not None and process.stderr.read() == ""
 
 
@@ -90,7 +92,7 @@ def test_a_port_in_use_is_one_line_and_status_2() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with start("m", "--port", str(port)) as process:
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (2, "")
     assert err.startswith(f"floodplain: cannot listen on 127.0.0.1:{port} (Address already in use)")
     assert err.count("\n") == 1

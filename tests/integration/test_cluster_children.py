@@ -25,7 +25,7 @@ from floodplain.engine.config import EngineConfig
 from floodplain.web.listen import bind
 from tests.support.cluster_peers import until
 from tests.support.process_tree import is_alive
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 CHILD = """
 import os, sys, threading
@@ -60,7 +60,7 @@ def test_no_child_outlives_its_front(tmp_path: Path, how: str) -> None:
     log = tmp_path / "log"
     front = subprocess.Popen([sys.executable, "-c", FRONT, str(log)], stdin=subprocess.PIPE)
     try:
-        rows = wait_until(lambda: len(found := children(log)) == 2 and found, timeout_s=20)
+        rows = wait_until(lambda: len(found := children(log)) == 2 and found)
         assert isinstance(rows, list)
         assert len({token for _, token, _ in rows}) == 2 and {words for _, _, words in rows} == {"--join address"}
         for pid, token, _ in rows:
@@ -71,10 +71,10 @@ def test_no_child_outlives_its_front(tmp_path: Path, how: str) -> None:
         if how == "closed":
             assert front.stdin is not None
             front.stdin.close()
-            assert front.wait(20) == 0
+            assert front.wait(HANG_S) == 0
         else:
             front.kill()
-        wait_until(lambda: not any(is_alive(pid) for pid, _, _ in rows), timeout_s=10)
+        wait_until(lambda: not any(is_alive(pid) for pid, _, _ in rows))
     finally:
         front.kill()
         front.wait()
@@ -95,7 +95,7 @@ def test_a_killed_child_starts_again_and_one_that_never_joins_is_given_up(
         ]
         launcher = Launcher(LocalProcesses(commands, os.environ), lambda: True)
         launcher.start("address")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while not children(log):
                 await asyncio.sleep(0.005)
             launcher.note_joined(0)
@@ -128,7 +128,7 @@ def test_a_child_that_stays_silent_is_killed_and_another_started(tmp_path: Path)
         processes = LocalProcesses([[sys.executable, "-c", CHILD, str(log)]], os.environ)
         launcher = Launcher(processes, lambda: True, lost_timeout_s=0.01)
         launcher.start("address")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             while not children(log):
                 await asyncio.sleep(0.005)
             first = children(log)[0][0]

@@ -19,7 +19,7 @@ from floodplain.cli.main import main
 from tests.support import front_process
 from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
 from tests.support.process_tree import is_alive
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 MODEL = "dummy:tiny-llama"
 ENGINE = {"dtype": "float32", "kv_memory": 2**20, "max_model_len": 1024}
@@ -114,7 +114,7 @@ def test_a_signal_lets_streams_end_and_leaves_no_process(front: FrontProcess) ->
     pids = [row["pid"] for row in front.wait_full()]
     tokens = front.stream(do=lambda: front.process.send_signal(signal.SIGTERM))
     assert [tokens] == one_engine([PROMPT])
-    assert front.process.wait(30) == 0
+    assert front.process.wait(HANG_S) == 0
     assert not any(is_alive(pid) for pid in pids)
     assert "Traceback" not in front.log.read_text()
 
@@ -126,7 +126,7 @@ def test_a_signal_while_instances_load_ends_all() -> None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         pids = [int(pid) for pid in wait_until(lambda: children.read_text().split(), timeout_s=START_TIMEOUT_S)]
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
     assert (process.returncode, out, err) == (0, "", "")

@@ -19,7 +19,7 @@ from floodplain.coordinator.store import StoreError
 from floodplain.core.errors import InvariantError
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
 from tests.support.hooked_store import HookedStore, let_pass
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 JSON = {"Content-Type": "application/json"}
 
@@ -50,7 +50,7 @@ def test_one_that_stands_by_says_who_leads_and_leads_when_that_one_ends(tmp_path
         assert "floodplain_coordinator_leading 0.0" in httpx.get(f"{standby.url}/metrics").text
         leader.stop()
         leader.join()
-        wait_until(lambda: standby.service.is_leading, timeout_s=2.0)
+        wait_until(lambda: standby.service.is_leading)
         assert [row["name"] for row in httpx.get(f"{standby.url}/v1/leases").json()["members"]] == ["ann"]
 
 
@@ -82,10 +82,10 @@ def stalled(store: HookedStore) -> Iterator[threading.Event]:
     def hook(moment: str) -> None:
         if moment == "before write":
             is_stalled.set()
-            may_go_on.wait(20)
+            may_go_on.wait()
 
     store.hook = hook
-    assert is_stalled.wait(10)
+    assert is_stalled.wait(HANG_S)
     try:
         yield may_go_on
     finally:
@@ -95,7 +95,7 @@ def stalled(store: HookedStore) -> Iterator[threading.Event]:
 @contextmanager
 def asking(running: RunningCoordinator, *messages: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
     """A connection on which these were sent and nothing was read."""
-    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=HANG_S)
     try:
         connection.request("POST", "/v1/messages", json.dumps({"messages": messages}), JSON)
         yield connection
@@ -114,7 +114,7 @@ def test_what_waits_when_it_is_stopped_is_answered_and_another_one_leads_at_once
         running.join()
         with pytest.raises(httpx.ConnectError):
             say(running, join("eve"))
-        wait_until(lambda: standby.service.is_leading, timeout_s=2.0)
+        wait_until(lambda: standby.service.is_leading)
         listing = httpx.get(f"{standby.url}/v1/leases").json()
         assert [row["name"] for row in listing["members"]] == ["ann", "bob"]
 
@@ -125,7 +125,7 @@ def test_a_store_that_hangs_does_not_keep_a_coordinator_from_ending(
     monkeypatch.setattr(clerk, "CLOSING_S", 0.1)
     with coordinating(store) as running, stalled(store):
         running.stop()
-        running.join(5.0)
+        running.join()
 
 
 def test_who_hangs_up_while_its_message_waits_does_not_keep_others_from_their_answers(store: HookedStore) -> None:

@@ -18,6 +18,7 @@ from floodplain.coordinator.tokens import TokenRing
 from floodplain.web.errors import ApiError, error_response
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
 from tests.support.hooked_store import HookedStore
+from tests.support.waiting import HANG_S
 
 JSON = {"Content-Type": "application/json"}
 JOIN = b'{"kind": "join", "name": "page", "instance": "i1"}'
@@ -310,7 +311,7 @@ def test_long_batches_are_neither_read_nor_answered_on_the_event_loop(
 
 def test_a_body_that_is_too_large_is_not_read(running: RunningCoordinator) -> None:
     host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as sock:
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as sock:
         head = f"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
         sock.sendall(head.encode())
         assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")

@@ -22,7 +22,7 @@ from floodplain.lending.membership import LentDevice
 from floodplain.lending.news_watch import NewsWatch
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.coordinators import RunningCoordinator, coordinating, error_of, join, open_store, say
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 NEVER_S = 3600.0
 NUM_LEASES = 3
@@ -161,7 +161,7 @@ def test_the_next_coordinator_tells_of_recalls_as_the_last_one_did(tmp_path: Pat
 
 def wait_for_news(running: RunningCoordinator, member: str, token: str = "", **query: Any) -> httpx.Response:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.get(f"{running.url}/v1/changes", params={"member": member, **query}, headers=headers, timeout=30)
+    return httpx.get(f"{running.url}/v1/changes", params={"member": member, **query}, headers=headers, timeout=HANG_S)
 
 
 def test_tokens_watch_their_own_members_alone(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_one_request_of_a_member_waits_and_so_many_members(tmp_path: Path) -> No
         wait_until(lambda: "bob" in board._waiting)
         board.most_waiting = 1
         newer = pool.submit(wait_for_news, running, "bob", mark=mark)
-        assert older.result(10).status_code == 409
+        assert older.result(HANG_S).status_code == 409
         refused = wait_for_news(running, "ann", mark=mark)
         assert (refused.status_code, error_of(refused)["code"]) == (429, "too_many")
         assert wait_for_news(running, "ann").json()["has_news"], "who need not wait is answered all the same"
@@ -211,7 +211,7 @@ def test_one_request_of_a_member_waits_and_so_many_members(tmp_path: Path) -> No
         say(running, join("ann"), join("bob"), offer, request)
         assert not newer.done(), "a grant is told by the answer to its request"
         say(running, {**recall, "deadline_s": 1.0})
-        assert newer.result(10).json()["has_news"]
+        assert newer.result(HANG_S).json()["has_news"]
         assert not board._waiting
         assert wait_for_news(running, "bob", mark=newer.result().json()["mark"], wait_s=0).json()["has_news"] is False
 
@@ -225,8 +225,8 @@ def test_who_does_not_lead_tells_nothing_and_who_stops_answers_at_once(tmp_path:
         board = running._server._desk.news
         wait_until(lambda: "bob" in board._waiting)
         running.stop()
-        assert waiting.result(10).status_code == 503
-        running.join(timeout_s=4.0)
+        assert waiting.result(HANG_S).status_code == 503
+        running.join()
 
 
 def fail_writes(moment: str) -> None:
@@ -242,4 +242,4 @@ def test_who_leads_no_more_sends_those_away_who_wait(tmp_path: Path) -> None:
         board = running._server._desk.news
         wait_until(lambda: "bob" in board._waiting)
         store.hook = fail_writes
-        assert waiting.result(10).status_code == 503
+        assert waiting.result(HANG_S).status_code == 503

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.coordinator_processes import CoordinatorProcess, Fleet, crowd, fleet
 from tests.support.examples import examples
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def depose(some: Fleet, number: signal.Signals) -> None:
 @contextmanager
 def saying(process: CoordinatorProcess, *messages: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
     """A connection on which this was sent, whether anybody reads it or not."""
-    connection = http.client.HTTPConnection(process.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(process.url.removeprefix("http://"), timeout=HANG_S)
     try:
         body = json.dumps({"messages": messages})
         connection.request("POST", "/v1/messages", body, {"Content-Type": "application/json"})
@@ -119,9 +119,9 @@ def test_a_signal_ends_it_with_0_and_the_other_one_leads_at_once(
         with saying(leader, {"kind": "join", "name": "ann", "instance": "i1"}) as connection:
             leader.send_signal(number)
             status = wait_for_answer(connection)
-        assert leader.process.wait(10) == 0
+        assert leader.process.wait(HANG_S) == 0
         other = next(each for each in some.processes if each is not leader)
-        wait_until(other.leads, timeout_s=2.0)
+        wait_until(other.leads)
         assert (status == 200) == bool(some.listing()["members"]), "who was answered is known, and nobody else"
         assert "Traceback" not in leader.log.read_text()
 

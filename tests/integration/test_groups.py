@@ -15,7 +15,7 @@ import pytest
 from floodplain.cli.main import main
 from tests.support import front_process
 from tests.support.front_process import START_TIMEOUT_S, FrontProcess, started
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 MODEL = "dummy:tiny-deep"
 MAX_TOKENS = 1900
@@ -85,11 +85,11 @@ class Streams:
     def wait(self, more: int) -> None:
         """Return when each stream has so many more tokens."""
         wanted = [count + more for count in self.counts]
-        wait_until(lambda: all(have >= want for have, want in zip(self.counts, wanted, strict=True)), timeout_s=60)
+        wait_until(lambda: all(have >= want for have, want in zip(self.counts, wanted, strict=True)))
 
     def end(self) -> list[list[int]]:
         self._has_enough.set()
-        return [future.result(timeout=100) for future in self._futures]
+        return [future.result(timeout=HANG_S) for future in self._futures]
 
 
 def test_streams_cross_a_drop_and_a_restore_with_their_kv(front: FrontProcess, capsys: Any) -> None:
@@ -120,7 +120,7 @@ def test_idle_instances_that_drop_layers_serve_what_comes(front: FrontProcess) -
     wait_solo(front)
     assert verb(front, "drop", "0", "1") == 0
     extra = {"ignore_eos": True, "return_token_ids": True}
-    answer = front.client.with_options(timeout=30, max_retries=0).completions.create(
+    answer = front.client.with_options(timeout=HANG_S, max_retries=0).completions.create(
         model=MODEL, prompt=PROMPTS[0], extra_body=extra, temperature=0.0, max_tokens=20
     )
     assert answer.choices[0].token_ids == expected(20)[0]  # type: ignore[attr-defined]

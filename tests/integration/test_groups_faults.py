@@ -59,7 +59,7 @@ def test_wrong_tokens_are_seen_if_chunks_are_not_verified(cluster: GroupCluster)
         scene.ask_drop()
         scene.wait_in(S.PIPELINED)  # or a wrong token is seen before
         scene.ask_restore().result()
-        wait_until(lambda: cluster.load.wrong or cluster.is_solo(), timeout_s=60)
+        wait_until(lambda: cluster.load.wrong or cluster.is_solo())
         if cluster.load.wrong:
             break
     assert cluster.load.wrong and all("are right" in line for line in cluster.load.wrong)

@@ -27,7 +27,7 @@ from tests.support.coordinators import coordinating, open_store
 from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks
 from tests.support.swapping import BLOCK_BYTES
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ class Street:
 
     def lend(self, num_leases: int) -> None:
         """Until the coordinator knows that so many are held."""
-        end_s = time.monotonic() + 60.0
+        end_s = time.monotonic() + HANG_S
         while [lease["state"] for lease in self.listing()["leases"]].count("held") < num_leases:
             assert time.monotonic() < end_s, "nobody could borrow"
             self.engine.step()

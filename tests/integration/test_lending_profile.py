@@ -17,6 +17,7 @@ from floodplain.engine.shell import Engine
 from floodplain.files.profile import Profile
 from tests.support.lending import Producer, Ticks, coordinating
 from tests.support.swapping import BLOCK_BYTES
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,7 @@ def make_config(url: str, **flags: Any) -> EngineConfig:
 def count_kept_blocks(engine: Engine, num_boundaries: int = 60) -> int:
     """Blocks of the pool after some boundaries, hundredths of a second apart."""
     assert engine.neighbours is not None
-    producer, end_s = Producer(engine), time.monotonic() + 20
+    producer, end_s = Producer(engine), time.monotonic() + HANG_S
     while not engine.neighbours.agent.can_offer:
         assert time.monotonic() < end_s, "it never joined"
         producer.wake()

@@ -15,6 +15,7 @@ from floodplain.core.errors import QueueFull
 from floodplain.core.goals import Goals
 from floodplain.engine.outputs import OutputDelta
 from tests.fakes.engine import FakeEngine, RunningServer, serving
+from tests.support.waiting import HANG_S
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
 TEMPLATED = "<user>hi<assistant>"
@@ -121,7 +122,7 @@ def test_a_request_has_the_name_that_the_client_gives_it(server: RunningServer, 
         drain_queue(server)
         named = httpx.post(url, json={**body, **in_body}, headers=in_header)
         assert (named.json()["id"], named.headers["x-request-id"]) == (f"{kind}-head-1", "head-1")
-        assert server.engine.submitted.get(timeout=5)["id"] == f"{kind}-head-1"
+        assert server.engine.submitted.get(timeout=HANG_S)["id"] == f"{kind}-head-1"
         refused = httpx.post(url, json={**body, "n": 2}, headers=in_header)
         assert (refused.status_code, refused.headers["x-request-id"]) == (400, "head-1")
         odd = httpx.post(url, json=body, headers={"X-Request-Id": "a b"})
@@ -166,7 +167,7 @@ def test_our_own_fields_reach_the_engine(server: RunningServer, client: openai.O
         "stop_token_ids": [7],
     }
     client.completions.create(model="fake", prompt="a", max_tokens=2, seed=4, stop=["x"], user="me", extra_body=ours)
-    seen = server.engine.submitted.get(timeout=5)
+    seen = server.engine.submitted.get(timeout=HANG_S)
     params: Any = seen["params"]
     assert (seen["priority"], seen["cache_salt"], seen["client"]) == (3, "tenant", "")
     assert seen["goals"] == Goals(ttft_s=0.5, tpot_s=0.125)

@@ -18,7 +18,7 @@ from floodplain.cli.main import main
 from tests.support import front_process
 from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
 from tests.support.process_tree import is_alive
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 MODEL = "dummy:tiny-deep"
 ENGINE = {"dtype": "float32", "kv_memory": 2**22, "max_model_len": 1024}
@@ -103,14 +103,14 @@ def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess)
         assert isinstance(row, dict) and row["stage"] is None
         with ThreadPoolExecutor(4) as threads:  # some on either
             streaming = [threads.submit(front.stream, max_tokens=200) for _ in range(4)]
-            wait_until(lambda: all(one["requests"] for one in front.rows() if one["stage"] != 1), timeout_s=60)
+            wait_until(lambda: all(one["requests"] for one in front.rows() if one["stage"] != 1))
             kill(front, 1)
             assert [one.result() for one in streaming] == [[*expected()[:200]]] * 4
         after = wait_formed(front)
         assert after[0]["pid"] == before[0]["pid"] and after[1]["pid"] != before[1]["pid"]
     finally:
         beside.terminate()
-        assert beside.wait(30) == 0
+        assert beside.wait(HANG_S) == 0
 
 
 def test_metrics_say_how_long_stages_computed_and_idled(front: FrontProcess) -> None:
@@ -145,7 +145,7 @@ def test_a_signal_lets_streams_end_and_leaves_no_process(front: FrontProcess) ->
     pids = [row["pid"] for row in wait_formed(front).values()]
     tokens = front.stream(do=lambda: front.process.send_signal(signal.SIGTERM))
     assert tokens == [*expected()]
-    assert front.process.wait(30) == 0
+    assert front.process.wait(HANG_S) == 0
     assert not any(is_alive(pid) for pid in pids)
     assert "Traceback" not in front.log.read_text()
 

@@ -19,7 +19,7 @@ import pytest
 from tests.support import front_process
 from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
 from tests.support.process_tree import ancestors, descendants, is_alive, kill_all
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -62,7 +62,7 @@ class Nodes:
 
     def close(self) -> None:
         all_processes = descendants(self.process.pid)
-        _, _ = self.process.communicate(timeout=60)
+        _, _ = self.process.communicate(timeout=HANG_S)
         kill_all(all_processes)
         self.log.close()
 
@@ -138,7 +138,7 @@ def test_what_is_killed_comes_back_and_streams_lose_no_token(
         tokens = front.stream(PROMPTS[0], do=lambda: kill(front, nodes))
         streamed = [tokens, other.result()]
     assert streamed == front_process.one_engine(MODEL, PROMPTS, ENGINE)
-    wait_until(lambda: not is_alive(gone), timeout_s=60)
+    wait_until(lambda: not is_alive(gone))
     rows = wait_until(
         lambda: len(rows := front.rows()) == 2 and gone not in {row["pid"] for row in rows} and rows, timeout_s=120
     )
@@ -169,7 +169,7 @@ def test_an_address_without_a_ray_is_one_line() -> None:
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         command = [*VERB, "serve", MODEL, *FLAGS, "--instances", "1", "--port", "0", "-q", "--cluster", address]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     why = f"Ray at {address} is not joined: nothing listens there (Connection refused)"
     assert done.stderr == f"floodplain: instance 0 did not start: {why}\n"
@@ -186,8 +186,8 @@ def test_a_local_ray_ends_with_the_front(tmp_path: Path, how: signal.Signals) ->
         )
         tokens = front.stream(do=(lambda: front.process.send_signal(how)) if how == signal.SIGTERM else None)
         front.process.send_signal(how)
-        assert front.process.wait(60) == (0 if how == signal.SIGTERM else -how)
-        wait_until(lambda: not any(is_alive(pid) for pid in pids), timeout_s=60)
+        assert front.process.wait(HANG_S) == (0 if how == signal.SIGTERM else -how)
+        wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert [tokens] == front_process.one_engine(MODEL, [PROMPT], ENGINE)
 
 

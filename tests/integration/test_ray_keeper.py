@@ -18,6 +18,7 @@ from floodplain.cluster.ray_actor import MOST_LINES, Keeper, Order
 from floodplain.cluster.ray_processes import RayProcesses
 from floodplain.cluster.ray_setup import RaySetup
 from tests.support.process_tree import is_alive
+from tests.support.waiting import HANG_S
 
 CHILD = """
 import os, sys, threading
@@ -52,7 +53,7 @@ SETUP = RaySetup(cluster="auto", host="127.0.0.1", num_slots=2, num_cpus=1, num_
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANG_S):
             await coroutine
 
     asyncio.run(bounded())

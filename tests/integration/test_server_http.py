@@ -17,7 +17,7 @@ import pytest
 from floodplain.server.app import MAX_BODY_BYTES
 from floodplain.server.auth import KeyRing
 from tests.fakes.engine import ByteTokenizer, FakeEngine, RunningServer, serving
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 BODY = {"model": "fake", "prompt": "abc", "max_tokens": 1000}
 JSON = {"Content-Type": "application/json"}
@@ -32,7 +32,7 @@ def server() -> Iterator[RunningServer]:
 @contextmanager
 def asking(server: RunningServer, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
     """A connection on which ``body`` was sent and nothing read."""
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=HANG_S)
     try:
         connection.request("POST", "/v1/completions", json.dumps(body), JSON)
         yield connection
@@ -55,9 +55,9 @@ def test_a_client_that_hangs_up_aborts_its_requests(stream: bool, prompt: str | 
     num_requests = len(prompt) if isinstance(prompt, list) else 1
     with serving(engine) as running:
         with asking(running, {**BODY, "prompt": prompt, "stream": stream}):
-            stalled = {engine.stalled.get(timeout=10) for _ in range(num_requests)}
+            stalled = {engine.stalled.get(timeout=HANG_S) for _ in range(num_requests)}
             assert engine.stats().num_running == num_requests
-        assert {engine.aborted.get(timeout=10) for _ in range(num_requests)} == stalled
+        assert {engine.aborted.get(timeout=HANG_S) for _ in range(num_requests)} == stalled
         assert engine.stats().num_running == 0
         assert httpx.get(f"{running.url}/health").status_code == 200
 
@@ -153,7 +153,7 @@ def test_head_answers_as_get_without_a_body(server: RunningServer, path: str) ->
 
 
 def test_a_declared_body_that_is_too_large_is_not_read(server: RunningServer) -> None:
-    with socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=10) as sock:  # type: ignore[arg-type]
+    with socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=HANG_S) as sock:  # type: ignore[arg-type]
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n"
         sock.sendall(head.encode())
         assert sock.recv(1000).startswith(b"HTTP/1.1 413 ")
@@ -233,7 +233,7 @@ class SlowTokenizer(ByteTokenizer):
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
         tokens = super().encode(text)
-        assert not text.startswith("slow") or self.go.wait(10)
+        assert not text.startswith("slow") or self.go.wait(HANG_S)
         return tokens
 
 
@@ -243,7 +243,7 @@ def test_texts_of_a_client_that_hung_up_are_left_alone() -> None:
     body = json.dumps({"model": "fake", "prompt": ["slow", "second"]}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with serving(engine) as running:
-        with socket.create_connection(("127.0.0.1", running.port), timeout=10) as sock:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=HANG_S) as sock:
             sock.sendall(head % len(body) + body)
             wait_until(lambda: tokenizer.encoded)
         wait_until(lambda: running.num_requests == 0)
@@ -263,7 +263,7 @@ def test_keys_are_needed_for_v1_only_and_name_the_client(tmp_path: Path) -> None
             assert (response.headers["www-authenticate"], error_of(response)["code"]) == ("Bearer", "invalid_api_key")
         headers = {"Authorization": "Bearer secret-of-ann"}
         assert httpx.post(f"{running.url}/v1/completions", json=BODY, headers=headers).status_code == 200
-        assert running.engine.submitted.get(timeout=5)["client"] == "ann"
+        assert running.engine.submitted.get(timeout=HANG_S)["client"] == "ann"
         assert httpx.get(f"{running.url}/v1/models").status_code == 401
         for path in ("/health", "/ready", "/metrics", "/version"):
             assert httpx.get(running.url + path).status_code == 200
@@ -301,7 +301,7 @@ def test_stopping_lets_running_requests_end() -> None:
 def test_a_drain_is_bounded_and_says_so_to_who_is_cut_off(stream: bool, num_tokens: int) -> None:
     engine = FakeEngine(num_free_tokens=num_tokens)
     with serving(engine, drain_timeout_s=0.05) as running, asking(running, {**BODY, "stream": stream}) as connection:
-        engine.stalled.get(timeout=10)
+        engine.stalled.get(timeout=HANG_S)
         running.stop()
         response = connection.getresponse()
         text = response.read().decode()
@@ -315,7 +315,7 @@ def test_a_drain_is_bounded_and_says_so_to_who_is_cut_off(stream: bool, num_toke
 def test_a_second_signal_cuts_the_drain_short() -> None:
     engine = FakeEngine(num_free_tokens=2)
     with serving(engine, drain_timeout_s=3600) as running, asking(running, BODY) as connection:
-        engine.stalled.get(timeout=10)
+        engine.stalled.get(timeout=HANG_S)
         running.stop()
         running.stop()
         response = connection.getresponse()

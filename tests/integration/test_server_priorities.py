@@ -14,6 +14,7 @@ import pytest
 
 from floodplain.server.auth import Client, KeyRing
 from tests.fakes.engine import FakeEngine, RunningServer, serving
+from tests.support.waiting import HANG_S
 
 KEYS = "ops secret-of-ops -5\nann secret-of-ann\nbatch secret-of-batch 3\n"
 """A line with a negative ceiling, one with none, and one with a positive."""
@@ -43,7 +44,7 @@ def ask(server: RunningServer, name: str | None, path: str, **fields: object) ->
 
 def reached(server: RunningServer, num_requests: int = 1) -> list[tuple[object, object]]:
     """(client, priority) of so many requests at the engine, and no more."""
-    orders = [server.engine.submitted.get(timeout=5) for _ in range(num_requests)]
+    orders = [server.engine.submitted.get(timeout=HANG_S) for _ in range(num_requests)]
     assert server.engine.submitted.empty()
     return [(order["client"], order["priority"]) for order in orders]
 

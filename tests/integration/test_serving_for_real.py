@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.server.auth import KeyRing
 from tests.fakes.engine import serving
+from tests.support.waiting import wait_until
 
 MODEL = "dummy:tiny-llama"
 
@@ -89,10 +89,7 @@ def test_hang_up_frees_the_blocks(served: Served) -> None:
     )
     next(iter(stream))
     stream.close()
-    deadline = time.monotonic() + 20  # a bound for a bug; it takes a step
-    while served.engine.stats().num_used_blocks and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert served.engine.stats().num_used_blocks == 0
+    wait_until(lambda: not served.engine.stats().num_used_blocks)
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers(served: Served) -> None:

@@ -20,6 +20,7 @@ from floodplain.cluster.stage_link import MAX_UNREAD, LinkKey, StageLink, accept
 from floodplain.core.errors import PeerLost
 from tests.support.examples import examples
 from tests.support.stage_links import KEY, MAX_DATA_BYTES, linked, listen, open_link
+from tests.support.waiting import HANG_S
 
 BIG = Frame({"chunk": 1}, data=np.ones(MAX_DATA_BYTES, dtype=np.uint8))
 
@@ -54,7 +55,7 @@ def test_two_stages_that_send_at_once_do_not_wait_for_each_other() -> None:
     with linked() as (to_b, from_a), linked() as (to_a, from_b), ThreadPoolExecutor(2) as threads:
         sends = [threads.submit(link.send, BIG) for link in (to_b, to_a)]  # neither reads before it has sent
         for send in sends:
-            send.result(10)
+            send.result(HANG_S)
         assert is_same(from_a.recv(), BIG) and is_same(from_b.recv(), BIG)
 
 
@@ -68,7 +69,7 @@ def test_a_sender_whose_reader_stands_still_is_freed_by_close() -> None:
         link.close()
         for waiting in (sending, reading):
             with pytest.raises(PeerLost):
-                waiting.result(10)
+                waiting.result(HANG_S)
         link.close()
 
 
@@ -112,7 +113,7 @@ def test_a_sender_that_dies_in_mid_message_or_speaks_nonsense_is_lost(sent: byte
         stack.callback(receiver.close)
         with ours:
             ours.sendall(raw_frame(json.dumps({"step": 0}).encode()) + sent)
-        receiver._reader.join(10)
+        receiver._reader.join(HANG_S)
         assert receiver.recv().body == {"step": 0}
         with pytest.raises(PeerLost, match=why):
             while True:
@@ -142,7 +143,7 @@ def test_another_secret_pipeline_or_stage_is_refused_and_the_right_one_let_in(ke
             for end in (sender, receiver, silent, half):
                 end.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), HANG_S))
 
 
 def test_of_two_connections_with_the_key_one_is_the_link() -> None:
@@ -150,7 +151,7 @@ def test_of_two_connections_with_the_key_one_is_the_link() -> None:
         for sock in (one, other):
             sock.connect(listener.getsockname()[:2])
             sock.sendall(KEY.hello())
-        link = asyncio.run(asyncio.wait_for(accept_link(listener, KEY, MAX_DATA_BYTES), 20))
+        link = asyncio.run(asyncio.wait_for(accept_link(listener, KEY, MAX_DATA_BYTES), HANG_S))
         link.send(Frame({"step": 1}))
         link.close()
         listener.close()  # the system hangs up on a connection that was not accepted
@@ -184,4 +185,4 @@ def test_nobody_at_the_address_is_one_line_and_waiting_can_be_given_up() -> None
             for end in await open_link(other):  # the listener is as it was
                 end.close()
 
-    asyncio.run(asyncio.wait_for(run(), 20))
+    asyncio.run(asyncio.wait_for(run(), HANG_S))

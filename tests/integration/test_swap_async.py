@@ -24,6 +24,7 @@ from floodplain.policy.fcfs import FcfsPolicy
 from floodplain.workload.records import LoadRequest
 from tests.support.faulty_transfer import HeldTransferEngine
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy, SwapOncePolicy
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ async def running(policy: Policy, **flags: Any) -> AsyncIterator[AsyncEngine]:
     engine.engine.loop.policy = policy
     await engine.start()
     try:
-        async with asyncio.timeout(60):  # a bug must not hang the suite
+        async with asyncio.timeout(HANG_S):  # a bug must not hang the suite
             yield engine
     finally:
         await engine.close()
@@ -72,8 +73,8 @@ async def generate(engine: AsyncEngine, prompt: tuple[int, ...], max_tokens: int
 
 
 def test_a_newcomer_ends_the_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps wait for a minute here, and the copy for the newcomer's end: only its own arrival can start it sooner."""
-    monkeypatch.setattr(shell, "MAX_WAIT_S", 60.0)
+    """Steps wait for minutes here, and the copy for the newcomer's end: only its own arrival can start it sooner."""
+    monkeypatch.setattr(shell, "MAX_WAIT_S", 2 * HANG_S)
 
     async def play() -> None:
         async with running(FcfsPolicy()) as engine:
@@ -96,7 +97,7 @@ def test_a_newcomer_ends_the_wait_for_a_copy(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_stalled_engine_is_closed_at_once_by_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "MAX_WAIT_S", 60.0)
+    monkeypatch.setattr(shell, "MAX_WAIT_S", 2 * HANG_S)
 
     async def play() -> None:
         async with running(SwapOncePolicy()) as engine:

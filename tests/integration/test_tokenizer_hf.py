@@ -166,7 +166,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 @given(
     data=st.data(), kind=st.sampled_from(sorted(KINDS)), skips=st.booleans(), stops=st.sampled_from([(), ("e", " x")])
 )
-@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 def test_prompt_and_streamed_text_are_the_decoded_whole(
     data: st.DataObject, kind: str, skips: bool, stops: tuple[str, ...]
 ) -> None:

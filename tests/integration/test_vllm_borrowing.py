@@ -5,8 +5,7 @@ A real coordinator and a device that lends; a worker over caches like vLLM's, wi
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from floodplain.plugins.vllm.settings import read_settings
 from floodplain.plugins.vllm.worker import SwapWorker, find_worker, introduce
 from tests.support.lending import Neighbour, coordinating
 from tests.support.vllm_books import Pool
+from tests.support.waiting import HANG_S, wait_until
 
 NUM_BLOCKS, BLOCK_TOKENS, NUM_PAGES = 8, 4, 4
 BLOCK_BYTES = 2 * BLOCK_TOKENS * 64
@@ -61,7 +61,7 @@ class Inside:
 
 
 @contextmanager
-def neighbourhood(patch: pytest.MonkeyPatch, deadline_s: float = 20.0) -> Iterator[tuple[Neighbour, Inside]]:
+def neighbourhood(patch: pytest.MonkeyPatch, deadline_s: float = HANG_S) -> Iterator[tuple[Neighbour, Inside]]:
     patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
     with coordinating() as url, closing(Neighbour(url, NUM_PAGES, deadline_s)) as neighbour:
         neighbour.lend(NUM_PAGES)
@@ -69,13 +69,6 @@ def neighbourhood(patch: pytest.MonkeyPatch, deadline_s: float = 20.0) -> Iterat
             wait_until(lambda: inside.num_held == NUM_PAGES)
             yield neighbour, inside
         assert neighbour.taken_pages == 0, "borrowed memory stays taken"
-
-
-def wait_until(is_so: Callable[[], bool], patience_s: float = 20.0) -> None:
-    end_s = time.monotonic() + patience_s
-    while not is_so():
-        assert time.monotonic() < end_s, "it never happened"
-        time.sleep(1e-3)
 
 
 def test_without_a_boundary_idle_memory_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from floodplain.core.errors import UserError
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind
 from tests.support.limited_server import LIMITS, LimitedServer, limited
+from tests.support.waiting import HANG_S
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n"
 
@@ -191,7 +192,7 @@ def test_headers_have_a_size_and_a_number_and_no_more(kind: str, num_over: int, 
 @pytest.mark.parametrize("endless", [b"X: " + b"a" * 500_000, b"X: a\r\n" * 80_000, b"\r\n" * 250_000])
 def test_an_endless_head_is_not_kept(endless: bytes, server: LimitedServer) -> None:
     begin = b"" if endless.startswith(b"\r\n") else b"GET / HTTP/1.1\r\nHost: a\r\n"
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S)
     with client, suppress(ConnectionError):
         client.sendall(begin + endless)
         assert read_all(client).startswith(b"HTTP/1.1 431")
@@ -286,7 +287,7 @@ def test_stopping_does_not_wait_for_half_a_request() -> None:
         assert [read_all(one)[:12] for one in (*halves, idle)] == [b"", b"", b"HTTP/1.1 503", b""]
         server.call(server.release.set)
         assert read_answer(busy).startswith(b"HTTP/1.1 200")
-        assert server.stop_and_join(5), "although no client closes its connection, and no time passes"
+        assert server.stop_and_join(), "although no client closes its connection, and no time passes"
         for one in (*halves, busy, idle):
             one.close()
 

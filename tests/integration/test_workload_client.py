@@ -13,6 +13,7 @@ from floodplain.workload.client import run_load
 from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.records import LoadRequest, RequestFailed, RequestRecord, TokenChunk
 from tests.support.fake_server import Asked, Handler, serving, streaming
+from tests.support.waiting import HANG_S
 
 
 def request(index: int = 0, arrival_s: float = 0.0, **changes: Any) -> LoadRequest:
@@ -135,7 +136,7 @@ def test_cancelling_the_load_hangs_up_on_the_server() -> None:
             load.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await load
-            await asyncio.wait_for(has_gone.wait(), 10)
+            await asyncio.wait_for(has_gone.wait(), HANG_S)
 
     asyncio.run(scenario())
 

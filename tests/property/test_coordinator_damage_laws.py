@@ -113,7 +113,7 @@ def test_a_whole_store_is_led(whole: bytes, tmp_path: Path) -> None:
 
 
 @given(statement=SQL)
-@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_rows_that_no_coordinator_writes_are_one_line(statement: str, whole: bytes, tmp_path: Path) -> None:
     with stored(tmp_path, whole) as url:
         try:
@@ -124,7 +124,7 @@ def test_rows_that_no_coordinator_writes_are_one_line(statement: str, whole: byt
 
 
 @given(place=BYTES)
-@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_file_that_was_cut_or_overwritten_is_one_line(
     place: tuple[float, int, bytes], whole: bytes, tmp_path: Path
 ) -> None:

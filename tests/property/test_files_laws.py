@@ -75,7 +75,7 @@ def test_every_kind_is_read_as_it_is(kinds: dict[str, Kind], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(changes=CHANGES)
-@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_damaged_files_are_read_or_refused_in_one_line(
     name: str, kinds: dict[str, Kind], tmp_path: Path, changes: list[Change]
 ) -> None:

@@ -37,7 +37,7 @@ def refusal(folder: Path, text: str) -> str:
 
 
 @given(content=st.dictionaries(TEXTS, VALUES, max_size=4), indent=st.none() | st.integers(1, 3))
-@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_json_means_in_yaml_what_it_means_in_json(content: dict[str, Any], indent: int | None, tmp_path: Path) -> None:
     """YAML 1.2 was made so; ``repr`` tells 1 from 1.0 and True."""
     text = json.dumps(content, indent=indent, ensure_ascii=False)
@@ -45,7 +45,7 @@ def test_json_means_in_yaml_what_it_means_in_json(content: dict[str, Any], inden
 
 
 @given(keys=st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8), depth=st.integers(0, 3))
-@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_a_key_that_stands_twice_is_named_with_both_lines(keys: list[str], depth: int, tmp_path: Path) -> None:
     outer = [f"{' ' * level}o{level}:\n" for level in range(depth)]
     text = "".join([*outer, *(f"{' ' * depth}{key}: {number}\n" for number, key in enumerate(keys))])

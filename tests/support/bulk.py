@@ -18,6 +18,7 @@ from floodplain.cluster.settings import split_address
 from floodplain.cluster.stage_frames import Frame, FrameSocket
 from floodplain.core.errors import PeerLost
 from floodplain.web.listen import bind
+from tests.support.waiting import HANG_S
 
 SECRET = bytes(range(32))
 CHUNK_BYTES = 64
@@ -49,7 +50,7 @@ class BlockingStore(FlatStore):
 
     def read(self, part: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
         self.began.set()
-        assert self.may_end.wait(30)
+        assert self.may_end.wait(HANG_S)
         return super().read(part, indices)
 
 
@@ -178,7 +179,7 @@ def forge(frame: Frame) -> Frame:
     return replace(frame, body={**frame.body, "digest": compute_digest(frame.data)})
 
 
-LONG_S = 60.0
+LONG_S = 2 * HANG_S
 """A timeout that no test waits for."""
 KV = random_store(1)
 PARAMETERS = random_store(2, num_pieces=2100, index_bytes=7)

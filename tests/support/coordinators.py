@@ -20,7 +20,7 @@ from floodplain.lending.clock import lease_clock
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 from tests.support.hooked_store import HookedStore
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 
 class RunningCoordinator:
@@ -47,15 +47,15 @@ class RunningCoordinator:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._is_ready.wait(10)
+        assert self._is_ready.wait(HANG_S)
 
     def stop(self) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._server.stop)
 
-    def join(self, timeout_s: float = 20.0) -> None:
-        self._thread.join(timeout_s)
+    def join(self) -> None:
+        self._thread.join(HANG_S)
         assert not self._thread.is_alive()
 
 

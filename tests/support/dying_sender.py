@@ -20,6 +20,7 @@ from floodplain.cluster.stage_frames import Frame
 from floodplain.cluster.stage_link import StageLink, accept_link, dial_link
 from floodplain.core.errors import PeerLost
 from tests.support.stage_links import KEY, MAX_DATA_BYTES, listen
+from tests.support.waiting import HANG_S
 
 HOST = "127.0.0.1"
 NUM_ROWS = 5
@@ -56,7 +57,7 @@ def expect_death_in_mid_transfer(receiver: Link, link: StageLink, process: BaseP
         link.send(Frame({}))
         with pytest.raises(PeerLost):
             receiver.recv()
-        process.join(20)
+        process.join(HANG_S)
         assert process.exitcode == -signal.SIGKILL
     finally:
         receiver.close()

@@ -17,7 +17,7 @@ import openai
 
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.llm import LLM
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 VERB = [sys.executable, "-c", "import sys; from floodplain.cli.main import main; sys.exit(main())"]
@@ -62,7 +62,7 @@ class FrontProcess:
         line = self.process.stdout.readline()
         assert line, self.log.read_text()
         self.url = json.loads(line)["url"]
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=60)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=HANG_S)
 
     def listing(self) -> Any:
         return httpx.get(f"{self.url}/instances").json()

@@ -15,6 +15,7 @@ from floodplain.cluster.link_choice import RECEIVER, SENDER, EndFacts, choose_li
 from floodplain.cluster.plan_codec import PlanLimits
 from floodplain.cluster.stage_link import StageLink
 from tests.support.dying_sender import HOST
+from tests.support.waiting import HANG_S
 
 CPU = torch.device("cpu")
 
@@ -41,4 +42,4 @@ def link_by_gloo(
         for end in (sender, receiver):
             introduce(end, CPU)
         ends = [threads.submit(choose, end, rank) for end, rank in ((sender, SENDER), (receiver, RECEIVER))]
-        return ends[0].result(20), ends[1].result(20)
+        return ends[0].result(HANG_S), ends[1].result(HANG_S)

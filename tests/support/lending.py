@@ -32,6 +32,7 @@ from floodplain.policy.lending import LendingDecision, LendingPolicy, LendingRea
 from floodplain.web.limits import limit_connections
 from floodplain.web.listen import bind, url_of
 from tests.support.host_devices import open_device
+from tests.support.waiting import HANG_S
 
 QUICK = LendingSettings(calm_s=0.5, busy_s=0.05, window_s=1.0, rate_window_s=0.4, rise_sigmas=1e9)
 """For a clock that goes on by a hundredth of a second whenever it is read. Rates mean nothing there."""
@@ -78,11 +79,11 @@ def _coordinate(folder: Path, ttl_s: float, tokens: TokenRing | None, port: int)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(HANG_S)
         yield url_of(sock)
     finally:
         loops[0].call_soon_threadsafe(server.stop)
-        thread.join(20)
+        thread.join(HANG_S)
         sock.close()
         store.close()
         assert not thread.is_alive()

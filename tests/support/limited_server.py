@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from floodplain.web.limits import ConnectionLimits
 from floodplain.web.listen import bind
 from floodplain.web.serving import StoppableServer
+from tests.support.waiting import HANG_S, wait_until
 
 LIMITS = ConnectionLimits(
     max_connections=32,
@@ -53,7 +54,7 @@ class LimitedServer(StoppableServer):
         self._is_ready = threading.Event()
         self._sock = sock or bind("127.0.0.1", 0)
         self._sock.listen()
-        super().__init__(self._answer, closing_s=30, on_ready=self._note_ready, limits=limits, clock=self.clock)
+        super().__init__(self._answer, closing_s=2 * HANG_S, on_ready=self._note_ready, limits=limits, clock=self.clock)
         self._thread = threading.Thread(target=self.run, kwargs={"sockets": [self._sock]})
 
     @property
@@ -64,13 +65,13 @@ class LimitedServer(StoppableServer):
     def start(self) -> None:
         self.port = self._sock.getsockname()[1]
         self._thread.start()
-        assert self._is_ready.wait(10)
+        assert self._is_ready.wait(HANG_S)
 
     def call(self, function: Callable[[], object]) -> None:
         """Run ``function`` on the server's event loop, and everything that it left for later."""
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (function(), self._loop.call_soon(done.set)))
-        assert done.wait(10)
+        assert done.wait(HANG_S)
 
     def pass_time(self, seconds: float) -> None:
         """Let time go on, and check the connections."""
@@ -79,26 +80,26 @@ class LimitedServer(StoppableServer):
 
     def connect(self, sent: bytes = b"") -> socket.socket:
         """A client that has sent something, which the server has read."""
-        client = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=HANG_S)
         client.sendall(sent)
         return client
 
     def settle(self, num_connections: int) -> None:
         """Return once so many connections are open."""
         seen: list[int] = []
-        for _ in range(500):
-            self.call(lambda: seen.append(len(self.server_state.connections)))
-            if seen[-1] == num_connections:
-                return
-            threading.Event().wait(0.005)
-        raise AssertionError(f"{seen[-1]} connections, not {num_connections}")
 
-    def stop_and_join(self, timeout_s: float = 20) -> bool:
+        def is_settled() -> bool:
+            self.call(lambda: seen.append(len(self.server_state.connections)))
+            return seen[-1] == num_connections
+
+        wait_until(is_settled)
+
+    def stop_and_join(self) -> bool:
         """Stop the server; whether it has ended in time."""
         if self.is_alive:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.stop)
-        self._thread.join(timeout_s)
+        self._thread.join(HANG_S)
         return not self.is_alive
 
     def _note_ready(self) -> None:

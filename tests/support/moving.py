@@ -23,6 +23,7 @@ from floodplain.web.listen import bind
 from tests.fakes.slots import FakeSlots
 from tests.support.cluster_peers import until
 from tests.support.loops import make_request
+from tests.support.waiting import HANG_S
 
 OUTSIDE = "outside-secret"
 
@@ -120,7 +121,7 @@ async def moving(config: EngineConfig) -> AsyncIterator[Moving]:
     sock = bind("127.0.0.1", 0)
     front = Front(60.0, {OUTSIDE: None}, FakeSlots(), lambda _: None, migrates=True)
     some = Moving(front, sock)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         await front.start(sock)
         members = [open_movable(config, "127.0.0.1") for _ in range(2)]
         try:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from floodplain.cluster.stage_link import LinkKey, StageLink, accept_link, dial_link
 from floodplain.web.listen import bind
+from tests.support.waiting import HANG_S
 
 KEY = LinkKey(bytes(range(32)), 7, 0)
 MAX_DATA_BYTES = 2**24
@@ -34,7 +35,7 @@ async def open_link(
 def linked(max_data_bytes: int = MAX_DATA_BYTES) -> Iterator[tuple[StageLink, StageLink]]:
     """(the sender's end, the receiver's end), closed at the end."""
     with listen() as listener:
-        ends = asyncio.run(asyncio.wait_for(open_link(listener, max_data_bytes=max_data_bytes), 10))
+        ends = asyncio.run(asyncio.wait_for(open_link(listener, max_data_bytes=max_data_bytes), HANG_S))
     try:
         yield ends
     finally:

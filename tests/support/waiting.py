@@ -8,8 +8,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+HANG_S = 60.0
+"""The limit of what a test waits for. What takes longer hangs: a busy machine alone must not come to that."""
 
-def wait_until(condition: Callable[[], T], timeout_s: float = 10.0) -> T:
+
+def wait_until(condition: Callable[[], T], timeout_s: float = HANG_S) -> T:
     """What ``condition`` says once it says something true."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):

@@ -32,6 +32,7 @@ from floodplain.demo.relief_watch import (
 )
 from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.workload.records import LoadRequest, RequestFailed, RequestRecord, TokenChunk
+from tests.support.waiting import HANG_S
 
 SHOWN = ("dropping", "exchanging", "pipelined", "restoring")
 METRICS = "# TYPE floodplain_group_usable_seconds counter\nfloodplain_group_usable_seconds_total 0.5\n"
@@ -196,7 +197,7 @@ def test_a_user_whose_request_failed_leaves_and_others_go_on() -> None:
         await crowd.visit(2, 0.0, lambda _: target.num_sent >= 12)
         return crowd
 
-    records = asyncio.run(asyncio.wait_for(play(), 5))
+    records = asyncio.run(asyncio.wait_for(play(), HANG_S))
     errors = [one.error for one in records.records]
     assert errors.count("gone") == 1 and len(errors) == target.num_sent >= 11
     assert all(a.sent_s <= b.finished_s for a, b in pairwise(records.records))

@@ -31,6 +31,7 @@ from floodplain.leases.states import LeaseState, Outcome
 from floodplain.planner.cluster import Cluster, Model, Server
 from floodplain.planner.placement import to_document
 from floodplain.planner.placer import place
+from tests.support.waiting import HANG_S
 
 GB = 10**9
 
@@ -185,7 +186,7 @@ def test_reloads_that_are_asked_for_while_one_runs_are_one_after_it(
 
     monkeypatch.setattr(reload, "read_pairs", read)
     service = leading(store, {})
-    asyncio.run(asyncio.wait_for(ask(), 30))
+    asyncio.run(asyncio.wait_for(ask(), HANG_S))
     assert (began[0], service.may_borrow_from) == (3, {"c": ["p3"]})
 
 

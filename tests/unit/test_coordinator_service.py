@@ -307,7 +307,7 @@ RESTART = st.tuples(st.sampled_from(["restart", "fail"]), TTLS_S)
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(first_ttl_s=TTLS_S, story=st.lists(st.one_of(WAIT, BEAT, RESTART), min_size=2, max_size=10))
 def test_no_restart_with_another_ttl_breaks_what_a_member_was_told(
     store: HookedStore, first_ttl_s: float, story: list[tuple[str, float]]

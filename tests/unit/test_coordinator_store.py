@@ -24,7 +24,7 @@ from floodplain.leases.table import Changes
 from tests.support import lease_values
 from tests.support.examples import examples
 from tests.support.postgres import PostgresServer
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def at_once(num_threads: int, do: Callable[[int], T]) -> list[T]:
 
     def run(index: int) -> None:
         try:
-            barrier.wait(10)
+            barrier.wait(HANG_S)
             results[index] = do(index)
         except BaseException as error:
             results[index] = error
@@ -76,7 +76,7 @@ def at_once(num_threads: int, do: Callable[[int], T]) -> list[T]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(HANG_S)
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -87,7 +87,7 @@ def at_once(num_threads: int, do: Callable[[int], T]) -> list[T]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     writes=st.lists(
         st.builds(

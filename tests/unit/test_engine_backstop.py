@@ -83,7 +83,7 @@ def test_a_file_with_other_layers_is_written_anew(opened: Backstop) -> None:
     again.close()
 
 
-@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(layer=st.integers(0, 3), place=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255))
 def test_one_changed_byte_is_found(layer: int, place: float, change: int, opened: Backstop) -> None:
     backstop = open_backstop(opened.path.parent, "a model", make_layers())

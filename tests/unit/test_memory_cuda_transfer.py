@@ -34,6 +34,7 @@ from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 from floodplain.memory.transfer import BlockCopy, BlockStore, CopyResult
 from tests.fakes.cuda_driver import FakeDriver, Gpu
 from tests.fakes.cuda_stream import FakeStream
+from tests.support.waiting import HANG_S
 
 LAYOUT = KVLayout(num_layers=3, block_tokens=4, num_kv_heads=1, head_dim=64, dtype=torch.bfloat16)
 NUM_BLOCKS, CHUNK_SLOTS, NUM_CHUNKS, STAGING_BLOCKS = 16, 4, 3, 3
@@ -86,7 +87,7 @@ class There:
 
     def copy(self, direction: Direction, blocks: list[int], slots: list[int]) -> CopyResult:
         number = self.submit(direction, blocks, slots)
-        (result,) = self.engine.wait(20.0)
+        (result,) = self.engine.wait(HANG_S)
         assert result.transfer_id == number
         return result
 
@@ -194,12 +195,12 @@ def test_memory_that_goes_waits_for_the_copy_there_and_for_nobody_else(there: Th
     assert thread.is_alive()
     assert there.driver.gpus[1].num_used_pages == 2
     there.streams[direction].gate.set()
-    thread.join(20.0)
+    thread.join(HANG_S)
     assert there.driver.gpus[1].num_used_pages == 1
     assert (there.peer.digests[:CHUNK_SLOTS] == EMPTY_DIGEST).all(), "what is gone has no digest any more"
     results = {}
     while there.engine.num_in_flight:
-        results |= {result.transfer_id: result for result in there.engine.wait(20.0)}
+        results |= {result.transfer_id: result for result in there.engine.wait(HANG_S)}
     assert results[other - 1].is_whole
     assert not results[other].is_whole
 

@@ -15,6 +15,7 @@ from floodplain.memory.host import file_locks, named_file
 from floodplain.memory.host.device import attach_device, open_home_device
 from floodplain.memory.host.device_file import PAGE_BYTES
 from tests.support.host_devices import open_device
+from tests.support.waiting import HANG_S
 
 HEADER = b"flood, for a test"
 
@@ -74,7 +75,7 @@ def test_who_comes_while_the_file_is_being_removed_makes_a_new_one(tmp_path: Pat
     newcomer = threading.Thread(target=lambda: came.append(enter(path)))
     newcomer.start()
     assert named_file.remove_if_alone(old, path)
-    newcomer.join(60)
+    newcomer.join(HANG_S)
     assert named_file.is_named(came[0], path) and not named_file.is_named(old, path)
     os.close(old)
     named_file.leave(came[0], path)

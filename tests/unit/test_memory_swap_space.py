@@ -28,6 +28,7 @@ from floodplain.memory.swap_space import Problem, SwapSpace, SwapTier
 from floodplain.memory.transfer import TransferEngine
 from tests.support.examples import examples
 from tests.support.faulty_transfer import FaultyTransferEngine
+from tests.support.waiting import HANG_S
 
 LAYOUT = KVLayout(num_layers=2, block_tokens=4, num_kv_heads=1, head_dim=8, dtype=torch.float32)
 NUM_BLOCKS, NUM_SLOTS = 16, 16
@@ -79,7 +80,7 @@ def transfer(kind: TransferKind, pairs: dict[int, tuple[Tier, int]]) -> Transfer
 def run(space: SwapSpace, one: Transfer) -> list[int]:
     """Start it and wait for its end; the places of blocks that are lost."""
     space.start(one)
-    ((transfer_id, lost),) = space.wait(60.0)
+    ((transfer_id, lost),) = space.wait(HANG_S)
     assert transfer_id == one.transfer_id
     return list(lost)
 
@@ -150,14 +151,14 @@ def test_damage_is_told_from_emptiness_and_from_a_copy_that_was_not_made(bench: 
 
 def test_waiting_ends_with_the_first_transfer_or_with_the_time(bench: Bench, paced: EmulatedLink) -> None:
     space = bench.space(host=bench.engine(HOST, paced))
-    assert space.wait(60.0) == []  # nothing is under way
+    assert space.wait(HANG_S) == []  # nothing is under way
     slow, quick = transfer(OUT, {block: (HOST, block) for block in range(6)}), transfer(OUT, {9: (PEER, 9)})
     space.start(slow)
     assert space.poll() == space.wait(0.001) == []
     space.start(quick)
-    assert space.wait(60.0) == [(quick.transfer_id, [])]
+    assert space.wait(HANG_S) == [(quick.transfer_id, [])]
     assert space.num_in_flight == 1
-    assert space.wait(60.0) == [(slow.transfer_id, [])]
+    assert space.wait(HANG_S) == [(slow.transfer_id, [])]
     space.close()
 
 
@@ -180,7 +181,7 @@ def test_closing_lets_copies_end_and_keeps_the_counts(bench: Bench, paced: Emula
     space.close()
     space.close()
     assert bench.slots[HOST].digests[1] != EMPTY_DIGEST
-    assert (space.poll(), space.wait(60.0), space.num_in_flight) == ([], [], 0)
+    assert (space.poll(), space.wait(HANG_S), space.num_in_flight) == ([], [], 0)
     assert space.stats().moved_bytes[OUT, HOST] == LAYOUT.block_bytes
     with pytest.raises(InvariantError, match="cannot begin"):
         space.start(transfer(OUT, {0: (HOST, 0)}))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from floodplain.server.event_stream import PING, Acceptance, EventStream
+from tests.support.waiting import HANG_S
 
 FAILED = b"data: failed\n\n"
 FOREVER_S = 3600.0
@@ -59,7 +60,7 @@ class Play:
 
 def play(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_S):
             await work()
             assert len(asyncio.all_tasks()) == 1
 

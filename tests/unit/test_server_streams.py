@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from floodplain.engine.outputs import OutputDelta
 from floodplain.server.streams import Tally, gather, merge, unless_hung_up
 from floodplain.web.errors import ApiError
+from tests.support.waiting import HANG_S
 
 
 class Source:
@@ -39,7 +40,7 @@ class Source:
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await work()
 
     asyncio.run(bounded())

@@ -21,6 +21,7 @@ from floodplain.plugins.vllm.support import (
     names_connector,
     names_scheduler,
 )
+from tests.support.waiting import HANG_S
 
 DEFAULTS = {
     "scheduler_config": {
@@ -224,7 +225,7 @@ def test_an_uncaught_refusal_is_one_line_and_status_2() -> None:
         "from floodplain.plugins.vllm.refusal import refusals_in_one_line\n"
         "with refusals_in_one_line(): raise UserError('leave it out')"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S)
     assert (ended.returncode, ended.stderr) == (2, "floodplain: leave it out\n")
 
 
@@ -263,7 +264,7 @@ def test_a_process_ends_quietly_if_the_one_that_it_started_refused(
 ) -> None:
     words = [sys.executable, "-c", PARENT, child, *more]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, env=environment)
     assert (ended.returncode, ended.stderr.count("Traceback")) == (status, num_traces), ended.stderr
     assert ended.stderr.count("floodplain: leave it out\n") == (child == REFUSING)
     assert not list(tmp_path.iterdir())
@@ -273,7 +274,7 @@ def test_a_vllm_that_another_program_starts_ends_quietly_too(tmp_path: Path) -> 
     """That program may have used the plug-in before: its variable is inherited, and says nothing of this vLLM."""
     environment = os.environ | {"TMPDIR": str(tmp_path), "_FLOODPLAIN_REFUSED": str(tmp_path / "another-program")}
     words = [sys.executable, "-c", PARENT, REFUSING]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, env=environment)
     assert (ended.returncode, ended.stderr) == (2, "floodplain: leave it out\n")
     assert not list(tmp_path.iterdir())
 

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from floodplain.web.workers import Workers
+from tests.support.waiting import HANG_S
 
 
 def test_a_job_gives_its_result_or_its_exception_off_the_loop() -> None:
@@ -45,7 +46,7 @@ def test_cancelled_work_that_has_not_begun_never_begins() -> None:
 
     def job(name: str) -> None:
         begun.append(name)
-        assert go.wait(10)
+        assert go.wait(HANG_S)
 
     async def work() -> None:
         workers = Workers(1, "test")
@@ -68,7 +69,7 @@ def test_a_closed_event_loop_does_not_end_the_thread() -> None:
     workers, go, done = Workers(1, "test"), threading.Event(), threading.Event()
 
     async def leave() -> None:
-        task = asyncio.create_task(workers.run(go.wait, 10))
+        task = asyncio.create_task(workers.run(go.wait, HANG_S))
         await asyncio.sleep(0)
         task.cancel()
 
