@@ -18,16 +18,16 @@ from typing import Any
 
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Reply
-from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
+from floodplain.lending.client import DEFAULT_TIMEOUT_S, CoordinatorClient, CoordinatorUnreachable
 from tests.support.coordinated_engines import Devices, Engine
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "import sys; from floodplain.cli.main import main; sys.exit(main())"]
 TTL_S = 5.0
 
 
-def run(*argv: str, timeout_s: float = 30.0, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, timeout_s: float = HANG_S, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command to its end."""
     return subprocess.run(
         [*COMMAND, *argv],
@@ -73,7 +73,7 @@ class CoordinatorProcess:
     def kill(self) -> None:
         """At once, even if it is stopped. Safe to call twice."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(HANG_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -100,7 +100,7 @@ class Fleet:
 
     def leader(self, *among: CoordinatorProcess) -> CoordinatorProcess:
         """Who leads of these, or of all, once somebody does."""
-        found = wait_until(lambda: [each for each in among or self.processes if each.leads()], timeout_s=15.0)
+        found = wait_until(lambda: [each for each in among or self.processes if each.leads()])
         return found[0]
 
     def kill(self, process: CoordinatorProcess) -> None:
@@ -155,7 +155,7 @@ class Crowd:
         """Say nothing more; raise what any of them found wrong. Safe to call twice."""
         self._is_over.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(HANG_S)
         if self._errors:
             raise self._errors[0]
 
@@ -168,13 +168,13 @@ class Crowd:
 
     def go_home(self) -> None:
         """Give everything back; then nothing is leased, and what was lent has come back."""
-        with closing(CoordinatorClient(self._fleet.urls)) as client:
+        with closing(CoordinatorClient(self._fleet.urls, timeout_s=DEFAULT_TIMEOUT_S)) as client:
             for engine in self.engines[::-1]:  # those who borrow come last in the list
                 engine.goal_bytes = 0
                 if engine.name.startswith("c"):
                     message = engine.leave()
                     wait_until(lambda: send(client, [message]))  # noqa: B023
-            wait_until(lambda: self._is_settled(client), timeout_s=3 * TTL_S)
+            wait_until(lambda: self._is_settled(client))
 
     def _is_settled(self, client: CoordinatorClient) -> bool:
         for engine in self.engines:
@@ -191,7 +191,7 @@ class Crowd:
             self._is_over.set()
 
     def _live(self, engine: Engine) -> None:
-        client = CoordinatorClient(urls := self._fleet.urls)
+        client = CoordinatorClient(urls := self._fleet.urls, timeout_s=DEFAULT_TIMEOUT_S)
         while not self._is_over.wait(0.02):
             if urls != (urls := self._fleet.urls):
                 client.close()

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 OWNER = "floodplain"
 SETTINGS = {  # a crash of the machine may lose everything, one of the server nothing that it has committed
@@ -66,13 +66,13 @@ class PostgresServer:
             self._process = subprocess.Popen(
                 command, cwd=self._folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **self._as_user
             )
-        wait_until(self._answers, timeout_s=30)
+        wait_until(self._answers)
 
     def stop(self) -> None:
         """End it at once, as a crash does. Safe to call twice."""
         if self._process is not None:
             self._process.send_signal(signal.SIGQUIT)
-            self._process.wait(30)
+            self._process.wait(HANG_S)
             self._process = None
 
     def new_database(self) -> str:
@@ -133,12 +133,19 @@ def postgres() -> Iterator[PostgresServer]:
 
 
 @pytest.fixture
-def postgres_url(postgres: PostgresServer) -> str:
+def patient_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator in this process that is slow is not taken for stopped; a test whose subject that is says when."""
+    for name in ("STATEMENT_TIMEOUT_S", "STOPPED_TIMEOUT_S"):
+        monkeypatch.setattr(f"floodplain.coordinator.database.{name}", int(HANG_S))
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresServer, patient_store: None) -> str:
     return postgres.new_database()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def store_url(request: pytest.FixtureRequest, tmp_path: Path, patient_store: None) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'leases.db'}"
     found: str = request.getfixturevalue("postgres_url")

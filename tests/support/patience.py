@@ -1,0 +1,43 @@
+"""The product's limits of time, made so long that only what hangs meets them: a busy machine alone must not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from floodplain.cluster.bulk_client import BulkClient
+from floodplain.lending.client import CoordinatorClient
+from tests.support.waiting import HANG_S
+
+LIMITS_S = {
+    "floodplain.cluster.bulk_server.HELLO_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.dialer.WELCOME_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.door.HELLO_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.grouping.PREPARE_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.life.FRONT_SILENCE_S": HANG_S,
+    "floodplain.cluster.migrating.STEP_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.launcher.SETTLED_S": HANG_S,
+    "floodplain.cluster.restarts.SETTLED_S": HANG_S,
+    "floodplain.cluster.stage_link.HELLO_TIMEOUT_S": HANG_S,
+    "floodplain.cluster.stage_ring.LINK_TIMEOUT_S": HANG_S,
+    "floodplain.coordinator.leadership.LEASE_S": HANG_S,
+    "floodplain.coordinator.leadership.TAKEOVER_S": 2 * HANG_S,
+    "floodplain.coordinator.run.CLOSING_S": 2 * HANG_S,
+    "floodplain.lending.agent.LAST_WORDS_S": HANG_S,
+    "floodplain.lending.agent.START_S": HANG_S,
+}
+"""By the names of what is imported; a test whose subject is such a limit sets its own."""
+DEFAULTS_S = {BulkClient.__init__: (HANG_S,), CoordinatorClient.__init__: (None, HANG_S)}
+
+
+@contextmanager
+def patience() -> Iterator[None]:
+    """Have these limits until it ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit_s in LIMITS_S.items():
+            patch.setattr(name, limit_s)
+        for function, defaults in DEFAULTS_S.items():
+            patch.setattr(function, "__defaults__", defaults)
+        yield
