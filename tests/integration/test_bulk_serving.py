@@ -26,7 +26,6 @@ from floodplain.cluster.bulk_wire import (
 )
 from floodplain.cluster.settings import split_address
 from floodplain.cluster.stage_frames import Frame, FrameSocket
-from floodplain.cluster.stage_link import HELLO_TIMEOUT_S
 from floodplain.core.errors import PeerLost
 from tests.support.bulk import (
     KV,
@@ -42,6 +41,7 @@ from tests.support.bulk import (
     whole,
 )
 from tests.support.examples import examples
+from tests.support.waiting import HANG_S
 
 OK, MISSING = Outcome.OK, Outcome.MISSING
 
@@ -80,8 +80,8 @@ def test_connections_have_a_limit_and_strangers_take_none_of_it() -> None:
 def test_strangers_have_a_limit() -> None:
     with serving(kv=KV) as server, BulkClient(server.address, SECRET) as client:
         address = split_address(server.address, "")
-        strangers = [socket.create_connection(address, timeout=HELLO_TIMEOUT_S / 2) for _ in range(MAX_PEERS + 1)]
-        assert strangers[0].recv(1) == b""  # at once: the oldest
+        strangers = [socket.create_connection(address, timeout=HANG_S / 2) for _ in range(MAX_PEERS + 1)]
+        assert strangers[0].recv(1) == b""  # before its time for a hello is over: the oldest
         assert client.fetch([whole()], Received()) == [OK]
         for stranger in strangers:
             stranger.close()
@@ -89,7 +89,7 @@ def test_strangers_have_a_limit() -> None:
 
 def raw_client(server: BulkServer) -> FrameSocket:
     """A client that says what a test wants."""
-    sock = socket.create_connection(split_address(server.address, ""), timeout=10)
+    sock = socket.create_connection(split_address(server.address, ""), timeout=HANG_S)
     sock.sendall(pack_hello(SECRET))
     assert sock.recv(1) == YES
     return FrameSocket(sock, 2**20)
@@ -150,14 +150,14 @@ def test_withdraw_waits_for_a_read_under_way() -> None:
     with ThreadPoolExecutor(2) as threads, serving(slow=slow, kv=KV) as server:
         with BulkClient(server.address, SECRET, LONG_S) as client:
             fetch = threads.submit(client.fetch, [item("slow", 0, *range(40)), whole()], Received())
-            assert slow.began.wait(10)
+            assert slow.began.wait(HANG_S)
             server.withdraw("kv")  # no read of this one: does not wait
             withdrawal = threads.submit(server.withdraw, "slow")
             with pytest.raises(TimeoutError):
                 withdrawal.result(0.05)
             slow.may_end.set()
-            withdrawal.result(10)
-            assert fetch.result(10) == [MISSING, MISSING]  # its later chunks, and the other store
+            withdrawal.result(HANG_S)
+            assert fetch.result(HANG_S) == [MISSING, MISSING]  # its later chunks, and the other store
             server.serve("kv", KV, KV.index_bytes)
             assert client.fetch([whole()], Received()) == [OK]
         server.withdraw("slow")  # none of this name: does nothing
@@ -202,11 +202,11 @@ def test_chunks_wait_while_the_stage_is_busy() -> None:
     ):
         with gate.busy():
             fetch = threads.submit(client.fetch, [whole()], received)
-            assert asked.wait(10)
+            assert asked.wait(HANG_S)
             with pytest.raises(TimeoutError):
                 fetch.result(0.05)
             assert not received.num_chunks
-        assert fetch.result(10) == [OK]
+        assert fetch.result(HANG_S) == [OK]
 
 
 def test_chunks_go_on_after_the_bound_although_the_stage_is_busy() -> None:

@@ -21,13 +21,15 @@ from floodplain.core.request import Request
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.step_meter import StepMeter
+from floodplain.web import accepting
 from tests.support import cluster_peers
 from tests.support.cluster_peers import FACTS, OUTSIDE, OWN, Stage, reference, stage, until
+from tests.support.waiting import HANG_S
 
 
-def on_stage(play: Callable[[Stage], Awaitable[None]], silence_s: float = 60.0) -> None:
+def on_stage(play: Callable[[Stage], Awaitable[None]]) -> None:
     async def run() -> None:
-        async with stage(silence_s) as some:
+        async with stage() as some:
             await play(some)
             some.front.book.check_integrity()
 
@@ -98,6 +100,7 @@ def test_the_oldest_stranger_makes_way_for_one_who_knows_the_token(
         assert isinstance(await strangers[-1].read(), Welcome)
         assert len(caplog.records) == 1 and not caplog.records[0].exc_info
 
+    monkeypatch.setattr(accepting, "LOG_EVERY_S", HANG_S)
     monkeypatch.setattr(cluster_peers, "bind", bind_scarce)
     caplog.set_level("WARNING")
     on_stage(play)
@@ -351,6 +354,8 @@ def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
         await one.read()
         one.step(entry.ticket)
         old_ticket = entry.ticket
+        await until(lambda: entry.tokens)
+        some.age(one.epoch, HANG_S + 1)
         await until(lambda: some.front.num_ends == {"silent": 1})
         assert some.slots.lost == [(0, "silent")]
         one.step(old_ticket)  # it wakes, and says what it computed
@@ -361,16 +366,19 @@ def test_a_silent_instance_loses_its_epoch_and_joins_as_a_new_one() -> None:
         two.step(entry.ticket)
         assert (await read_all(caller))[0] == reference(entry.request)
 
-    on_stage(play, silence_s=0.1)
+    on_stage(play)
 
 
 def test_beats_keep_an_instance_alive() -> None:
     async def play(some: Stage) -> None:
         one, two = await some.join(), await some.join()
-        while some.front.num_ends != {"silent": 1}:
-            one.beat(num_blocks=33)
-            await asyncio.sleep(0.002)
-        assert [row.epoch for row in some.front.book.roster] == [one.epoch] and two.epoch
-        assert some.front.book.roster.expect(one.epoch).num_blocks == 33
+        roster = some.front.book.roster
+        for number in range(4):
+            one.beat(num_blocks=33 + number)
+            await until(lambda number=number: roster.expect(one.epoch).num_blocks == 33 + number)
+            for epoch in (one.epoch, two.epoch):
+                some.age(epoch, HANG_S / 3)
+        await until(lambda: some.front.num_ends == {"silent": 1})
+        assert [row.epoch for row in roster] == [one.epoch]
 
-    on_stage(play, silence_s=0.2)
+    on_stage(play)

@@ -27,6 +27,7 @@ from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
 from tests.support.parity import Reference, Verdict, judge
 from tests.support.swapping import BLOCK_BYTES
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -105,7 +106,7 @@ class Load:
 
     def step_until(self, is_done: Callable[[], object], num_live: int, *consumers: Consumer) -> None:
         """Steps under a constant load; a coordinator that others keep from running for seconds may take its time."""
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + HANG_S
         while True:
             self.step(num_live, *consumers)
             if is_done():
@@ -148,12 +149,12 @@ def test_the_story_of_a_lender(coordinator: str, requests: list[Request], expect
     verdict = load.verdict(expected)
     assert verdict.is_equal, verdict
     assert stats.num_recalls >= 3
-    assert all(0 < seconds < 10 for seconds in stats.recall_times_s)
+    assert all(0 < seconds < HANG_S for seconds in stats.recall_times_s)
     assert consumer.num_refused == stats.num_failed_growths == 0
 
 
 def test_consumers_are_given_the_time_that_the_flag_says(coordinator: str) -> None:
-    with producing(coordinator, recall_deadline=3.0) as producer:
+    with producing(coordinator, recall_deadline=2 * HANG_S) as producer:
         lend_wildly(producer, [NUM_BLOCKS // 2])
         load = Load(producer, [])
         with borrowing(Consumer(coordinator, visit(producer), 8 * PAGE_BYTES)) as consumer:
@@ -161,7 +162,7 @@ def test_consumers_are_given_the_time_that_the_flag_says(coordinator: str) -> No
             lend_wildly(producer, [0])
             load.step_until(lambda: consumer.agent.membership.to_free(), 0)
             [left_s, *_] = consumer.agent.membership.to_free().values()
-            assert 0 < left_s <= 3
+            assert HANG_S < left_s <= 2 * HANG_S
 
 
 SWAP = {"swap": "host", "swap_memory": 64 * BLOCK_BYTES}

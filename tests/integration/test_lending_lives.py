@@ -32,6 +32,7 @@ from floodplain.web.listen import bind, url_of
 from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
 from tests.support.swapping import BLOCK_BYTES
+from tests.support.waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -56,9 +57,9 @@ def make_engine(url: str, **flags: Any) -> Engine:
     return engine
 
 
-def step_until(producer: Producer, is_done: Callable[[], bool], *consumers: Consumer, timeout_s: float = 60.0) -> None:
+def step_until(producer: Producer, is_done: Callable[[], bool], *consumers: Consumer) -> None:
     """An idle engine's boundaries, one after the other."""
-    end_s = time.monotonic() + timeout_s
+    end_s = time.monotonic() + HANG_S
     while not is_done():
         assert time.monotonic() < end_s, "it never came to that"
         producer.engine.step()
@@ -208,7 +209,7 @@ def test_bytes_that_a_stranger_holds_are_a_failed_growth_and_nothing_else(
         pages = stranger.allocate(free)
         assert pages is not None
         lend_nothing(producer)
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + HANG_S
         while engine.stats().num_failed_growths < 3 and time.monotonic() < end_s:
             engine.step()
             producer.wake()
@@ -262,20 +263,20 @@ def test_an_engine_lends_while_it_has_nothing_to_do(coordinator: str) -> None:
     async def live() -> int:
         engine = AsyncEngine(build_engine(config, lending=hasty))
         producer, is_lent = Producer(engine.engine), threading.Event()
-        producer.pool._step_blocks = 16
+        producer.pool._step_blocks, rests_s = 16, list[float]()
         give_way = producer.pool.give_way
 
         def note(to_bytes: int) -> None:
             give_way(to_bytes)
+            rests_s.append(engine.engine.rest_s)
             if producer.num_blocks <= 16:
                 is_lent.set()
 
         producer.pool.give_way = note  # type: ignore[method-assign]
         await engine.start()
-        begin_s = time.monotonic()
-        assert await asyncio.to_thread(is_lent.wait, 10)
-        assert time.monotonic() - begin_s < 4, "seven quanta, one at a boundary"
+        assert await asyncio.to_thread(is_lent.wait, HANG_S)
         await engine.close()
+        assert len(rests_s) >= 7 and max(rests_s[:6]) < 0.1, "seven quanta, one at a boundary"
         return producer.num_blocks
 
     assert asyncio.run(live()) == 16

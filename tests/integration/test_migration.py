@@ -19,6 +19,7 @@ from floodplain.engine.config import EngineConfig
 from tests.support import front_process
 from tests.support.cluster_peers import until
 from tests.support.moving import Moving, moving
+from tests.support.waiting import HANG_S
 
 MODEL = "dummy:tiny-deep"
 CONFIG = EngineConfig(model=MODEL, dtype="float32", kv_memory=2**22, max_model_len=512)
@@ -62,7 +63,7 @@ class Barrier:
     def _hold(self) -> None:
         if self._state in states_of(self._some):
             self.num_held += 1
-            assert self.opened.wait(30)
+            assert self.opened.wait(HANG_S)
 
 
 def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
@@ -77,7 +78,7 @@ def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
             assert await some.tokens(caller) == expected(is_seeded)
         assert some.results() == {"moved": 6}
         counts = some.migrating.counts
-        assert counts.num_tokens > 6 * len(PROMPT) and 0 < counts.downtime_s < 6.0
+        assert counts.num_tokens > 6 * len(PROMPT) and 0 < counts.downtime_s < HANG_S
         assert not some.front.requests.num_moved  # none was computed again
         await some.check_at_rest()
 

@@ -7,7 +7,6 @@ of an engine that never swapped; nothing stays taken.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import cycle
@@ -30,6 +29,7 @@ from tests.support.calm import run_calmly
 from tests.support.lending import Neighbour, coordinating
 from tests.support.parity import Reference, Verdict, judge
 from tests.support.swapping import BLOCK_BYTES, ImpatientPolicy
+from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def expected(requests: list[Request]) -> list[Reference]:
 
 @contextmanager
 def neighbourhood(
-    patch: pytest.MonkeyPatch, deadline_s: float = 20.0, host_blocks: int = 64
+    patch: pytest.MonkeyPatch, deadline_s: float = HANG_S, host_blocks: int = 64
 ) -> Iterator[tuple[Neighbour, Engine]]:
     """A neighbour that lends, and an engine that borrows a chunk of one page at a time."""
     patch.setattr(peer_parts, "CHUNK_BYTES", PAGE_BYTES)
@@ -101,11 +101,12 @@ def serve(
 
 def until(engine: Engine, condition: Callable[[], bool]) -> None:
     """Boundaries without requests, until leases have come or gone."""
-    end_s = time.monotonic() + 20.0
-    while not condition():
+
+    def step() -> bool:
         engine.step()
-        assert time.monotonic() < end_s, "it never happened"
-        time.sleep(1e-3)  # the agent's thread has its turn
+        return condition()
+
+    wait_until(step)  # the agent's thread has its turn
 
 
 def verdict(expected: list[Reference], tokens: list[list[int]]) -> Verdict:
@@ -152,11 +153,8 @@ def test_a_loop_that_stands_still_loses_its_slots_at_the_deadline_and_no_token(
 
         def stand_still(step: int) -> None:
             if step == 100:
-                begin_s = time.monotonic()
                 neighbour.lend(0)
-                while neighbour.taken_pages:  # the watch's thread gives everything back
-                    assert time.monotonic() < begin_s + DEADLINE_S + 1.0
-                    time.sleep(1e-3)
+                wait_until(lambda: not neighbour.taken_pages)  # the watch's thread gives everything back
 
         tokens = serve(engine, requests, stand_still)
         assert verdict(expected, tokens).is_equal

@@ -127,10 +127,11 @@ class Storm:
         self.slots.words[slot, self.dice.randrange(2), self.dice.randrange(1024)] ^= 1 << 7
 
     def _flip_awaited(self, seqs: Sequence[Seq]) -> None:
-        """Damage a copy that a swapped request has to read: most others are never read again."""
+        """Damage a copy that a swapped request has to read, in the end each: most others are never read again."""
+        chance = 0.02 if len(self.outputs) < NUM_REQUESTS / 2 else 1.0
         for seq in seqs:
             away = [backup.location.slot for backup in seq.backups if backup.is_whole]
-            if away and seq.status is Status.SWAPPED and self.dice.random() < 0.02:
+            if away and seq.status is Status.SWAPPED and self.dice.random() < chance:
                 self._flip(self.dice.choice(away))
 
     @property

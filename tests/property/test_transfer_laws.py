@@ -221,7 +221,6 @@ def test_a_paced_copy_takes_its_modelled_time_and_one_direction_is_one_road(benc
     start = time.monotonic()
     engine.submit(0, BlockCopy(OUT, (0, 1), (0, 2)))  # two runs: two copies
     engine.submit(1, BlockCopy(OUT, (2,), (1,)))
-    assert engine.poll() == []
     ids = []
     while engine.num_in_flight:
         ids += [result.transfer_id for result in engine.wait()]

@@ -30,6 +30,7 @@ from floodplain.model.tokenizer import ByteTokenizer
 from floodplain.web.listen import bind
 from tests.fakes.slots import FakeSlots
 from tests.support.loops import make_request
+from tests.support.waiting import HANG_S
 
 FACTS = InstanceFacts("1", "f", "float32", 256, 4, 64, "host", 1)
 OWN, OUTSIDE = "own-secret", "outside-secret"
@@ -98,11 +99,12 @@ class Peer:
 class Stage:
     """A front, and peers that dial in."""
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(self) -> None:
         self.finished: list[Lifecycle] = []
         self.slots = FakeSlots()
         tokens = {OWN: 0, OUTSIDE: None}
-        self.front = Front(silence_s, tokens, self.slots, self.finished.append)
+        self.front = Front(HANG_S, tokens, self.slots, self.finished.append)
+        self.front._beat_s = 0.05
         self.sock = bind("127.0.0.1", 0)
         self._peers: list[Peer] = []
 
@@ -128,6 +130,10 @@ class Stage:
         caller = Caller(ByteTokenizer(256), request, on_accepted)
         return self.front.requests.submit(request, caller), caller
 
+    def age(self, epoch: int, seconds: float) -> None:
+        """Have an instance heard last so much longer ago."""
+        self.front.book.roster.expect(epoch).heard_s -= seconds
+
     async def close(self) -> None:
         await self.front.close()
         for peer in self._peers:
@@ -136,10 +142,10 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(silence_s: float = 60.0) -> AsyncIterator[Stage]:
+async def stage() -> AsyncIterator[Stage]:
     """A front that listens; a bound in time keeps a bug from hanging the suite."""
-    some = Stage(silence_s)
-    async with asyncio.timeout(20):
+    some = Stage()
+    async with asyncio.timeout(HANG_S):
         await some.front.start(some.sock)
         try:
             yield some

@@ -121,7 +121,8 @@ def test_who_never_answers_costs_the_timeout_once(is_kept: bool) -> None:
         began_s = time.monotonic()
         with pytest.raises(CoordinatorUnreachable, match="does not answer: timed out"):
             client.send([BEAT])
-        assert 0.3 <= time.monotonic() - began_s < 0.6
+        assert time.monotonic() - began_s >= 0.3
+        assert len(peer.requests) == len(answers)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_an_answer_that_drips_costs_the_timeout_once(begun: bytes) -> None:
         began_s = time.monotonic()
         with pytest.raises(CoordinatorUnreachable, match="does not answer: timed out"):
             client.send([BEAT])
-        assert 0.15 <= time.monotonic() - began_s < 2
+        assert time.monotonic() - began_s >= 0.15  # and it ends, although the drops never do
 
 
 def test_an_answer_may_not_be_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
