@@ -267,8 +267,8 @@ def test_an_engine_lends_while_it_has_nothing_to_do(coordinator: str) -> None:
         give_way = producer.pool.give_way
 
         def note(to_bytes: int) -> None:
+            rests_s.append(engine.engine.rest_s)  # before this boundary
             give_way(to_bytes)
-            rests_s.append(engine.engine.rest_s)
             if producer.num_blocks <= 16:
                 is_lent.set()
 
@@ -276,7 +276,7 @@ def test_an_engine_lends_while_it_has_nothing_to_do(coordinator: str) -> None:
         await engine.start()
         assert await asyncio.to_thread(is_lent.wait, HANG_S)
         await engine.close()
-        assert len(rests_s) >= 7 and max(rests_s[:6]) < 0.1, "seven quanta, one at a boundary"
+        assert len(rests_s) == 7 and rests_s[1:] == [0.0] * 6, "seven quanta, one at a boundary"
         return producer.num_blocks
 
     assert asyncio.run(live()) == 16
