@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from floodplain.cluster.door import MAX_STRANGERS
+from floodplain.cluster.door import LEAST_STAY_S, MAX_STRANGERS
 from floodplain.cluster.life import Life
 from floodplain.cluster.messages import Abort, Accepted, Hello, Leaving, Refused, TokenRow, Tokens, Welcome
 from floodplain.cluster.placements import Submit
@@ -21,7 +21,6 @@ from floodplain.core.request import Request
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.outputs import EngineStats, OutputDelta
 from floodplain.engine.step_meter import StepMeter
-from floodplain.web import accepting
 from tests.support import cluster_peers
 from tests.support.cluster_peers import FACTS, OUTSIDE, OWN, Stage, reference, stage, until
 from tests.support.waiting import HANG_S
@@ -88,19 +87,23 @@ def test_the_oldest_stranger_makes_way_for_one_who_knows_the_token(
     """If there are as many as may be, or no file is left for one more."""
 
     async def play(some: Stage) -> None:
-        strangers = [await some.dial() for _ in range(2 if is_scarce else MAX_STRANGERS)]
         door: Any = some.front._door
+        now_s = [0.0]
+        door._clock = lambda: now_s[0]
+        strangers = [await some.dial() for _ in range(2 if is_scarce else MAX_STRANGERS)]
         await until(lambda: len(door._strangers) == len(strangers))
         if is_scarce:
             oldest = next(iter(door._strangers))
             some.sock.is_scarce = lambda: oldest in door._strangers  # type: ignore[attr-defined]
-        assert (await some.join(OWN)).epoch == 1
+        joining = asyncio.create_task(some.join(OWN))
+        await until(lambda: caplog.records)  # all strangers are too young to go
+        now_s[0] = LEAST_STAY_S
+        assert (await joining).epoch == 1
         assert await strangers[0].read() is None
         strangers[-1].say(Hello(OUTSIDE, FACTS))
         assert isinstance(await strangers[-1].read(), Welcome)
         assert len(caplog.records) == 1 and not caplog.records[0].exc_info
 
-    monkeypatch.setattr(accepting, "LOG_EVERY_S", HANG_S)
     monkeypatch.setattr(cluster_peers, "bind", bind_scarce)
     caplog.set_level("WARNING")
     on_stage(play)
