@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from floodplain.core.block_state import BlockState
 from floodplain.core.tiers import Tier
 from floodplain.engine.outputs import EngineStats, ExpansionFacts
@@ -33,7 +31,7 @@ def take_snapshot(
         leases: What is lent and borrowed.
         expansion: Layers that stream.
     """
-    counters = asdict(state.counters)
+    counters = state.counters
     blocks = {block_state.value: count for block_state, count in state.ledger.count_states().items()}
     backups = state.backups
     kept = {tier.value: max(0, one.num_slots - backups.num_available(tier)) for tier, one in backups.slots.items()}
@@ -49,16 +47,16 @@ def take_snapshot(
         cached_bytes={tier.value: backups.num_idle(tier) * block_bytes for tier in backups.slots},
         num_blocks=state.ledger.num_blocks,
         num_used_blocks=max(0, state.ledger.num_blocks - state.ledger.num_available),
-        num_steps=counters["num_steps"],
+        num_steps=counters.num_steps,
         scheduler_s=scheduler_s,
-        num_prompt_tokens=counters["num_prompt_tokens"],
-        num_generated_tokens=counters["num_generated_tokens"],
-        num_cached_tokens=counters["num_cached_tokens"],
-        preemptions=counters["preemptions"],
-        num_recomputed_tokens=counters["num_recomputed_tokens"],
-        num_wasted_tokens=counters["num_wasted_tokens"],
-        num_requests=counters["finished"],
-        limited_steps=counters["limited_steps"],
+        num_prompt_tokens=counters.num_prompt_tokens,
+        num_generated_tokens=counters.num_generated_tokens,
+        num_cached_tokens=counters.num_cached_tokens,
+        preemptions=dict(counters.preemptions),
+        num_recomputed_tokens=counters.num_recomputed_tokens,
+        num_wasted_tokens=counters.num_wasted_tokens,
+        num_requests=dict(counters.finished),
+        limited_steps=dict(counters.limited_steps),
         swap_bytes=swap.traffic_bytes,
         backup_bytes=swap.backup_bytes,
         swap_stall_s=swap_stall_s,
