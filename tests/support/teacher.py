@@ -1,24 +1,60 @@
-"""transformers as the oracle: it reads a prompt and an engine's tokens in one pass, and says what it would choose."""
+"""transformers as the oracle for the demo's model in fp32: what it says today, and its committed greedy answers.
+
+``python -m tests.support.teacher`` makes them again (five minutes); ``tests/integration/test_models_smollm2.py`` looks
+whether they are what transformers says today.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import gguf
 import torch
-import transformers
 
+from floodplain import LLM, SamplingParams
+from floodplain.model.weights.open_model import open_model, packaged_smollm2
+from floodplain.workload.prompt_files import package_prompts
 from tests.support.parity import Reference
+
+DATA = Path(__file__).with_name("greedy_answers.json.gz")
+NUM_TEXTS, NUM_CHATS, NUM_TOKENS = 64, 8, 64
+MAX_GAP = 0.01
+"""Gaps above it are not committed: no rule asks how large they are."""
+
+
+def the_texts() -> list[str]:
+    """Prompts of the demo, each once more with other words before it."""
+    prompts = [prompt.text for prompt in package_prompts()]
+    return (prompts + [f"Answer briefly. {text}" for text in prompts])[:NUM_TEXTS]
+
+
+def the_chats() -> list[list[dict[str, str]]]:
+    """Some of the texts, as conversations."""
+    return [[{"role": "user", "content": text}] for text in the_texts()[:: NUM_TEXTS // NUM_CHATS]]
+
+
+@cache
+def known_answers() -> Mapping[tuple[int, ...], Reference]:
+    """By the prompt's tokens: 64 for a text, whatever they are, and as many as it takes for a chat."""
+    rows = json.loads(gzip.decompress(DATA.read_bytes()))
+    return {tuple(row["prompt"]): Reference(row["tokens"], _gaps(row)) for row in rows}
+
+
+def _gaps(row: Mapping[str, Any]) -> list[float]:
+    return [row["near"].get(str(index), MAX_GAP) for index in range(len(row["tokens"]))]
 
 
 @contextmanager
 def _reads_once() -> Iterator[None]:
     """transformers reads a file's metadata twice, and maps names anew for each of its modules: 20 of 27 seconds."""
+    import gguf
+
     with (
         patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)),
         patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
@@ -27,29 +63,54 @@ def _reads_once() -> Iterator[None]:
 
 
 class Teacher:
-    """The reference model in fp32; what it has read once, it does not read again.
-
-    What it says of a position depends only on the tokens before: so the answer for the same tokens, or for the first of
-    them, is already there.
-    """
+    """The reference model in fp32."""
 
     def __init__(self, path: Path) -> None:
+        import transformers
+
         with _reads_once():
             self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 path.parent, gguf_file=path.name, dtype=torch.float32
             ).eval()
-        self._known: dict[tuple[int, ...], tuple[list[int], Reference]] = {}
 
     def read(self, prompt: Sequence[int], tokens: Sequence[int]) -> Reference:
-        """Its own choice at each position of ``tokens``, and how far the second best was."""
-        known_tokens, known = self._known.get(tuple(prompt), ([], None))
-        if known is None or known_tokens[: len(tokens)] != list(tokens):
-            known = self._compute(prompt, tokens)
-            self._known[tuple(prompt)] = list(tokens), known
-        return Reference(known.token_ids[: len(tokens)], known.gaps[: len(tokens)])
-
-    def _compute(self, prompt: Sequence[int], tokens: Sequence[int]) -> Reference:
+        """Its own choice at each position of ``tokens``, and how far the second best was; in one pass."""
         with torch.inference_mode():
             logits = self._model(torch.tensor([[*prompt, *tokens][:-1]]), logits_to_keep=len(tokens)).logits[0]
-        best, token_ids = logits.topk(2)
-        return Reference(token_ids[:, 0].tolist(), (best[:, 0] - best[:, 1]).tolist())
+        return _choices(logits)
+
+    def answer(self, prompt: Sequence[int], ends: Sequence[int] | None) -> Reference:
+        """Its own greedy answer, token by token, up to one of ``ends``."""
+        with torch.inference_mode():
+            answer = self._model.generate(
+                torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=ends,
+                pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+        return _choices(torch.cat(answer.logits))
+
+
+def _choices(logits: torch.Tensor) -> Reference:
+    best, token_ids = logits.topk(2)
+    return Reference(token_ids[:, 0].tolist(), (best[:, 0] - best[:, 1]).tolist())
+
+
+def _write() -> None:
+    """What an engine answers that nothing disturbs, where transformers chooses all of it; else transformers' own."""
+    whole: dict[str, Any] = {"temperature": 0.0, "max_tokens": NUM_TOKENS}
+    with LLM("smollm2", dtype="float32", kv_memory=2**29, max_model_len=1024) as llm:
+        outputs = llm.generate(the_texts(), SamplingParams(ignore_eos=True, **whole), use_tqdm=False)
+        chats = llm.chat(the_chats(), SamplingParams(**whole), use_tqdm=False)
+    ends = sorted(open_model("smollm2").load_tokenizer().eos_token_ids)
+    rows, teacher = [], Teacher(packaged_smollm2())
+    for output in outputs + chats:
+        prompt, tokens = output.prompt_token_ids, list(output.outputs[0].token_ids)
+        answer = teacher.read(prompt, tokens)
+        if answer.token_ids != tokens:
+            answer = teacher.answer(prompt, ends if output in chats else None)
+        near = {index: round(gap, 7) for index, gap in enumerate(answer.gaps) if gap < MAX_GAP}
+        rows.append({"prompt": list(prompt), "tokens": answer.token_ids, "near": near})
+    DATA.write_bytes(gzip.compress(json.dumps(rows, separators=(",", ":")).encode(), mtime=0))
+
+
+if __name__ == "__main__":
+    _write()
