@@ -25,7 +25,7 @@ from tests.support.parity import Reference, judge
 
 pytestmark = pytest.mark.slow
 
-NUM_STORMS = 20
+NUM_STORMS = 10
 BLOCK_TOKENS, TOKEN_WORDS = 16, 32
 Forgery = Callable[[SwapSlots, int, Random], None]
 
