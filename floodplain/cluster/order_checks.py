@@ -83,8 +83,10 @@ def _check_fetch(order: Fetch, integers: Sequence[int], num_layers: int) -> None
     is_square = len(order.sources) == num_places and all(len(row) == num_layers for row in order.sources)
     if not is_square or any(place >= num_places for place in places):
         raise WireError("a copy names a place that is not there")
-    if 2 * _count_blocks(order.held) != len(integers):
+    num_blocks = _count_blocks(order.held)
+    if 2 * num_blocks != len(integers):
         raise WireError("blocks of a copy are not whole")
+    _check_whole(integers[:num_blocks])  # behind them are sources, of which those below zero are slots
 
 
 def _check_goes_on(order: Adopt | GoOn, token_ids: Sequence[int], taken: object) -> None:
