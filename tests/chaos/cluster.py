@@ -17,6 +17,7 @@ from typing import Any
 from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
 from floodplain.memory.host.named_file import find_path, sweep
 from tests.chaos.engine import BASE, MAX_TOKENS, TTL_S
+from tests.support import forks
 from tests.support.calm import run_calmly
 from tests.support.fault_proxy import FaultProxy, NetworkFaults
 
@@ -30,7 +31,7 @@ class Process:
     """One process and the last line that it said."""
 
     def __init__(self, command: list[str]) -> None:
-        self._process = subprocess.Popen(
+        self._process = forks.Popen(
             [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )  # fmt: skip

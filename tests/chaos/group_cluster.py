@@ -158,8 +158,4 @@ class GroupCluster:
         self.load.close()
         self._threads.shutdown()
         self._http.close()
-        self.front.client.close()
-        self.front.process.kill()
-        self.front.process.wait()
-        assert self.front.process.stdout is not None
-        self.front.process.stdout.close()
+        self.front.close()

@@ -10,13 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from floodplain.cli.main import main
-from tests.support import front_process
+from tests.support import forks, front_process
 from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
 from tests.support.process_tree import is_alive
 from tests.support.waiting import HANG_S, wait_until
@@ -79,7 +78,7 @@ def test_an_unlike_instance_is_refused_in_one_line(front: FrontProcess) -> None:
     address = front.address()
     flags = ["--join", address, "--instance-token-file", str(front.token_file)]
     command = [*VERB, "instance", MODEL, *flags, *FLAGS, "--dtype", "bfloat16", "-q"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_TIMEOUT_S, check=False)
+    done = forks.run(command, START_TIMEOUT_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "floodplain: the front does not take this instance: --dtype bfloat16 is not the others' float32: "
@@ -97,7 +96,7 @@ def test_refusals_keep_their_status(front: FrontProcess) -> None:
 
 def test_metrics_are_per_instance_and_in_sum(front: FrontProcess, capsys: pytest.CaptureFixture[str]) -> None:
     rows = front.wait_full()
-    text = httpx.get(f"{front.url}/metrics").text
+    text = front.http.get("/metrics").text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     running = [s for s in samples if s.name == "floodplain_instance_requests_running"]
     assert {sample.labels["instance"] for sample in running} == {str(row["epoch"]) for row in rows}
@@ -120,6 +119,7 @@ def test_a_signal_lets_streams_end_and_leaves_no_process(front: FrontProcess) ->
 
 
 def test_a_signal_while_instances_load_ends_all() -> None:
+    """These load for seconds: they are no forks."""
     command = [*VERB, "serve", MODEL, "--instances", "1", *FLAGS, "--port", "0", "-q"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -136,6 +136,6 @@ def test_a_signal_while_instances_load_ends_all() -> None:
 def test_an_instance_that_cannot_start_is_one_line() -> None:
     command = [*VERB, "serve", MODEL, "--instances", "1", "--kv-memory", "64KiB", "--port", "0", "-q"]
     command += ["--max-model-len", "100000"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_TIMEOUT_S, check=False)
+    done = forks.run(command, START_TIMEOUT_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("floodplain: instance 0 did not start: ") and done.stderr.count("\n") == 1

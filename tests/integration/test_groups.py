@@ -9,7 +9,6 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import httpx
 import pytest
 
 from floodplain.cli.main import main
@@ -40,7 +39,7 @@ def expected(num_tokens: int) -> list[list[int]]:
 
 
 def groups(front: FrontProcess) -> Any:
-    return httpx.get(f"{front.url}/groups").json()
+    return front.http.get("/groups").json()
 
 
 def verb(front: FrontProcess, *words: str) -> int:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import httpx
 import pytest
 
 from floodplain.cli.main import main
@@ -38,7 +37,7 @@ def expected() -> list[int]:
 
 
 def migrations(front: FrontProcess) -> Any:
-    return httpx.get(f"{front.url}/migrations").json()
+    return front.http.get("/migrations").json()
 
 
 def pair(front: FrontProcess) -> tuple[Any, Any]:
@@ -70,7 +69,7 @@ def test_a_stream_moves_in_its_middle(front: FrontProcess, capsys: pytest.Captur
     assert front.stream(do=move, max_tokens=NUM_TOKENS, **SEEDED) == expected()
     assert moved == [{"moved": 1}] and migrations(front)["moved_tokens"] >= len(front_process.PROMPT)
     assert front.listing()["moved_requests"] == 0  # nothing was computed again
-    lines = httpx.get(f"{front.url}/metrics").text.splitlines()
+    lines = front.http.get("/metrics").text.splitlines()
     (line,) = (one for one in lines if one.startswith("floodplain_migrations_total{") and 'result="moved"' in one)
     assert line.endswith(" 1.0")
 
@@ -84,7 +83,7 @@ def test_a_killed_source_costs_no_token_while_kv_is_copied(front: FrontProcess) 
         source, target = pair(front)
         os.kill(target["pid"], signal.SIGSTOP)
         body = dict(zip(("source", "target"), names(source, target), strict=True))
-        assert httpx.post(f"{front.url}/v1/cluster/migrate", json=body).status_code == 200
+        assert front.http.post("/v1/cluster/migrate", json=body).status_code == 200
         wait_until(lambda: [one["state"] for one in migrations(front)["migrations"]] == ["copying"])
         os.kill(source["pid"], signal.SIGKILL)
         os.kill(target["pid"], signal.SIGCONT)

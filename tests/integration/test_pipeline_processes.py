@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from floodplain.cli.main import main
-from tests.support import front_process
+from tests.support import forks, front_process
 from tests.support.front_process import PROMPT, ROOT, START_TIMEOUT_S, VERB, FrontProcess, started
 from tests.support.process_tree import is_alive
 from tests.support.waiting import HANG_S, wait_until
@@ -97,7 +95,7 @@ def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_when_it_wakes(
 def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess) -> None:
     before = wait_formed(front)
     flags = ["--join", front.address(), "--instance-token-file", str(front.token_file)]
-    beside = subprocess.Popen([*VERB, "instance", MODEL, *flags, *FLAGS, "--kv-memory", "8MiB", "-q"], cwd=ROOT)
+    beside = forks.Popen([*VERB, "instance", MODEL, *flags, *FLAGS, "--kv-memory", "8MiB", "-q"], cwd=ROOT)
     try:
         row = wait_until(lambda: next((one for one in front.rows() if one["pid"] == beside.pid), None), timeout_s=120)
         assert isinstance(row, dict) and row["stage"] is None
@@ -115,7 +113,7 @@ def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess)
 
 def test_metrics_say_how_long_stages_computed_and_idled(front: FrontProcess) -> None:
     wait_formed(front)
-    text = httpx.get(f"{front.url}/metrics").text
+    text = front.http.get("/metrics").text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     seconds = {
         (sample.labels["stage"], sample.labels["state"]): sample.value
@@ -133,7 +131,7 @@ def test_metrics_say_how_long_stages_computed_and_idled(front: FrontProcess) -> 
 def test_a_stage_that_the_front_did_not_start_is_refused_in_one_line(front: FrontProcess) -> None:
     flags = ["--join", front.address(), "--instance-token-file", str(front.token_file), "--stage", "1/2"]
     command = [*VERB, "instance", MODEL, *flags, *FLAGS, "-q"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=START_TIMEOUT_S, check=False)
+    done = forks.run(command, START_TIMEOUT_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "floodplain: the front does not take this instance: the stages of a pipeline are the front's own: "

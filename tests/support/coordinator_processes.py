@@ -19,6 +19,7 @@ from typing import Any
 from floodplain.leases.messages import Message
 from floodplain.leases.rows import Reply
 from floodplain.lending.client import DEFAULT_TIMEOUT_S, CoordinatorClient, CoordinatorUnreachable
+from tests.support import forks
 from tests.support.coordinated_engines import Devices, Engine
 from tests.support.waiting import HANG_S, wait_until
 
@@ -29,15 +30,7 @@ TTL_S = 5.0
 
 def run(*argv: str, timeout_s: float = HANG_S, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command to its end."""
-    return subprocess.run(
-        [*COMMAND, *argv],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environ},
-        timeout=timeout_s,
-        check=False,
-    )
+    return forks.run([*COMMAND, *argv], timeout_s, env={**os.environ, **environ})
 
 
 class CoordinatorProcess:
@@ -47,7 +40,7 @@ class CoordinatorProcess:
         tiny = ["--least-lease", "1"]  # the engines here lend bytes
         command = [*COMMAND, "coordinator", "--store", store_url, "--port", "0", "--format", "json", *tiny, *flags]
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT)
+            self.process = forks.Popen(command, stdout=-1, stderr=errors, text=True, cwd=ROOT)
         self.log = log
         self.url = ""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import openai
 
 from floodplain.core.sampling import SamplingParams
 from floodplain.engine.llm import LLM
+from tests.support import forks
 from tests.support.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -55,17 +55,16 @@ class FrontProcess:
         command += ["--instances", str(num_instances), "--instance-token-file", str(self.token_file)]
         variables = {**os.environ, **(environment or {})}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=variables
-            )
+            self.process = forks.Popen(command, stdout=-1, stderr=log, text=True, cwd=ROOT, env=variables)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.log.read_text()
         self.url = json.loads(line)["url"]
+        self.http = httpx.Client(base_url=self.url, timeout=HANG_S)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0, timeout=HANG_S)
 
     def listing(self) -> Any:
-        return httpx.get(f"{self.url}/instances").json()
+        return self.http.get("/instances").json()
 
     def rows(self) -> list[Any]:
         return list(self.listing()["instances"])
@@ -99,6 +98,15 @@ class FrontProcess:
     def kill_busy(self) -> None:
         os.kill(self.busy()["pid"], signal.SIGKILL)
 
+    def close(self) -> None:
+        """Kill it. Safe to call twice."""
+        self.client.close()
+        self.http.close()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
     def address(self) -> str:
         """Where the instances dialled in, as their command says."""
         words = Path(f"/proc/{self.rows()[0]['pid']}/cmdline").read_bytes().decode().split("\0")
@@ -112,11 +120,7 @@ def started(folder: Path, model: str, flags: Sequence[str]) -> Iterator[FrontPro
     try:
         yield front
     finally:
-        front.client.close()
-        front.process.kill()
-        front.process.wait()
-        assert front.process.stdout is not None
-        front.process.stdout.close()
+        front.close()
 
 
 def one_engine(model: str, prompts: Sequence[Sequence[int]], flags: dict[str, Any], **how: Any) -> list[list[int]]:
