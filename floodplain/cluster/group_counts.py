@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from typing import TypeVar
 
+from floodplain.core.groups import GroupState
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -27,6 +29,8 @@ class GroupCounts:
     """Counters, which only grow.
 
     Attributes:
+        num_entered: How often a group came to rest in a state. One that it passes at once, with nothing to copy, does
+            not count.
         num_changes: How often a group was changed, by ``CHANGES``.
         seconds: Time of all of these changes, by the same names.
         num_carried: Requests that went on with their KV, and
@@ -37,6 +41,7 @@ class GroupCounts:
     """
 
     def __init__(self) -> None:
+        self.num_entered: Counter[GroupState] = Counter()
         self.num_changes: Counter[str] = Counter()
         self.seconds: dict[str, float] = dict.fromkeys(CHANGES, 0.0)
         self.num_carried = self.num_recomputed = 0

@@ -51,9 +51,14 @@ class GroupRow(BaseModel):
 
 
 class Groups(BaseModel):
-    """All groups, and what became of others: ``restored`` has the seconds that the last restores took, by number."""
+    """All groups, and what became of others.
+
+    ``entered`` says how often groups came to rest in each state so far; ``restored`` has the seconds that the last
+    restores took, by number.
+    """
 
     groups: list[GroupRow]
+    entered: dict[str, int]
     restored: dict[int, float]
     changes: dict[str, int]
     seconds: dict[str, float]
@@ -84,6 +89,7 @@ def list_groups(grouping: Grouping, now: float) -> Groups:
         )
     return Groups(
         groups=rows,
+        entered={state.value: grouping.counts.num_entered[state] for state in GroupState},
         restored=dict(grouping.counts.restored_s),
         changes=dict(grouping.counts.num_changes),
         seconds=dict(grouping.counts.seconds),

@@ -250,6 +250,7 @@ class Grouping:
 
     def _enter(self, plan: GroupPlan, state: GroupState) -> None:
         now = plan.since_s = time.monotonic()
+        self.counts.num_entered[state] += 1
         match state:
             case GroupState.EXCHANGING | GroupState.SETTLING:
                 self._lead(plan, now)

@@ -62,18 +62,19 @@ class Scene:
         self._is_merge = story.is_merge
         self._old: dict[int, list[int]] = {}  # pids of the members of groups that are taken in, by number
         self._answer: Future[httpx.Response] | None = None
+        self._entered: dict[str, int] = cluster.groups()["entered"]
 
     def begin(self) -> None:
         """Lead the group to its state."""
         if self.state in BEFORE:
             self._hold()
         self._answer = self.ask_drop()
-        self.wait_in(self.state if self.state in BEFORE else S.PIPELINED)
+        self.wait_entered(self.state if self.state in BEFORE else S.PIPELINED)
         self._sort_members()
         if self.state in AFTER:
             self._hold()
             self.ask_restore().result()
-            self.wait_in(self.state)
+            self.wait_entered(self.state)
         if self.state is not S.PIPELINED:
             self.cluster.wait_for(self.cluster.held, f"no member waits while {self.state}")
 
@@ -98,8 +99,10 @@ class Scene:
         """Of the story's group; None without it."""
         return next((row["state"] for row in self._new_groups()), None)
 
-    def wait_in(self, state: GroupState) -> None:
-        self.cluster.wait_for(lambda: self.find_state() == state, f"the group is never {state}")
+    def wait_entered(self, state: GroupState) -> None:
+        """Return when the story's group, or the last of those that it takes in, has come to rest in a state."""
+        before = self._entered[state]
+        self.cluster.wait_for(lambda: self.cluster.groups()["entered"][state] > before, f"the group is never {state}")
 
     def ask_drop(self) -> Future[httpx.Response]:
         return self._ask_drop(self.pids)
@@ -152,7 +155,7 @@ class Scene:
         """Nothing has ended the group: it goes on, and is restored."""
         self.cluster.let_go()
         if self.state in (*BEFORE, S.PIPELINED):
-            self.wait_in(S.PIPELINED)
+            self.wait_entered(S.PIPELINED)
             assert self.ask_restore().result().status_code == 200
         self.cluster.wait_for(lambda: self.find_state() is None, "the group is never restored")
         self._expect_changes(restored=1)
@@ -175,6 +178,7 @@ class Scene:
             if len(pids) == 1:
                 continue
             number = self._ask_drop(pids).result().json()["number"]
-            self.wait_in(S.PIPELINED)
+            self.wait_entered(S.PIPELINED)
+            self._entered = self.cluster.groups()["entered"]
             self._old[number] = pids
         self.cluster.wait_for_tokens()

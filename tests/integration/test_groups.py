@@ -109,6 +109,8 @@ def test_streams_cross_a_drop_and_a_restore_with_their_kv(front: FrontProcess, c
     right = expected(max(map(len, tokens)))
     assert tokens == [one[: len(some)] for one, some in zip(right, tokens, strict=True)]
     after = groups(front)
+    entered = {state: number - before["entered"][state] for state, number in after["entered"].items()}
+    assert entered == dict.fromkeys(after["entered"], 1) | {"over": 0}
     assert after["carried_requests"] == before["carried_requests"] + 2 * len(PROMPTS)
     assert after["recomputed_requests"] == before["recomputed_requests"]
     wait_solo(front)

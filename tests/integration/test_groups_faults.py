@@ -57,7 +57,7 @@ def test_wrong_tokens_are_seen_if_chunks_are_not_verified(cluster: GroupCluster)
     for number in range(10):
         scene = Scene(cluster, Story("damage_kv", S.PIPELINED), Random(number))
         scene.ask_drop()
-        scene.wait_in(S.PIPELINED)  # or a wrong token is seen before
+        scene.wait_entered(S.PIPELINED)  # or a wrong token is seen before
         scene.ask_restore().result()
         wait_until(lambda: cluster.load.wrong or cluster.is_solo())
         if cluster.load.wrong:

@@ -57,8 +57,9 @@ def groups(state: str | None = None, on_their_way: int = 0) -> dict[str, Any]:
     seconds = {"dropped": 1.5, "restored": 4.0, "cancelled": 0.0, "ended": 0.0}
     changes = {"dropped": 1, "restored": 1}
     return Groups(
-        groups=rows, restored={1: 4.0}, changes=changes, seconds=seconds, carried_requests=7, recomputed_requests=2
-    ).model_dump()
+        groups=rows, entered={}, restored={1: 4.0}, changes=changes, seconds=seconds, carried_requests=7,
+        recomputed_requests=2,
+    ).model_dump()  # fmt: skip
 
 
 def sample(time_s: float, phase: str, blocks: int = 128, used: int = 60) -> ReliefSample:
