@@ -32,6 +32,8 @@ TTL_S = 2
 POOL_PAGES, BORROWED_PAGES = 32, 8
 MAX_TOKENS = 24
 BASE: dict[str, Any] = {"model": "dummy:tiny-llama", "dtype": "float32", "max_model_len": 128}
+PACE_S = 0.01
+"""Between two steps: two cores are for six processes."""
 QUICK = LendingSettings(calm_s=0.4, busy_s=0.05, window_s=0.8, rate_window_s=0.4, rise_sigmas=1e9)
 
 
@@ -138,7 +140,7 @@ def main(role: str, url: str, name: str, references_file: str) -> None:
             if now - said_s > 0.1:
                 print(json.dumps(describe(engine, load, longest_s)), flush=True)
                 said_s, longest_s = now, 0.0
-            time.sleep(0.002)  # two cores for six processes
+            time.sleep(PACE_S)
 
 
 if __name__ == "__main__":
