@@ -50,7 +50,8 @@ def write_files(
     machine = describe_machine()
     summary = {"runs": [{"name": name, **result} for name, result in runs], "leases": leases, "machine": machine}
     save_result(folder / "demo.json", summary)
-    save_figures(draw_all(runs), folder)
+    figures = draw_all(runs)
+    save_figures(figures, folder)
     lengths = (scale.burst_s, scale.burst_factor)
     if expands:
         title, ways = EXPANSION_TITLE, expansion_ways(scale.pool_part)
@@ -64,6 +65,7 @@ def write_files(
         words,
         {way.name: way.words for way in ways},
         [_leases_section(folder, leases, f"{runs[0][1]['model_id']} on {machine['processor']}")] if leases else [],
+        figures,
     )
     write_result(folder / "index.html", page)
     return summary

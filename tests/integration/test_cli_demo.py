@@ -17,6 +17,7 @@ from floodplain.demo.run import measure_machine, serve_way
 from floodplain.demo.ways import HOST_LINK, NEIGHBOUR_LINK, WAYS, expansion_ways
 from floodplain.engine.config import EngineConfig
 from floodplain.model.tokenizer import ByteTokenizer
+from floodplain.observe.plots import draw_ttft
 from floodplain.workload.goodput import parse_goodput
 from floodplain.workload.spec import WorkloadSpec, build
 from tests.support.swapping import unknown_prices
@@ -97,6 +98,13 @@ def test_the_capacity_is_what_a_full_batch_and_its_decodes_allow(monkeypatch: py
     assert len({number for number, _ in asked}) == 1
 
 
+@pytest.fixture
+def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the rest of a page: pictures take seconds."""
+    monkeypatch.setattr("floodplain.observe.plots.draw_all", lambda runs: {"ttft": draw_ttft(runs)})
+
+
+@pytest.mark.usefixtures("one_picture")
 def test_a_part_of_the_memory_with_layers_that_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same requests; the pool of the first two ways is a half, and one of them has more blocks in it."""
     base = replace(BASE, model="dummy:tiny-deep", kv_memory=2**21)
@@ -142,6 +150,7 @@ def test_the_page_shows_both_parts(
     assert "lent: at most 64 MiB; taken back: 3 leases, 1.25 s each, 0 by force" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("one_picture")
 def test_the_first_part_is_kept_when_the_second_one_fails(runs: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     write_files(tmp_path, QUICK, list(runs.items()), None)
     assert "Memory lent" not in (tmp_path / "index.html").read_text()

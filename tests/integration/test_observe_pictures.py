@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from floodplain.core.lifecycle import EventKind, Lifecycle
-from floodplain.observe.plots import draw_all, save_plots, to_svg
+from floodplain.observe.pareto import draw_pareto
+from floodplain.observe.plots import draw_all, draw_timeline, draw_tpot, draw_ttft, save_plots, to_svg
 from floodplain.observe.report import render_report
 from floodplain.observe.result import benchmark_result
 from floodplain.observe.run_facts import HardwareReport, RunInfo
-from floodplain.observe.strip import residence_columns
+from floodplain.observe.strip import draw_strip, residence_columns
 from floodplain.observe.style import subtitle
 from floodplain.observe.timeline import Timeline, TimelineSample
 from floodplain.workload.records import RequestRecord
@@ -83,17 +84,21 @@ def test_saved_pictures_are_whole_files(tmp_path: Path) -> None:
 
 
 def test_a_picture_shows_the_numbers_and_marks_failures() -> None:
-    (axes,) = draw_all(RUNS)["ttft"].axes
+    (axes,) = draw_ttft(RUNS).axes
     drawn = {str(line.get_label()): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
     assert drawn["fair"][1] == pytest.approx([0.5] * 30)
     assert 4 not in drawn["FCFS & co"][0]
     assert drawn["FCFS & co: failed (1)"] == ([4], [0.0])
-    kv = draw_all(RUNS)["timeline"].axes[-1].lines[0]
+    timeline = draw_timeline(RUNS)
+    assert timeline is not None
+    kv = timeline.axes[-1].lines[0]
     assert max(kv.get_ydata()) == pytest.approx(49.0)
 
 
 def test_the_pareto_picture_has_a_point_for_each_run_and_a_line_for_each_goal() -> None:
-    (axes,) = draw_all(RUNS)["pareto"].axes
+    pareto = draw_pareto(RUNS)
+    assert pareto is not None
+    (axes,) = pareto.axes
     points = [collection.get_offsets()[0] for collection in axes.collections]
     assert [list(point) for point in points] == [pytest.approx([2.0, 1000.0]), pytest.approx([0.5, 1000.0])]
     areas = [collection.get_sizes()[0] for collection in axes.collections]
@@ -105,11 +110,14 @@ def test_the_pareto_picture_has_a_point_for_each_run_and_a_line_for_each_goal() 
 def test_goals_that_differ_between_runs_are_not_drawn() -> None:
     (name, result), other = RUNS
     changed = result | {"floodplain": result["floodplain"] | {"goals_ms": {"ttft": 1.0}}}
-    assert not draw_all([(name, changed), other])["pareto"].axes[0].lines
+    pareto = draw_pareto([(name, changed), other])
+    assert pareto is not None and not pareto.axes[0].lines
 
 
 def test_the_strip_has_a_row_for_each_request_in_order_of_arrival() -> None:
-    panels = draw_all(RUNS)["strip"].axes
+    strip = draw_strip(RUNS)
+    assert strip is not None
+    panels = strip.axes
     assert [panel.get_ylabel() for panel in panels] == ["FCFS & co\n(request)", "fair\n(request)"]
     alive, bars, dots = panels[1].lines
     assert list(dots.get_xdata()) == pytest.approx([i + 0.5 for i in range(30)])
@@ -126,16 +134,16 @@ def test_a_request_that_has_not_ended_has_no_row() -> None:
 
 
 def test_the_page_says_what_is_emulated_once_and_only_then() -> None:
-    text = render_report("A", RUNS, {}, ways={"fair": "Everybody <in turn>."})
+    text = render_report("A", RUNS, {}, ways={"fair": "Everybody <in turn>."}, figures={})
     assert text.count("slowed down 250 times") == 1
     assert "a paper &lt;1&gt;" in text
     assert "Everybody &lt;in turn&gt;." in text
     real = benchmark_result([], RunInfo(backend="openai", model_id="m", tokenizer_id="t"))
-    assert "emulated" not in render_report("A", [("real", real)], {})
+    assert "emulated" not in render_report("A", [("real", real)], {}, figures={})
 
 
 def test_the_table_has_a_column_for_each_run() -> None:
-    head = re.search(r"<thead>(.*)</thead>", render_report("A", RUNS, {}))
+    head = re.search(r"<thead>(.*)</thead>", render_report("A", RUNS, {}, figures={}))
     assert head is not None
     assert re.findall(r"<th[^>]*>([^<]*)</th>", head.group(1)) == ["run", "FCFS &amp; co", "fair"]
 
@@ -147,7 +155,7 @@ def test_the_processor_is_named_once_where_a_link_is_emulated_on_it() -> None:
 
 
 def test_pictures_are_reproducible_and_hardware_is_never_guessed() -> None:
-    assert to_svg(draw_all(RUNS)["tpot"]) == to_svg(draw_all(RUNS)["tpot"])
+    assert to_svg(draw_tpot(RUNS)) == to_svg(draw_tpot(RUNS))
     assert "hardware unknown" in subtitle([("x", {"model_id": "m"})])
 
 
