@@ -74,10 +74,8 @@ class Grouping:
             UserError: Of the front's instances these cannot be a group.
         """
         max_model_len = find_max_model_len(self._book.roster, epochs, self._shape.num_layers)
-        order, merge = tuple(epochs), None
         old = {group.epochs: self._plans[group.number].kept for group in self.groups.find_old(epochs)}
-        if old:
-            order, merge = plan_merge(epochs, old, self._shape.num_layers)
+        order, merge = plan_merge(epochs, old, self._shape.num_layers) if old else (tuple(epochs), None)
         change = self.groups.prepare(order)
         number, now = change.group.number, time.monotonic()
         names = tuple(map(self._book.roster.name_of, order))
