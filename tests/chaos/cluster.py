@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -97,7 +98,7 @@ class Cluster:
         self.coordinator = self.start_coordinator()
         self.proxy.__enter__()
         self.producer, self.consumer = self.start_engine("producer"), self.start_engine("consumer")
-        self.totals: dict[str, int] = {}
+        self.totals = Counter[str]()
         self.longest_step_s = 0.0
 
     @property
@@ -130,21 +131,11 @@ class Cluster:
         finally:
             client.close()
 
-    def note_totals(self) -> None:
-        """Count what a consumer that is about to end has done."""
-        for role, process in self.engines.items():
-            for name in (
-                "checked",
-                "wrong",
-                "excused",
-                "num_granted",
-                "num_returned",
-                "num_forced",
-                "failed_transfers",
-            ):
-                key = f"{role} {name}"
-                self.totals[key] = self.totals.get(key, 0) + process.said.get(name, 0)
-            assert process.said.get("wrong", 0) == 0, f"{role} said a wrong token: {process.said}"
+    def note_totals(self, role: str) -> None:
+        """Count what an engine that is about to end has done."""
+        said = self.engines[role].said
+        self.totals.update({f"{role} {name}": said.get(name, 0) for name in COUNTED})
+        assert said.get("wrong", 0) == 0, f"{role} said a wrong token: {said}"
 
     def restart_engine(self, role: str) -> None:
         """A process of that name that was killed is followed by another one."""
@@ -171,9 +162,15 @@ class Cluster:
         for role, process in self.engines.items():
             assert process.is_running and process.said["wrong"] == 0, f"{role}: {process.said}"
 
+    def wait_checked(self, role: str, number: int) -> None:
+        """Return when more requests than that had right tokens, those of processes that were killed included."""
+        before = self.totals[f"{role} checked"]
+        wait_until(lambda: before + self.engines[role].said["checked"] > number, f"the {role} serves nothing", self)
+
     def finish(self) -> None:
         """Everybody ends; nothing stays lent."""
-        self.note_totals()
+        for role in self.engines:
+            self.note_totals(role)
         assert self.consumer.end() == 0 and self.producer.end() == 0
         listing = None
 

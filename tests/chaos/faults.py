@@ -17,7 +17,7 @@ IO_TIMEOUT_S = 2.0
 
 def consumer_dies(cluster: Cluster, random: Random) -> None:
     """Its bytes are free by themselves, and the producer's again a TTL later."""
-    cluster.note_totals()
+    cluster.note_totals("consumer")
     cluster.consumer.kill()
     took_s = wait_until(lambda: not cluster.producer.said.get("leases"), "a dead consumer's leases stay", cluster)
     assert took_s < TTL_S + 4.0, f"its leases took {took_s:.1f} s to return"
@@ -26,7 +26,7 @@ def consumer_dies(cluster: Cluster, random: Random) -> None:
 
 def producer_dies(cluster: Cluster, random: Random) -> None:
     """The consumer goes on with what it has allocated; a successor finds what it must leave to others."""
-    cluster.note_totals()
+    cluster.note_totals("producer")
     cluster.producer.kill()
     before = cluster.consumer.said["checked"]
     wait_until(lambda: cluster.consumer.said["checked"] > before + 5, "the consumer stands still", cluster)
