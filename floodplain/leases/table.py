@@ -170,12 +170,14 @@ class LeaseTable:
         Raises:
             InvariantError: They do not.
         """
+        leased: defaultdict[str, int] = defaultdict(int)
+        for lease in self.leases.values():
+            leased[lease.producer] += lease.num_bytes
         for name, member in self.members.items():
-            leased = sum(lease.num_bytes for lease in self.leases.values() if lease.producer == name)
-            if leased != self.leased_bytes(name):
-                raise InvariantError(f"{name}: {leased} bytes are leased, {self.leased_bytes(name)} counted")
-            if leased > member.offered_bytes:
-                raise InvariantError(f"{name}: {leased} bytes are leased of {member.offered_bytes} offered")
+            if leased[name] != self.leased_bytes(name):
+                raise InvariantError(f"{name}: {leased[name]} bytes are leased, {self.leased_bytes(name)} counted")
+            if leased[name] > member.offered_bytes:
+                raise InvariantError(f"{name}: {leased[name]} bytes are leased of {member.offered_bytes} offered")
         if list(self.lenders) != [name for name in self.lenders if self.members[name].offered_bytes]:
             raise InvariantError("a member that puts nothing up counts as a lender")
         if self.freed != {i: lease for i, lease in self.leases.items() if lease.state in FREED}:

@@ -6,7 +6,7 @@ What is physically allocated is kept here: an allocation, or a growth of a pool,
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -120,19 +120,20 @@ class Engines:
         """Processes that have their bytes, whether they are stopped or not."""
         return [process for process in (*self.processes.values(), *self.zombies) if process.lives]
 
-    def foreign_bytes(self) -> Counter[str]:
+    def foreign_bytes(self) -> defaultdict[str, int]:
         """What others really hold of each device."""
-        held: Counter[str] = Counter()
+        held: defaultdict[str, int] = defaultdict(int)
         for process in self.living:
-            for lease in (*process.taken.values(), *process.leaving.values()):
-                held[lease.producer] += 0 if lease.lease_id in self.void else lease.num_bytes
+            for leases in (process.taken, process.leaving):
+                for lease_id, lease in leases.items():
+                    held[lease.producer] += 0 if lease_id in self.void else lease.num_bytes
         return held
 
-    def allocatable_bytes(self) -> Counter[str]:
+    def allocatable_bytes(self) -> defaultdict[str, int]:
         """What consumers believe that they may allocate now, on each device."""
-        allocatable: Counter[str] = Counter()
+        allocatable: defaultdict[str, int] = defaultdict(int)
         for process in self.living:
-            for lease in process.borrower.to_allocate(self.time.now):
+            for lease in process.borrower.to_allocate(self.time.now) if process.side.known else ():
                 allocatable[lease.producer] += 0 if lease.producer in self.gone else lease.num_bytes
         return allocatable
 
