@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -56,14 +56,17 @@ def modules(*places: str) -> list[str]:
     return [".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for file in files]
 
 
-def imports_of(source: str) -> Iterator[tuple[str, str]]:
+@cache
+def imports_of(source: str) -> list[tuple[str, str]]:
     """(module, name) of every import, wherever it stands; name is empty for ``import module``."""
+    imports: list[tuple[str, str]] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            imports += ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, "imports are absolute"
-            yield from ((node.module or "", alias.name) for alias in node.names)
+            imports += ((node.module or "", alias.name) for alias in node.names)
+    return imports
 
 
 def upward_imports(place: str, source: str) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,14 @@ from floodplain.profiler import meters
 from floodplain.profiler.meters import CudaMeter, HostMeter, open_meter
 
 MIB, GIB = 2**20, 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> Iterator[None]:
+    """A meter collects garbage, among all objects that the other tests have loaded: these do not count here."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def take(num_bytes: int) -> None:
