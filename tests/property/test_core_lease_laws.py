@@ -71,7 +71,7 @@ def run(seed: int, faults: Faults) -> Counter[str]:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 2**32), faults=FAULTS)
 def test_the_laws_hold_whatever_goes_wrong(seed: int, faults: Faults) -> None:
     run(seed, faults)
