@@ -159,7 +159,7 @@ def drive(store: HookedStore, steps: Steps) -> Shop:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=STEPS)
 def test_no_more_is_granted_than_the_lender_wanted_when_it_was_last_heard(store: HookedStore, steps: Steps) -> None:
     drive(store, steps)

@@ -37,7 +37,7 @@ def matched_inside(placement: Placement) -> int:
     return sum(pair.num_bytes for pair in placement.pairs if on[pair.producer] == on[pair.consumer])
 
 
-@settings(max_examples=examples(600))
+@settings(max_examples=examples(200))
 @given(cluster=clusters())
 def test_the_placement_is_the_best_of_all_and_matches_the_most(cluster: Cluster) -> None:
     best, found = optimum(cluster), placed(cluster)
@@ -51,7 +51,7 @@ def test_the_placement_is_the_best_of_all_and_matches_the_most(cluster: Cluster)
         assert sum(pair.num_bytes for pair in found.pairs) == best.matched
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(50))
 @given(cluster=clusters(), max_mixes=st.sampled_from([0, 3, 10]))
 def test_the_program_with_a_row_for_each_server_finds_the_same_optimum(cluster: Cluster, max_mixes: int) -> None:
     best, found = optimum(cluster), placed(cluster, max_mixes)
@@ -61,7 +61,7 @@ def test_the_program_with_a_row_for_each_server_finds_the_same_optimum(cluster: 
         assert violations(cluster, found) == []
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(50))
 @given(cluster=clusters(), max_mixes=st.sampled_from([3, 6, 12, 25]))
 def test_rounding_gives_a_placement_and_a_bound(cluster: Cluster, max_mixes: int) -> None:
     best, problem = optimum(cluster), classify(cluster)
@@ -76,7 +76,7 @@ def test_rounding_gives_a_placement_and_a_bound(cluster: Cluster, max_mixes: int
         assert [sum(column) for column in zip(*answer.mixes, strict=True)] == list(problem.num_units)
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(50))
 @given(cluster=clusters(max_units=12))
 def test_the_placement_is_never_worse_than_greedy(cluster: Cluster) -> None:
     problem = classify(cluster)
@@ -86,7 +86,7 @@ def test_the_placement_is_never_worse_than_greedy(cluster: Cluster) -> None:
         assert found is not None and found.objective_bytes <= problem.objective(greedy)
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(50))
 @given(cluster=clusters(max_units=9))
 def test_an_explanation_has_no_placement_and_does_without_any_part_of_it(cluster: Cluster) -> None:
     if any(True for _ in every_placement(cluster)):
@@ -112,7 +112,7 @@ def test_models_with_nothing_to_lend_or_need_are_placed_and_count_nothing() -> N
     assert found.objective_bytes == 0 and found.pairs == () and violations(cluster, found) == []
 
 
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(50))
 @given(cluster=clusters(max_units=5), seed=st.integers(0, 2**32), within=st.sampled_from([0.0, 0.1, 0.5]))
 def test_a_new_placement_moves_the_fewest_units_that_are_enough(cluster: Cluster, seed: int, within: float) -> None:
     options = list(every_assignment(cluster))

@@ -24,7 +24,7 @@ MOST_OPENINGS = {3: 36, 4: 20}
 WITHOUT_HYSTERESIS = {3: (0.96, 43), 4: (0.95, 30)}
 """By steps of a slice: the load at which the gate opens most often without it, and more openings than so many."""
 
-LOADS = [0.93, 0.94, 0.95, 0.96, 0.98, 1.0, 1.05]
+LOADS = [0.94, 0.95, 0.96, 0.98, 1.05]
 
 
 def openings(name: str, num_steps: int, load: float) -> Iterator[int]:

@@ -50,8 +50,8 @@ def turns_everybody_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mutate", "policy", "seed"),
     [
-        (counts_on_what_leaves, "cfs", 1200),
-        (turns_everybody_out_at_once, "fair", 82),
+        (counts_on_what_leaves, "cfs", 1290),
+        (turns_everybody_out_at_once, "fair", 86),
     ],
 )
 def test_stories_notice_a_policy_that(

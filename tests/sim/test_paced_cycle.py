@@ -159,7 +159,7 @@ LOADS = st.builds(
 def test_nobody_is_silent_for_longer_than_a_cycle_of_turns() -> None:
     num_seen = 0
 
-    @settings(max_examples=examples(6))
+    @settings(max_examples=examples(3))
     @given(LOADS)
     def law(load: Load) -> None:
         nonlocal num_seen
@@ -174,7 +174,7 @@ def test_nobody_is_silent_for_longer_than_a_cycle_of_turns() -> None:
 LONG = Load(
     seed=1,
     factor=3,
-    num_requests=300,
+    num_requests=200,
     num_prompt=24,
     max_tokens=120,
     sharing=SharingSettings(slice_steps=2, max_gap_s=0.5),

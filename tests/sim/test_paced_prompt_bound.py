@@ -115,7 +115,7 @@ def test_first_tokens_first_is_not() -> None:
     assert Reason.PROMPT_BOUND not in reasons
 
 
-SHORT = Load(num_prompt=48, max_tokens=96, factor=1.5, num_requests=300)
+SHORT = Load(num_prompt=48, max_tokens=96, factor=1.5, num_requests=150)
 
 
 @pytest.mark.slow

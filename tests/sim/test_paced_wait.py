@@ -40,7 +40,7 @@ def extra_bound_s(run: Run) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("factor", "num_requests"), [(2, 200), (3, 600)])
+@pytest.mark.parametrize(("factor", "num_requests"), [(2, 200), (3, 400)])
 def test_no_first_token_comes_later_than_in_line_by_more_than_a_slice_and_a_step(
     factor: float, num_requests: int
 ) -> None:
@@ -104,7 +104,7 @@ def test_under_cfs_a_short_prompt_passes_a_long_one() -> None:
 
 @pytest.mark.slow
 def test_an_overload_is_called_a_crowd_and_newcomers_wait_while_it_lasts() -> None:
-    run, recorder = overload(3, 600, MAX_GAP_S)
+    run, recorder = overload(3, 400, MAX_GAP_S)
     crowded = [(view, decision) for view, _, decision in recorder.seen if decision.reason is Reason.CROWDED]
     assert run.counters.limited_steps[Reason.CROWDED.value] > 100
     assert not any(decision.admissions for _, decision in crowded)
@@ -141,7 +141,7 @@ def even_spread(step_s: float) -> float:
 
 @pytest.mark.slow
 def test_service_degrades_evenly() -> None:
-    run, _ = overload(3, 600, MAX_GAP_S)
+    run, _ = overload(3, 400, MAX_GAP_S)
     assert median(longest_gaps_s(run)) > MAX_GAP_S  # half of them are as silent as they may be
     assert spread(run) <= even_spread(longest_step_s(run))
 
