@@ -6,7 +6,7 @@ an output is not compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -49,23 +49,35 @@ def greedy(**more: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0.0, "max_tokens": FEW_TOKENS, "ignore_eos": True} | more))
 
 
-def test_plain_chat_and_cached_prompts(texts: list[str], verdicts: list[Verdict]) -> None:
-    """Batched with all others; then once more, from the prefix cache; then some of them in conversations."""
+@pytest.fixture(scope="module")
+def calm() -> Iterator[LLM]:
+    """With room for all requests."""
     with load() as llm:
-        plain = llm.generate(texts, greedy(max_tokens=NUM_TOKENS), use_tqdm=False)
-        cached = llm.generate(texts[:NUM_DISTURBED], greedy(), use_tqdm=False)
-        chat = llm.chat(the_chats(), greedy(max_tokens=NUM_TOKENS, ignore_eos=False), use_tqdm=False)
+        yield llm
         assert llm.stats().preemptions == {"recompute": 0, "swap": 0}
+
+
+def test_plain_prompts(calm: LLM, texts: list[str], verdicts: list[Verdict]) -> None:
+    """Batched with all others."""
+    verdicts.append(check(calm.generate(texts, greedy(), use_tqdm=False)))
+    assert not verdicts[-1].wrong
+
+
+def test_cached_prompts(calm: LLM, texts: list[str], verdicts: list[Verdict]) -> None:
+    """Twice, and the second time from the prefix cache."""
+    few = texts[:NUM_DISTURBED]
+    calm.generate(few, greedy(max_tokens=1), use_tqdm=False)
+    cached = calm.generate(few, greedy(), use_tqdm=False)
     assert sum(output.num_cached_tokens > 0 for output in cached) >= NUM_DISTURBED // 2
-    for name, outputs, num_tokens in (
-        ("plain", plain, NUM_TOKENS),
-        ("cached", cached, FEW_TOKENS),
-        ("chat", chat, NUM_TOKENS),
-    ):
-        verdict = check(outputs, num_tokens)
-        print(name, verdict)
-        verdicts.append(verdict)
-        assert not verdict.wrong, name
+    verdicts.append(check(cached))
+    assert not verdicts[-1].wrong
+
+
+def test_conversations(calm: LLM, verdicts: list[Verdict]) -> None:
+    """To their ends, or twice as long as others."""
+    chat = calm.chat(the_chats(), greedy(max_tokens=NUM_TOKENS, ignore_eos=False), use_tqdm=False)
+    verdicts.append(check(chat, NUM_TOKENS))
+    assert not verdicts[-1].wrong
 
 
 @pytest.mark.parametrize(
