@@ -11,6 +11,7 @@ from floodplain.bench.replay import Replay, ServerUnderTest
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.early_checks import check_early
 from floodplain.files.results import check_writable
 from floodplain.observe.terminal import complain, say
 from floodplain.web.client import check_server
@@ -66,9 +67,12 @@ def run(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace, how: Replay) -> dict[str, Any]:
     spec = dataclass_from(args, WorkloadSpec)
     if args.verb == "bench offline":
+        engine = dataclass_from(args, EngineConfig)
+        check_early(engine)
+
         from floodplain.bench.run import bench_offline
 
-        return bench_offline(dataclass_from(args, EngineConfig), spec, how)
+        return bench_offline(engine, spec, how)
     server = dataclass_from(args, ServerUnderTest)
     check_server(server.base_url)  # before the imports, which take longer
     from floodplain.bench.run import bench_serve

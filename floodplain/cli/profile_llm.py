@@ -8,6 +8,7 @@ from typing import Any
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.profile_output import save_and_show
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.early_checks import check_early
 from floodplain.files.results import check_writable
 from floodplain.profiler.llm_flags import LlmProfileConfig, check_load
 from floodplain.web.client import check_server
@@ -34,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
         check_writable(config.out)
     if config.base_url is not None:
         check_server(config.base_url)  # before the imports, which take longer
+    else:
+        check_early(engine)
 
     from floodplain.profiler.llm_run import run_profile
 

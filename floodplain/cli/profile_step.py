@@ -10,6 +10,7 @@ from typing import Any
 from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.cli.profile_output import save_and_show
 from floodplain.engine.config import EngineConfig
+from floodplain.engine.early_checks import check_early
 from floodplain.files.results import check_writable
 
 
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, fit, write; 0."""
     config, engine = dataclass_from(args, StepConfig), dataclass_from(args, EngineConfig)
     check_writable(config.out)
+    check_early(engine)
 
     from tqdm import tqdm
 

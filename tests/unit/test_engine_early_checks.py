@@ -1,4 +1,4 @@
-"""What ``serve`` refuses before torch is imported: by what is imported, and not by a clock."""
+"""What verbs with an engine refuse before torch is imported: by what is imported, and not by a clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from floodplain.cli.main import main
 
 for argv in json.loads(sys.argv[1]):
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        status = main(["serve", "--port", "0", *argv])
+        status = main(argv)
     imported = sorted({"torch", "transformers", "fastapi"} & sys.modules.keys())
     print(json.dumps([status, said.getvalue(), imported]))
 """
@@ -53,6 +53,12 @@ def test_flags_that_cannot_be_are_refused_before_torch_is_imported(tmp_path: Pat
             (["dummy:tiny-llama", "--api-key-file", str(tmp_path / "keys")], "cannot read the API key file"),
             (["dummy:tiny-llama", "--port", port], port),
         ]
+        wanted = [(["serve", "--port", "0", *argv], message) for argv, message in wanted]
+        for verb in (["bench", "offline"], ["profile", "llm"], ["profile", "step", "--out", str(tmp_path / "out")]):
+            wanted.append(([*verb, "/nowhere"], "there is no model at '/nowhere'"))
+            wanted.append(
+                ([*verb, "dummy:tiny-llama", "--kv-memory", "10"], "--kv-memory 10 is less than one KV block")
+            )
         argvs = json.dumps([argv for argv, _ in wanted])
         ran = subprocess.run(
             [sys.executable, "-c", PROGRAM, argvs], capture_output=True, text=True, check=True, timeout=60
