@@ -7,13 +7,18 @@ an output is not compared.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
 from floodplain import LLM, SamplingParams
+from floodplain.engine import build
+from floodplain.engine.config import EngineConfig
 from floodplain.engine.outputs import RequestOutput
+from floodplain.model.network.linear import can_pack
+from floodplain.model.weights.open_model import ModelSource
 from tests.support.parity import Verdict, judge
 from tests.support.teacher import NUM_TEXTS, NUM_TOKENS, known_answers, the_chats, the_texts
 
@@ -25,6 +30,28 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     return the_texts()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once() -> Iterator[None]:
+    """One copy of the tokenizer and of packed weights, which lie beside an engine's memory, serves all engines here."""
+    load_model, open_model = build.load_model, build.open_model
+    load_packed = cache(lambda source, device, dtype: load_model(EngineConfig(model=""), source, None, device, dtype))
+
+    def load_once(config: EngineConfig, source: ModelSource, memory: Any, device: Any, dtype: Any) -> Any:
+        if config.pack_weights and can_pack(dtype, device):
+            return load_packed(source, device, dtype)
+        return load_model(config, source, memory, device, dtype)
+
+    def open_once(*which: Any) -> ModelSource:
+        source: Any = open_model(*which)
+        source.load_tokenizer = cache(source.load_tokenizer)
+        return source
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_model", load_once)
+        patch.setattr(build, "open_model", cache(open_once))
+        yield
 
 
 def check(outputs: Sequence[RequestOutput], num_tokens: int = FEW_TOKENS) -> Verdict:
@@ -155,7 +182,7 @@ def test_hardly_any_near_tie_had_to_be_excused(verdicts: list[Verdict]) -> None:
     assert total.is_equal
 
 
-def test_corrupted_kv_is_noticed(texts: list[str]) -> None:
+def test_corrupted_kv_is_noticed(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with the KV zeroed between steps, the judge must see it."""
     with load() as llm:
         runner: Any = llm.engine._executor
@@ -166,6 +193,6 @@ def test_corrupted_kv_is_noticed(texts: list[str]) -> None:
             kv_layers[15][: llm.stats().num_blocks].zero_()  # beyond these the pool has no memory
             return logits
 
-        runner._model.forward = forgetful
+        monkeypatch.setattr(runner._model, "forward", forgetful)
         verdict = check(llm.generate(texts[:6], greedy(), use_tqdm=False))
     assert len(verdict.wrong) >= 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.policy.lending import LendingSettings
 from floodplain.web.listen import bind, url_of
+from tests.support import forks
 from tests.support.host_devices import open_device
 from tests.support.lending import QUICK, Consumer, Producer, Ticks, WildPolicy, borrowing, coordinating
 from tests.support.swapping import BLOCK_BYTES
@@ -186,7 +186,7 @@ def test_the_next_engine_gives_back_what_a_killed_one_left_under_a_name_that_nob
 ) -> None:
     monkeypatch.setattr(named_file, "_default_directory", lambda: tmp_path)  # where no other test sweeps
     command = [sys.executable, "-c", LENDER, coordinator, str(tmp_path)]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
+    with forks.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
         assert child.stdout is not None
         name = child.stdout.readline().decode().strip()
         file = tmp_path / f"floodplain-{name}"
@@ -242,7 +242,7 @@ def test_a_killed_consumers_bytes_come_back_after_a_ttl() -> None:
         pages = str(device_of(engine).capacity_pages)
         command = [sys.executable, "-c", KILLED, url, str(engine.config.device_name), pages]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-        with subprocess.Popen(command, stdin=-1, stdout=-1, env=environment) as child:
+        with forks.Popen(command, stdin=-1, stdout=-1, env=environment) as child:
             try:
                 assert child.stdout is not None and child.stdout.readline() == b"held\n"
                 assert producer.pool.foreign_bytes >= 8 * PAGE_BYTES

@@ -14,6 +14,7 @@ import pytest
 
 from floodplain.memory.host.device import HostDevice
 from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support import forks
 from tests.support.host_devices import open_device
 
 NUM_PAGES = 64
@@ -66,7 +67,7 @@ print("done", num_held, num_refused, flush=True)
 def _child(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", script, str(NUM_PAGES * PAGE_BYTES), *map(str, args)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as child:
+    with forks.Popen(command, stdin=-1, stdout=-1, text=True, env=environment) as child:
         try:
             yield child
         finally:

@@ -27,6 +27,7 @@ from floodplain.memory.host.device_file import PAGE_BYTES
 from floodplain.memory.near_copies import NearCopies
 from floodplain.policy.expansion import ExpansionDecision, ExpansionLimit
 from tests.integration.test_expansion_engine import BASE, BLOCK_BYTES, GREEDY, Disturb, Run, expanding
+from tests.support import forks
 from tests.support.calm import run_calmly
 from tests.support.lending import Neighbour, coordinating
 from tests.support.parity import Reference
@@ -167,7 +168,7 @@ def test_a_recall_is_obeyed_at_once_by_a_loop_that_stands_still(
 def lending_process(url: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A lender with a process of its own, and the name of its device."""
     command = [sys.executable, "-c", LENDER, url, str(NUM_PAGES)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with forks.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             yield process, process.stdout.readline().strip()

@@ -15,6 +15,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import runpy
 import select
 import socket
@@ -51,6 +52,8 @@ _LOADED = {
     "tests.chaos.engine": f"{_ENGINE} tests.support.parity tests.support.swapping",
 }
 """What is loaded before a process of a verb or module is forked; what else it needs, it loads itself."""
+_NAMES_ENGINE = re.compile(r"torch|floodplain\.engine|floodplain\.memory")
+"""Code that imports one of these imports most of what an engine needs."""
 _PADDING = "x" * 4096
 """Of the first process: room for the command lines of its forks."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -195,7 +198,8 @@ def _serve(listening: socket.socket) -> dict[str, Any] | None:
 
 
 def _load(command: Sequence[str]) -> None:
-    for name in next((_LOADED[word] for word in command[2:4] if word in _LOADED), "").split():
+    of_code = _ENGINE if command[1] == "-c" and _NAMES_ENGINE.search(command[2]) else ""
+    for name in next((_LOADED[word] for word in command[2:4] if word in _LOADED), of_code).split():
         importlib.import_module(name)
     gc.freeze()  # or each fork would look at all of it
 

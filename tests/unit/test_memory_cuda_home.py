@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from floodplain.core.errors import UserError
 from floodplain.memory.cuda.home import claim_cuda_home, find_cuda_home, format_uuid
 from floodplain.memory.host.device import open_home_device
+from tests.support import forks
 from tests.support.host_devices import open_device
 
 ONE, OTHER = bytes(range(16)), bytes(range(16, 32))
@@ -87,7 +87,7 @@ sys.stdin.readline()
 @pytest.mark.slow
 def test_what_a_killed_engine_left_is_known_and_replaced(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOME, str(tmp_path)]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
+    with forks.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"home\n"
         assert find_cuda_home("a", tmp_path) == ONE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from floodplain.core.errors import UserError
 from floodplain.memory.host.device import HostDevice, attach_device, open_home_device
 from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support import forks
 from tests.support.host_devices import open_device
 
 SIZE = 16 * PAGE_BYTES
@@ -93,7 +93,7 @@ sys.stdin.readline()
 @pytest.mark.parametrize("size", [SIZE, 2 * SIZE])
 def test_a_killed_home_leaves_a_file_that_the_next_one_takes_whatever_its_size(tmp_path: Path, size: int) -> None:
     command = [sys.executable, "-c", HOME, str(SIZE), str(tmp_path)]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
+    with forks.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"home\n"
         with pytest.raises(UserError, match="another engine"):

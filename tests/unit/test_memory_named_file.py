@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from floodplain.core.errors import UserError
 from floodplain.memory.host import file_locks, named_file
 from floodplain.memory.host.device import attach_device, open_home_device
 from floodplain.memory.host.device_file import PAGE_BYTES
+from tests.support import forks
 from tests.support.host_devices import open_device
 from tests.support.waiting import HANG_S
 
@@ -138,7 +138,7 @@ def test_a_sweep_removes_what_the_killed_left_and_nothing_that_anybody_uses(tmp_
     (tmp_path / "floodplain-folder").mkdir()
     (tmp_path / "floodplain-link").symlink_to("floodplain-lender")
     neighbour = open_device("neighbour", 2**20, tmp_path)
-    with subprocess.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
+    with forks.Popen(command, stdin=-1, stdout=-1, env=os.environ | {"OMP_NUM_THREADS": "1"}) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"there\n"
         guest = attach_device("lender", tmp_path)
