@@ -36,8 +36,6 @@ def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict
         UserError: A flag or a file is bad.
     """
     trace = read_trace(spec)
-    if config.fair_by == "key":
-        raise UserError("--fair-by key needs clients with keys, and bench offline has none: use serve --api-key-file")
     # The load waits in line, not at the door: nothing is refused for the length of the queue.
     engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
 

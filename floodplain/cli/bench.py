@@ -68,6 +68,10 @@ def _bench(args: argparse.Namespace, how: Replay) -> dict[str, Any]:
     spec = dataclass_from(args, WorkloadSpec)
     if args.verb == "bench offline":
         engine = dataclass_from(args, EngineConfig)
+        if engine.fair_by == "key":
+            raise UserError(
+                "--fair-by key needs clients with keys, and bench offline has none: use serve --api-key-file"
+            )
         check_early(engine)
 
         from floodplain.bench.run import bench_offline
