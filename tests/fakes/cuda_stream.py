@@ -52,7 +52,7 @@ class FakeStream:
 
     def finish(self, batches: Sequence[Batch]) -> np.ndarray:
         """Do the copies; their digests."""
-        assert self.gate.wait(HANG_S), "nobody lets the copies run"
+        assert self.gate.wait(HANG_S), "the copies were never allowed to run"
         self.num_under_way -= 1
         if self.failure is not None:
             raise self.failure

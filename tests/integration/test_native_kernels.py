@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,15 @@ from tests.support.examples import examples
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.03}
 DTYPES = st.sampled_from(list(TOLERANCES))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def three_threads() -> Iterator[None]:
+    """Whatever ``OMP_NUM_THREADS`` says: what threads share by mistake shows with several only."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
 
 
 def kernels(dtype: torch.dtype) -> NativeOps:

@@ -134,10 +134,10 @@ def test_a_request_that_has_not_ended_has_no_row() -> None:
 
 
 def test_the_page_says_what_is_emulated_once_and_only_then() -> None:
-    text = render_report("A", RUNS, {}, ways={"fair": "Everybody <in turn>."}, figures={})
+    text = render_report("A", RUNS, {}, ways={"fair": "All requests <in turn>."}, figures={})
     assert text.count("slowed down 250 times") == 1
     assert "a paper &lt;1&gt;" in text
-    assert "Everybody &lt;in turn&gt;." in text
+    assert "All requests &lt;in turn&gt;." in text
     real = benchmark_result([], RunInfo(backend="openai", model_id="m", tokenizer_id="t"))
     assert "emulated" not in render_report("A", [("real", real)], {}, figures={})
 
