@@ -87,6 +87,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python -m pytest tests/unit/test_floors.py
+	$(BIN)/python -m pytest -qq --collect-only tests/gpu  # make test does not import them
 
 format: $(STAMP)
 	$(BIN)/ruff format .
