@@ -31,7 +31,8 @@ class PlaceConfig:
     time_limit: float = field(
         default=60.0,
         metadata={
-            "help": "seconds after which the best placement so far is taken, reading the file included",
+            "help": "seconds after which the best placement so far is taken, reading the file included; "
+            "a first placement and the output are made in any case",
             "metavar": "S",
         },
     )

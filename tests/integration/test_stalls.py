@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -16,19 +17,24 @@ import pytest
 from floodplain.cluster import front as fronts
 from floodplain.cluster.dialer import Dialer, Member
 from floodplain.cluster.front import Front
+from floodplain.cluster.group_member import GroupMember
+from floodplain.cluster.group_session import Session
+from floodplain.cluster.grouping import STEP_TIMEOUT_S
 from floodplain.cluster.instance import Replica
 from floodplain.cluster.stage_member import open_stage
 from floodplain.cluster.stalls import StallRule
 from floodplain.core.groups import GroupState
+from floodplain.engine import stage_build
 from floodplain.engine.async_engine import AsyncEngine
 from floodplain.engine.config import EngineConfig
 from floodplain.engine.shell import Engine
 from floodplain.engine.stage_runner import StageRunner
+from floodplain.memory.group_memory import GroupMemory
 from floodplain.web.listen import bind
 from tests.fakes.slots import FakeSlots
 from tests.support import front_process
 from tests.support.cluster_peers import until
-from tests.support.group_in_process import Ring, ring
+from tests.support.group_in_process import Ring, ledger_off_the_event_loop, ring
 from tests.support.waiting import HANG_S
 
 MODEL, NUM_TOKENS = "dummy:tiny-deep", 24
@@ -131,7 +137,9 @@ def test_requests_of_a_blocked_engine_go_on_elsewhere_and_it_comes_back_later(wh
     asyncio.run(play())
 
 
-def test_blocked_stage_is_blamed_and_not_those_that_wait_for_it() -> None:
+def test_blocked_stage_is_blamed_and_not_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_build, "BlockLedger", ledger_off_the_event_loop)
+
     async def play() -> None:
         config = replace(CONFIG, swap="none", policy="fcfs")
         members = [open_stage(config, place, 2, "even", None) for place in range(2)]
@@ -165,3 +173,57 @@ def test_blocked_member_of_a_group_is_blamed_and_requests_go_on(folder: Path) ->
                 await one.until(lambda: len(one.front.book.roster) == 3)
 
     asyncio.run(play())
+
+
+CHANGES = {
+    GroupState.DROPPING: (GroupMemory, "drop"),
+    GroupState.EXCHANGING: (GroupMemory, "write"),
+    GroupState.SETTLING: (GroupMemory, "settle"),
+    GroupState.SHRINKING: (GroupMemory, "shrink"),
+    GroupState.FILLING: (GroupMember, "fill"),
+    GroupState.RETURNING: (Session, "_unmap_unused"),
+    GroupState.ADOPTING: (Session, "_collect_one"),
+    GroupState.CLOSING: (GroupMemory, "close_group"),
+}
+"""What a member does on a thread in each state that a group passes through."""
+
+
+def test_member_that_blocks_in_a_change_of_its_group_ends_the_group_and_no_request(
+    folder: Path,
+) -> None:
+    num_tokens = 150
+    tokens = front_process.one_engine(MODEL, PROMPTS, FLAGS, max_tokens=num_tokens)
+
+    async def play() -> None:
+        async with ring(CONFIG, 3, folder, HANG_S) as one:
+            member = one.members[1]
+            for state, (kind, name) in CHANGES.items():
+                with block(
+                    kind, name, lambda work: getattr(work, "_member", work) in (member, member.memory)
+                ) as blocked:
+                    await break_change(one, state, blocked, num_tokens)
+                    assert await one.results() == tokens, state
+                    blocked.open()
+                    one.forget()
+                    await one.until(lambda: len(one.front.book.roster) == 3)
+
+    asyncio.run(play())
+
+
+async def break_change(one: Ring, state: GroupState, blocked: Block, num_tokens: int) -> None:
+    """A group of all, with requests, comes to a state in which a member blocks: the group is over."""
+    epochs = [instance.epoch for instance in one.front.book.roster]
+    is_restore = list(CHANGES).index(state) > list(CHANGES).index(GroupState.SETTLING)
+    if is_restore:
+        number = one.grouping.drop(epochs)
+        await one.change(number, GroupState.PIPELINED)
+    one.ask(PROMPTS, num_tokens)
+    await one.until(lambda: min(one.counts) > 2)
+    blocked.is_shut = True
+    if is_restore:
+        one.grouping.restore(number)
+    else:
+        number = one.grouping.drop(epochs)
+    await one.until(lambda: blocked.num_held)
+    one.grouping.expire(time.monotonic() + STEP_TIMEOUT_S + 1.0)
+    assert one.grouping.counts.problems[number] == f"nothing was done for {STEP_TIMEOUT_S:g} s: {state}"

@@ -96,6 +96,10 @@ class Ring:
     async def results(self) -> list[list[int]]:
         return list(await asyncio.gather(*self._streams))
 
+    def forget(self) -> None:
+        """What was asked has been answered."""
+        self._streams, self.counts = [], []
+
 
 @asynccontextmanager
 async def ring(
