@@ -10,10 +10,12 @@ from dataclasses import asdict, dataclass, fields
 
 from floodplain.core.errors import UserError
 from floodplain.observe.scraped import Scraped
-from floodplain.web.client import HttpClient
+from floodplain.web.client import AnswerLimits, HttpClient
 from floodplain.web.exchange import NoAnswer
 
 PERIOD_S = 0.25
+LIMITS = AnswerLimits(connect_s=60.0, total_s=60.0)
+"""Of servers that were started here: one that has ended refuses connections at once, and a busy machine is slow."""
 _PREFIX = "floodplain_"
 _IDLE_STATES = ("free", "cached")
 """Of blocks that no request needs now."""
@@ -98,7 +100,7 @@ async def get_text(url: str, path: str) -> str:
         UserError: It does not answer, or answers another status than 200.
     """
     try:
-        answer = await HttpClient(url).ask(path)
+        answer = await HttpClient(url).ask(path, limits=LIMITS)
     except NoAnswer as error:
         raise UserError(f"{url} does not answer any more: {error}") from None
     if answer.status != 200:

@@ -114,7 +114,9 @@ class HttpClient:
                     response = await transport.handle_async_request(request)
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 where = self.url if proxy is None else f"{self.url} (asked through a proxy: see no_proxy)"
-                raise NoServer(f"no server at {where}: {problem_of(error)}") from error
+                is_late = isinstance(error, httpx.ConnectTimeout)
+                why = f"no connection within {connect_s:g} s" if is_late else problem_of(error)
+                raise NoServer(f"no server at {where}: {why}") from error
             except TimeoutError:
                 raise
             except network_errors() as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from typing import Any, TypeVar
 
 import pytest
@@ -21,6 +23,7 @@ from floodplain.workload.http_target import HttpTarget
 from floodplain.workload.prompt_form import PromptForm
 from floodplain.workload.records import LoadRequest, RequestRecord
 from tests.support.fake_server import STREAM_HEAD, Asked, Handler, chunk, pouring, saying, serving, streaming, whole
+from tests.support.waiting import HANG_S
 
 T = TypeVar("T")
 
@@ -93,6 +96,18 @@ def test_the_time_of_an_answer_counts_in_all_not_from_byte_to_byte() -> None:
 
     with pytest.raises(NoAnswer, match="no whole answer within"):
         ask(drip, SOON)
+
+
+def test_a_server_that_accepts_no_connection_is_named_with_the_time_that_it_had() -> None:
+    with socket.socket() as server, closing(socket.socket()) as first, closing(socket.socket()) as second:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for other in (first, second):  # those that the system accepts for it
+            other.setblocking(False)
+            other.connect_ex(server.getsockname())
+        with pytest.raises(NoServer, match=r"no server at http://127.0.0.1:\d+: no connection within 0.2 s$"):
+            url = f"http://127.0.0.1:{server.getsockname()[1]}"
+            asyncio.run(HttpClient(url).ask("/x", limits=AnswerLimits(connect_s=0.2, total_s=HANG_S)))
 
 
 def test_a_server_gets_our_key_and_no_cookie_of_its_own() -> None:

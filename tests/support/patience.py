@@ -9,6 +9,7 @@ import pytest
 
 from floodplain.cluster.bulk_client import BulkClient
 from floodplain.lending.client import CoordinatorClient
+from floodplain.web.client import AnswerLimits, HttpClient, ask_now
 from tests.support.waiting import HANG_S
 
 LIMITS_S = {
@@ -29,7 +30,13 @@ LIMITS_S = {
     "floodplain.lending.agent.START_S": HANG_S,
 }
 """By the names of what is imported; a test whose subject is such a limit sets its own."""
-DEFAULTS_S = {BulkClient.__init__: (HANG_S,), CoordinatorClient.__init__: (None, HANG_S)}
+ANSWER = AnswerLimits(connect_s=HANG_S, total_s=HANG_S)
+DEFAULTS_S = {
+    BulkClient.__init__: (HANG_S,),
+    CoordinatorClient.__init__: (None, HANG_S),
+    HttpClient.ask: (None, ANSWER),
+    ask_now: (None, ANSWER),
+}
 
 
 @contextmanager
