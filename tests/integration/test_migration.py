@@ -86,19 +86,27 @@ def test_requests_move_in_mid_stream_with_the_tokens_of_one_engine() -> None:
 
 
 def test_a_damaged_chunk_leaves_the_request_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is stopped at the end of a block that was copied has nothing left to copy: it moves, unharmed."""
+    damaged: list[MigrationState] = []
+
     async def tell(some: Moving) -> None:
         entry, caller = some.ask(PROMPT, max_tokens=NUM_TOKENS)
         for number, wanted in ((5, MigrationState.COPYING), (25, MigrationState.FINISHING)):
-            source, target = await some.started(entry, number)
-            monkeypatch.setattr(
-                "floodplain.cluster.bulk_server.compute_digest",
-                lambda data, wanted=wanted: compute_digest(data) ^ (wanted in states_of(some)),
-            )
-            some.migrating.move_one(source, target)
-            await some.ended()
+
+            def damage(data: Any, wanted: MigrationState = wanted) -> int:
+                is_hit = wanted in states_of(some)
+                damaged.extend([wanted] * is_hit)
+                return compute_digest(data) ^ is_hit
+
+            monkeypatch.setattr("floodplain.cluster.bulk_server.compute_digest", damage)
+            while wanted not in damaged:
+                source, target = await some.started(entry, number)
+                some.migrating.move_one(source, target)
+                await some.ended()
             assert entry.epoch == source
         assert await some.tokens(caller) == expected()
-        assert some.results() == {"failed": 2} and not entry.num_moves
+        num_moved = some.results().get("moved", 0)
+        assert some.results()["failed"] == 2 and entry.num_moves == num_moved <= 1
         await some.check_at_rest()
 
     story(tell)
