@@ -71,6 +71,7 @@ def test_a_refusal_at_the_start_is_raised_and_leaves_no_thread() -> None:
         agent = agent_of(peer.url)
         with pytest.raises(UserError, match="answers 401"):
             agent.start()
+        agent._thread.join(HANG_S)
         assert not agent._thread.is_alive()
         agent.close()
 
