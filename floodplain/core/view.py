@@ -144,13 +144,33 @@ class Prices:
 
 
 @dataclass(frozen=True, slots=True)
+class Demand:
+    """What requests have asked for lately, as far as is known; 0 while nothing is.
+
+    Attributes:
+        mean_output: Tokens of an answer.
+        median_prompt: Tokens of a prompt.
+        end_rate: Requests that end per second while not all fit.
+        longest_wait_s: The longest wait for a first token that FCFS would have imposed since nobody waited.
+        step_s: Seconds of a step, prompts included.
+    """
+
+    mean_output: float = 0.0
+    median_prompt: float = 0.0
+    end_rate: float = 0.0
+    longest_wait_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """All that a decision may depend on, beside the time and the random generator.
 
     Attributes:
         step: The index of the step to be planned.
         running: Sequences on the device, in order of their keys.
-        waiting: The first of the waiting ones, in the order that the policy declares.
+        waiting: The first of the waiting ones, in the order that the policy declares, and the newest of the others, as
+            many as it asks for.
         num_waiting: How many wait in all.
         swapped: Sequences in swap space, in order of their keys.
         loading: Sequences on their way back, in order of their keys.
@@ -169,6 +189,7 @@ class View:
         depth: The most outstanding steps, this one included.
         outstanding_tokens: How many tokens each outstanding step computes, oldest first.
         outstanding_chunks: (first position, tokens) of each prompt's chunk in them.
+        demand: What requests have asked for lately.
     """
 
     step: int
@@ -192,3 +213,4 @@ class View:
     depth: int = 1
     outstanding_tokens: tuple[int, ...] = ()
     outstanding_chunks: tuple[tuple[int, int], ...] = ()
+    demand: Demand = Demand()

@@ -22,6 +22,9 @@ class Policy(Protocol):
     waiting_window: int
     """How many waiting sequences, at most, a view shows it."""
 
+    num_newest: int
+    """How many more, of those that came last, it shows."""
+
     keeps_goals: bool
     """Whether a request's own goals mean anything to it."""
 

@@ -32,6 +32,7 @@ class FcfsPolicy:
 
     name = "fcfs"
     waiting_window = 64
+    num_newest = 0
     keeps_goals = False
 
     def __init__(self, *, saves_prefixes: bool = False, microbatches: MicrobatchRule | None = None) -> None:

@@ -31,10 +31,11 @@ class GatedPolicy:
 
     def __init__(self, inner: SharingPolicy) -> None:
         self.name = inner.name
-        self.waiting_window, self.keeps_goals = inner.waiting_window, inner.keeps_goals
+        self.waiting_window, self.num_newest = inner.waiting_window, inner.num_newest
+        self.keeps_goals = inner.keeps_goals
         self._inner = inner
         self._fcfs = FcfsPolicy()
-        self._slice_steps = inner.settings.slice_steps
+        self._slice_steps = inner.gate_steps
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """As the inner policy."""

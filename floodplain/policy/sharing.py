@@ -15,14 +15,20 @@ from floodplain.policy.turn import share
 
 
 class SharingPolicy(ABC):
-    """What ``cfs``, ``fair`` and ``paced`` have in common: each is a ranking."""
+    """What the policies that take turns have in common: each is a ranking.
+
+    Attributes:
+        gate_steps: While all requests fit with their growth over so many steps, nobody takes turns.
+    """
 
     name: str
     waiting_window = 64
+    num_newest = 0
     keeps_goals = False
 
     def __init__(self, settings: SharingSettings) -> None:
         self.settings = settings
+        self.gate_steps = settings.slice_steps
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
         """(0, arrival, id): where priority is a weight or breaks ties, it is no place in line."""

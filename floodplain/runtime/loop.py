@@ -10,6 +10,7 @@ A shell executes plans on a device; the simulator prices them; both drive these 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,6 +78,7 @@ class Loop:
         self.state.open_account(seq)
         self.state.sequences[seq_id] = seq
         self.state.waiting.push(seq)
+        self._note_arrival(seq)
         return seq_id
 
     def finish(self, seq_id: SeqId, reason: FinishReason, now: float) -> bool:
@@ -202,6 +204,7 @@ class Loop:
                 finished[seq.seq_id] = FinishReason.LENGTH
         self.state.counters.num_generated_tokens += len(token_ids)
         self.state.prices.learn(*step.plan.count_work(), now - step.issued_s)
+        self._note_step(now - step.issued_s, len(token_ids), finished)
         for seq_id, reason in finished.items():
             self._end(self.state.sequences[seq_id], reason, now)
         if self._ended:
@@ -256,6 +259,18 @@ class Loop:
             raise InvariantError("a sequence is in no collection, or in two")
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _note_arrival(self, seq: Sequence) -> None:
+        state = self.state
+        paused = [*state.swapped, *state.loading]
+        outputs = [len(one.tokens) - one.num_prompt for one in (*state.running, *paused)]
+        state.demand.arrive(seq.num_prompt, len(state.waiting), len(paused), outputs)
+
+    def _note_step(self, duration_s: float, num_tokens: int, finished: Iterable[SeqId]) -> None:
+        state = self.state
+        ended = (state.sequences[seq_id] for seq_id in finished)
+        outputs = [len(one.tokens) - one.num_prompt for one in ended]
+        state.demand.learn(duration_s, num_tokens, outputs, len(state.waiting), len(state.swapped))
 
     def _commit_chunks(self, step: _Outstanding) -> list[Sequence]:
         """Count the chunks as computed; return the sequences among them that sampled."""

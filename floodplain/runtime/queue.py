@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections.abc import Callable
+from itertools import islice
+from operator import itemgetter
 
 from floodplain.core.request import OrderKey, SeqId
 from floodplain.core.sequence import Sequence
@@ -16,13 +18,19 @@ class WaitingQueue:
     """Sequences in the order of a key. Every operation costs O(log n + window): 100,000 waiting cost nothing per step.
 
     The first ``window`` stand sorted in ``head``; the others in a heap, from which aborted ones vanish lazily.
+
+    Args:
+        key: The order; fixed for a sequence as long as it waits.
+        window: The length of the head.
+        num_newest: Of the others, ``shown`` has so many that came last, too.
     """
 
-    def __init__(self, key: Callable[[Sequence], OrderKey], window: int) -> None:
+    def __init__(self, key: Callable[[Sequence], OrderKey], window: int, num_newest: int = 0) -> None:
         self._key = key
-        self._window = window
+        self._window, self._num_newest = window, num_newest
         self._head: list[_Entry] = []
         self._sequences: tuple[Sequence, ...] | None = None  # of the head, made when somebody asks
+        self._shown: tuple[Sequence, ...] | None = None
         self._heap: list[_Entry] = []
         self._members: dict[SeqId, tuple[OrderKey, Sequence]] = {}
 
@@ -38,10 +46,25 @@ class WaitingQueue:
             self._sequences = tuple([self._members[seq_id][1] for _, seq_id in self._head])
         return self._sequences
 
+    def shown(self) -> tuple[Sequence, ...]:
+        """The head, and the newest of the others, in order; the same object until one comes or goes."""
+        if self._shown is None:
+            self._shown = (*self.head(), *self._newest())
+        return self._shown
+
+    def _newest(self) -> list[Sequence]:
+        num_hidden = len(self._members) - len(self._head)
+        if not (self._num_newest and num_hidden):
+            return []
+        shown = {seq_id for _, seq_id in self._head}
+        others = (member for seq_id, member in reversed(self._members.items()) if seq_id not in shown)
+        return [seq for _, seq in sorted(islice(others, self._num_newest), key=itemgetter(0))]
+
     def push(self, seq: Sequence) -> None:
         """Let a sequence wait."""
         entry = (self._key(seq), seq.seq_id)
         self._members[seq.seq_id] = (entry[0], seq)
+        self._shown = None
         if len(self._head) < self._window and not self._heap:
             self._insert(entry)
         elif self._head and entry < self._head[-1]:
@@ -55,6 +78,7 @@ class WaitingQueue:
     def remove(self, seq_id: SeqId) -> Sequence:
         """Take a sequence out, wherever it stands."""
         key, seq = self._members.pop(seq_id)
+        self._shown = None
         entry = (key, seq_id)
         if self._head and entry <= self._head[-1]:
             self._head.remove(entry)

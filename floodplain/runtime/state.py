@@ -17,6 +17,7 @@ from floodplain.core.sequence import Sequence, Status
 from floodplain.core.served import KeyAccounts
 from floodplain.core.tiers import Link, Tier
 from floodplain.policy.base import Policy
+from floodplain.runtime.demand import DemandMeter
 from floodplain.runtime.links import Links
 from floodplain.runtime.prices import StepPrices
 from floodplain.runtime.queue import WaitingQueue
@@ -88,12 +89,13 @@ class LoopState:
         self.backups = backups or BackupTable()
         self.links = Links(links, config.block_bytes)
         self.sequences: dict[SeqId, Sequence] = {}
-        self.waiting = WaitingQueue(policy.waiting_key, policy.waiting_window)
+        self.waiting = WaitingQueue(policy.waiting_key, policy.waiting_window, policy.num_newest)
         self.running: list[Sequence] = []
         self.swapped: list[Sequence] = []
         self.loading: list[Sequence] = []
         self.counters = Counters()
         self.prices = StepPrices()
+        self.demand = DemandMeter()
         self.accounts = KeyAccounts()
         self.num_outbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_inbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)

@@ -57,6 +57,7 @@ class ViewBuilder:
             max_num_seqs=state.config.max_num_seqs,
             tiers=self._tiers(step),
             prices=state.prices.now,
+            demand=state.demand.now,
             completion_step=state.completion_step,
             depth=state.config.depth,
             outstanding_tokens=tuple(plan.num_tokens for plan in outstanding),
@@ -118,7 +119,7 @@ class ViewBuilder:
         """Rows of those that wait or are swapped out: made anew where what can be found of them changed."""
         state = self._state
         forgotten = self._watch.refresh()
-        head = state.waiting.head()
+        head = state.waiting.shown()
         if head is self._head and not forgotten and not state.stale_rows:
             return
         forgotten |= self._watch.keep_only({seq.seq_id for seq in chain(head, state.swapped)})

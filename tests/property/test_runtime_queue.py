@@ -14,6 +14,7 @@ from floodplain.runtime.queue import WaitingQueue
 
 ROOT = root_key("m")
 PARAMS = SamplingParams()
+NUM_NEWEST = 2
 
 
 def make_sequence(number: int, arrival_s: float) -> Sequence:
@@ -22,7 +23,7 @@ def make_sequence(number: int, arrival_s: float) -> Sequence:
 
 
 def make_queue(window: int) -> WaitingQueue:
-    return WaitingQueue(lambda seq: seq.order_key, window)
+    return WaitingQueue(lambda seq: seq.order_key, window, NUM_NEWEST)
 
 
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["push", "remove", "return", "pop"]), st.integers(0, 30)), max_size=80)
@@ -31,20 +32,27 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from(["push", "remove", "return", "po
 def play(window: int, operations: list[tuple[str, int]]) -> None:
     queue = make_queue(window)
     waiting: list[Sequence] = []
+    came: list[Sequence] = []
     gone: list[Sequence] = []
     for number, (verb, value) in enumerate(operations):
         if verb == "push":
             waiting.append(make_sequence(number, arrival_s=value // 3))
+            came.append(waiting[-1])
             queue.push(waiting[-1])
         elif verb == "return" and gone:  # a preempted sequence comes back to its place
             waiting.append(gone.pop(value % len(gone)))
+            came.append(waiting[-1])
             queue.push(waiting[-1])
         elif verb in ("remove", "pop") and waiting:
             waiting.sort(key=lambda s: s.order_key)
             gone.append(waiting.pop(value % len(waiting) if verb == "remove" else 0))
+            came.remove(gone[-1])
             assert queue.remove(gone[-1].seq_id) is gone[-1]
         waiting.sort(key=lambda s: s.order_key)
         assert list(queue.head()) == waiting[:window]
+        newest = [seq for seq in came if seq not in waiting[:window]][-NUM_NEWEST:]
+        assert list(queue.shown()) == [*waiting[:window], *sorted(newest, key=lambda s: s.order_key)]
+        assert queue.shown() is queue.shown()
         assert len(queue) == len(waiting)
         assert all(s.seq_id in queue for s in waiting)
         assert not any(s.seq_id in queue for s in gone)

@@ -74,7 +74,8 @@ class Recorder:
 
     def __init__(self, inner: Policy) -> None:
         self.name = inner.name
-        self.waiting_window, self.keeps_goals = inner.waiting_window, inner.keeps_goals
+        self.waiting_window, self.num_newest = inner.waiting_window, inner.num_newest
+        self.keeps_goals = inner.keeps_goals
         self.inner = inner
         self.seen: list[tuple[View, float, Decision]] = []
 

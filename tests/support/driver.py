@@ -25,7 +25,7 @@ class ScriptedPolicy:
     """Decides as it is told, once for each choice in ``script``; as FCFS when the script is at its end."""
 
     name = "scripted"
-    waiting_window = 16
+    waiting_window, num_newest = 16, 0
     keeps_goals = False
 
     def __init__(self, script: Iterable[Choice] = ()) -> None:

@@ -186,7 +186,7 @@ class RandomPolicy:
     """
 
     name = "random"
-    waiting_window = 4
+    waiting_window, num_newest = 4, 0
     keeps_goals = False
 
     def __init__(self) -> None:
