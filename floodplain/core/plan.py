@@ -30,6 +30,8 @@ class Reason(Enum):
     """A prompt begins with what swap space has, and fetching it is sooner than computing it."""
     CROWDED = "crowded"
     """Newcomers wait, because turns have become rare."""
+    PROMISED = "promised"
+    """Newcomers wait, because the device is promised to those that have begun, or the line is pressed."""
     PROMPT_BOUND = "prompt_bound"
     """Newcomers wait, because prompts are so large a part of the work that first tokens first does not pay."""
     LINK_BUSY = "link_busy"
@@ -43,7 +45,8 @@ class Reason(Enum):
 
 
 LIMITS = (
-    Reason.CROWDED, Reason.PROMPT_BOUND, Reason.LINK_BUSY, Reason.SWAP_SLOW, Reason.SWAP_FULL, Reason.NO_SWAP,
+    Reason.CROWDED, Reason.PROMISED, Reason.PROMPT_BOUND, Reason.LINK_BUSY, Reason.SWAP_SLOW, Reason.SWAP_FULL,
+    Reason.NO_SWAP,
 )  # fmt: skip
 """Reasons of a whole decision: what kept the policy from deciding as it would like."""
 

@@ -43,8 +43,8 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "expansion_tier": EXPANSION_TIERS,
 }  # fmt: skip
 _USED_BY = {
-    "slice": ("cfs", "fair", "paced"), "fair_by": ("fair",),
-    "ttft_goal": ("paced",), "tpot_goal": ("paced",), "pace": ("paced",), "max_gap": ("paced",),
+    "slice": ("cfs", "fair", "paced", "timely"), "fair_by": ("fair",), "line_patience": ("timely",),
+    **dict.fromkeys(("ttft_goal", "tpot_goal", "pace", "max_gap"), ("paced", "timely")),
 }  # fmt: skip
 _SHARING = SharingSettings()
 _SLICES = ", ".join(f"{policy} {steps}" for policy, steps in SLICE_STEPS.items())
@@ -67,14 +67,22 @@ class EngineConfig:
         None, f"steps that whoever comes onto the device stays at least (default: {_SLICES})"
     )
     ttft_goal: float | None = _flag(  # type: ignore[assignment]
-        None, "paced: seconds to a first token; newcomers then go first even where prompts are most of the work"
+        None,
+        "paced, timely: seconds to a first token (timely: five times what the median prompt takes without load; paced: "
+        "newcomers then go first even where prompts are most of the work)",
     )
     tpot_goal: float | None = _flag(  # type: ignore[assignment]
-        None, "paced: seconds per token after the first one (default: five times what a token takes without load)"
+        None,
+        "paced, timely: seconds per token after the first one (default: five times what a token takes without load)",
     )
-    pace: float | None = _flag(None, "paced: the same in tokens per second")  # type: ignore[assignment]
+    pace: float | None = _flag(None, "paced, timely: the same in tokens per second")  # type: ignore[assignment]
     max_gap: float = _flag(  # type: ignore[assignment]
-        _SHARING.max_gap_s, "paced: newcomers wait while a stream has been silent for so many seconds"
+        _SHARING.max_gap_s, "paced, timely: newcomers wait while a stream has been silent for so many seconds"
+    )
+    line_patience: float = _flag(  # type: ignore[assignment]
+        _SHARING.line_patience,
+        "timely: a request whose first token cannot be in time waits at most so many times as long as it might have "
+        "when all were served by arrival; more lets more requests be in time",
     )
     fair_by: str = _flag("request", "fair: whose work is counted", FAIR_BY)  # type: ignore[assignment]
     kv_memory: int | None = field(
@@ -213,6 +221,7 @@ class EngineConfig:
             tpot_goal_s=self.tpot_goal,
             pace=self.pace,
             max_gap_s=self.max_gap,
+            line_patience=self.line_patience,
             fair_by=self.fair_by,
             **asked,
         )

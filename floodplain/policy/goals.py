@@ -38,22 +38,25 @@ class PaceGoals:
     Args:
         view: Prices of steps.
         tpot_goal_s: The server's; None: what a token takes without load, times ``UNLOADED_FACTOR``.
+
+    Attributes:
+        usual_s: The goal of a request without its own.
     """
 
     def __init__(self, view: View, tpot_goal_s: float | None) -> None:
         self._view = view
-        self._usual_s = tpot_goal_s or UNLOADED_FACTOR * view.prices.lone_step_s or inf
+        self.usual_s = tpot_goal_s or UNLOADED_FACTOR * view.prices.lone_step_s or inf
 
     def most_silence_s(self, max_gap_s: float | None) -> float:
         """``max_gap_s``; if that is None, what ``GAP_TOKENS`` take at the server's goal."""
-        return GAP_TOKENS * self._usual_s if max_gap_s is None else max_gap_s
+        return GAP_TOKENS * self.usual_s if max_gap_s is None else max_gap_s
 
     def of(self, row: SequenceView) -> float:
         """The goal of one request."""
         own_s = row.goals.tpot_s
         if own_s is None:
-            return self._usual_s
-        return own_s if self._usual_s == inf else _within_limits(own_s, self._usual_s)
+            return self.usual_s
+        return own_s if self.usual_s == inf else _within_limits(own_s, self.usual_s)
 
     def is_late(self, row: SequenceView, now: float) -> bool:
         """Whether a stream has fewer tokens than its goal says, by ``GRACE_TOKENS``; tokens that came early count."""

@@ -22,6 +22,7 @@ class Ranking:
         refills: Whether room is made for all that shall come at once; else for one after the other, as blocks that
             must be copied first become free, so that copies spread out.
         caps_prompts: Whether prompts get no more than their part of a step; else what streams leave of it, as in FCFS.
+        prefill_share: That part; None: as the settings say.
     """
 
     rows: Seq[SequenceView]
@@ -30,6 +31,7 @@ class Ranking:
     reason: Reason | None = None
     refills: bool = False
     caps_prompts: bool = True
+    prefill_share: float | None = None
 
 
 def live_rows(view: View) -> list[SequenceView]:

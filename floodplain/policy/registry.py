@@ -11,8 +11,14 @@ from floodplain.policy.gate import GatedPolicy
 from floodplain.policy.paced import PacedPolicy
 from floodplain.policy.settings import SharingSettings, settings_for
 from floodplain.policy.sharing import SharingPolicy
+from floodplain.policy.timely import TimelyPolicy
 
-_SHARING: dict[str, type[SharingPolicy]] = {"cfs": CfsPolicy, "fair": FairPolicy, "paced": PacedPolicy}
+_SHARING: dict[str, type[SharingPolicy]] = {
+    "cfs": CfsPolicy,
+    "fair": FairPolicy,
+    "paced": PacedPolicy,
+    "timely": TimelyPolicy,
+}
 
 POLICIES = ("fcfs", *_SHARING)
 

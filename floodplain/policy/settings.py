@@ -10,24 +10,27 @@ from floodplain.core.errors import SettingRefused
 FAIR_BY = ("request", "key")
 """Whose work ``fair`` can count."""
 
-SLICE_STEPS = {"cfs": 16, "fair": 12, "paced": 3}
+SLICE_STEPS = {"cfs": 16, "fair": 12, "paced": 3, "timely": 10}
 """Steps of a slice under each policy, if nobody asks for others. Under ``cfs`` and ``fair`` nearly everybody takes
-turns, so there must be few; under ``paced`` the core never leaves, and visitors come for a few tokens."""
+turns, so there must be few; under ``paced`` the core never leaves, and visitors come for a few tokens; under ``timely``
+streams that have lost a goal leave for longer. ``timely`` takes turns of ``paced``'s length while all goals fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingSettings:
-    """Settings of ``cfs``, ``fair`` and ``paced``; each ignores what is not for it.
+    """Settings of the policies that take turns; each ignores what is not for it.
 
     Attributes:
         slice_steps: Steps that whoever comes onto the device stays at least (``--slice``); ``cfs``: of all slices.
             What is here is for ``paced``; ``settings_for`` knows each policy's.
-        ttft_goal_s: ``paced``: seconds to a first token that users were promised (``--ttft-goal``): newcomers then go
-            first even where prompts are most of the work.
-        tpot_goal_s: ``paced``: seconds per token after the first one that users were promised (``--tpot-goal``,
-            ``--pace``); None: five times what a token takes without load, by step prices.
-        max_gap_s: ``paced``: newcomers wait while a visitor has been silent for longer (``--max-gap``); None: for as
-            long as ``GAP_TOKENS`` take at the TPOT goal, so that it follows step prices where that goal does.
+        ttft_goal_s: ``paced``, ``timely``: seconds to a first token that users were promised (``--ttft-goal``). Under
+            ``paced`` newcomers then go first even where prompts are most of the work.
+        tpot_goal_s: ``paced``, ``timely``: seconds per token after the first one that users were promised
+            (``--tpot-goal``, ``--pace``); None: five times what a token takes without load, by step prices.
+        max_gap_s: ``paced``, ``timely``: newcomers wait while a stream has been silent for longer (``--max-gap``);
+            None: for as long as ``GAP_TOKENS`` take at the TPOT goal, so that it follows step prices where that does.
+        line_patience: ``timely``: a request that cannot have its first token in time waits at most so many times as
+            long as the longest wait under FCFS (``--line-patience``).
         visitor_share: ``paced``: this part of the device serves turns while TPOT goals cannot all be kept; the rest
             finishes requests by arrival.
         prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
@@ -43,6 +46,7 @@ class SharingSettings:
     ttft_goal_s: float | None = None
     tpot_goal_s: float | None = None
     max_gap_s: float | None = 6.0
+    line_patience: float = 1.1
     visitor_share: float = 0.3
     prefill_share: float = 0.5
     prompt_share: float = 0.3
@@ -59,6 +63,8 @@ class SharingSettings:
             raise SettingRefused(("fair_by",), f"must be one of {', '.join(FAIR_BY)}, not {self.fair_by!r}")
         if self.max_gap_s is not None and not self.max_gap_s > 0:
             raise SettingRefused(("max_gap",), f"must be above 0 seconds, not {self.max_gap_s}")
+        if not 1 <= self.line_patience <= 1000:
+            raise SettingRefused(("line_patience",), f"must be between 1 and 1000, not {self.line_patience}")
         if not (0 < self.visitor_share < 1 and 0 < self.prefill_share < 1):
             raise SettingRefused(("visitor_share", "prefill_share"), "lie between 0 and 1")
         if not 0 <= self.prompt_share <= 1:

@@ -56,7 +56,9 @@ class _Turn:
         self._draining = view.num_draining_blocks
         self._reserved = sum(blocks_due(view, row, self._slice) for row in (*view.running, *view.loading))
         self._num_seats = view.max_num_seqs - len(view.running) - len(view.loading)
-        self._tokens = TokenBudget(view, settings.prefill_share if ranking.caps_prompts else None)
+        self._tokens = TokenBudget(
+            view, (ranking.prefill_share or settings.prefill_share) if ranking.caps_prompts else None
+        )
         self._prompts = [
             (self._rank[row.seq_id], row.num_remaining)
             for row in self._residents

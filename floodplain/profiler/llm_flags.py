@@ -19,9 +19,9 @@ DEFAULT_TTFT_MS, DEFAULT_ITL_MS = 1000.0, 100.0
 """AQUA's goals for chat, at the 99th percentile."""
 _SERVER_FLAGS = ("model", "dtype", "seed")
 _VIRTUAL_FLAGS = (
-    "model", "dtype", "seed", "policy", "slice", "ttft_goal", "tpot_goal", "pace", "max_gap", "fair_by", "kv_memory",
-    "block_tokens", "max_batched_tokens", "max_num_seqs", "max_model_len", "enable_prefix_caching", "swap",
-    "swap_memory", "hardware",
+    "model", "dtype", "seed", "policy", "slice", "ttft_goal", "tpot_goal", "pace", "max_gap", "line_patience",
+    "fair_by", "kv_memory", "block_tokens", "max_batched_tokens", "max_num_seqs", "max_model_len",
+    "enable_prefix_caching", "swap", "swap_memory", "hardware",
 )  # fmt: skip
 """Flags of an engine that say something of a server, or of the loop in virtual time."""
 

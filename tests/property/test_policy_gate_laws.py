@@ -23,7 +23,7 @@ from tests.support.examples import examples
 from tests.support.turns import Teller, make_story
 from tests.support.views import NEVER, loading, make_view, prompt, stream, swapped, waiting
 
-SHARING = ["cfs", "fair", "paced"]
+SHARING = ["cfs", "fair", "paced", "timely"]
 
 
 def grown(view: View, row: SequenceView, num_steps: int) -> int:

@@ -32,7 +32,7 @@ from tests.support.examples import examples
 from tests.support.turns import Story, Teller, make_story
 
 SEEDS = st.integers(0, 2**32)
-SHARING = ["cfs", "fair", "paced"]
+SHARING = ["cfs", "fair", "paced", "timely"]
 
 
 @pytest.mark.parametrize(

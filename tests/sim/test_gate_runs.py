@@ -25,7 +25,7 @@ from floodplain.policy.settings import SharingSettings
 from tests.support.bursts import Machine, Recorder, Run, burst, make_burst
 from tests.support.examples import examples
 
-SHARING = ["cfs", "fair", "paced"]
+SHARING = ["cfs", "fair", "paced", "timely"]
 SETTINGS = SharingSettings(slice_steps=3)
 
 # -- while everybody fits --------------------------------------------------------------------------------------------

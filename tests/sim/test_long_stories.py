@@ -21,7 +21,7 @@ NUM_STORIES = 2000 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 50
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["cfs", "fair", "paced"])
+@pytest.mark.parametrize("policy", ["cfs", "fair", "paced", "timely"])
 def test_every_story_ends_well(policy: str) -> None:
     @settings(max_examples=NUM_STORIES)
     @given(seed=st.integers(0, 2**32))

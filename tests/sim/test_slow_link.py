@@ -21,7 +21,7 @@ QUICK_S, SLOW_S = 0.0001, 0.005
 REQUESTS = make_burst(40, interval_s=0.02, num_prompt=8, max_tokens=24)
 # Without cached prefixes: copying those to swap space would keep blocks busy that FCFS without swap space could use.
 SLOW = Machine(block_s=SLOW_S, caches_prefixes=False)
-SHARING = ["cfs", "fair", "paced"]
+SHARING = ["cfs", "fair", "paced", "timely"]
 
 
 def token_times(run: Run) -> list[list[float]]:

@@ -26,7 +26,7 @@ PEER = URL | {"swap": "peer"}
         ({"swap": "disk"}, "^--swap must be one of none, host, peer, not 'disk'$"),
         (NO_SWAP | {"swap_memory": 2**20}, "^--swap-memory says how to swap, and --swap none does not"),
         (NO_SWAP | {"hardware": "emulated-c2c"}, "^--hardware says how to swap, and --swap none does not"),
-        ({"policy": "lifo"}, "^--policy must be one of fcfs, cfs, fair, paced, not 'lifo'$"),
+        ({"policy": "lifo"}, "^--policy must be one of fcfs, cfs, fair, paced, timely, not 'lifo'$"),
         ({"slice": 0}, "^--slice must be between 1 and 10000 steps, not 0$"),
         ({"pace": -1.0}, "^--pace must be above 0 tokens per second, not -1.0$"),
         ({"ttft_goal": 0.0}, "^--ttft-goal must be above 0 seconds, not 0.0$"),

@@ -25,7 +25,7 @@ class StormPolicy:
 
     def __init__(self, seed: int, chance: float = 0.05, recompute: float = 0.2) -> None:
         self._calm = make_policy("cfs")
-        self.waiting_window = self._calm.waiting_window
+        self.waiting_window, self.num_newest = self._calm.waiting_window, 0
         self._dice = Random(seed)
         self._chance, self._recompute = chance, recompute
         self.num_sent_away = 0

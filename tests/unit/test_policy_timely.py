@@ -1,0 +1,181 @@
+"""``timely`` by example: who is admitted, who waits in line, and who must be on the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from floodplain.core.plan import Reason
+from floodplain.core.view import Demand, Prices, SequenceView, View
+from floodplain.policy.deadlines import LINE_GRACE_S, Deadlines
+from floodplain.policy.ranking import Ranking
+from floodplain.policy.settings import settings_for
+from floodplain.policy.timely import MOST_HEADS, TimelyPolicy
+from tests.support.views import host, make_view, prompt, stream, swapped, waiting
+
+NOW = 100.0
+TTFT_S, TPOT_S, GAP_S = 1.0, 0.1, 6.0
+PRICES = Prices(step_s=0.02, prefill_token_s=0.001, lone_step_s=0.02)
+DEMAND = Demand(mean_output=40, median_prompt=8, end_rate=10.0, longest_wait_s=20.0, step_s=0.02)
+GOALS: dict[str, Any] = {"ttft_goal_s": TTFT_S, "tpot_goal_s": TPOT_S, "max_gap_s": GAP_S}
+
+
+def late(number: int, arrival_s: float, **fields: object) -> SequenceView:
+    """Too late for its TTFT goal."""
+    return arrived(waiting(number, **fields), arrival_s)
+
+
+def arrived(row: SequenceView, arrival_s: float, priority: int = 0) -> SequenceView:
+    return replace(row, order_key=(priority, arrival_s, row.seq_id))
+
+
+def in_time(row: SequenceView, slack_s: float, silence_s: float = 0.5, num_tokens: int = 4) -> SequenceView:
+    """A stream whose first token was in time, and which may be silent for so long."""
+    first_s = NOW + slack_s - num_tokens * TPOT_S
+    row = replace(row, first_token_s=first_s, last_token_s=NOW - silence_s, num_tokens=row.num_prompt + num_tokens)
+    return arrived(row, first_s - 0.5)
+
+
+def line(*rows: SequenceView, **fields: object) -> View:
+    """Somebody has waited for long, so that requests do not share the device."""
+    return make_view(*rows, **({"prices": PRICES, "demand": DEMAND, "num_blocks": 400} | fields))
+
+
+def rank(view: View, **settings: object) -> Ranking:
+    return TimelyPolicy(settings_for("timely", **(GOALS | settings))).rank(view, NOW)
+
+
+def order(view: View, **settings: object) -> list[int]:
+    return [row.seq_id for row in rank(view, **settings).rows]
+
+
+OLD = late(90, NOW - 5.0)
+"""In line; its deadline is far."""
+FULL = [in_time(stream(number), 0.0, num_tokens=470) for number in range(10, 15)]
+"""They claim all of a device of 100 blocks: a fifth of the time of 120 each."""
+
+
+def test_while_nobody_has_waited_long_and_all_goals_fit_requests_share_the_device() -> None:
+    rows = [in_time(swapped(1), 0.5), arrived(waiting(2), NOW - 0.1)]
+    view = line(*rows)
+    policy = TimelyPolicy(settings_for("timely", **GOALS))
+    assert policy.rank(view, NOW) == policy._paced.rank(view, NOW)
+    assert policy.rank(line(*rows, OLD), NOW) != policy._paced.rank(line(*rows, OLD), NOW)
+    assert rank(replace(view, num_blocks=15), tpot_goal_s=0.02).slice_steps == 10  # they do not fit
+
+
+def test_newcomers_on_time_go_before_the_line() -> None:
+    view = line(OLD, arrived(waiting(1), NOW - 0.2), arrived(waiting(2), NOW - 0.1), in_time(stream(3), 0.0))
+    assert order(view) == [3, 1, 2, 90]  # a stream without slack first
+
+
+def test_a_newcomer_whose_prompt_would_end_too_late_is_in_line() -> None:
+    long_prompt = arrived(waiting(1, 1500), NOW - 0.1)
+    view = line(OLD, long_prompt, arrived(waiting(2), NOW), num_blocks=2000)
+    assert order(view) == [2, 1, 90]  # backfilled, the youngest first
+    behind = [arrived(waiting(number, 600), NOW) for number in (1, 2)]
+    assert order(line(OLD, *behind, num_blocks=2000))[0] == 1  # 0.6 s each: the second is not done in time
+
+
+def test_promises_fill_the_device_and_no_more() -> None:
+    """Each claims step time over goal of the time, for its prompt and most of a mean answer: 0.2 of 10 blocks of 41."""
+    fresh = [arrived(waiting(number), NOW) for number in range(1, 40)]
+    admitted = rank(line(OLD, *fresh, num_blocks=41))
+    assert len([row for row in admitted.rows if row.seq_id < 90]) == 18  # 0.9 of the device
+    assert admitted.reason is Reason.PROMISED
+
+
+def test_slack_that_a_stream_has_saved_makes_its_claim_smaller() -> None:
+    view, row = line(), stream(1)
+    deadlines = Deadlines(view, NOW, settings_for("timely", **GOALS), 13)
+    claims = [deadlines.claim(in_time(row, slack_s)) for slack_s in (-1.0, 0.0, 1.0, 10.0)]
+    assert claims[0] == claims[1] > claims[2] > claims[3] > 0
+
+
+@pytest.mark.parametrize(
+    ("other", "is_crowded"),
+    [
+        (in_time(swapped(1), 0.3), True),  # absent, and about to lose its goal
+        (in_time(stream(1), 0.3), False),  # it is there
+        (in_time(swapped(1), 3.0), False),
+        (in_time(swapped(1), 3.0, silence_s=0.9 * GAP_S), True),
+        (in_time(swapped(1), -5.0), False),  # it has lost it
+    ],
+)
+def test_while_the_device_is_crowded_no_newcomer_is_admitted(other: SequenceView, is_crowded: bool) -> None:
+    ranking = rank(line(OLD, other, arrived(waiting(2), NOW)))
+    assert (2 not in [row.seq_id for row in ranking.rows]) is is_crowded
+    assert (ranking.reason is Reason.CROWDED) is is_crowded
+
+
+def test_a_tight_line_keeps_newcomers_out_until_its_head_has_room() -> None:
+    """At 10 ends per second 230 places need 23 s, which is FCFS's wait with patience and grace."""
+    due_s = 1.1 * DEMAND.longest_wait_s + LINE_GRACE_S
+    head, fresh = late(80, NOW - due_s + 0.05), arrived(waiting(1), NOW)
+    almost = FULL[:4]  # they leave 0.2
+    assert order(line(head, fresh, *almost, num_blocks=100))[4:] == [1, 80]
+    large = replace(head, num_prompt=400, num_tokens=400)
+    assert order(line(large, fresh, *almost, num_blocks=100)) == [10, 11, 12, 13]
+    assert order(line(arrived(large, NOW - due_s + 0.5), fresh, *almost, num_blocks=100))[4:] == [1]  # it is not tight
+
+
+def test_a_head_whose_deadline_has_come_is_admitted_whatever_is_claimed() -> None:
+    due_s = 1.1 * DEMAND.longest_wait_s + LINE_GRACE_S
+    losing = in_time(swapped(20), 0.1)
+    heads = [late(60 + number, NOW - due_s - 0.1) for number in range(12)]
+    ranked = order(line(*heads, arrived(waiting(1), NOW), *FULL, losing, num_blocks=100))
+    assert [number for number in ranked if number >= 60] == [*range(60, 60 + MOST_HEADS)]
+    assert ranked.index(60) > ranked.index(20) and 1 not in ranked
+
+
+def test_the_patience_of_the_line_moves_its_deadlines() -> None:
+    view = line(late(80, NOW - 22.0), *FULL, num_blocks=100)
+    assert 80 in order(view, line_patience=1.0)
+    assert 80 not in order(view, line_patience=2.0)
+
+
+def test_places_that_are_not_seen_count_between_the_first_and_the_newest() -> None:
+    rows = [late(number, NOW - 20.0 + number / 1000) for number in range(70)]
+    demand = replace(DEMAND, end_rate=100.0)
+    seen = line(*rows, num_waiting=70, demand=demand, num_blocks=10)
+    hidden = replace(seen, num_waiting=700)
+    assert not {*order(seen)} & {*range(8)} and {*range(8)} <= {*order(hidden)}
+
+
+def test_room_that_is_left_goes_to_the_young_end_of_the_line_by_priority() -> None:
+    rows = [late(1, NOW - 8.0), late(2, NOW - 6.0), arrived(late(3, 0.0), NOW - 7.0, priority=-1)]
+    assert order(line(*rows)) == [3, 2, 1]
+
+
+def test_on_the_device_the_silent_and_the_urgent_go_first_and_the_late_last() -> None:
+    overdue = in_time(swapped(1), 3.0, silence_s=0.82 * GAP_S)
+    urgent, more_urgent = in_time(stream(2), 0.2), in_time(stream(3), 0.1)
+    young, old = in_time(stream(4), 2.0, num_tokens=30), in_time(stream(5), 2.0, num_tokens=50)
+    lost = in_time(stream(6), -5.0)
+    begun = arrived(prompt(7), NOW - 0.2)
+    ranking = rank(line(OLD, overdue, urgent, more_urgent, young, old, lost, begun))
+    assert [row.seq_id for row in ranking.rows] == [1, 3, 2, 7, 5, 4, 6, 90]
+    assert 7 in ranking.staying
+
+
+def test_a_late_stream_goes_before_those_with_slack_when_its_end_is_due() -> None:
+    ending = arrived(in_time(stream(1), -5.0), NOW - 60.0)
+    assert order(line(OLD, ending, in_time(stream(2), 2.0)))[:2] == [1, 2]
+    assert order(line(OLD, arrived(ending, NOW - 8.0), in_time(stream(2), 2.0)))[:2] == [2, 1]
+
+
+def test_newcomers_wait_while_swap_space_has_no_room_beside_a_turn() -> None:
+    """A turn's 30 blocks, and two of its prompt."""
+    rows = [OLD, arrived(waiting(1), NOW), *FULL[:4]]
+    assert 1 not in order(line(*rows, num_blocks=100, tiers=(host(num_free_slots=31),)))
+    assert 1 in order(line(*rows, num_blocks=100, tiers=(host(num_free_slots=32),)))
+
+
+def test_prompts_in_time_get_what_they_need_and_others_what_keeps_steps_short() -> None:
+    few, many = (rank(line(OLD, arrived(prompt(1, number, 0), NOW), num_blocks=2000)) for number in (8, 700))
+    assert few.prefill_share is not None and many.prefill_share is not None
+    assert few.prefill_share == pytest.approx(min(0.9, 0.28 / 0.3))
+    assert many.prefill_share == pytest.approx(min(0.9, 0.7 / 0.72))
+    assert rank(line(OLD, prices=Prices())).prefill_share is None
