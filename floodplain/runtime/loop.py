@@ -10,7 +10,6 @@ A shell executes plans on a device; the simulator prices them; both drive these 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
@@ -75,10 +74,7 @@ class Loop:
             stop_ids |= config.eos_token_ids
         root = root_key(config.fingerprint, request.cache_salt)
         seq = Sequence(seq_id, request, root=root, max_total=max_total, stop_ids=stop_ids)
-        self.state.open_account(seq)
-        self.state.sequences[seq_id] = seq
-        self.state.waiting.push(seq)
-        self._note_arrival(seq)
+        self.state.arrive(seq)
         return seq_id
 
     def finish(self, seq_id: SeqId, reason: FinishReason, now: float) -> bool:
@@ -204,7 +200,7 @@ class Loop:
                 finished[seq.seq_id] = FinishReason.LENGTH
         self.state.counters.num_generated_tokens += len(token_ids)
         self.state.prices.learn(*step.plan.count_work(), now - step.issued_s)
-        self._note_step(now - step.issued_s, len(token_ids), finished)
+        self.state.note_supply(now - step.issued_s, len(token_ids), finished)
         for seq_id, reason in finished.items():
             self._end(self.state.sequences[seq_id], reason, now)
         if self._ended:
@@ -259,18 +255,6 @@ class Loop:
             raise InvariantError("a sequence is in no collection, or in two")
 
     # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _note_arrival(self, seq: Sequence) -> None:
-        state = self.state
-        paused = [*state.swapped, *state.loading]
-        outputs = [len(one.tokens) - one.num_prompt for one in (*state.running, *paused)]
-        state.demand.arrive(seq.num_prompt, len(state.waiting), len(paused), outputs)
-
-    def _note_step(self, duration_s: float, num_tokens: int, finished: Iterable[SeqId]) -> None:
-        state = self.state
-        ended = (state.sequences[seq_id] for seq_id in finished)
-        outputs = [len(one.tokens) - one.num_prompt for one in ended]
-        state.demand.learn(duration_s, num_tokens, outputs, len(state.waiting), len(state.swapped))
 
     def _commit_chunks(self, step: _Outstanding) -> list[Sequence]:
         """Count the chunks as computed; return the sequences among them that sampled."""

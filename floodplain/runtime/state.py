@@ -156,6 +156,20 @@ class LoopState:
         self.accounts.arrive(seq.request.client, ((other.request.client, other.key_work) for other in active))
         seq.place = self.accounts.take_place(seq.request.client, seq.request.priority)
 
+    def arrive(self, seq: Sequence) -> None:
+        """A new sequence waits for its turn."""
+        self.open_account(seq)
+        self.sequences[seq.seq_id] = seq
+        self.waiting.push(seq)
+        paused = [*self.swapped, *self.loading]
+        outputs = [len(one.tokens) - one.num_prompt for one in (*self.running, *paused)]
+        self.demand.arrive(seq.num_prompt, len(self.waiting), len(paused), outputs)
+
+    def note_supply(self, duration_s: float, num_tokens: int, ended: Iterable[SeqId]) -> None:
+        """A step gave so many tokens to streams, and with it these ended."""
+        outputs = [len(self.sequences[seq_id].tokens) - self.sequences[seq_id].num_prompt for seq_id in ended]
+        self.demand.learn(duration_s, num_tokens, outputs, len(self.waiting), len(self.swapped))
+
     def note_start(self, seq: Sequence, now: float) -> None:
         """A sequence that waited is on the device; the first time, its hits count."""
         if seq.lifecycle.first(EventKind.SCHEDULED) is None:
