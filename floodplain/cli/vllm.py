@@ -17,10 +17,9 @@ from floodplain.cli.options import add_dataclass_flags, add_verb, dataclass_from
 from floodplain.core.errors import UserError
 from floodplain.observe.terminal import say
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, SCHEDULER
-from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, read_settings
+from floodplain.plugins.vllm.settings import DEFAULT_POLICY, DEFAULT_SWAP_BYTES, SUPPORTED_POLICIES, read_settings
 from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 from floodplain.policy.goals import GAP_TOKENS
-from floodplain.policy.registry import POLICIES
 
 OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--model")
 """Of vLLM, set here; ``--additional-config`` and ``--kv-offloading-size`` are with ``--swap none`` and ``vllm``."""
@@ -35,7 +34,7 @@ class VllmConfig:
     """The flags of the verb."""
 
     model: str = field(metadata={"positional": True, "help": "as vLLM wants it: a name of the hub, or a folder"})
-    policy: str = field(default=DEFAULT_POLICY, metadata={"choices": POLICIES, "help": "who runs next"})
+    policy: str = field(default=DEFAULT_POLICY, metadata={"choices": SUPPORTED_POLICIES, "help": "who runs next"})
     slice: int | None = field(default=None, metadata={"help": "steps of a slice (default: the policy's own)"})
     pace: float | None = field(
         default=None,

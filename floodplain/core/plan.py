@@ -31,7 +31,7 @@ class Reason(Enum):
     CROWDED = "crowded"
     """Newcomers wait, because turns have become rare."""
     PROMISED = "promised"
-    """Newcomers wait, because the device is promised to those that have begun, or the line is pressed."""
+    """Requests wait, because the device is claimed by requests that have begun, or the line is tight."""
     PROMPT_BOUND = "prompt_bound"
     """Newcomers wait, because prompts are so large a part of the work that first tokens first does not pay."""
     LINK_BUSY = "link_busy"

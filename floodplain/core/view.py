@@ -145,13 +145,13 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What requests have asked for lately, as far as is known; 0 while nothing is.
+    """Recent demand, learned by the loop; a field is 0 while it is unknown.
 
     Attributes:
         mean_output: Tokens of an answer.
         median_prompt: Tokens of a prompt.
         end_rate: Requests that end per second while not all fit.
-        longest_wait_s: The longest wait for a first token that FCFS would have imposed since nobody waited.
+        longest_wait_s: Longest wait that FCFS would have imposed since the queue was last empty.
         step_s: Seconds of a step, prompts included.
     """
 
@@ -189,7 +189,7 @@ class View:
         depth: The most outstanding steps, this one included.
         outstanding_tokens: How many tokens each outstanding step computes, oldest first.
         outstanding_chunks: (first position, tokens) of each prompt's chunk in them.
-        demand: What requests have asked for lately.
+        demand: Recent lengths, rates and waits of requests.
     """
 
     step: int

@@ -23,7 +23,7 @@ class Policy(Protocol):
     """How many waiting sequences, at most, a view shows it."""
 
     num_newest: int
-    """How many more, of those that came last, it shows."""
+    """How many of the others, the newest, it shows as well."""
 
     keeps_goals: bool
     """Whether a request's own goals mean anything to it."""

@@ -18,7 +18,7 @@ class SharingPolicy(ABC):
     """What the policies that take turns have in common: each is a ranking.
 
     Attributes:
-        gate_steps: While all requests fit with their growth over so many steps, nobody takes turns.
+        gate_steps: FCFS decides while all requests fit with their growth over so many steps.
     """
 
     name: str

@@ -1,27 +1,22 @@
-"""The default: what can be on time is served in time; what cannot waits in line, for a bounded time.
+"""Admission and preemption by deadlines: serve requests on time where possible, and bound the wait of the others.
 
-While the TPOT goals of all live requests fit into the device and no line has formed, they share it, as under ``paced``.
-When they do not fit, equal shares would make all of them late, so the device is divided by deadlines until the line is
-gone:
+While the TPOT goals of all live requests fit into the device and no request has waited for long, ``paced`` ranks. Else
+not every request can keep its goals, and equal shares would make all of them late. Then:
 
-- **Admission.** A waiting request is *on time* if its first token can come within its TTFT goal; else it is *in line*.
-  A newcomer on time is admitted if its claim fits beside the claims of all that have begun (``deadlines``), if its
-  prompt ends in time, and if the device is not *crowded*: a stream on time that is absent is about to lose its goal, or
-  a stream has been silent for nearly ``max_gap_s``.
-- **The line.** Its requests have no first token, so none of them can fall silent. Each has a deadline: its arrival,
-  plus ``line_patience`` times the longest wait that FCFS would have imposed since nobody waited, plus a second. At the
-  rate at which requests end, the k-th place is served after k requests. As long as that keeps all deadlines, newcomers
-  on time go first. Else the line is *tight*: its head is admitted next, and newcomers wait. Since FCFS meets these
-  deadlines, the order by deadlines does. A head whose deadline has come is admitted whatever is claimed. Room that is
-  left over is *backfilled* from the line's young end, as its old end is safe.
-- **The device.** A stream must be there if it has been silent for long, or if its slack is down to a turn. Others are
-  there by arrival: the oldest run at full speed, and the youngest leave first. Streams that have lost a goal are behind
-  those on time, until the time comes for which they are due to end.
+- **Admission.** A waiting request is *on time* if its first token can still meet its TTFT goal, else it is *in line*.
+  A request on time is admitted if its claim fits beside the claims of all streams (``deadlines``), if its prompt ends
+  in time, and if the device is not *crowded*. The device is crowded if a swapped stream is about to miss its TPOT goal,
+  or if a stream has had no token for nearly ``max_gap_s``.
+- **Line.** Each request in line has a deadline: its arrival, plus ``line_patience`` times the longest wait that FCFS
+  would have imposed since the queue was last empty, plus a second. The k-th request in line is served after k requests
+  have ended. If that misses a deadline, the line is *tight*: its head is admitted next, and no request on time is. A
+  head past its deadline is admitted whatever is claimed. Capacity that is left over is *backfilled* from the young end
+  of the line, since deadlines protect its old end.
+- **Device.** First streams without a token for long, then streams whose slack is less than a turn, then prompts, then
+  streams by arrival. Streams that have missed a goal rank last until their end is due, and are preempted first.
 
-Bounds, for turns of s steps of at most t seconds, while swap space takes who leaves: a head is admitted at its
-deadline, and comes onto the device after the overdue and the urgent streams, which take ``(V / P + 1) * (s + 3) * t``
-seconds if they need V blocks of a pool of P (V / P rounded up). A stream is silent for at most as long as that beyond
-``SILENT_PART * max_gap_s``, where V counts all streams that have begun.
+Deadlines and gaps are targets: the tests bound the first by two turns, and the second too, at up to three times the
+load that the device can serve. Beyond that ``max_gap_s`` can be exceeded (``docs/design/004``).
 """
 
 from __future__ import annotations
@@ -46,40 +41,40 @@ from floodplain.policy.slices import slice_for
 from floodplain.policy.swap import quick_tiers
 
 LINE_TTFTS = 2.0
-"""In TTFT goals: while nobody has waited for longer, and all TPOT goals fit into the device, requests share it."""
+"""Longest wait, in TTFT goals, with which requests still share the device if all TPOT goals fit into it."""
 
 PROMISED = 0.9
-"""Of the device: so much at most is claimed when a newcomer on time is admitted."""
+"""Most of the device that may be claimed after a request on time is admitted."""
 
 FILLED = 0.95
-"""Of the device: so much at most is claimed when a request of the line is admitted before its deadline."""
+"""Most of the device that may be claimed after a request in line is admitted before its deadline."""
 
 PAUSED = 0.25
-"""Of the device: none of the line is admitted before its deadline while late streams that are absent need more."""
+"""Part of the device that late swapped streams may need when a request in line is admitted before its deadline."""
 
 TURNING = 0.3
-"""Of the pool: about so many blocks come and go within a turn."""
+"""Part of the KV pool that is swapped in within a turn, about."""
 
 CROWDED_PART = 0.85
-"""Of ``max_gap_s``: while a stream has been silent for longer, the device is crowded."""
+"""Part of ``max_gap_s``: the device is crowded if a stream has had no token for longer."""
 
 URGENT_TURNS, CROWDED_TURNS = 1.0, 1.5
-"""In turns: a stream with less slack goes first; while one that is absent has less, the device is crowded."""
+"""Slack in turns: below the first a stream is urgent; below the second a swapped stream makes the device crowded."""
 
 RESERVED_S = 2.0
-"""Backfilling leaves room for the newcomers of so many seconds."""
+"""Backfilling leaves capacity for the requests that arrive within this time."""
 
 PROMPT_PART, TIGHT_PROMPT_PART = 0.3, 0.35
-"""Of the TTFT goal: a step with prompts of the line takes no longer, so that newcomers can be in time."""
+"""Longest step with prompts from the line, as a part of the TTFT goal; the second if the line is tight."""
 
 LEAST_PROMPTS = 0.2
-"""Prompts get at least so much time as a part of that of a step without any."""
+"""Least time for prompts in a step, as a part of the time of a step that only decodes."""
 
 MOST_HEADS = 8
-"""So many of a tight line are admitted in one step."""
+"""Most requests of a tight line that one step admits."""
 
 STEPS_BESIDE = 3
-"""A turn holds its blocks for so many steps more than its slice has, until copies are there and gone."""
+"""Steps beside its slice for which a turn holds its blocks: those of the copies in and out."""
 
 _BY_ARRIVAL = attrgetter("order_key")
 
@@ -101,7 +96,7 @@ class TimelyPolicy(SharingPolicy):
         return seq.order_key
 
     def rank(self, view: View, now: float) -> Ranking:
-        """While all goals fit, as ``paced`` does; else by deadlines."""
+        """The ranking of ``paced`` while all goals fit, else by deadlines."""
         deadlines = Deadlines(view, now, self.settings, self.settings.slice_steps + STEPS_BESIDE)
         if len(view.waiting) == view.num_waiting and deadlines.fit_all(LINE_TTFTS):
             return self._paced.rank(view, now)
@@ -109,7 +104,7 @@ class TimelyPolicy(SharingPolicy):
 
 
 class _Ranker:
-    """Scratch state of one ranking: rows by what is due of them, and what of the device is claimed.
+    """Scratch state of one ranking: rows by their deadlines, and the part of the device that is claimed.
 
     All lists are in order of arrival.
     """
@@ -132,14 +127,12 @@ class _Ranker:
             self._sort(row)
 
     def rank(self, settings: SharingSettings) -> Ranking:
-        """Who should be on the device; who is not admitted is left out."""
+        """Streams, prompts and admitted requests; waiting requests that are not admitted are left out."""
         heads = self._admit_heads()
         admitted = self._admit_newcomers()
         others = self._backfill(self._line[len(heads) :])
-        deadlines, turn = (
-            self._deadlines,
-            slice_for(self._view, int(TURNING * self._view.num_blocks), settings, STEPS_BESIDE),
-        )
+        turn = slice_for(self._view, int(TURNING * self._view.num_blocks), settings, STEPS_BESIDE)
+        deadlines = self._deadlines
         rows = [
             *sorted(self._overdue, key=deadlines.silence_s, reverse=True),
             *sorted(self._urgent, key=deadlines.slack_s),
@@ -155,7 +148,7 @@ class _Ranker:
         prompts = [row.seq_id for row in (*self._prompts, *self._late_prompts)]
         num_admitted = len(heads) + len(admitted) + len(others)
         return Ranking(
-            rows or [*self._line, *self._newcomers][:1],  # nothing has begun, and what waits is larger than FILLED
+            rows or [*self._line, *self._newcomers][:1],  # one request that needs more than FILLED
             frozenset([*prompts, *rows_in_slice(self._view, turn.steps)]),
             turn.steps,
             turn.reason or (self._why_waiting() if num_admitted < self._view.num_waiting else None),
@@ -197,7 +190,7 @@ class _Ranker:
     # -- admission -------------------------------------------------------------------------------------------------
 
     def _admit_heads(self) -> list[SequenceView]:
-        """The first of a tight line, until one of them has no room."""
+        """The first requests of a tight line, up to one that has to wait for capacity."""
         heads: list[SequenceView] = []
         num_tight = self._count_tight()
         self._is_tight = num_tight > 0
@@ -212,7 +205,7 @@ class _Ranker:
         return heads
 
     def _count_tight(self) -> int:
-        """How many of the line, from its head on, must be admitted so that each place can keep its deadline."""
+        """Number of requests at the head of the line to admit now so that every place keeps its deadline."""
         end_rate, num_hidden = self._view.demand.end_rate, self._view.num_waiting - len(self._view.waiting)
         if not end_rate:
             return min(1, len(self._line))
@@ -224,7 +217,7 @@ class _Ranker:
         return min(num_tight, MOST_HEADS)
 
     def _admit_newcomers(self) -> list[SequenceView]:
-        """Those on time to whom the device can promise a place, and swap space a place beside a turn's."""
+        """Requests on time whose claim fits, and whose prompt fits into swap space beside the blocks of a turn."""
         if self._is_crowded or self._is_blocked:
             return []
         deadlines, admitted = self._deadlines, list[SequenceView]()
@@ -244,7 +237,7 @@ class _Ranker:
         return num_free - int(TURNING * self._view.num_blocks)
 
     def _backfill(self, line: Seq[SequenceView]) -> list[SequenceView]:
-        """What else of the line finds room: its young end first, unless its head waits for room."""
+        """Requests in line that fit: from its young end, or from its head if that waits for capacity."""
         room = FILLED - self._claimed - self._deadlines.newcomers_claim(RESERVED_S, live_rows(self._view))
         found: list[SequenceView] = []
         for row in line if self._is_blocked else _youngest_first(line):
@@ -257,7 +250,7 @@ class _Ranker:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _prefill_share(self) -> float | None:
-        """Of a step's time: prompts in time get what they need, others what keeps steps short enough for newcomers."""
+        """Part of a step's time for prompts: all that prompts on time need, else as much as keeps steps short."""
         prices, goal_s = self._view.prices, self._deadlines.ttft_goal_s
         if not (prices.step_s and prices.prefill_token_s) or goal_s == inf:
             return None

@@ -1,7 +1,7 @@
-"""What requests ask for here, learned from those that came and ended.
+"""Learns the demand: lengths of prompts and answers, the rate at which requests end, and the wait under FCFS.
 
-The mean length of an answer counts live streams as observations that are cut off (the product-limit estimator: Kaplan
-and Meier, 1958). Those that end first when a load begins are the short ones: alone they would halve it.
+The mean answer counts live streams as censored observations (the product-limit estimator: Kaplan and Meier, 1958).
+Short answers end first when a load begins, so the mean of ended answers alone can be half of the true one.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Iterable, Sequence
 from floodplain.core.view import Demand
 
 NUM_RECENT = 500
-"""Requests of which lengths are known."""
+"""Number of recent requests whose lengths are kept."""
 
 RATE_S = 4.0
-"""Tokens per second are a mean over about so long."""
+"""Time constant, in seconds, of the token rate."""
 
 _SMOOTHING = 0.05
-"""Weight of the newest step in the time of a step."""
+"""Weight of the newest step in the mean time of a step."""
 
 _PAUSED = 0.5
-"""Of its work, what a request in swap space still needs, on average: under FCFS a newcomer would wait for it, too."""
+"""Part of its work that a swapped request still needs on average: under FCFS a new request waits for it, too."""
 
 
 class Recent:
-    """The last numbers of a sequence, sorted; adding one costs O(log n), and moving as many.
+    """The last ``size`` numbers, sorted. Adding one costs a bisection and an insertion into a list.
 
     Args:
         size: How many are kept.
@@ -38,7 +38,7 @@ class Recent:
         self.sorted: list[int] = []
 
     def add(self, number: int) -> None:
-        """One more; the oldest goes when there are too many."""
+        """Add a number, and drop the oldest if there are more than ``size``."""
         self._by_age.append(number)
         insort(self.sorted, number)
         if len(self._by_age) > self._size:
@@ -46,7 +46,7 @@ class Recent:
 
 
 class DemandMeter:
-    """Demand as of now. The same events give the same numbers, in the engine and the simulator."""
+    """The current demand. Equal events give equal numbers, in the engine and in the simulator."""
 
     def __init__(self) -> None:
         self._outputs, self._prompts = Recent(NUM_RECENT), Recent(NUM_RECENT)
@@ -55,17 +55,17 @@ class DemandMeter:
 
     @property
     def now(self) -> Demand:
-        """The demand as of the last event; the same object until one."""
+        """The demand after the last event; the same object until the next one."""
         return self._demand
 
     def arrive(self, num_prompt: int, num_waiting: int, num_paused: int, live_outputs: Iterable[int]) -> None:
-        """A request arrives.
+        """Note the arrival of a request.
 
         Args:
             num_prompt: Tokens of its prompt.
             num_waiting: Requests that wait, itself included.
             num_paused: Requests in swap space.
-            live_outputs: Tokens that live streams have so far.
+            live_outputs: Output tokens of each live stream so far.
         """
         self._prompts.add(num_prompt)
         self._mean_output = mean_length(self._outputs.sorted, sorted(number for number in live_outputs if number))
@@ -77,12 +77,12 @@ class DemandMeter:
     def learn(
         self, duration_s: float, num_tokens: int, ended: Iterable[int], num_waiting: int, num_paused: int
     ) -> None:
-        """A step has ended.
+        """Note the end of a step.
 
         Args:
-            duration_s: It took.
-            num_tokens: It gave to streams.
-            ended: Tokens of the answers that ended with it.
+            duration_s: Seconds of the step.
+            num_tokens: Tokens that it generated.
+            ended: Output tokens of each request that ended with it.
             num_waiting: Requests that wait.
             num_paused: Requests in swap space.
         """
@@ -108,7 +108,7 @@ class DemandMeter:
 
 
 def mean_length(ended: Sequence[int], live: Sequence[int]) -> float:
-    """The mean of lengths of which some are known, and others only to be longer than they are yet.
+    """The mean of lengths of which some are censored (product-limit estimator).
 
     Args:
         ended: Whole lengths, sorted.

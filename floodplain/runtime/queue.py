@@ -22,7 +22,7 @@ class WaitingQueue:
     Args:
         key: The order; fixed for a sequence as long as it waits.
         window: The length of the head.
-        num_newest: Of the others, ``shown`` has so many that came last, too.
+        num_newest: Number of sequences behind the head, the newest, that ``shown`` has as well.
     """
 
     def __init__(self, key: Callable[[Sequence], OrderKey], window: int, num_newest: int = 0) -> None:
@@ -47,15 +47,14 @@ class WaitingQueue:
         return self._sequences
 
     def shown(self) -> tuple[Sequence, ...]:
-        """The head, and the newest of the others, in order; the same object until one comes or goes."""
+        """The head and the newest sequences behind it, each in order; the same object until the queue changes."""
+        if not self._num_newest or len(self._members) == len(self._head):
+            return self.head()
         if self._shown is None:
             self._shown = (*self.head(), *self._newest())
         return self._shown
 
     def _newest(self) -> list[Sequence]:
-        num_hidden = len(self._members) - len(self._head)
-        if not (self._num_newest and num_hidden):
-            return []
         shown = {seq_id for _, seq_id in self._head}
         others = (member for seq_id, member in reversed(self._members.items()) if seq_id not in shown)
         return [seq for _, seq in sorted(islice(others, self._num_newest), key=itemgetter(0))]

@@ -157,7 +157,7 @@ class LoopState:
         seq.place = self.accounts.take_place(seq.request.client, seq.request.priority)
 
     def arrive(self, seq: Sequence) -> None:
-        """A new sequence waits for its turn."""
+        """Queue a new sequence, and note the demand."""
         self.open_account(seq)
         self.sequences[seq.seq_id] = seq
         self.waiting.push(seq)
@@ -166,7 +166,7 @@ class LoopState:
         self.demand.arrive(seq.num_prompt, len(self.waiting), len(paused), outputs)
 
     def note_supply(self, duration_s: float, num_tokens: int, ended: Iterable[SeqId]) -> None:
-        """A step gave so many tokens to streams, and with it these ended."""
+        """Note a step that generated ``num_tokens``, and the sequences that ended with it."""
         outputs = [len(self.sequences[seq_id].tokens) - self.sequences[seq_id].num_prompt for seq_id in ended]
         self.demand.learn(duration_s, num_tokens, outputs, len(self.waiting), len(self.swapped))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_a_newcomer_whose_prompt_would_end_too_late_is_in_line() -> None:
     view = line(OLD, long_prompt, arrived(waiting(2), NOW), num_blocks=2000)
     assert order(view) == [2, 1, 90]  # backfilled, the youngest first
     behind = [arrived(waiting(number, 600), NOW) for number in (1, 2)]
-    assert order(line(OLD, *behind, num_blocks=2000))[0] == 1  # 0.6 s each: the second is not done in time
+    assert order(line(OLD, *behind, num_blocks=2000)) == [1, 90]  # 0.6 s each: the second would not be done in time
 
 
 def test_promises_fill_the_device_and_no_more() -> None:
@@ -150,13 +151,14 @@ def test_room_that_is_left_goes_to_the_young_end_of_the_line_by_priority() -> No
 
 
 def test_on_the_device_the_silent_and_the_urgent_go_first_and_the_late_last() -> None:
-    overdue = in_time(swapped(1), 3.0, silence_s=0.82 * GAP_S)
-    urgent, more_urgent = in_time(stream(2), 0.2), in_time(stream(3), 0.1)
+    overdue = in_time(swapped(1), 3.0, silence_s=0.84 * GAP_S)
+    less_overdue = in_time(swapped(0), 3.0, silence_s=0.82 * GAP_S, num_tokens=9)  # it arrived first
+    urgent, more_urgent = in_time(stream(2), 0.2, num_tokens=9), in_time(stream(3), 0.1)  # the former arrived first
     young, old = in_time(stream(4), 2.0, num_tokens=30), in_time(stream(5), 2.0, num_tokens=50)
     lost = in_time(stream(6), -5.0)
     begun = arrived(prompt(7), NOW - 0.2)
-    ranking = rank(line(OLD, overdue, urgent, more_urgent, young, old, lost, begun))
-    assert [row.seq_id for row in ranking.rows] == [1, 3, 2, 7, 5, 4, 6, 90]
+    ranking = rank(line(OLD, overdue, less_overdue, urgent, more_urgent, young, old, lost, begun))
+    assert [row.seq_id for row in ranking.rows] == [1, 0, 3, 2, 7, 5, 4, 6, 90]
     assert 7 in ranking.staying
 
 
@@ -179,3 +181,24 @@ def test_prompts_in_time_get_what_they_need_and_others_what_keeps_steps_short() 
     assert few.prefill_share == pytest.approx(min(0.9, 0.28 / 0.3))
     assert many.prefill_share == pytest.approx(min(0.9, 0.7 / 0.72))
     assert rank(line(OLD, prices=Prices())).prefill_share is None
+
+
+def test_a_prompt_on_the_device_may_miss_its_goal_by_the_error_of_prices_and_a_waiting_one_may_not() -> None:
+    deadlines = Deadlines(line(), NOW, settings_for("timely", **GOALS), 13)
+    for row, is_in_time in ((waiting(1, 790), False), (prompt(1, 790, 0), True), (prompt(1, 810, 0), False)):
+        assert deadlines.can_begin_in_time(arrived(row, NOW - 0.2)) is is_in_time  # 0.02 s, and 1 ms a token
+
+
+def test_a_late_request_claims_a_turn_in_each_gap_at_least() -> None:
+    """A turn of 13 steps of 20 ms in 0.8 of 6 s, for one of 64 places; its end is due so late that it needs less."""
+    deadlines = Deadlines(line(), NOW, settings_for("timely", **GOALS), 13)
+    assert deadlines.late_claim(arrived(waiting(1), NOW)) == pytest.approx(13 * 0.02 / (0.8 * GAP_S) / 64)
+    assert deadlines.late_claim(arrived(waiting(1), NOW - 60.0)) == pytest.approx(1 / 64)  # it is due
+
+
+def test_the_part_of_a_step_for_prompts_is_that_of_the_ranking() -> None:
+    """0.3 of the TTFT goal less a decode step of 20 ms, at 1 ms a token; ``--policy paced`` would give 20 tokens."""
+    rows = [in_time(stream(1), 2.0, num_tokens=30), arrived(prompt(2, 3000, 0), NOW - 1.0)]
+    view = line(OLD, *rows, num_blocks=2000, max_batched_tokens=4000)
+    (chunk,) = TimelyPolicy(settings_for("timely", **GOALS)).decide(view, NOW, Random(0)).chunks
+    assert (chunk.seq_id, chunk.num_tokens) == (2, 180)

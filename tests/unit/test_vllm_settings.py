@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from floodplain.core.errors import UserError
-from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, PluginSettings, read_settings
+from floodplain.plugins.vllm.settings import DEFAULT_SWAP_BYTES, SUPPORTED_POLICIES, PluginSettings, read_settings
 from floodplain.policy.base import Policy
 from floodplain.policy.gate import GatedPolicy
-from floodplain.policy.registry import POLICIES, make_policy
+from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SLICE_STEPS, settings_for
 
 
@@ -28,7 +28,7 @@ def test_nothing_said_is_paced_and_four_gibibytes() -> None:
     assert shape(PluginSettings().make_policy()) == shape(make_policy("paced"))
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "timely"])
+@pytest.mark.parametrize("policy", SUPPORTED_POLICIES)
 def test_every_policy_can_be_named(policy: str) -> None:
     settings = read_settings({"policy": policy})
     assert settings.policy == policy
@@ -122,6 +122,7 @@ def test_allowing_a_version_is_for_somebody_else(value: bool) -> None:
             "slice, pace, max_gap, coordinator, coordinator_token_file, device_name, peer_memory",
         ),
         ({"policy": "lifo"}, "policy must be one of fcfs, cfs, fair, paced, not 'lifo'"),
+        ({"policy": "timely"}, "policy must be one of fcfs, cfs, fair, paced, not 'timely'"),
         ({"policy": None}, "kv_connector_extra_config has a value for 'policy' of the wrong kind: None"),
         ({"seed": "x"}, "kv_connector_extra_config has a value for 'seed' of the wrong kind: 'x'"),
         ({"slice": 2.5}, "kv_connector_extra_config has a value for 'slice' of the wrong kind: 2.5"),

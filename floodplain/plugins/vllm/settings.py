@@ -18,8 +18,8 @@ from floodplain.policy.registry import POLICIES, make_policy
 from floodplain.policy.settings import settings_for
 
 DEFAULT_POLICY = "paced"
-_POLICIES = tuple(name for name in POLICIES if name != "timely")
-"""``timely`` needs to know what requests ask for, which the plug-in does not learn yet."""
+SUPPORTED_POLICIES = tuple(name for name in POLICIES if name != "timely")
+"""All but ``timely``, which needs the demand: the plug-in does not learn it yet."""
 DEFAULT_SWAP_BYTES = 4 * 2**30
 
 _SHARING = {"slice": "slice_steps", "pace": "pace", "max_gap": "max_gap_s"}
@@ -122,8 +122,8 @@ def read_settings(
         if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] is not bool):
             raise UserError(f"{where} has a value for {name!r} of the wrong kind: {value!r}")
     policy = extra.get("policy", DEFAULT_POLICY)
-    if policy not in _POLICIES:
-        raise UserError(f"policy must be one of {', '.join(_POLICIES)}, not {policy!r}")
+    if policy not in SUPPORTED_POLICIES:
+        raise UserError(f"policy must be one of {', '.join(SUPPORTED_POLICIES)}, not {policy!r}")
     sharing = {_SHARING[name]: value for name, value in extra.items() if name in _SHARING}
     settings = PluginSettings(
         policy, sharing, _read_size("swap_memory", extra.get("swap_memory", DEFAULT_SWAP_BYTES)), extra.get("seed", 0),
