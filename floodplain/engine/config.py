@@ -100,7 +100,9 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "reuse KV blocks of equal prefixes")  # type: ignore[assignment]
     dtype: str = _flag("bfloat16", "number format of weights and KV", DTYPES)  # type: ignore[assignment]
     pack_weights: bool = _flag(  # type: ignore[assignment]
-        True, "on a CPU, keep weight matrices in its own blocked layout: faster, but a layer's parameters cannot move"
+        True,
+        "on a CPU, keep weight matrices in its own blocked layout (in float32 if it multiplies bfloat16 slowly): faster"
+        ", but a layer's parameters cannot move",
     )
     device: str = _flag("cpu", "cpu, cuda or cuda:INDEX")  # type: ignore[assignment]
     swap: str = _flag("host", "where KV goes that must leave the device", SWAPS)  # type: ignore[assignment]
