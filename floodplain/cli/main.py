@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: failed. 2: bad usage or bad input, with one line on stderr that says what to change. 130: interrupted.
     """
     open_standard_streams()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads that spin for each other stall beside others
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import types
@@ -99,6 +100,17 @@ def test_a_bug_of_ours_is_not_caught(toy_verb: list[object], monkeypatch: pytest
     monkeypatch.setattr(sys.modules["floodplain.cli.demo"], "run", fail)
     with pytest.raises(InvariantError):
         cli.main(["demo", "quick"])
+
+
+@pytest.mark.parametrize(("told", "policy"), [(None, "passive"), ("active", "active")])
+def test_threads_wait_without_spinning_unless_told_otherwise(
+    told: str | None, policy: str, toy_verb: list[types.SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", told or "")
+    if told is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    cli.main(["demo", "quick"])
+    assert os.environ["OMP_WAIT_POLICY"] == policy
 
 
 def test_without_a_verb_the_verbs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
