@@ -47,7 +47,7 @@ def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
     from floodplain.bench.offline import hardware_report
     from floodplain.model.network.linear import fast_dtype
 
-    has_cuda = torch.cuda.is_available()
+    has_cuda, cpu_dtype = torch.cuda.is_available(), fast_dtype(torch.bfloat16, torch.device("cpu"))
     return {
         "installed": {
             "floodplain": version("floodplain"),
@@ -58,7 +58,7 @@ def _examine(config: DoctorConfig) -> dict[str, dict[str, Any]]:
             "processor": hardware_report("cpu").name,
             "torch threads": torch.get_num_threads(),
             "bfloat16 products on the CPU": "by its own instructions"
-            if fast_dtype(torch.bfloat16, torch.device("cpu")) == torch.bfloat16
+            if cpu_dtype == torch.bfloat16
             else "in float32, it has no instructions for them: packed weights take twice the memory",
             "CUDA devices": ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
             or "none",
