@@ -1,4 +1,4 @@
-"""What the coordinator answers, as it is documented. The rows are written by ``wire.py``, as they are."""
+"""Models that document the coordinator's answers. ``wire.py`` encodes the rows themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Answer(BaseModel):
 
 
 class MemberRow(_Answer):
-    """See ``leases.rows.Member``."""
+    """A member, with the fields of ``leases.rows.Member``."""
 
     name: str
     instance: str
@@ -28,7 +28,7 @@ class MemberRow(_Answer):
 
 
 class LeaseRow(_Answer):
-    """See ``leases.states.Lease``."""
+    """A lease, with the fields of ``leases.states.Lease``."""
 
     lease_id: str
     request: int
@@ -44,7 +44,7 @@ class LeaseRow(_Answer):
 
 
 class ReplyBody(_Answer):
-    """What became of a message, and the rows that it was about."""
+    """The outcome of a message, and the rows that it was about."""
 
     outcome: Outcome
     member: MemberRow | None
@@ -57,7 +57,7 @@ class ReplyBody(_Answer):
 
 
 class ReplyBatch(_Answer):
-    """The answers in the order of the messages; and the silence, in seconds, after which a member is taken for dead."""
+    """The replies in the order of the messages; and the seconds of silence after which a member is considered dead."""
 
     ttl_s: float
     replies: list[ReplyBody]
@@ -71,14 +71,14 @@ class ListedLease(LeaseRow):
 
 
 class ListedMember(MemberRow):
-    """A member, whether it is taken for alive, and how much of its device is leased or owed."""
+    """A member, whether it is considered alive, and how much of its device is leased or owed."""
 
     is_living: bool
     leased_bytes: int
 
 
 class Listing(_Answer):
-    """Everything that the coordinator knows."""
+    """All members, and all leases that have not ended."""
 
     ttl_s: float
     members: list[ListedMember]
@@ -93,7 +93,7 @@ class NewsBody(_Answer):
 
 
 class ServiceHealth(_Answer):
-    """Whether this coordinator answers itself; one that stands by takes over when the leader ends."""
+    """Whether this coordinator leads; one that stands by takes over when the leader ends."""
 
     status: Literal["ok"] = "ok"
     role: Literal["leading", "standing by"]

@@ -1,4 +1,4 @@
-"""The coordinator's REST API. ``/openapi.json`` describes it."""
+"""The coordinator's REST API, described by ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from floodplain.web.strict_json import JsonRoute
 from floodplain.web.workers import Workers
 
 MAX_BODY_BYTES = 2**18
-"""A thousand messages; a host's members say less. A megabyte would be parsed for a tenth of a second."""
+"""About a thousand messages; a host's members send fewer. A megabyte takes a tenth of a second to parse."""
 FEW_ROWS = 64
 """An answer of more replies and leases is not written on the event loop."""
 WRITERS = Workers(1, "answers")
-"""Writes long answers. One for the process: more threads would wait for each other, and the event loop for them all."""
+"""Encodes long answers. One thread a process: more would wait for each other, and the event loop for all of them."""
 
 ERRORS = describe_errors(
     {
@@ -58,7 +58,7 @@ class LeaseRoutes:
     """The endpoints under ``/v1``.
 
     Args:
-        desk: Where they ask.
+        desk: Passes their jobs to the book.
 
     Attributes:
         answered: How often each kind of message had each outcome.
@@ -69,7 +69,7 @@ class LeaseRoutes:
         self._desk = desk
 
     def router(self) -> APIRouter:
-        """All of them."""
+        """Return a router with all endpoints."""
         router = APIRouter(prefix="/v1", route_class=JsonRoute, responses=ERRORS)
         router.post("/messages", response_model=ReplyBatch)(self.take_messages)
         router.get("/leases", response_model=Listing)(self.list_leases)
@@ -78,12 +78,12 @@ class LeaseRoutes:
         return router
 
     async def take_messages(self, batch: MessageBatch, request: Request) -> Response:
-        """Handle what members say, in its order; answer when it is committed."""
+        """Handle members' messages in their order; answer after the commit."""
         caller = _caller_of(request)
         return await self.answer(admit(batch, caller), caller)
 
     async def answer(self, messages: Sequence[Message], caller: Caller) -> Response:
-        """The same for messages that the caller may send; ``MessageRoute`` asks here."""
+        """Return the response to messages that the caller may send; also called by ``MessageRoute``."""
         replies = await self._desk.ask(jobs.handle(messages, self.answered, caller))
         if isinstance(replies, jobs.TooManyLeases):
             told = f"the answer would list {replies.num_leases} leases: speak for fewer members in one batch"
@@ -96,7 +96,7 @@ class LeaseRoutes:
         return _json({"ttl_s": self._desk.service.ttl_s, "replies": encode_replies(replies)})
 
     async def list_leases(self, request: Request) -> Response:
-        """Who lends what to whom."""
+        """List all members and leases."""
         _require_admin(request)
         view = await self._desk.ask(jobs.look(self._desk.service))
         return await WRITERS.run(lambda: _json(jobs.encode_view(view, self._desk.service.ttl_s)))
@@ -111,7 +111,7 @@ class LeaseRoutes:
         return _json(encode_news(await self._desk.wait_for_news(query.member, query.mark, query.wait_s)))
 
     async def forget_member(self, name: AnyName, request: Request) -> Response:
-        """A device will not come back: what was lent on it is lost."""
+        """Forget a device that will not come back: what was lent on it is lost."""
         _require_admin(request)
         return _json(encode_reply(await self._desk.ask(jobs.forget(name))))
 
@@ -123,13 +123,13 @@ def create_app(
     tokens: TokenRing | None = None,
     names: OwnNames = LOOPBACK_ONLY,
 ) -> ASGIApp:
-    """The application; its lifespan opens and closes ``desk``.
+    """Return the application; its lifespan opens and closes ``desk``.
 
     Args:
         desk: Not yet open.
-        drain: Turned on by whoever stops the server; None if nobody will.
-        tokens: Who may use ``/v1``; None lets everybody do everything.
-        names: By which it may be asked for, beside those of this machine's loopback.
+        drain: Turned on to stop the server; None if it is never turned on.
+        tokens: Who may use ``/v1``; None allows every caller everything.
+        names: Host names under which clients may reach it, beside those of this machine's loopback.
     """
 
     @asynccontextmanager

@@ -1,6 +1,6 @@
-"""The thread that works on the book: takes what has come, has it done and committed in one transaction, then answers.
+"""The thread that works on the book: it does waiting jobs in one transaction, commits, and then answers them.
 
-Whatever comes while a transaction is under way goes into the next one (group commit).
+Jobs that arrive during a transaction are part of the next one (group commit).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ T = TypeVar("T")
 GONE = Unavailable("this coordinator has stopped: ask another one")
 FAILED = Unavailable("this coordinator has failed, and its log says why: ask another one")
 COMMIT_EVERY_S = 1e-3
-"""Transactions begin no closer together: each costs about as much as some messages in it (benchmarks/coordinator)."""
+"""The least time between transactions: one costs about as much as some messages in it (benchmarks/coordinator)."""
 TICK_S = 0.2
 CLOSING_S = 12.0
-"""Longer than a store that is there needs to connect and to answer, or to say that it cannot."""
+"""Longer than a reachable store needs to connect and to answer, or to fail."""
 MAX_WAITING = 20_000
-"""Jobs that may wait; at 2,000 a second these are ten seconds' work, longer than anybody waits for an answer."""
+"""The most waiting jobs: at 2,000 a second ten seconds' work, longer than any client waits for an answer."""
 
 
 class Clerk(Generic[T]):
-    """See the module. Any thread may submit.
+    """Does jobs of any thread on a thread of its own, several in one transaction.
 
     Args:
         service: Used by the clerk's thread alone, from ``start`` on.
-        announce: Called with (ticket, answer) of every job of a transaction once it is committed: on that thread, or,
-            when that has ended, on the submitter's.
+        announce: Called with (ticket, answer) of every job of a transaction after its commit: on that thread, or, after
+            it has ended, on the submitter's.
 
     Attributes:
         failure: The bug, or the damaged store, that ended the thread, if one did.
@@ -53,29 +53,29 @@ class Clerk(Generic[T]):
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that nobody has begun."""
+        """Return the number of jobs that have not started."""
         return self._waiting.qsize()
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, ticket: T, job: Job) -> None:
-        """Have a job done; its answer is announced with ``ticket``: ``Unavailable`` if the thread has ended.
+        """Queue a job; its answer is announced with ``ticket``: ``Unavailable`` if the thread has ended.
 
         Raises:
-            QueueFull: Too many wait.
+            QueueFull: Too many jobs wait.
         """
         if self._waiting.qsize() >= MAX_WAITING:
             raise QueueFull(f"{MAX_WAITING} messages wait already: send fewer, or later")
         self._waiting.put((ticket, job))
-        if self._has_ended:  # after the last look of the thread at what waits, or before: then it finds nothing here
+        if self._has_ended:  # the thread may have missed this job; if not, the queue is empty
             self._refuse_waiting()
 
     def close(self) -> None:
-        """Do what waits, stop, and let another coordinator lead. Safe to call twice.
+        """Do waiting jobs, stop, and let another coordinator lead. Safe to call twice.
 
-        If the store hangs, the thread is left behind: it ends with the process.
+        If the store hangs, the thread keeps running until the process exits.
         """
         if not self._is_closing:
             self._is_closing = True
@@ -94,7 +94,7 @@ class Clerk(Generic[T]):
                     next_tick_s = time.monotonic() + TICK_S
                 self._work(self._take(next_tick_s - time.monotonic()))
             self._work(self._take(0.0))
-        except UserError as error:  # the store's fault: the process ends with that line
+        except UserError as error:  # a damaged store: the process ends with that line
             self.failure = error
         except BaseException as error:
             logger.exception("the lease book failed")
@@ -125,7 +125,7 @@ class Clerk(Generic[T]):
                     self._announce([(waiting[0], GONE if self.failure is None else FAILED)])
 
     def _take(self, timeout_s: float) -> list[tuple[T, Job]]:
-        """Everything that waits; if nothing does, what comes first within the time."""
+        """Return all waiting jobs; if there are none, those that arrive within the timeout."""
         taken: list[tuple[T, Job]] = []
         try:
             first = self._waiting.get(timeout=max(timeout_s, 0.0))

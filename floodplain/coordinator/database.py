@@ -1,4 +1,4 @@
-"""Connects to the two kinds of database that a store may lie in, with the settings that make its commits last."""
+"""Connects to SQLite or PostgreSQL, with settings that make commits durable."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import sqlalchemy as sql
 from floodplain.core.errors import UserError
 
 STATEMENT_TIMEOUT_S = 5
-"""Nobody waits longer for a lock, or for an answer."""
+"""The longest wait for a lock, or for an answer."""
 STOPPED_TIMEOUT_S = 2
-"""A leader that is stopped in the middle of a transaction on PostgreSQL loses it, and its locks, after so long."""
+"""After so long, a stopped leader on PostgreSQL loses its transaction and its locks."""
 
 
 def open_database(url: str) -> sql.Engine:
-    """An engine for ``sqlite:///FILE`` or ``postgresql://…``, with one connection; nothing is opened yet.
+    """Return an engine with one, still closed, connection for ``sqlite:///FILE`` or ``postgresql://…``.
 
     Raises:
-        UserError: It is the address of something else, or what it takes is not there.
+        UserError: The address is of another kind, or what it needs does not exist.
     """
     parsed = _parse(url)
     if parsed.drivername == "sqlite":
@@ -35,7 +35,7 @@ def open_database(url: str) -> sql.Engine:
 
 
 def hide_password(url: str | sql.URL) -> str:
-    """The address of a store as logs and messages may show it."""
+    """Return a store's address without secrets, for logs and messages."""
     parsed = sql.make_url(url)
     secrets = {name: "hidden" for name in parsed.query if "password" in name}
     return parsed.update_query_dict(secrets).render_as_string(hide_password=True)
@@ -48,7 +48,7 @@ def _parse(url: str) -> sql.URL:
             return parsed
     except (sql.exc.ArgumentError, ValueError):
         pass
-    raise UserError(  # what it is not is not shown: there may be a password in it
+    raise UserError(  # the text is not shown: there may be a password in it
         "--store is no address: give sqlite:///FILE or postgresql://USER@HOST/NAME (%40 is an @ in a password)"
     )
 
@@ -75,7 +75,7 @@ def _open_sqlite(url: sql.URL) -> sql.Engine:
 
 
 def _make_private(path: Path) -> None:
-    """Make the file, if it is new, so that its owner alone may use it: SQLite's other files get the same mode."""
+    """Create the file, if it is new, for its owner alone: SQLite's other files get the same mode."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         is_file = stat.S_ISREG(os.fstat(fd).st_mode)
@@ -88,7 +88,7 @@ def _make_private(path: Path) -> None:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """SQLite does not wait for a lock here: of two that begin with a new file at once, one is refused at once."""
+    """Switch to WAL, and retry for a time: of two processes that start with a new file, one fails without waiting."""
     deadline_s = time.monotonic() + STATEMENT_TIMEOUT_S
     while True:
         try:
@@ -115,7 +115,7 @@ def _open_postgresql(url: sql.URL) -> sql.Engine:
                 "options": options,
                 "connect_timeout": STATEMENT_TIMEOUT_S,
                 "tcp_user_timeout": STATEMENT_TIMEOUT_S * 1000,
-                "keepalives_idle": STATEMENT_TIMEOUT_S,  # a host that is gone while it owes an answer
+                "keepalives_idle": STATEMENT_TIMEOUT_S,  # for a host that vanished while it owes an answer
                 "keepalives_interval": 1,
                 "keepalives_count": 3,
             },

@@ -1,4 +1,4 @@
-"""Between the requests of an event loop and the clerk's thread: each request waits for its own answer."""
+"""Connects requests of an event loop with the clerk's thread: each request waits for its own answer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from floodplain.lending.wire import News
 from floodplain.web.errors import ApiError
 
 LEADER_HEADER = "Floodplain-Leader"
-"""Where a coordinator that stands by says who leads."""
+"""The response header in which a coordinator that stands by names the leader."""
 
 
 class Desk:
-    """See the module. Everything is called on the event loop that ``open`` was called on.
+    """Submits jobs to the clerk, and awaits their answers. Everything is called on the loop that called ``open``.
 
     Args:
-        service: Handed to the clerk.
+        service: Passed to the clerk.
 
     Attributes:
         service: As above.
-        news: Where members wait for news of their leases.
+        news: Holds members' requests for news of their leases.
     """
 
     def __init__(self, service: LeaseService) -> None:
@@ -41,21 +41,21 @@ class Desk:
         return self._clerk.failure
 
     def open(self) -> None:
-        """Begin to work."""
+        """Start the clerk on this event loop."""
         self._loop = asyncio.get_running_loop()
         self.service.on_change = self._post
         self._clerk.start()
 
     async def close(self) -> None:
-        """Answer what waits, and let another coordinator lead."""
+        """Answer waiting jobs, and let another coordinator lead."""
         await asyncio.to_thread(self._clerk.close)
 
     async def ask(self, job: Job) -> Any:
-        """The answer to a job, once what it changed is committed.
+        """Return the answer to a job, after its changes are committed.
 
         Raises:
             ApiError: 503: this coordinator does not lead, or its store does not answer.
-            QueueFull: Too much waits.
+            QueueFull: Too many jobs wait.
         """
         answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._clerk.submit(answered, job)
@@ -65,7 +65,7 @@ class Desk:
         return answer
 
     async def wait_for_news(self, name: str, mark: str, wait_s: float) -> News:
-        """See ``NewsBoard.wait``.
+        """Return once there is news of a member's leases, or after ``wait_s`` (``NewsBoard.wait``).
 
         Raises:
             ApiError: As there; 503, too, if this coordinator does not lead.
@@ -76,7 +76,7 @@ class Desk:
 
     def _post(self, leases: Sequence[Lease] | None) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # the event loop has ended, as it does when a store hangs: nobody waits
+        with suppress(RuntimeError):  # the event loop has ended, as if a store hangs: no request waits
             if leases is None:
                 self._loop.call_soon_threadsafe(self.news.refuse, "this coordinator does not lead any more")
             else:
@@ -98,5 +98,5 @@ class NotLeading(ApiError):
 
 def _resolve(answers: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     for answered, answer in answers:
-        if not answered.done():  # whoever asked may have hung up
+        if not answered.done():  # the client may have disconnected
             answered.set_result(answer)

@@ -1,4 +1,4 @@
-"""What is asked of the clerk: messages to handle, a device to forget, everything to list, and what metrics count."""
+"""Jobs for the clerk: handle messages, forget a device, and read all rows for listings and metrics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from floodplain.lending.wire import encode_lease, encode_member
 
 @dataclass(frozen=True, slots=True)
 class BookView:
-    """The rows of a book at one moment; immutable, so that another thread may turn them into text.
+    """The rows of a book at one moment; immutable, so that another thread can encode them.
 
     Attributes:
-        members: All, and whether each is taken for alive, and its leased bytes.
+        members: All; each with whether it is considered alive, and its leased bytes.
         leases: Those that have not ended.
-        due_in_s: For those that are recalled, the seconds left.
-        granted_unix_s: When each was granted, but for those that were granted with this very look.
-        taken_unix_s: When the look was taken.
+        due_in_s: For recalled leases, the seconds left.
+        granted_unix_s: When each was granted, without those granted in the same transaction.
+        taken_unix_s: When the rows were read.
     """
 
     members: Sequence[tuple[Member, bool, int]]
@@ -35,32 +35,32 @@ class BookView:
     taken_unix_s: float
 
     def granted_at(self, lease: Lease) -> float:
-        """When a lease was granted, as Unix time."""
+        """Return when a lease was granted, as Unix time."""
         return self.granted_unix_s.get(lease.lease_id, self.taken_unix_s)
 
 
 MAX_TOLD_LEASES = 16_384
-"""That an answer lists: about 5 MB. A member that lends and borrows all that it may has a third of that."""
+"""The most leases in an answer: about 5 MB. A member that lends and borrows all that it may has a third of that."""
 
 
 @dataclass(frozen=True, slots=True)
 class TooManyLeases:
-    """What a batch is answered whose answer would list too many leases; nothing of it is done.
+    """The answer to a batch whose replies would list too many leases; nothing of the batch is done.
 
     Attributes:
-        num_leases: As many.
+        num_leases: About how many the replies would list.
     """
 
     num_leases: int
 
 
 def handle(messages: Sequence[Message], answered: Counter[tuple[str, Outcome]], speaker: Speaker = ANYBODY) -> Job:
-    """Have messages handled in their order; the answer is their replies, or ``TooManyLeases``.
+    """Return a job that handles messages in their order; its answer is their replies, or ``TooManyLeases``.
 
     Args:
-        messages: What members say.
-        answered: Counts what became of each, by its kind.
-        speaker: Who sends them.
+        messages: From members.
+        answered: Counts the outcomes of each kind of message.
+        speaker: What the sender may do.
     """
 
     def job(book: LeaseBook, now: float) -> list[Reply] | TooManyLeases:
@@ -75,12 +75,12 @@ def handle(messages: Sequence[Message], answered: Counter[tuple[str, Outcome]], 
 
 
 def forget(name: str) -> Job:
-    """A device will not come back; the answer is a reply."""
+    """Return a job that forgets a device that will not come back; its answer is a reply."""
     return lambda book, now: book.forget(name)
 
 
 def look(service: LeaseService) -> Job:
-    """The answer is a ``BookView``."""
+    """Return a job whose answer is a ``BookView``."""
 
     def job(book: LeaseBook, now: float) -> BookView:
         living, rows = book.roster.living, book.rows
@@ -93,7 +93,7 @@ def look(service: LeaseService) -> Job:
 
 
 def encode_view(view: BookView, ttl_s: float) -> dict[str, Any]:
-    """A ``Listing`` for ``json.dumps``: members by name, leases by age."""
+    """Return a ``Listing`` for ``json.dumps``: members by name, leases by age."""
     by_age = sorted(view.leases, key=lambda lease: (view.granted_at(lease), lease.lease_id))
     return {
         "ttl_s": ttl_s,
@@ -113,7 +113,7 @@ def encode_view(view: BookView, ttl_s: float) -> dict[str, Any]:
 
 
 def count_leases(view: BookView) -> Mapping[LeaseState, tuple[int, int]]:
-    """(how many, their bytes) of the leases in each state but those in which they have ended."""
+    """Return (number, bytes) of the leases in each state, without the states of ended leases."""
     return {
         state: (len(some), sum(lease.num_bytes for lease in some))
         for state in LeaseState

@@ -1,9 +1,9 @@
-"""When a coordinator may answer, and when it may replace another: by clocks, and without comparing any two of them.
+"""Decides when a coordinator may answer or replace another, without comparing two clocks.
 
-A leader answers only for ``LEASE_S`` after it began its last write. Who waits takes over when it has seen the leader's
-beat stand still for ``TAKEOVER_S``, by its own clock, which it began to count after that write. So when it takes over,
-the old leader has stopped answering. That matters for heartbeats, which write nothing: a member that an old leader told
-that it is alive would count on its leases, and the new one would take it for dead.
+A leader answers only for ``LEASE_S`` after it began its last write. A waiting coordinator takes over once it has seen
+the leader's beat unchanged for ``TAKEOVER_S`` by its own clock, counted from a time after that write. So the old leader
+has stopped answering by then. That matters for heartbeats, which write nothing: a member that an old leader calls alive
+would count on its leases, while the new leader considers it dead.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from floodplain.coordinator.store import Leadership
 
 LEASE_S = 2.0
 TAKEOVER_S = 3.0
-"""Longer than ``LEASE_S`` by what clocks may go apart in that time."""
+"""Longer than ``LEASE_S`` by as much as two clocks may drift apart in that time."""
 BEAT_S = 0.5
-"""A leader that has nothing to write beats so often."""
+"""The interval of beats of a leader that has nothing to write."""
 
 
 class Watch:
-    """How long a leader's beat has stood still, as one that waits has seen it.
+    """Measures for how long a leader's beat is unchanged, by a waiting coordinator's clock.
 
     Args:
-        instance: What this coordinator drew at its start.
+        instance: Drawn by this coordinator at its start.
     """
 
     def __init__(self, instance: str) -> None:
@@ -30,7 +30,7 @@ class Watch:
         self._since_s = 0.0
 
     def may_take_over(self, seen: Leadership, now: float) -> bool:
-        """Whether nobody leads: nobody ever did or who did has resigned, was this one, or has been silent for long.
+        """True if there is no live leader: none elected, resigned, this process, or a stale beat.
 
         Args:
             seen: What the store has, as read before ``now``.
@@ -42,7 +42,7 @@ class Watch:
 
 
 class Tenure:
-    """For how long a leader may answer.
+    """Decides how long a leader may answer, and when it must write a beat.
 
     Args:
         epoch: Its own.
@@ -54,13 +54,13 @@ class Tenure:
         self._written_s = began_s
 
     def is_valid(self, now: float) -> bool:
-        """Whether nobody can have taken over."""
+        """Whether no other coordinator can have taken over."""
         return now - self._written_s < LEASE_S
 
     def must_beat(self, now: float) -> bool:
-        """Whether it is time to write, be it nothing."""
+        """Whether it is time to write a beat, even without changes."""
         return now - self._written_s >= BEAT_S
 
     def note_write(self, began_s: float) -> None:
-        """A write that began then was committed, and it leads still."""
+        """Record a committed write that began at ``began_s``, with which it still leads."""
         self._written_s = began_s

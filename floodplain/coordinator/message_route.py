@@ -1,6 +1,6 @@
-"""``POST /v1/messages`` without a framework around it: nearly all that a coordinator is asked comes this way.
+"""``POST /v1/messages`` without a framework: nearly all requests to a coordinator are of this kind.
 
-FastAPI documents it like the others (``app.py``), and took half of the processor's time for it.
+FastAPI documents it like the others (``app.py``), but took half of the processor's time for it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from floodplain.web.strict_json import READERS
 
 PATH = "/v1/messages"
 FEW_BYTES = 2**13
-"""A larger body is read in a thread: a batch of a thousand messages takes longer than others should wait."""
+"""A larger body is parsed in a thread: a batch of a thousand messages would delay other requests for too long."""
 
 
 class MessageRoute:
     """ASGI middleware that answers batches of messages itself.
 
     Args:
-        app: Gets everything else.
-        answer: To the messages of a batch, by its sender.
+        app: Gets all other requests.
+        answer: Returns the response to a caller's batch.
     """
 
     def __init__(self, app: ASGIApp, answer: Callable[[Sequence[Message], Caller], Awaitable[Response]]) -> None:
@@ -41,7 +41,7 @@ class MessageRoute:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or hand on."""
+        """Answer a batch of messages, or pass the request to the application."""
         if scope["type"] != "http" or scope["path"] != PATH or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -75,7 +75,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def admit(batch: MessageBatch, caller: Caller) -> Sequence[Message]:
-    """The messages of a batch, all of which the caller may send.
+    """Return the messages of a batch, if the caller may send all of them.
 
     Raises:
         ApiError: 403: it may not send one of them.

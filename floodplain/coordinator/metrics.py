@@ -15,10 +15,10 @@ PREFIX = "floodplain_coordinator_"
 
 
 class CoordinatorMetrics(Collector):
-    """One scrape.
+    """The metrics of one scrape.
 
     Args:
-        view: The book; None where this coordinator does not lead, and knows nothing.
+        view: The book; None if this coordinator does not lead, and so has no book.
         totals: Of the service.
         answered: How often each kind of message had each outcome.
     """
@@ -29,7 +29,7 @@ class CoordinatorMetrics(Collector):
         self._view, self._totals, self._answered = view, totals, answered
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, now."""
+        """Yield all metrics."""
         totals = self._totals
         yield _gauge("leading", "1 where this coordinator leads.", {(): float(self._view is not None)})
         if self._view is not None:

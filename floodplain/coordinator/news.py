@@ -1,7 +1,7 @@
-"""Who waits for news of its leases: one long request of each member, answered once a row that concerns it has changed.
+"""Long polls for news of leases: one request of each member waits until a row that concerns the member has changed.
 
-News is a hint: "exchange now". It carries no row, and nothing depends on it: a member that hears of none learns the
-same with its next beat. Everything here is in memory, and on the event loop; the thread that works on the book only
+News is a hint to exchange now. It carries no row, and nothing depends on it: a member that misses it learns the same
+with its next heartbeat. Everything here is in memory and on the event loop; the thread that works on the book only
 hands over the rows that it has committed.
 """
 
@@ -17,20 +17,20 @@ from floodplain.lending.wire import News
 from floodplain.web.errors import ApiError
 
 MOST_NAMES = 8192
-"""Whose last news is remembered: twice as many as there are members by default."""
+"""Members whose last news is remembered: twice as many as there are members by default."""
 MOST_WAITING = 2048
-"""Members that may wait, unless the service says otherwise."""
+"""The most members that may wait, unless the service sets another number."""
 STOPPING = "this coordinator is stopping: ask another one"
 
 
 class NewsMarks:
-    """What the last news of each member was: a number that only rises, as a *mark* that members bring back.
+    """Numbers each member's last news; members bring the number back as a *mark*.
 
-    A member that brings a mark from before its last news has news. So has one whose mark is of another coordinator, or
-    of before what is remembered: it may have missed some.
+    A member whose mark is older than its last news has news. So has one whose mark is another coordinator's, or older
+    than what is remembered: it may have missed some.
 
     Args:
-        most_names: Whose last news is remembered.
+        most_names: The most members whose last news is remembered.
     """
 
     def __init__(self, most_names: int = MOST_NAMES) -> None:
@@ -41,11 +41,11 @@ class NewsMarks:
 
     @property
     def mark(self) -> str:
-        """Of now: everything so far is from before it."""
+        """Return the mark of now: all news so far is older."""
         return f"{self._life}.{self._count}"
 
     def note(self, names: Iterable[str]) -> None:
-        """There is news for these members."""
+        """Record news for these members."""
         self._count += 1
         for name in names:
             self._last.pop(name, None)
@@ -54,7 +54,7 @@ class NewsMarks:
             self._forgotten = self._last.pop(next(iter(self._last)))
 
     def has_news(self, name: str, mark: str) -> bool:
-        """Whether a member may have missed something since it was given ``mark``."""
+        """Whether a member may have missed news since it was given ``mark``."""
         life, _, number = mark.partition(".")
         if life != self._life or not number.isdecimal():
             return True
@@ -62,10 +62,10 @@ class NewsMarks:
 
 
 class NewsBoard:
-    """See the module. Everything is called on one event loop.
+    """Holds the waiting requests for news and answers them. Everything is called on one event loop.
 
     Attributes:
-        most_waiting: Members that may wait; each takes a connection.
+        most_waiting: The most members that may wait; each takes a connection.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class NewsBoard:
         self._is_closed = False
 
     def post(self, leases: Iterable[Lease]) -> None:
-        """These rows have changed, and are committed."""
+        """Wake the members that these changed and committed rows concern."""
         names = concerned(leases)
         if names:
             self._marks.note(names)
@@ -83,21 +83,21 @@ class NewsBoard:
             _end(self._waiting[name])
 
     def refuse(self, reason: str) -> None:
-        """Whoever waits must ask another coordinator, or this one later."""
+        """Answer all waiting requests with 503: their members ask another coordinator, or this one later."""
         for told in self._waiting.values():
             _end(told, _unavailable(reason))
 
     def close(self) -> None:
-        """Nobody can wait here any more."""
+        """Refuse waiting requests now, and all later ones."""
         self._is_closed = True
         self.refuse(STOPPING)
 
     async def wait(self, name: str, mark: str, wait_s: float) -> News:
-        """Return once there is news of a member's leases, or after a time. Only the last one who asks for it waits.
+        """Return once there is news of a member's leases, or after ``wait_s``. Only its latest request waits.
 
         Args:
             name: Of the member.
-            mark: What it was given last; empty the first time.
+            mark: The mark that it was given last; empty the first time.
             wait_s: Seconds, at most.
 
         Raises:
@@ -131,7 +131,7 @@ def _unavailable(reason: str) -> ApiError:
 
 
 def _end(told: asyncio.Future[None], error: ApiError | None = None) -> None:
-    """Wake whoever waits, unless it was woken, or has hung up."""
+    """Wake a waiting request, if it was not woken yet and is still connected."""
     if told.done():
         return
     if error is None:

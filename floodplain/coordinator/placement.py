@@ -1,4 +1,4 @@
-"""The pairs of a placement, along which a coordinator grants: what it reads of the file."""
+"""Reads the pairs along which a coordinator grants from a placement file."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from floodplain.leases.pairs import AllowedPairs
 from floodplain.lending.fields import NAME
 
 KIND, VERSION = "floodplain placement", 1
-"""What such a file says of itself. The version is raised when ``pairs`` change their meaning."""
+"""The file's ``kind`` and ``version``. The version is raised if ``pairs`` change their meaning."""
 
 
 def read_pairs(path: Path) -> AllowedPairs:
-    """Who may borrow from whom, in a file that ``floodplain place --out`` wrote.
+    """Return the producers of each consumer, from a file that ``floodplain place --out`` wrote.
 
     Raises:
-        UserError: It cannot be read, or is no placement.
+        UserError: It cannot be read, or is not a placement.
     """
     document = read_json_object(path)
     if document.get("kind") != KIND or document.get("version") != VERSION:

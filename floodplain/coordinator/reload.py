@@ -1,4 +1,4 @@
-"""Reads the placement anew while the coordinator serves, as SIGHUP asks for."""
+"""Reads the placement anew at SIGHUP, while the coordinator serves."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 class PlacementFile:
-    """Reads a placement anew for a service. Used on one event loop.
+    """Reads a placement file for a service, off the event loop. Used on one event loop.
 
     Args:
         path: The file.
-        service: Gets the pairs. It keeps those that it has if the file cannot be read.
+        service: Gets the pairs. It keeps its present ones if the file cannot be read.
     """
 
     def __init__(self, path: Path, service: LeaseService) -> None:
@@ -27,7 +27,7 @@ class PlacementFile:
         self._reading: asyncio.Task[None] | None = None
 
     def reload_soon(self) -> None:
-        """Read it, off the event loop. However often this is asked while it is read, it is read once more after."""
+        """Read the file in a thread. All calls during a read lead to one more read after it."""
         self._is_wanted = True
         if self._reading is None or self._reading.done():
             self._reading = asyncio.get_running_loop().create_task(self._reload())

@@ -1,4 +1,4 @@
-"""What the coordinator's API takes and gives, as it is checked and documented."""
+"""Models that validate and document what the coordinator's API takes."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ class _Part(BoundedModel):
 
 
 class StampPart(_Part):
-    """As which life of the member a message speaks, and which revision of the row it has seen."""
+    """The sender's generation, and the revision of the row that it has seen."""
 
     generation: Count
     revision: Count
 
     def to_core(self) -> Stamp:
-        """The value."""
+        """Return the core value."""
         return Stamp(self.generation, self.revision)
 
 
 class ShardPart(_Part):
-    """Bytes that must be on one device: the one that is named, or any."""
+    """Bytes that must be on one device: the named one, or any."""
 
     num_bytes: Number
     producer: Name | None = None
 
 
 class JoinMessage(_Part):
-    """A process begins, or begins anew because it was taken for dead."""
+    """A process starts, or joins anew after it was considered dead."""
 
     kind: Literal["join"]
     name: Name
     instance: Identity
 
     def to_core(self) -> core.Join:
-        """The value."""
+        """Return the core value."""
         return core.Join(self.name, self.instance)
 
 
 class LeaveMessage(_Part):
-    """A process ends as it should."""
+    """A process ends in an orderly way."""
 
     kind: Literal["leave"]
     name: Name
@@ -66,7 +66,7 @@ class LeaveMessage(_Part):
     is_last: bool = False
 
     def to_core(self) -> core.Leave:
-        """The value."""
+        """Return the core value."""
         return core.Leave(self.name, self.generation, self.is_last)
 
 
@@ -78,12 +78,12 @@ class HeartbeatMessage(_Part):
     generation: Count
 
     def to_core(self) -> core.Heartbeat:
-        """The value."""
+        """Return the core value."""
         return core.Heartbeat(self.name, self.generation)
 
 
 class OfferMessage(_Part):
-    """A producer puts up so many bytes, leased ones included."""
+    """A producer sets the bytes that it offers, leased ones included."""
 
     kind: Literal["offer"]
     name: Name
@@ -91,12 +91,12 @@ class OfferMessage(_Part):
     offered_bytes: Count
 
     def to_core(self) -> core.Offer:
-        """The value."""
+        """Return the core value."""
         return core.Offer(self.name, self.stamp.to_core(), self.offered_bytes)
 
 
 class RecallMessage(_Part):
-    """A producer wants bytes back: what is unleased at once, the rest from consumers within the deadline."""
+    """A producer recalls bytes: unleased ones immediately, the rest from consumers within the deadline."""
 
     kind: Literal["recall"]
     name: Name
@@ -105,12 +105,12 @@ class RecallMessage(_Part):
     deadline_s: Annotated[float, Field(ge=0, le=MAX_DEADLINE_S)]
 
     def to_core(self) -> core.Recall:
-        """The value."""
+        """Return the core value."""
         return core.Recall(self.name, self.stamp.to_core(), self.num_bytes, self.deadline_s)
 
 
 class ObserveMessage(_Part):
-    """A producer has looked: others hold so many bytes of its device."""
+    """A producer has measured how many bytes of its device others hold."""
 
     kind: Literal["observe"]
     name: Name
@@ -118,12 +118,12 @@ class ObserveMessage(_Part):
     foreign_bytes: Count
 
     def to_core(self) -> core.Observe:
-        """The value."""
+        """Return the core value."""
         return core.Observe(self.name, self.stamp.to_core(), self.foreign_bytes)
 
 
 class RequestMessage(_Part):
-    """A consumer wants all of these shards, or none."""
+    """A consumer requests all of these shards, or none."""
 
     kind: Literal["request"]
     name: Name
@@ -132,13 +132,13 @@ class RequestMessage(_Part):
     shards: Annotated[list[ShardPart], Field(min_length=1, max_length=MAX_SHARDS)]
 
     def to_core(self) -> core.Request:
-        """The value."""
+        """Return the core value."""
         shards = tuple(Shard(shard.num_bytes, shard.producer) for shard in self.shards)
         return core.Request(self.name, self.generation, self.number, shards)
 
 
 class ReportMessage(_Part):
-    """A consumer says what became of a lease."""
+    """A consumer reports that it allocated, refused, or freed a lease."""
 
     kind: Literal["report"]
     name: Name
@@ -148,7 +148,7 @@ class ReportMessage(_Part):
     reason: Annotated[str, Field(max_length=200, pattern=r"^[ -~]*$")] = ""
 
     def to_core(self) -> core.Report:
-        """The value."""
+        """Return the core value."""
         stamp, event = self.stamp.to_core(), LeaseEvent(self.event)
         return core.Report(self.name, LeaseId(self.lease_id), stamp, event, self.reason)
 
@@ -173,7 +173,7 @@ class MessageBatch(_Part):
 
 
 class NewsQuery(BaseModel):
-    """Whose news is waited for."""
+    """The member whose news to wait for, and for how long."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""From settings to a process that coordinates."""
+"""Runs a coordinator process from its settings."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ CLOSING_S = 5
 
 
 class CoordinatorServer(StoppableServer):
-    """uvicorn over a desk.
+    """A uvicorn server for a desk.
 
     Args:
         desk: Not yet open.
-        tokens: Who may use ``/v1``; None lets everybody in.
+        tokens: Who may use ``/v1``; None allows every caller.
         on_ready: Called once the server takes requests.
         limits: What connections are allowed.
-        names: By which it may be asked for, beside those of this machine's loopback.
+        names: Host names under which clients may reach it, beside those of this machine's loopback.
         placement: Read anew at SIGHUP; None if all may borrow from all.
     """
 
@@ -80,7 +80,7 @@ class CoordinatorServer(StoppableServer):
                 loop.remove_signal_handler(signal.SIGHUP)
 
     def stop(self) -> None:
-        """Refuse what is new, answer what is here, and let another coordinator lead."""
+        """Refuse new requests, answer present ones, and let another coordinator lead."""
         self._drain.is_draining = True
         self._desk.news.close()
         super().stop()
@@ -94,7 +94,7 @@ def coordinate(config: CoordinatorConfig, on_ready: Callable[[str, str], None]) 
         on_ready: Called with this coordinator's address and its store's, once it takes requests.
 
     Raises:
-        UserError: An address, a file or the store is not as it must be.
+        UserError: An address, a file or the store is unusable.
         BaseException: The bug that ended it.
     """
     tokens = TokenRing.from_file(config.token_file) if config.token_file else None

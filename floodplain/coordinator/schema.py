@@ -1,9 +1,9 @@
-"""Which version of the tables a store has, and how a leader brings it to the newest one.
+"""The version of a store's tables, and their upgrade by a leader.
 
-A coordinator that opens a store makes the tables if there are none, and changes no others: the coordinator that leads
-may be older. Whoever takes over upgrades them, in the transaction that raises the epoch, so the old leader's next write
-finds its epoch gone. No migration changes what is read to take over: ``epoch``, ``beat``, ``leader``, ``leader_url``
-and ``ttl_s`` of the book.
+A coordinator that opens a store creates the tables if there are none, and changes no others, because the leader may be
+older. The next leader upgrades them in the transaction that raises the epoch, so the old leader's next write finds
+another epoch. No migration changes the columns that are read to take over: ``epoch``, ``beat``, ``leader``,
+``leader_url`` and ``ttl_s`` of the book.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _OURS = {*METADATA.tables, VERSION.name}
 UPGRADE_IDLE_S = 60
 """How long PostgreSQL waits between two statements of an upgrade: alembic loads its scripts between them."""
 UNVERSIONED_SCHEMA = 3
-"""``schema`` of a store from before versions were kept; its tables are those of ``FIRST``."""
+"""``schema`` of a store older than versions; its tables are those of ``FIRST``."""
 
 
 def make_tables(connection: sql.Connection) -> None:
     """Create the tables of the newest version, if the store has none.
 
     Raises:
-        ValueError: It has some of them, and not the book: its epochs must not begin anew.
+        ValueError: It has some of them but not the book: epochs must not start anew.
     """
     there = {table for table in sql.inspect(connection).get_table_names() if table in _OURS}
     if there and BOOK.name not in there:
@@ -41,7 +41,7 @@ def make_tables(connection: sql.Connection) -> None:
 
 
 def check_version(connection: sql.Connection) -> None:
-    """See that the tables are of the newest version, or of one that can be upgraded.
+    """Check that the tables are of the newest version, or of one that can be upgraded.
 
     Raises:
         UserError: They are newer, or older than the first version; one line that says what to change.
@@ -50,10 +50,10 @@ def check_version(connection: sql.Connection) -> None:
 
 
 def upgrade(connection: sql.Connection) -> None:
-    """Bring the tables to the newest version, in the transaction of a leader, after its fence.
+    """Upgrade the tables to the newest version, in the transaction of a leader, after its fence.
 
     Raises:
-        UserError: See ``check_version``.
+        UserError: The version is not one that can be upgraded (``check_version``).
     """
     version = _read_version(connection)
     _check(version)
@@ -97,7 +97,7 @@ def _read_version(connection: sql.Connection) -> str:
 
 
 def _stamp(connection: sql.Connection, version: str) -> None:
-    """Note the version of tables that have none."""
+    """Record the version of tables that have none."""
     VERSION.create(connection)
     connection.execute(VERSION.insert().values(version_num=version))
 

@@ -1,7 +1,7 @@
-"""One coordinator: its book, the store that the book lies in, and whether it leads. No threads, no network.
+"""One coordinator: its lease book, the store that keeps the book, and whether it leads. No threads, no network.
 
-Nobody is told of a change before it is committed. If a commit fails, or its answer does not come, the book in memory is
-thrown away and read again: whether the change was made is then what the store says, and everybody asks again.
+A change is announced only after its commit. If a commit fails, or its result is unknown, the book in memory is
+discarded and read again: the store decides whether the change was made, and members ask again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from floodplain.leases.table import Changes
 logger = logging.getLogger(__name__)
 
 Job = Callable[[LeaseBook, float], Any]
-"""Something to ask of the book, or to change in it, at a time; its value is the answer."""
+"""Reads or changes the book at a time; its return value is the answer."""
 
 
 RECALL_S = 5.0
-"""What consumers are given for leases that a new placement does not allow."""
+"""What consumers get to free leases that a new placement does not allow."""
 SERVE_S = 0.25
-"""In one transaction; a small part of the time for which a leader may answer after its last write."""
+"""The most work in one transaction; a small part of the time in which a leader may answer after its last write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Unavailable:
 
     Attributes:
         reason: One line.
-        leader_url: Who may answer, as far as it is known.
+        leader_url: The address of the leader, as far as it is known.
     """
 
     reason: str
@@ -50,7 +50,7 @@ class Unavailable:
 
 @dataclass(slots=True)
 class ServiceTotals:
-    """What happened since the start.
+    """Counts since the start.
 
     Attributes:
         num_transactions: Commits of changes.
@@ -59,7 +59,7 @@ class ServiceTotals:
         num_takeovers: Times that this coordinator began to lead.
         num_taken_for_dead: Lives that ended by silence.
         num_overdue: Recalls whose deadline passed.
-        num_forgotten: Members that ended long ago, and whose rows went.
+        num_forgotten: Rows of long ended members that were deleted.
     """
 
     num_transactions: int = 0
@@ -72,23 +72,23 @@ class ServiceTotals:
 
 
 class LeaseService:
-    """See the module. One thread at a time.
+    """Runs jobs on the lease book while it leads, and commits their changes. One thread at a time.
 
     Args:
-        store: Where the rows are.
-        url: Where this coordinator serves, for those who ask another one.
-        ttl_s: Seconds of silence after which a member is taken for dead.
-        clock: Of lives and deadlines; see ``lease_clock``.
-        may_borrow_from: See ``LeaseBook``; leases that it does not allow are recalled.
-        limits: See ``LeaseBook``.
+        store: Has the rows.
+        url: This coordinator's address, for clients that ask another one.
+        ttl_s: Seconds of silence after which a member is considered dead.
+        clock: For lives and deadlines (``lease_clock``).
+        may_borrow_from: The pairs that ``LeaseBook.allow`` takes; leases that they do not allow are recalled.
+        limits: The book's limits.
 
     Attributes:
         ttl_s: As given.
-        may_borrow_from: Any thread may replace it; that counts from the next transaction or tick on.
-        on_change: Told of the leases that have changed, once that is committed; of None when it leads no more. On the
-            thread that works here.
-        granted_unix_s: When each lease was granted, to be shown.
-        totals: What happened since the start.
+        may_borrow_from: Any thread may replace it; it takes effect at the next transaction or tick.
+        on_change: Called with changed leases after their commit, with None when it stops leading; on the thread
+            that calls the service.
+        granted_unix_s: When each lease was granted, only to be shown.
+        totals: Counts since the start.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class LeaseService:
 
     @property
     def is_leading(self) -> bool:
-        """Whether it answers."""
+        """Whether this coordinator leads, and so answers."""
         return self._book is not None
 
     @property
     def leader_url(self) -> str:
-        """Who leads, as far as this coordinator knows; empty if nobody does."""
+        """Return the leader's address as far as this coordinator knows; empty if there is none."""
         return self._url if self.is_leading else self._unavailable.leader_url
 
     def serve(self, jobs: Sequence[Job]) -> list[Any]:
-        """Do jobs in one transaction; their values in order, or ``Unavailable`` for each.
+        """Do jobs in one transaction; return their values in order, or ``Unavailable`` for each.
 
-        The first ones, if all would take longer than ``SERVE_S``: a leader that works for too long before it writes
-        could not know whether it still leads. The values are as many as jobs were done; at least one.
+        Only the first jobs are done if all take longer than ``SERVE_S``: a leader that works for too long before it
+        writes cannot know whether it still leads. The number of values is the number of jobs done, at least one.
 
         Raises:
             InvariantError: A bug; the book must not be used any more.
@@ -144,7 +144,7 @@ class LeaseService:
         return answers if self._commit() else [self._unavailable] * len(answers)
 
     def tick(self) -> None:
-        """What time brings: silent members end; a leader says that it lives; one that waits looks whether it may lead.
+        """End silent members and write a beat if this coordinator leads; otherwise check whether it may lead.
 
         To be called several times a second.
         """
@@ -159,7 +159,7 @@ class LeaseService:
             self._note_overdue()
 
     def resign(self) -> None:
-        """Let somebody else lead at once, if this one does."""
+        """Stop leading, if it leads, so that another coordinator may lead at once."""
         tenure, self._tenure, self._book = self._tenure, None, None
         self._unavailable = Unavailable("this coordinator is stopping: ask another one")
         self.on_change(None)
@@ -172,7 +172,7 @@ class LeaseService:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _allow_pairs(self, book: LeaseBook, now: float) -> None:
-        """Take over a placement that is new to the book; what it does not allow is recalled in this transaction."""
+        """Give the book a new placement; leases that it does not allow are recalled in this transaction."""
         pairs = self.may_borrow_from
         if book.may_borrow_from is pairs:
             return
@@ -181,7 +181,7 @@ class LeaseService:
             logger.info("%d leases are recalled: the placement does not allow them", len(recalled))
 
     def _has_stood_still(self, now: float) -> bool:
-        """Whether it must begin anew: those whom it did not hear meanwhile may live, and another may lead."""
+        """Step down if the tenure ran out; True if so. Meanwhile unheard members may live, and another may lead."""
         assert self._tenure is not None
         if self._tenure.is_valid(now):
             return False
@@ -189,7 +189,7 @@ class LeaseService:
         return True
 
     def _commit(self) -> bool:
-        """Write what has changed; whether it is written, and this coordinator leads."""
+        """Write what has changed; True if it is written and this coordinator still leads."""
         assert self._book is not None and self._tenure is not None
         changes, began_s = self._book.take_changes(), self._clock()
         if not changes.is_empty or self._tenure.must_beat(began_s):
@@ -264,14 +264,14 @@ class LeaseService:
             self._lead(Tenure(seen.epoch + 1, now), rows, seen.ttl_s)
 
     def _lead(self, tenure: Tenure, rows: StoredRows, old_ttl_s: float) -> None:
-        """Begin with everybody taken for alive: for a TTL, or for what the last leader had told them, if that is more.
+        """Start to lead. All members count as alive for a TTL, or for the last leader's TTL if that is longer.
 
-        So long the store has the longer one, for whoever leads next.
+        For so long, the store keeps the longer TTL for the next leader.
 
         Args:
             tenure: This coordinator's.
-            rows: What the last one left.
-            old_ttl_s: What the store had.
+            rows: The rows in the store.
+            old_ttl_s: The TTL that the store had.
         """
         with sound(self._store.shown_url):
             check_rows(rows.members, rows.leases)

@@ -93,7 +93,7 @@ def _has_host(url: str) -> bool:
 
 
 def limits_of(config: CoordinatorConfig) -> LeaseLimits:
-    """What the flags say of leases and members."""
+    """Return the limits that the flags set."""
     return LeaseLimits(
         least_lease_bytes=config.least_lease,
         max_leases=config.max_leases,
@@ -103,10 +103,10 @@ def limits_of(config: CoordinatorConfig) -> LeaseLimits:
 
 
 def default_store() -> str:
-    """A file in this user's state folder (https://specifications.freedesktop.org/basedir-spec), which is made.
+    """Create this user's state folder (https://specifications.freedesktop.org/basedir-spec); return a file's URL.
 
     Raises:
-        UserError: It cannot be made.
+        UserError: It cannot be created.
     """
     base = user_folder("XDG_STATE_HOME", ".local/state")
     if base is None:

@@ -1,4 +1,4 @@
-"""Whether a store holds what a coordinator writes: on anything else memory could be granted twice, so it is refused."""
+"""Checks that a store holds only what a coordinator writes: with anything else memory could be granted twice."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _SQLITE_DAMAGE = frozenset({1, 11, 26})
 
 
 class DamagedStore(UserError):
-    """The store holds what no coordinator writes, or lacks what one made."""
+    """The store holds what no coordinator writes, or lacks tables or columns."""
 
 
 @contextmanager
 def sound(shown_url: str) -> Iterator[None]:
-    """While the context is open, what the store at ``shown_url`` says must be what a coordinator wrote.
+    """Turn errors from unexpected content of the store at ``shown_url`` into ``DamagedStore``.
 
     Raises:
-        DamagedStore: It is not.
+        DamagedStore: The content is not what a coordinator writes.
         DBAPIError: The store cannot be reached, or does not answer.
         UserError: As raised inside.
     """
@@ -47,10 +47,10 @@ def sound(shown_url: str) -> Iterator[None]:
 
 @contextmanager
 def intact(shown_url: str) -> Iterator[None]:
-    """While the context is open, tables that are damaged or gone end it.
+    """Turn errors from damaged or missing tables into ``DamagedStore``.
 
     Raises:
-        DamagedStore: They are.
+        DamagedStore: A table is damaged or missing.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def intact(shown_url: str) -> Iterator[None]:
 
 
 def to_row(kind: type[R], values: Mapping[str, Any]) -> R:
-    """A row of the store as a value.
+    """Return a row of the store as a value.
 
     Raises:
         ValueError: A column holds what no coordinator writes there.
@@ -75,10 +75,10 @@ def to_row(kind: type[R], values: Mapping[str, Any]) -> R:
 
 
 def check_value(name: str, value: object, wanted: Any) -> None:
-    """See that a column's value is of a type; numbers are not negative, finite, and of 64 bits.
+    """Check a column's value against a type; numbers must be finite, not negative, and of 64 bits.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It does not fit.
     """
     wanted = getattr(wanted, "__supertype__", wanted)  # of a NewType
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -88,10 +88,10 @@ def check_value(name: str, value: object, wanted: Any) -> None:
 
 
 def check_rows(members: Sequence[Member], leases: Sequence[Lease]) -> None:
-    """See that leases lie within what their producers have put up, and are in states that a store keeps.
+    """Check that leases fit what their producers offer, and are in states that a store keeps.
 
     Raises:
-        ValueError: They are not.
+        ValueError: They do not, or are not.
     """
     offered = {member.name: member.offered_bytes for member in members}
     leased: Counter[str] = Counter()

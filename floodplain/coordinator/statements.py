@@ -1,4 +1,4 @@
-"""Statements that are compiled once, and whose rows go to the driver as they are."""
+"""SQL statements that are compiled once, and whose values are passed to the driver unconverted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 
 
 class Statement:
-    """A statement for one kind of database. Its columns hold only what drivers take as it is: texts and numbers.
+    """A compiled statement for one dialect. Its columns hold only what drivers take unconverted: texts and numbers.
 
     SQLAlchemy would look up the statement, and the conversion of each value, at every call: a third of the time of a
     transaction with a few rows.
@@ -27,11 +27,11 @@ class Statement:
         self._order: Sequence[str] | None = compiled.positiontup
 
     def run(self, connection: sql.Connection, row: Row) -> int:
-        """Execute it for one row; the number of rows that it changed."""
+        """Execute it for one row; return the number of rows that changed."""
         return connection.exec_driver_sql(self._text, self._given(row)).rowcount
 
     def run_many(self, connection: sql.Connection, rows: Sequence[Row]) -> None:
-        """Execute it for each of some rows."""
+        """Execute it once for each row."""
         if rows:
             connection.exec_driver_sql(self._text, [self._given(row) for row in rows])
 

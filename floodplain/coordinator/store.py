@@ -1,8 +1,8 @@
 """The store of a lease book: SQLite in a file, or PostgreSQL for several coordinators. One thread at a time.
 
-Several coordinators may have one store; one of them leads. Its epoch is its fence: every transaction begins by raising
-the ``beat`` of one row where the epoch is still its own, so whoever was replaced can write nothing any more, however
-late it wakes up. Who waits to replace it watches the beat, by a clock of its own (``leadership.py``).
+Several coordinators may share a store; one of them leads. Its epoch is its fence: every transaction begins by raising
+the ``beat`` of one row if the epoch is still its own, so a replaced leader can write nothing more, however late it
+resumes. A coordinator that waits to replace it watches the beat, by its own clock (``leadership.py``).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from floodplain.leases.states import Lease, LeaseId
 from floodplain.leases.table import Changes
 
 StoreError = sql.exc.DBAPIError
-"""The store cannot be reached, or does not answer: what was being written is written, or is not."""
+"""The store is unreachable or does not answer: whether a write was done is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """Who leads, as the store has it.
+    """The leader and its epoch, as the store has them.
 
     Attributes:
-        epoch: How often that has changed.
+        epoch: How often the leader has changed.
         beat: How often a leader has written.
-        leader: What it drew at its start; empty if it resigned, or there never was one.
-        leader_url: Where it serves.
-        ttl_s: For so many seconds from now members may count on what this leader, or one before it, has told them.
+        leader: Drawn by the leader at its start; empty if it resigned, or there never was one.
+        leader_url: The leader's address.
+        ttl_s: Seconds from now for which members may rely on answers of this leader, or of one before it.
     """
 
     epoch: int
@@ -49,13 +49,13 @@ class Leadership:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Everything that a book is made of.
+    """The rows from which a lease book is built.
 
     Attributes:
         members: All.
         leases: Those that have not ended.
-        granted_unix_s: When each was granted; to be shown, nothing rests on it.
-        floor: See ``leases.table.LeaseTable``.
+        granted_unix_s: When each was granted; only to be shown.
+        floor: The floor of ``leases.table.LeaseTable``.
     """
 
     members: Sequence[Member]
@@ -65,7 +65,7 @@ class StoredRows:
 
 
 class Store:
-    """See the module.
+    """Reads and writes the rows of a lease book, fenced by the leader's epoch.
 
     Args:
         engine: Of SQLAlchemy, with one connection.
@@ -83,11 +83,11 @@ class Store:
 
     @classmethod
     def open(cls, url: str) -> Self:
-        """Connect to the store at ``url``, and make its tables if there are none.
+        """Connect to the store at ``url``, and create its tables if there are none.
 
         Raises:
-            UserError: The address is no store's, nothing answers there, the tables there are newer than ours, or hold
-                what no coordinator writes; one line that says what to change.
+            UserError: The address is not a store's, nothing answers there, its tables are newer than this program's, or
+                hold what no coordinator writes; one line that says what to change.
         """
         store = cls(open_database(url))
         try:
@@ -103,11 +103,11 @@ class Store:
 
     @property
     def shown_url(self) -> str:
-        """Its address, without a password."""
+        """Return the store's address without a password."""
         return hide_password(self._engine.url)
 
     def look(self) -> Leadership:
-        """Who leads now.
+        """Return the present leadership.
 
         Raises:
             StoreError: The store does not answer.
@@ -117,9 +117,9 @@ class Store:
             return _read_leadership(connection)
 
     def take_over(self, seen: Leadership, leader: str, leader_url: str, ttl_s: float) -> StoredRows | None:
-        """Lead from the next epoch on, with what is stored; None if something happened since ``seen``.
+        """Lead with the next epoch, and return the stored rows; None if there was a write since ``seen``.
 
-        The tables are upgraded if they are older than ours.
+        Older tables are upgraded.
 
         Raises:
             StoreError: The store does not answer; whether it was done is unknown.
@@ -139,17 +139,17 @@ class Store:
             return _read_rows(connection)
 
     def write(self, epoch: int, changes: Changes, unix_s: float, ttl_s: float) -> bool:
-        """Write all of the changes and beat, in one transaction; whether the leader of ``epoch`` still leads.
+        """Write all changes and a beat in one transaction; True if the leader of ``epoch`` still leads.
 
         Args:
             epoch: The writer's own.
             changes: New rows.
-            unix_s: Now; when those leases were granted that are new.
-            ttl_s: See ``Leadership``.
+            unix_s: Now; new leases are granted at this time.
+            ttl_s: The new ``Leadership.ttl_s``.
 
         Raises:
             StoreError: The store does not answer; whether it was done is unknown.
-            UserError: A table is damaged, or not there any more.
+            UserError: A table is damaged, or missing.
         """
         ended = [{"ended_id": lease.lease_id} for lease in changes.leases if lease.has_ended]
         leases = [_lease_row(lease, unix_s) for lease in changes.leases if not lease.has_ended]
@@ -165,7 +165,7 @@ class Store:
         return True
 
     def resign(self, epoch: int) -> None:
-        """Somebody else may lead at once.
+        """Remove the leader of ``epoch`` from the store, so that another coordinator may lead at once.
 
         Raises:
             StoreError: The store does not answer.
@@ -175,12 +175,12 @@ class Store:
             connection.execute(change)
 
     def close(self) -> None:
-        """Give the connection back. Safe to call twice."""
+        """Close the connection. Safe to call twice."""
         self._engine.dispose()
 
     def _prepare(self) -> None:
         with self._engine.begin() as connection:
-            if self._engine.dialect.name == "postgresql":  # two that start together make the tables once
+            if self._engine.dialect.name == "postgresql":  # coordinators that start together create them once
                 connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK_ID)))
             else:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -188,7 +188,7 @@ class Store:
                 self._check(connection)
 
     def _check(self, connection: sql.Connection) -> None:
-        """Make the tables if there are none, else see that they are as a coordinator left them."""
+        """Create the tables if there are none, and check that they are as a coordinator left them."""
         if self._engine.dialect.name == "sqlite":
             said = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
             if said != "ok":
@@ -213,9 +213,9 @@ _END_STOPPED = sql.text(
     "WHERE relation = 'floodplain_book'::regclass AND granted AND pid <> pg_backend_pid() AND usename = current_user "
     "AND wait_event = 'ClientRead' AND xact_start < clock_timestamp() - make_interval(secs => :timeout_s)"
 )
-"""Ends transactions on the book whose coordinators have stopped. The server's own timeout for those begins when it is
-ready for the next query: it does not count for one that stopped between the first row of many, which are sent as a
-pipeline, and the last.
+"""Ends transactions on the book whose coordinators are stopped. The server's own timeout for those begins when it is
+ready for the next query, so it misses a coordinator that stopped between the first and the last row of many, which are
+sent as a pipeline.
 """
 _LOOK = sql.select(BOOK.c.epoch, BOOK.c.beat, BOOK.c.leader, BOOK.c.leader_url, BOOK.c.ttl_s)
 """Columns that the tables have in every version."""
@@ -251,6 +251,6 @@ def _lease_row(lease: Lease, unix_s: float) -> dict[str, Any]:
 
 
 def _upsert(insert: Any, table: sql.Table, key: str, kept: str | None = None) -> Any:
-    """Insert a row, or replace all but ``kept`` of the one that has its key."""
+    """Return a statement that inserts a row, or replaces all but ``kept`` of the row with its key."""
     names = [column.name for column in table.columns if column.name not in (key, kept)]
     return insert.on_conflict_do_update(index_elements=[key], set_={name: insert.excluded[name] for name in names})

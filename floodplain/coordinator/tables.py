@@ -1,11 +1,11 @@
-"""The tables of the store: members, leases that have not ended, and one row that says who leads."""
+"""The tables of the store: members, leases that have not ended, and one row with the leader."""
 
 from __future__ import annotations
 
 from sqlalchemy import BigInteger, Boolean, Column, Float, Integer, MetaData, String, Table
 
 SCHEMA = 4
-"""Read by coordinators from before versions were kept, which refuse a store of another schema."""
+"""Read by coordinators older than versions, which refuse a store of another schema."""
 
 METADATA = MetaData()
 
@@ -21,7 +21,7 @@ BOOK = Table(
     Column("ttl_s", Float, nullable=False),
     Column("floor", BigInteger, nullable=False),
 )
-"""One row. Every transaction of a leader begins by raising its beat, where its epoch is still the leader's own."""
+"""One row. Every transaction of a leader begins by raising its beat, if its epoch is still the leader's own."""
 
 MEMBERS = Table(
     "floodplain_members",
@@ -55,4 +55,4 @@ LEASES = Table(
 )
 
 VERSION = Table("floodplain_version", MetaData(), Column("version_num", String(32), primary_key=True))
-"""One row: the version of the other tables, as alembic keeps it. See ``schema.py`` and ``migrations``."""
+"""One row: the version of the other tables, maintained by alembic (``schema.py`` and ``migrations``)."""

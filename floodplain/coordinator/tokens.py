@@ -1,4 +1,4 @@
-"""Who may say what: tokens with a role, each for the members whose names it covers."""
+"""Tokens with roles: which messages a caller may send, for which members."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from floodplain.web.listen import is_loopback
 
 
 class Role(Enum):
-    """What the holder of a token does."""
+    """The role of a token's holder."""
 
     PRODUCER = "producer"
     CONSUMER = "consumer"
@@ -34,11 +34,11 @@ MAY_SAY: Mapping[Role, frozenset[type[Message]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sends a request.
+    """The sender of a request, by its token.
 
     Attributes:
-        grants: (role, pattern) of each line that its token stands in: the pattern is the name of a member, or covers
-            many (``gpu-*``); an admin speaks for all, whatever its name.
+        grants: (role, pattern) of each line with its token: the pattern is a member's name, or covers several
+            (``gpu-*``); an admin may send for all members.
         lenders: Names that lines of other tokens give to producers: no pattern for consumers covers them.
     """
 
@@ -51,14 +51,14 @@ class Caller:
         return any(role is Role.ADMIN for role, _ in self.grants)
 
     def may_say(self, message: Message) -> bool:
-        """Whether one of its roles says such messages, for the member that this one is from."""
+        """Whether one of its roles may send such messages for this message's member."""
         return any(
             type(message) in MAY_SAY[role] and self._covers(role, pattern, message.name)
             for role, pattern in self.grants
         )
 
     def may_lend(self, name: str, /) -> bool:
-        """Whether it may put up bytes of that member's device, and so speak for its life if it lends."""
+        """Whether it may offer bytes of that member's device, and so send messages for its life if it lends."""
         return self.is_admin or self.is_producer(name)
 
     def is_producer(self, name: str, /) -> bool:
@@ -71,7 +71,7 @@ class Caller:
 
 
 ANYBODY = Caller(((Role.ADMIN, "*"),))
-"""Who sends a request where no tokens are asked for: on this machine alone."""
+"""The caller if tokens are not checked: on this machine alone."""
 
 
 class TokenRing:
@@ -88,7 +88,7 @@ class TokenRing:
     def from_file(cls, path: Path) -> Self:
         """Read a token file: lines ``TOKEN`` (an admin's) or ``ROLE NAME TOKEN``.
 
-        A token may stand in several lines: who lends and borrows has one for both.
+        A token may be in several lines: a member that lends and borrows has one for both.
 
         Raises:
             UserError: The file is unreadable, others may read it, or a line is malformed.
@@ -104,9 +104,9 @@ class TokenRing:
         return cls({token: Caller(tuple(some), everyones - lenders[token]) for token, some in grants.items()})
 
     def client_of(self, authorization: bytes, /) -> Caller | None:
-        """Whose token an ``Authorization`` header carries; None if nobody's.
+        """Return the caller whose token an ``Authorization`` header carries; None if the token is unknown.
 
-        Found by its digest: as quick with ten thousand tokens as with one, and time tells nothing about the token.
+        Looked up by its digest: as fast for ten thousand tokens as for one, and the time says nothing about the token.
         """
         scheme, _, presented = authorization.partition(b" ")
         return self._callers.get(_digest(presented.strip())) if scheme.lower() == b"bearer" else None
@@ -116,14 +116,14 @@ def check_exposure(host: str, tokens: TokenRing | None) -> None:
     """Refuse to serve other machines without tokens.
 
     Raises:
-        UserError: ``host`` is not this machine alone, and there are no tokens.
+        UserError: ``host`` is reachable from other machines, and there are no tokens.
     """
     if tokens is None and not is_loopback(host):
         raise UserError(f"--host {host} lets other machines in: give --token-file FILE, or --host 127.0.0.1")
 
 
 def first_refused(caller: Caller, messages: Iterable[Message]) -> Message | None:
-    """The first message that the caller may not send; None if it may send all."""
+    """Return the first message that the caller may not send; None if it may send all."""
     return next((message for message in messages if not caller.may_say(message)), None)
 
 

@@ -1,4 +1,4 @@
-"""Runs the scripts of ``migrations`` by alembic, which is imported only where tables are not of the newest version."""
+"""Runs the ``migrations`` by alembic, which is imported only if tables are outdated."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from alembic.script import ScriptDirectory
 
 
 def known_versions() -> set[str]:
-    """Versions that there is a script for."""
+    """Return the versions that have a script."""
     return {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
 
 
 def migrate(connection: sql.Connection, version: str) -> None:
-    """Bring tables that have a version to a later one, in the connection's transaction."""
+    """Upgrade tables that have a version to a later one, in the connection's transaction."""
     config = _config()
     config.attributes["connection"] = connection
     logging.getLogger("alembic").setLevel(logging.WARNING)

@@ -1,8 +1,8 @@
-"""Which block contents have a copy in swap space.
+"""Backups: copies of block contents in swap space.
 
 Backups are keyed by content, so a prefix that many sequences share is saved and restored once. A backup is *whole* only
-after its copy was committed, and once lost it is never an answer again. It is *kept* as long as a sequence needs it;
-after that, a whole one stays for later requests with the same prefix until its slot is needed (AQUA, section 8).
+after its copy was committed; a lost one is never found again. It is *kept* as long as a sequence needs it; after that,
+a whole one stays for later requests with the same prefix until its slot is needed (AQUA, section 8).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Backup:
     Attributes:
         key: The content.
         location: Its slot.
-        is_private: Whether its content is one sequence's own, so that nobody else can ever ask for it.
+        is_private: Whether only one sequence can have its content, so that it is not retained.
         is_whole: Whether the copy was committed.
-        is_lost: Whether it turned out to be unusable; nobody finds it any more.
+        is_lost: Whether it turned out to be unusable; lookups do not find it.
         num_keepers: Sequences that keep it.
         num_readers: Inbound copies that read it.
         is_moving: Whether it is being copied to a slot of another tier. It can be read meanwhile.
@@ -43,8 +43,8 @@ class BackupTable:
     """Owner of all backups and of the slots of every swap tier.
 
     Args:
-        slots: Of each tier.
-        retains: Whether whole backups stay when nobody keeps them any more.
+        slots: The slot ledger of each tier.
+        retains: Whether whole backups stay after the last sequence releases them.
     """
 
     def __init__(self, slots: Iterable[SlotLedger] = (), *, retains: bool = True) -> None:
@@ -54,30 +54,30 @@ class BackupTable:
         self._retains = retains
         self._by_key: dict[BlockKey, Backup] = {}
         self._idle: dict[Tier, OrderedDict[Backup, None]] = {tier: OrderedDict() for tier in self.slots}
-        """Of each tier, the least recently used first."""
+        """Idle backups of each tier, the least recently used first."""
         self._writing: set[Backup] = set()
         self._unfound: set[Backup] = set()  # lost, with a copy that still touches the slot
         self._moving_to: dict[Backup, Location] = {}
 
     def num_available(self, tier: Tier) -> int:
-        """Slots that ``begin_write`` can still give: the free ones and, by forgetting, those of idle backups."""
+        """Slots that ``begin_write`` can still allocate: free ones and those of idle backups."""
         return self.slots[tier].num_free + len(self._idle[tier])
 
     def num_idle(self, tier: Tier) -> int:
-        """Whole backups that nobody keeps."""
+        """Whole backups that no sequence keeps."""
         return len(self._idle[tier])
 
     def num_kept(self, tier: Tier) -> int:
-        """Slots in which something lies that is needed, or is being copied."""
+        """Number of taken slots, without those of idle backups."""
         return self.slots[tier].num_taken - len(self._idle[tier])
 
     def kept_slots(self, tier: Tier) -> set[int]:
-        """Their numbers."""
+        """The taken slots, without those of idle backups."""
         return set(self.slots[tier].taken) - {backup.location.slot for backup in self._idle[tier]}
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nobody keeps a backup and no copy touches one."""
+        """Whether no sequence keeps a backup and no copy touches one."""
         return all(self.num_available(tier) == slots.num_slots for tier, slots in self.slots.items())
 
     def find(self, key: BlockKey) -> Backup | None:
@@ -90,9 +90,9 @@ class BackupTable:
         return backup if backup is not None and backup.is_whole else None
 
     def begin_write(self, tier: Tier, keys: Sequence[BlockKey]) -> list[Backup] | None:
-        """Reserve a slot in ``tier`` for each content that has no backup yet; None if there are too few.
+        """Allocate a slot in ``tier`` for each content, none of which has a backup; None if too few.
 
-        Idle backups make room, the least recently used first.
+        Idle backups are evicted at need, the least recently used first.
         """
         locations = self._take_slots(tier, len(keys))
         if locations is None:
@@ -106,7 +106,7 @@ class BackupTable:
         return backups
 
     def begin_write_from(self, tier: Tier, keys: Sequence[BlockKey]) -> list[Backup] | None:
-        """The same in ``tier`` as far as that has slots, and in others what finds none there."""
+        """As ``begin_write``, but contents for which ``tier`` has no slot go to other tiers."""
         tiers = [tier, *(other for other in self.slots if other is not tier)]
         if len(keys) > sum(self.num_available(one) for one in tiers):
             return None
@@ -117,7 +117,7 @@ class BackupTable:
         return backups
 
     def commit_write(self, backups: Iterable[Backup]) -> None:
-        """The outbound copy arrived: these backups are whole."""
+        """Mark backups as whole after their outbound copy; a lost one stays lost."""
         for backup in backups:
             self._writing.remove(backup)
             backup.is_whole = not backup.is_lost
@@ -125,13 +125,13 @@ class BackupTable:
             self._collect(backup)
 
     def abort_write(self, backups: Iterable[Backup]) -> None:
-        """The outbound copy failed: these backups never existed."""
+        """Remove backups whose outbound copy failed."""
         for backup in backups:
             self._writing.remove(backup)
             self.lose(backup)
 
     def begin_read(self, backups: Iterable[Backup]) -> None:
-        """An inbound copy reads these whole backups."""
+        """Note that an inbound copy begins to read these whole backups."""
         for backup in backups:
             if not backup.is_whole:
                 raise InvariantError("a backup is read before it is whole")
@@ -140,24 +140,24 @@ class BackupTable:
             self.changed_keys.add(backup.key)
 
     def finish_read(self, backups: Iterable[Backup]) -> None:
-        """The inbound copy is done with them, well or not."""
+        """Note that an inbound copy of these backups has ended, successfully or not."""
         for backup in backups:
             backup.num_readers -= 1
             self.changed_keys.add(backup.key)
             self._collect(backup)
 
     def keep(self, backup: Backup) -> None:
-        """One more sequence needs it."""
+        """Add a sequence that needs the backup."""
         self._wake(backup)
         backup.num_keepers += 1
 
     def release(self, backup: Backup) -> None:
-        """One sequence less needs it; when the last one does, it is idle, or its slot is free."""
+        """Remove a sequence that needed the backup; after the last one it is idle, or its slot is freed."""
         backup.num_keepers -= 1
         self._collect(backup)
 
     def lose(self, backup: Backup) -> None:
-        """Its bytes cannot be trusted: from now on it is a miss, and its slot is free when no copy touches it."""
+        """Mark a backup as unusable: lookups miss it at once; its slot is freed when no copy touches it."""
         if not backup.is_lost:
             self._wake(backup)
             backup.is_lost, backup.is_whole = True, False
@@ -169,30 +169,30 @@ class BackupTable:
     # -- slots that come and go --------------------------------------------------------------------------------------
 
     def add_slots(self, tier: Tier, slots: Iterable[int]) -> None:
-        """A tier has more slots."""
+        """Add slots to a tier."""
         self.slots[tier].add(slots)
 
     def retire_slots(self, tier: Tier, slots: Collection[int]) -> None:
-        """These slots go, when what lies in them has ended or moved; idle backups there are forgotten."""
+        """Remove slots: free ones and those of idle backups at once, the others when they are freed."""
         self.slots[tier].retire(slots)
         for backup in [backup for backup in self._idle[tier] if backup.location.slot in slots]:
             self._forget(backup)
 
     def empty_slots(self, tier: Tier, slots: Collection[int]) -> list[int]:
-        """Those of these slots that nothing needs and no copy touches, ascending; backups there are forgotten."""
+        """Drop idle backups in these slots; return those of the slots that are free then, ascending."""
         wanted = set(slots)
         for backup in [backup for backup in self._idle[tier] if backup.location.slot in wanted]:
             self._forget(backup)
         return sorted(wanted - self.slots[tier].taken)
 
     def in_slots(self, tier: Tier, slots: Container[int]) -> list[Backup]:
-        """Backups that lie in some slots of a tier, or are being written there; lost ones are not among them."""
+        """Backups in these slots of a tier, or being written there, without lost ones."""
         return [
             backup for backup in self._by_key.values() if backup.location.tier is tier and backup.location.slot in slots
         ]
 
     def begin_move(self, backups: Sequence[Backup], tier: Tier) -> list[Location] | None:
-        """Copy whole backups to another tier: slots for them there, in order; None if there are too few.
+        """Allocate slots in another tier for copies of whole backups, in order; None if there are too few.
 
         Raises:
             InvariantError: One is not whole, or is moving already.
@@ -211,9 +211,9 @@ class BackupTable:
         return locations
 
     def finish_move(self, backup: Backup, ok: bool) -> bool:
-        """The copy ended: it lies in its new slot now; in the old one still if somebody reads that (False): ask again.
+        """Finish a move; True if the backup has its new slot. False if readers use the old one: retry.
 
-        A backup whose copy is not whole is lost: nothing says that what was read is.
+        If the copy did not arrive whole (``ok`` is False) the backup is lost, since its source may be corrupt, too.
         """
         target = self._moving_to.pop(backup)
         backup.is_moving = False
@@ -228,7 +228,7 @@ class BackupTable:
         return has_moved
 
     def check_integrity(self) -> None:
-        """Every slot belongs to exactly one backup; counters are sane.
+        """Check that every taken slot belongs to exactly one backup, and that counters are consistent.
 
         Raises:
             InvariantError: They are not.
@@ -248,7 +248,7 @@ class BackupTable:
                 raise InvariantError("a backup that nobody keeps is not idle, or one that somebody keeps is")
 
     def _take_slots(self, tier: Tier, num_slots: int) -> list[Location] | None:
-        """Slots that are free, or that idle backups give up, the least recently used first."""
+        """Allocate slots, evicting idle backups at need, the least recently used first; None if too few."""
         if tier not in self.slots or num_slots > self.num_available(tier):
             return None
         while self.slots[tier].num_free < num_slots:
@@ -263,7 +263,7 @@ class BackupTable:
         self._idle[backup.location.tier].pop(backup, None)
 
     def _collect(self, backup: Backup) -> None:
-        """Nobody may need the backup any more: retain it for later, or free its slot when no copy touches it."""
+        """If no sequence or copy uses the backup any more, retain it as idle, or free its slot."""
         is_needed = backup.num_keepers > 0 and not backup.is_lost
         if is_needed or self._is_touched(backup):
             return
@@ -282,7 +282,7 @@ class BackupTable:
         return self._retains and backup.is_whole and not backup.is_private and not is_leaving
 
     def _forget(self, backup: Backup) -> None:
-        """From now on it is a miss, and its slot is free. No copy touches it."""
+        """Drop a backup that no copy touches, and free its slot."""
         self._wake(backup)
         del self._by_key[backup.key]
         self.changed_keys.add(backup.key)

@@ -1,11 +1,11 @@
-"""What a block of the KV pool may be. Exactly one at any time:
+"""States of a block of the KV pool. It has exactly one at any time:
 
 absent    no memory behind it: the pool shrank, or has not grown to it yet
 free      memory without content
 owned     refcount >= 1: sequences read it; shared only when it is full
-cached    refcount 0, content indexed by key: a later prefix may revive it, or need may evict it (least recently
-          used first)
-loading   an inbound copy writes it; nobody may read it
+cached    refcount 0, content indexed by key: a later prefix may revive it, an allocation may evict it (least
+          recently used first)
+loading   an inbound copy writes it; it must not be read
 draining  refcount 0, but outbound copies (pins) still read it; free or cached at the last unpin
 """
 
@@ -15,7 +15,7 @@ from enum import Enum
 
 
 class BlockState(Enum):
-    """See the module's docstring."""
+    """State of a block, as defined in the module's docstring."""
 
     ABSENT = "absent"
     FREE = "free"

@@ -1,7 +1,7 @@
-"""The ledger of KV blocks: which block is free, owned, cached, loading or draining, and what it holds.
+"""The ledger of KV blocks: the state and the content key of each block.
 
-States are in ``core.block_state``. Pins are orthogonal to the owner: a block is reused only after every copy that
-touches it is done.
+States are in ``core.block_state``. Pins are independent of owners: a block is reused only after every copy that
+touches it has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BlockLedger:
         self.settled_quanta: set[int] = set()
         """Quanta in which a use of a block has ended, until a reader clears it: some memory there may be idle."""
         self.sharing_version = 0
-        """Counts changes to which blocks are shared: what a preemption frees may differ when it has moved."""
+        """Counts changes to which blocks are shared: after one, preemptions may free other numbers of blocks."""
         self._free = FreeBlocks(quantum_blocks)
         self._states = bytearray()
         self._refcounts: list[int] = []
@@ -53,11 +53,11 @@ class BlockLedger:
         self._keys: dict[BlockId, BlockKey] = {}
         self._index: dict[BlockKey, BlockId] = {}
         self._cached: OrderedDict[BlockId, int] = OrderedDict()  # least recently used first; its place in that order
-        self._going: dict[BlockId, int] = {}  # draining blocks that were cached, and will be again at their place
+        self._going: dict[BlockId, int] = {}  # draining blocks that were cached, and return to their place
         self._num_present = self._num_loading = self._num_draining = self._last_place = 0
         self.add_memory(range(num_blocks))
 
-    # -- what is there ---------------------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -66,17 +66,17 @@ class BlockLedger:
 
     @property
     def num_available(self) -> int:
-        """Blocks that ``allocate`` can still give: the free ones and, by eviction, the cached ones."""
+        """Blocks that can be allocated: free ones and, by eviction, cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that hold a reusable prefix and nothing else."""
+        """Number of cached blocks."""
         return len(self._cached)
 
     @property
     def num_draining(self) -> int:
-        """Blocks that nobody holds and that an outbound copy still reads."""
+        """Blocks with refcount 0 that an outbound copy still reads."""
         return self._num_draining
 
     @property
@@ -95,11 +95,11 @@ class BlockLedger:
 
     @property
     def num_empty(self) -> int:
-        """Free blocks: what can be given without forgetting anything."""
+        """Free blocks: those that can be allocated without an eviction."""
         return len(self._free)
 
     def next_evicted(self, num_blocks: int) -> list[tuple[BlockId, BlockKey]]:
-        """The next blocks that need would evict, with their content."""
+        """The cached blocks that are evicted next, with their content keys."""
         return [(block, self._keys[block]) for block in islice(self._cached, num_blocks)]
 
     def state(self, block: BlockId) -> BlockState:
@@ -111,7 +111,7 @@ class BlockLedger:
         return self._refcounts[block]
 
     def count_exclusive(self, blocks: Iterable[BlockId]) -> int:
-        """How many of these blocks become available when their one holder frees them."""
+        """How many of these blocks have refcount 1 and no pin, so that they become available when freed."""
         refcounts, pins = self._refcounts, self._pins
         return sum(refcounts[block] == 1 and block not in pins for block in blocks)
 
@@ -120,7 +120,7 @@ class BlockLedger:
         return sum(map(self._cached.__contains__, blocks))
 
     def survey(self, first: int, num_blocks: int) -> tuple[int, int, bool]:
-        """Of a run of blocks: how many have memory, how many of those are in use, whether a copy touches one.
+        """(blocks with memory, used blocks, whether a copy touches one) of a run of blocks.
 
         It runs over the whole pool at every shrink: hence no Python per block.
         """
@@ -138,7 +138,7 @@ class BlockLedger:
         return block in self._pins
 
     def count_states(self) -> dict[BlockState, int]:
-        """How many blocks are in each state; walks none of them. On another thread than the step: about how many."""
+        """Number of blocks in each state, in constant time. Approximate on another thread than the step's."""
         counts = {
             BlockState.ABSENT: len(self._states) - self._num_present,
             BlockState.FREE: len(self._free),
@@ -151,7 +151,7 @@ class BlockLedger:
     # -- owning ----------------------------------------------------------------------------------------------------
 
     def allocate(self, num_blocks: int) -> list[BlockId] | None:
-        """Give ``num_blocks`` owned blocks with refcount 1, evicting cached ones at need; None if too few."""
+        """Allocate ``num_blocks`` owned blocks with refcount 1, evicting cached ones at need; None if too few."""
         blocks = self._take(num_blocks, _OWNED)
         for block in blocks or ():
             self._refcounts[block] = 1
@@ -173,7 +173,7 @@ class BlockLedger:
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def seal(self, block: BlockId, key: BlockKey) -> None:
-        """Say that an owned block is full of computed tokens with this content, so that others may share it.
+        """Register an owned block that is full of computed tokens under its content key, for sharing.
 
         If another block has the same content already, that one stays the shared one.
         """
@@ -190,7 +190,7 @@ class BlockLedger:
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[BlockId]:
         """The readable blocks of these contents, up to the first that is missing.
 
-        It runs over hundreds of keys for every waiting sequence that comes in sight: hence no Python per key.
+        It runs over hundreds of keys for every waiting sequence that enters the view: hence no Python per key.
         """
         return list(takewhile(partial(is_not, None), map(self._index.get, keys)))  # type: ignore[arg-type]
 
@@ -220,13 +220,13 @@ class BlockLedger:
     # -- copies in flight ------------------------------------------------------------------------------------------
 
     def pin(self, blocks: Iterable[BlockId]) -> None:
-        """An outbound copy begins to read these owned blocks."""
+        """Pin owned blocks that an outbound copy begins to read."""
         for block in blocks:
             self._expect(block, _OWNED)
             self._pins[block] = self._pins.get(block, 0) + 1
 
     def pin_cached(self, blocks: Iterable[BlockId]) -> None:
-        """An outbound copy begins to read these cached blocks. They keep their place in line."""
+        """Pin cached blocks that an outbound copy begins to read. They keep their place in the eviction order."""
         for block in blocks:
             self._expect(block, _CACHED)
             self._going[block] = self._cached.pop(block)
@@ -235,7 +235,7 @@ class BlockLedger:
             self._settle(block)
 
     def unpin(self, blocks: Sequence[BlockId]) -> None:
-        """The outbound copy is done with these blocks, well or not. As in ``free``, the tail goes first."""
+        """Unpin blocks after an outbound copy, successful or not. As in ``free``, the tail goes first."""
         returning = [block for block in blocks if block in self._going]
         for block in reversed(blocks):
             num_pins = self._pins.pop(block, 0)
@@ -250,11 +250,11 @@ class BlockLedger:
             self._put_back(returning)
 
     def begin_load(self, num_blocks: int) -> list[BlockId] | None:
-        """Give blocks for an inbound copy to write, evicting cached ones at need; None if too few."""
+        """Allocate blocks for an inbound copy to write, evicting cached ones at need; None if too few."""
         return self._take(num_blocks, _LOADING)
 
     def commit_load(self, blocks: Iterable[BlockId]) -> None:
-        """The inbound copy arrived whole: its blocks are owned, with refcount 1."""
+        """Make loading blocks owned, with refcount 1, after their inbound copy arrived whole."""
         for block in blocks:
             self._expect(block, _LOADING)
             self._num_loading -= 1
@@ -262,7 +262,7 @@ class BlockLedger:
             self._refcounts[block] = 1
 
     def abort_load(self, blocks: Iterable[BlockId]) -> None:
-        """The inbound copy failed or nobody wants it any more: its blocks are free."""
+        """Free loading blocks whose inbound copy failed or is no longer needed."""
         for block in blocks:
             self._expect(block, _LOADING)
             self._num_loading -= 1
@@ -271,7 +271,7 @@ class BlockLedger:
     # -- elasticity (planned in core/shrink.py) --------------------------------------------------------------------
 
     def add_memory(self, blocks: Iterable[int]) -> None:
-        """Memory appeared behind these absent blocks: they are free. A range takes no Python per block."""
+        """Make absent blocks free after memory was mapped behind them. A range takes no Python per block."""
         for run in (blocks,) if isinstance(blocks, range) else (range(block, block + 1) for block in blocks):
             self._extend_to(run.stop)
             if self._states[run.start : run.stop].count(_ABSENT) < len(run):
@@ -281,7 +281,7 @@ class BlockLedger:
             self._num_present += len(run)
 
     def retire(self, block: BlockId) -> None:
-        """Take a free or cached block out of use: its memory is about to go."""
+        """Make a free or cached block absent: its memory is about to be unmapped."""
         if self._states[block] == _CACHED:
             self._evict(block)
         self._expect(block, _FREE)
@@ -290,7 +290,7 @@ class BlockLedger:
         self._num_present -= 1
 
     def empty_quantum(self, quantum: int) -> bool:
-        """Whether no block of a quantum is in use or touched by a copy; then its cached blocks are forgotten."""
+        """If no block of a quantum is in use or touched by a copy, evict its cached blocks; return whether so."""
         first = quantum * self.quantum_blocks
         _, num_used, is_held = self.survey(first, self.quantum_blocks)
         if num_used or is_held:
@@ -301,7 +301,7 @@ class BlockLedger:
         return True
 
     def reserve(self, block: BlockId) -> None:
-        """Take a certain free or cached block as the destination of a move; it is loading until ``move``."""
+        """Reserve a certain free or cached block as the destination of a move; it is loading until ``move``."""
         if self._states[block] == _CACHED:
             self._evict(block)
         self._expect(block, _FREE)
@@ -310,7 +310,7 @@ class BlockLedger:
         self._states[block] = _LOADING
 
     def move(self, source: BlockId, destination: BlockId) -> None:
-        """The bytes of ``source`` are at ``destination`` now: references and key follow, ``source`` is free."""
+        """Transfer references and key to ``destination``, which has the bytes now; ``source`` becomes free."""
         self._expect(source, _OWNED)
         self._expect(destination, _LOADING)
         if source in self._pins:
@@ -382,7 +382,7 @@ class BlockLedger:
         return blocks
 
     def _settle(self, block: BlockId) -> None:
-        """Nobody holds the block any more: drain, cache or free it."""
+        """Drain, cache or free a block without references."""
         self.settled_quanta.add(block // self.quantum_blocks)
         if block in self._pins:
             self._states[block] = _DRAINING
@@ -398,7 +398,7 @@ class BlockLedger:
             self._free.add(block)
 
     def _put_back(self, blocks: Iterable[BlockId]) -> None:
-        """Cached blocks that are last in line, since they were just added, go to their places."""
+        """Move cached blocks that were just added at the end to their earlier places in the eviction order."""
         places = self._cached
         latest = max(places[block] for block in blocks)
         front = {*takewhile(lambda block: places[block] < latest, places), *blocks}

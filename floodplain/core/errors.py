@@ -1,6 +1,6 @@
-"""Kinds of error: the user's, which say what to change; peers and results that are lost; and ours, never caught.
+"""Exceptions: user errors, which say what to change; lost peers or results; bugs, never caught.
 
-Scarcity (no free block, no free page) is neither: it is a value that the caller must handle.
+Scarcity (no free block, no free page) is no exception: it is a value that the caller must handle.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class SettingRefused(UserError):
     """A setting is out of its range. The message has its name as in Python; a front end with flags raises ``as_flags``.
 
     Args:
-        names: Of the settings.
-        problem: What is wrong with them; the line goes on with it.
+        names: Names of the settings.
+        problem: What is wrong with them; it follows the names in the message.
     """
 
     def __init__(self, names: tuple[str, ...], problem: str) -> None:
@@ -26,7 +26,7 @@ class SettingRefused(UserError):
         self._names, self._problem = names, problem
 
     def as_flags(self) -> UserError:
-        """The same of flags of the command line."""
+        """The same error with names of command-line flags."""
         flags = [f"--{name.replace('_', '-')}" for name in self._names]
         return UserError(f"{' and '.join(flags)} {self._problem}")
 
@@ -53,16 +53,16 @@ class ShuttingDown(UserError):
 
 
 class PeerLost(Exception):
-    """Another process that computes with this one is gone, or speaks nonsense: what they did together is over."""
+    """A process that computes with this one exited or sent invalid data; their joint work is aborted."""
 
 
 class WriteFailed(Exception):
-    """Work was done, and its result cannot be written: the command line prints the line and exits with status 1."""
+    """The result of finished work cannot be written: the command line prints the line and exits with status 1."""
 
 
 class ServiceLost(Exception):
-    """All that computes for a server is gone: the command line prints the line and exits with status 1."""
+    """All instances of a server have ended: the command line prints the line and exits with status 1."""
 
 
 class InvariantError(RuntimeError):
-    """The program contradicts itself: a bug of ours. Nobody catches it; it ends the process loudly."""
+    """A broken invariant, which is a bug. It is never caught and ends the process."""

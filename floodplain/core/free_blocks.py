@@ -1,4 +1,4 @@
-"""Free KV blocks, handed out fullest quantum first.
+"""Free KV blocks, allocated from the fullest quantum first.
 
 A *quantum* is the smallest run of blocks whose pages can be unmapped together. Filling the fullest first keeps the
 others whole, so that shrinking the pool has little to move. All operations take constant time.
@@ -17,14 +17,14 @@ BlockId = NewType("BlockId", int)
 class FreeBlocks:
     """A set of free blocks; ``pop`` takes from the quantum that has the fewest of them.
 
-    Quanta of which no block was ever taken come last, and are ranges until then: a large pool costs nothing at first.
+    Quanta of which no block was ever taken are used last, and stay ranges until then: a large pool costs little.
     """
 
     def __init__(self, quantum_blocks: int) -> None:
         self._quantum_blocks = quantum_blocks
         self._untouched: deque[tuple[range, Iterator[int]]] = deque()  # quanta, but for those that are in _by_quantum
         self._by_quantum: dict[int, dict[BlockId, None]] = {}
-        # Ordered ones: the first entry of a dict that loses it again and again takes ever longer to find.
+        # OrderedDict: finding the first entry of a plain dict takes longer after each removal of its first entry.
         self._levels: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(quantum_blocks + 1)]
         self._occupied_levels = 0  # bit k is set where level k (quanta with k free blocks) is not empty
         self._num_free = 0
@@ -37,7 +37,7 @@ class FreeBlocks:
         return block in self._by_quantum.get(quantum, ()) or self._is_untouched(quantum)
 
     def add(self, block: BlockId) -> None:
-        """Put a block that is not in the set into it."""
+        """Add a block that is not in the set."""
         quantum = block // self._quantum_blocks
         free = self._by_quantum.setdefault(quantum, {})
         self._move(quantum, len(free), len(free) + 1)
@@ -45,7 +45,7 @@ class FreeBlocks:
         self._num_free += 1
 
     def add_run(self, run: range) -> None:
-        """Put blocks that are not in the set into it; of whole quanta that never had any, in constant time."""
+        """Add blocks that are not in the set; whole quanta that never had blocks in the set take constant time."""
         size = self._quantum_blocks
         whole = range(-(-run.start // size), run.stop // size)
         if not whole or (self._by_quantum and not self._by_quantum.keys().isdisjoint(whole)):
@@ -58,7 +58,7 @@ class FreeBlocks:
                 self.add(BlockId(block))
 
     def remove(self, block: BlockId) -> None:
-        """Take a certain block out of the set."""
+        """Remove a certain block from the set."""
         quantum = block // self._quantum_blocks
         free = self._by_quantum.get(quantum)
         if free is None:
@@ -68,7 +68,7 @@ class FreeBlocks:
         self._num_free -= 1
 
     def pop(self) -> BlockId:
-        """Take a block of the fullest quantum that has one.
+        """Remove and return a block of the fullest quantum that has a free one.
 
         Raises:
             IndexError: The set is empty.

@@ -1,16 +1,16 @@
-"""What users are promised of latencies: a request's own goals, and the number behind the defaults."""
+"""Latency goals of a request, and the factor behind the default goals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 UNLOADED_FACTOR = 5.0
-"""A default goal is what a request takes without load, times this: KunServe's factor for chat ("SLO attainment")."""
+"""Ratio of a default goal to the latency without load: KunServe's factor for chat ("SLO attainment")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """A request's own goals; what is None is as the server is told.
+    """A request's own goals; for None the server's goal applies.
 
     Attributes:
         ttft_s: Seconds to the first token, above 0.
@@ -22,7 +22,7 @@ class Goals:
 
     @property
     def field(self) -> str:
-        """Which field of a request to the API says one of them."""
+        """Name of an API field that sets one of these goals, for error messages."""
         return "ttft_goal_ms" if self.tpot_s is None else "tpot_goal_ms"
 
 

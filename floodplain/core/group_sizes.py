@@ -1,4 +1,4 @@
-"""How many quanta a group's KV pool has in each state, and which requests keep their KV in a drop. Pure.
+"""Sizes of a group's KV pool in each state, and which requests keep their KV in a drop. Pure.
 
 Member i has T pages behind its own pool, keeps k of L layers, and frees P pages by dropping the parameters of the
 others; a quantum is q pages in each layer. While grouped, it has T + P pages for KV.
@@ -26,7 +26,7 @@ from floodplain.core.kv_sources import find_slot
 
 @dataclass(frozen=True, slots=True)
 class MemberReport:
-    """What a paused member says of its memory.
+    """A paused member's report of its memory.
 
     Attributes:
         num_kv_pages: Pages behind its KV pool, over all layers.
@@ -34,8 +34,8 @@ class MemberReport:
         max_quanta: Quanta for which address space is reserved.
         param_pages: Pages that dropping the parameters of each layer frees.
         held: Layers that it has now; None: all.
-        holder: Of a member of a group that is merged: the place whose rows are those of that group, and whose quanta it
-            has, too, in its own layers. None: its own.
+        holder: For a member of a group that is merged: the place that holds that group's rows; this member has the same
+            quanta in its own layers. None: its own place.
     """
 
     num_kv_pages: int
@@ -59,8 +59,8 @@ class MemberReport:
 class HeldRow:
     """A request that a member holds: the member's place in the group, and where its blocks lie there.
 
-    ``sources`` are blocks of the member's own pool and slots of its swap space (``core.kv_sources``). They may be those
-    of other requests, too (a shared prefix).
+    ``sources`` are blocks of the member's own pool and slots of its swap space (``core.kv_sources``). Requests with a
+    shared prefix share sources.
     """
 
     place: int
@@ -68,12 +68,12 @@ class HeldRow:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Those in the member's own pool."""
+        """The sources that are blocks of the member's own pool."""
         return tuple(source for source in self.sources if find_slot(source) is None)
 
     @property
     def slots(self) -> tuple[tuple[int, int], ...]:
-        """(place, slot) of those in swap space."""
+        """(place, slot) of the sources in swap space."""
         return tuple((self.place, slot) for source in self.sources if (slot := find_slot(source)) is not None)
 
 
@@ -82,13 +82,13 @@ class GroupSizes:
     """The plan of a drop.
 
     Attributes:
-        kept_rows: Indices of the rows that keep their KV, ascending; the others are computed again.
+        kept_rows: Indices of the rows that keep their KV, ascending; the others are recomputed.
         used: For each place, quanta of the member's pool that hold KV of these rows, ascending. The k-th one becomes
             quantum ``first[place] + k`` of the group. Places with one holder have the same.
         first: For each place, the first of the group's quanta that are its used ones.
-        num_quanta: Of the group's pool during the exchange.
+        num_quanta: Quanta of the group's pool during the exchange.
         num_settled_quanta: The same after the exchange.
-        num_restore_quanta: The most that it may have when the dropped parameters are to be mapped again.
+        num_restore_quanta: Most quanta of the pool with which the dropped parameters can be mapped again.
         slot_blocks: The group's block for each (place, slot) of swap space that holds KV of these rows.
     """
 
@@ -108,7 +108,7 @@ class GroupSizes:
 
 
 def count_exchange_quanta(report: MemberReport, kept: range, num_used: int) -> int:
-    """Quanta that a member can map in its kept layers while KV of ``num_used`` quanta has not left; may be negative."""
+    """Quanta that a member can map in its kept layers beside ``num_used`` not yet copied ones; may be negative."""
     num_leaving = num_used * (report.num_held_layers - len(kept)) * report.quantum_pages
     num_pages = report.count_grouped_pages(kept) - num_leaving
     return min(report.max_quanta, num_pages // (len(kept) * report.quantum_pages))
@@ -170,11 +170,11 @@ def size_group(
 def choose_kept_rows(
     reports: Sequence[MemberReport], kept: Sequence[range], rows: Sequence[HeldRow], quantum_blocks: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Which rows keep their KV, and the quanta of each place that hold it.
+    """(indices of the rows that keep their KV, quanta of each place that hold it); see ``size_group``.
 
-    From the oldest on, each row keeps its KV if there is room beside that of the rows before: in the group's pool for
-    all used quanta, and behind them for a block for each slot. A quantum is used if one row that keeps its KV has a
-    block there: pages move as whole quanta. Arguments as in ``size_group``.
+    From the oldest on, each row keeps its KV if it fits beside that of earlier rows: the group's pool needs room for
+    all used quanta, and behind them a block for each slot. A quantum is used if a kept row has a block there: pages
+    move as whole quanta.
     """
     used: dict[int, set[int]] = {holder: set() for holder in _holders_of(reports)}
     by_place = [used[holder] for holder in _holders_of(reports)]

@@ -1,7 +1,7 @@
 """States of a group of instances that share one copy of the parameters: one transition table, and its diagram. Pure.
 
 Nothing is unmapped before ``DROP``, which takes place only when every member has confirmed what it keeps: before it,
-a member that ends or refuses costs the others a pause. After it, the end of any member ends the lives of all.
+a member that exits or refuses costs the others a pause. After it, the exit of any member ends all members.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from floodplain.core.errors import InvariantError
 
 
 class GroupState(StrEnum):
-    """Where a group is. Each state but ``SOLO`` is entered at most once under one group number."""
+    """State of a group. Each state but ``SOLO`` is entered at most once under one group number."""
 
     SOLO = "solo"
     """No group: each member serves by itself, with all layers."""
@@ -34,19 +34,19 @@ class GroupState(StrEnum):
     FILLING = "filling"
     """The pipeline runs; members map the parameters that they dropped, and fill them."""
     HANDOVER = "handover"
-    """The leader drains the pipeline, and hands over all requests."""
+    """The leader drains the pipeline and hands over all requests."""
     RETURNING = "returning"
     """The other members close their links; each serves by itself again."""
     ADOPTING = "adopting"
-    """Each handed-over request's KV is collected by the one member that goes on with it."""
+    """Each handed-over request's KV is collected by the member that resumes it."""
     CLOSING = "closing"
     """Members unmap the group's KV, and their pools grow to what they were."""
     OVER = "over"
-    """A member's life ended, and with it those of all."""
+    """A member exited, so all members end."""
 
 
 class GroupEvent(StrEnum):
-    """What changes a group's state. Those of members take place when the last member has answered."""
+    """Events that change a group's state. Events of members take place when the last member has answered."""
 
     PREPARE = "prepare"
     CANCELLED = "cancelled"
@@ -93,7 +93,7 @@ TABLE: Mapping[tuple[GroupState, GroupEvent], GroupState] = (
 """All transitions."""
 
 STALE = frozenset({_E.CANCELLED, _E.EXPIRED})
-"""Events that may arrive after their state: a refusal that is late, a timer that fires late. They change nothing."""
+"""Events that may arrive after their state, such as a late refusal or timer. They change nothing."""
 
 
 def advance(state: GroupState, event: GroupEvent) -> GroupState | None:

@@ -31,7 +31,7 @@ def block_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
 def extend_keys(
     keys: list[BlockKey], root: BlockKey, token_ids: Sequence[int], num_blocks: int, block_tokens: int
 ) -> None:
-    """Append to ``keys`` what it lacks of the keys of the first ``num_blocks`` full blocks of ``token_ids``."""
+    """Extend ``keys`` to the keys of the first ``num_blocks`` full blocks of ``token_ids``."""
     parent = keys[-1] if keys else root
     for index in range(len(keys), num_blocks):
         parent = block_key(parent, token_ids[index * block_tokens : (index + 1) * block_tokens])

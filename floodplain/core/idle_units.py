@@ -1,6 +1,6 @@
-"""Which units of memory have been out of use for so long that the system may have their pages back.
+"""Units of memory that have been unused for so long that their pages can be returned to the system.
 
-A unit is what can go alone: a quantum of the KV pool, a slot of swap space. It may have pages once it was used.
+A unit is the smallest part that can be returned: a quantum of the KV pool, a slot of swap space.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ class IdleUnits:
     """Units whose use has ended, the longest ago first. Pure: the caller has the clock, and the pages.
 
     Args:
-        idle_s: Seconds without use after which a unit goes.
-        num_kept: Of the units that are out of use, so many stay whatever their time: those that were used last.
+        idle_s: Seconds without use after which a unit is due.
+        num_kept: Number of unused units, the last used ones, that never become due.
     """
 
     def __init__(self, idle_s: float, num_kept: int = 0) -> None:
@@ -25,15 +25,15 @@ class IdleUnits:
         return len(self._ended_s)
 
     def note_ended(self, units: Iterable[int], now_s: float) -> None:
-        """A use of these units ended about now. Other uses of them may go on."""
+        """Note that a use of these units ended about now. Other uses of them may go on."""
         for unit in units:
             self._ended_s.pop(unit, None)
             self._ended_s[unit] = now_s
 
     def take_due(self, now_s: float) -> Iterator[int]:
-        """Units whose last use ended ``idle_s`` ago, one by one. They are forgotten until a use of them ends again.
+        """Yield units whose last use ended ``idle_s`` ago; each is removed until a use of it ends again.
 
-        So a caller that finds one in use lets it be: its end will be noted. What is not taken stays due.
+        A caller skips units that are in use again: their end will be noted. Units that are not consumed stay due.
         """
         while len(self._ended_s) > self.num_kept:
             unit = next(iter(self._ended_s))

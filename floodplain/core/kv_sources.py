@@ -1,4 +1,4 @@
-"""Where one block of a handed-over request lies, as one integer that fits a frame's 32 bits. Pure.
+"""Encodes the location of a handed-over block as one integer that fits a frame's 32 bits. Pure.
 
 0 and above: a block of the device's pool. Below 0: a slot of the host tier.
 """

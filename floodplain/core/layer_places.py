@@ -1,8 +1,8 @@
-"""Where the KV of each layer is while some stream: which stay on the device, which pass through which slot. Pure.
+"""The place of each layer's KV while some layers stream: on the device, or in which slot. Pure.
 
-Of n layers, m *stream*: each has a complete copy off the device, and is on it only while it is needed. They pass
-through S *slots*, each as large as one layer; so r = n - m + S layers' worth of device memory serve n layers, and the
-same memory holds e = n / r times as many blocks (*expansion*).
+Of n layers, m *stream*: each has a complete copy off the device, and is on it only while it is needed. They share S
+*slots*, each as large as one layer; so r = n - m + S layers' worth of device memory serve n layers, and the same
+memory holds e = n / r times as many blocks (*expansion*).
 
 In one step the streamed layers use the slots in turn. When a layer has computed, its new rows are written to its copy,
 and behind that its slot is loaded with the layer that is S places further on: the layer's *follower*.
@@ -46,7 +46,7 @@ def stream_order(num_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LayerPlaces:
-    """Which of ``num_layers`` layers stream, and through which slot each passes.
+    """Which of ``num_layers`` layers stream, and which slot each uses.
 
     Attributes:
         num_layers: n, of the model.

@@ -14,7 +14,7 @@ from floodplain.core.errors import InvariantError
 
 
 class EventKind(Enum):
-    """What can happen to a request, tokens aside."""
+    """Kinds of events of a request, except for tokens."""
 
     ARRIVED = "arrived"
     SCHEDULED = "scheduled"
@@ -47,7 +47,7 @@ def end_to_end_s(arrival_s: float, token_times_s: Sequence[float]) -> float | No
 
 @dataclass(slots=True)
 class Lifecycle:
-    """What happened to one request, in order.
+    """Events and token times of one request, in order.
 
     Attributes:
         arrival_s: When the request arrived.
@@ -106,7 +106,7 @@ def residence_s(lifecycle: Lifecycle) -> list[tuple[float, float]]:
     finished. Stays that took no time are left out.
 
     Raises:
-        InvariantError: It came while it was on the device, or was preempted while it was not.
+        InvariantError: It was scheduled while it was on the device, or preempted while it was not.
     """
     stays: list[tuple[float, float]] = []
     since_s: float | None = None

@@ -1,7 +1,7 @@
-"""How groups of instances become one: which member keeps which of the layers that it has. Pure.
+"""Cuts the layers of merged groups: which member keeps which of the layers that it has. Pure.
 
 A member that has dropped layers has no parameters of them, so it can only keep some of those that it has. For two
-groups of two equal halves each, the members take turns: first of A, first of B, second of A, second of B.
+groups of two equal halves each, the members alternate: first of A, first of B, second of A, second of B.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MergeCut:
 
 
 def cut_merge(held: Sequence[range], num_layers: int) -> MergeCut | None:
-    """The cut in which the member with the most layers has the fewest, the first order of several; None: there is none.
+    """The first cut that minimizes the most layers of any member; None if no cut exists.
 
     Args:
         held: Adjacent layers that each member has now.
@@ -45,7 +45,7 @@ def cut_merge(held: Sequence[range], num_layers: int) -> MergeCut | None:
 
 
 def _cut_in_order(held: Sequence[range], num_layers: int) -> tuple[range, ...] | None:
-    """The same for one order: for each number of leading layers, the best cut of these over the members so far."""
+    """The best cut in one order, by dynamic programming over leading layers and members; None without one."""
     best: dict[int, tuple[int, tuple[range, ...]]] = {0: (0, ())}
     for layers in held:
         cuts: dict[int, tuple[int, tuple[range, ...]]] = {}

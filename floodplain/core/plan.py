@@ -1,7 +1,7 @@
-"""What a policy decides, what an executor is told, and what it answers.
+"""Messages of the step loop: a policy's decision, an executor's plan, and its result.
 
-A ``Decision`` names sequences and token counts; the loop turns it into a ``StepPlan``, which names blocks. Between
-deciding and doing there is nothing else.
+A ``Decision`` names sequences and token counts; the loop turns it into a ``StepPlan``, which names blocks. There is
+nothing else between a policy and an executor.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from floodplain.core.tiers import Direction, Location, Tier
 
 
 class Reason(Enum):
-    """Why a policy did it; the same word in the engine, the simulator and the metrics."""
+    """Why a policy decided so; the same words in the engine, the simulator and the metrics."""
 
     POOL_EXHAUSTED = "pool_exhausted"
-    """Somebody on the device needed a block, and there was none."""
+    """A running sequence needed a block, and none was available."""
     SLICE_ENDED = "slice_ended"
-    """Its slice is over, and somebody absent ranks above it."""
+    """Its slice is over, and an absent request ranks above it."""
     SLICE_BEGINS = "slice_begins"
-    """Its turn has come."""
+    """It is resumed for a slice, by its rank."""
     PREFIX_IN_SWAP = "prefix_in_swap"
-    """A prompt begins with what swap space has, and fetching it is sooner than computing it."""
+    """Swap space has a prefix of the prompt, and fetching it is faster than computing it."""
     CROWDED = "crowded"
     """Newcomers wait, because turns have become rare."""
     PROMISED = "promised"
@@ -35,24 +35,24 @@ class Reason(Enum):
     PROMPT_BOUND = "prompt_bound"
     """Newcomers wait, because prompts are so large a part of the work that first tokens first does not pay."""
     LINK_BUSY = "link_busy"
-    """Slices are longer than asked, because copies could not keep up with shorter ones."""
+    """Slices are longer than configured, because copies could not keep up with shorter ones."""
     SWAP_SLOW = "swap_slow"
-    """Computing again is cheaper than a copy back. Of a whole decision: nobody takes turns, or somebody left so."""
+    """Recomputing is cheaper than a swap-in. Of a whole decision: no turns are taken, or a victim lost its KV so."""
     SWAP_FULL = "swap_full"
     """Swap space cannot take more."""
     NO_SWAP = "no_swap"
-    """There is no swap space: nobody takes turns."""
+    """There is no swap space, so no turns are taken."""
 
 
 LIMITS = (
     Reason.CROWDED, Reason.PROMISED, Reason.PROMPT_BOUND, Reason.LINK_BUSY, Reason.SWAP_SLOW, Reason.SWAP_FULL,
     Reason.NO_SWAP,
 )  # fmt: skip
-"""Reasons of a whole decision: what kept the policy from deciding as it would like."""
+"""Reasons of a whole decision: limits that kept the policy from deciding as it would like."""
 
 
 class PreemptionMode(Enum):
-    """What becomes of the KV of a preempted sequence."""
+    """Whether the KV of a preempted sequence is dropped or swapped out."""
 
     RECOMPUTE = "recompute"
     SWAP = "swap"
@@ -68,7 +68,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """Take a sequence off the device; with SWAP, what is not backed up yet is copied to ``tier``."""
+    """Take a sequence off the device; with SWAP, its blocks without a backup are copied to ``tier``."""
 
     seq_id: SeqId
     mode: PreemptionMode
@@ -78,8 +78,7 @@ class Preemption:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Bring a sequence onto the device whose KV is in swap space: one that was swapped out, or one that waits and
-    begins with a prefix that is known there."""
+    """Swap in the KV of a swapped sequence, or the prefix of a waiting one."""
 
     seq_id: SeqId
     reason: Reason
@@ -87,7 +86,7 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True)
 class BackupOrder:
-    """Write up to ``num_blocks`` more full blocks of a running sequence behind, to ``tier``."""
+    """Back up to ``num_blocks`` more full blocks of a running sequence in ``tier``."""
 
     seq_id: SeqId
     num_blocks: int
@@ -96,8 +95,8 @@ class BackupOrder:
 
 @dataclass(frozen=True, slots=True)
 class PrefixBackupOrder:
-    """Of the ``num_at_risk`` blocks that the device would forget next, write up to ``num_blocks`` that swap space lacks
-    to ``tier``."""
+    """Of the ``num_at_risk`` cached blocks that are evicted next, back up to ``num_blocks`` without a backup in
+    ``tier``."""
 
     num_at_risk: int
     num_blocks: int
@@ -108,17 +107,17 @@ class PrefixBackupOrder:
 class Decision:
     """One answer of a policy.
 
-    The loop first applies what makes or takes room: preemptions, the prefix hits of admissions, resumptions, backups
+    The loop first applies what frees or takes blocks: preemptions, the prefix hits of admissions, resumptions, backups
     and the prefix backup; then it plans decodes, chunks, and the first chunks of admissions.
 
     Attributes:
-        preemptions: Who leaves.
-        resumptions: Whose KV comes back from swap space.
+        preemptions: Sequences to take off the device.
+        resumptions: Sequences whose KV is swapped in.
         decodes: Running, decoding sequences that get one more token, in the order of the view.
         chunks: Running sequences that compute more of their known tokens.
-        admissions: Waiting sequences that start, with their first chunk. A prefix hit comes on top.
-        backups: Whose full blocks are written behind.
-        prefix_backup: Prefixes that nobody uses now, to be kept in swap space.
+        admissions: Waiting sequences that start, with their first chunk; tokens of a prefix hit are not counted in it.
+        backups: Running sequences whose full blocks are backed up.
+        prefix_backup: Backup of cached prefixes that no request uses now.
         reason: Why the policy could not decide as it would like; None if it could.
     """
 
@@ -156,7 +155,7 @@ class TableUpdate:
 
 
 class TransferKind(Enum):
-    """What a copy is for; that says which way it goes."""
+    """The purpose of a copy, which implies its direction."""
 
     SWAP_OUT = "swap_out"
     SWAP_IN = "swap_in"
@@ -164,7 +163,7 @@ class TransferKind(Enum):
 
     @property
     def direction(self) -> Direction:
-        """Which way."""
+        """INBOUND for a swap-in, else OUTBOUND."""
         return Direction.INBOUND if self is TransferKind.SWAP_IN else Direction.OUTBOUND
 
 
@@ -174,11 +173,11 @@ class Transfer:
 
     Attributes:
         transfer_id: Names the copy.
-        kind: SWAP_IN reads the locations; the others write them.
-        seq_id: For whom; None for prefixes that nobody uses now.
+        kind: SWAP_IN reads the locations; the other kinds write them.
+        seq_id: The sequence that it is for; None for cached prefixes that no request uses.
         blocks: Blocks of the pool, and
         locations: their slots, pair by pair.
-        reason: Why.
+        reason: Why the policy decided on the copy, if it gave a reason.
     """
 
     transfer_id: int
@@ -215,8 +214,8 @@ class StepPlan:
         prefills: Chunks of known tokens.
         tables: Block table entries that are new.
         transfers: Copies that begin now. Swap-outs and backups read blocks that this step does not write.
-        preemptions: Who left and why (for records; the executor needs nothing of it).
-        released: Sequences that are gone: forget them.
+        preemptions: Preemptions and their reasons (for records; executors do not need them).
+        released: Ended sequences, whose state the executor drops.
     """
 
     step_id: int
@@ -240,7 +239,7 @@ class StepPlan:
     def count_work(self) -> tuple[int, int]:
         """(decodes, prompt tokens) as the device computes them.
 
-        A chunk of one token, with which whoever comes back from swap space begins, is a decode in all but name.
+        A chunk of one token, with which a swapped-in sequence resumes, counts as a decode.
         """
         sizes = [len(chunk.token_ids) for chunk in self.prefills]
         num_single = sizes.count(1)
@@ -249,7 +248,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nothing to run: ask again when a step or a copy has ended, or a request has arrived."""
+    """Nothing to run: plan again after a step or a copy has ended, or a request has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +261,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an executor answers to a plan: one token for each of ``plan.sampled``, in that order."""
+    """An executor's result of a plan: one token for each of ``plan.sampled``, in that order."""
 
     step_id: int
     token_ids: Seq[int]
@@ -271,13 +270,13 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class StepOutputs:
-    """What a completed step means for clients.
+    """Tokens and ends of requests that a completed step produced.
 
     Attributes:
         seq_ids: Sequences that got a token, and
         token_ids: their tokens, pair by pair.
         finished: Sequences that ended with this step, and why.
-        logprobs: Of these tokens, if anybody asked; it may hold others.
+        logprobs: Of these tokens, if their requests asked for them; may hold entries of other sequences.
     """
 
     seq_ids: Seq[SeqId]

@@ -1,4 +1,4 @@
-"""Text of others (files, servers, clients, names) made safe to show on a terminal or in a log."""
+"""Makes untrusted text (files, servers, clients, names) safe to show on a terminal or in a log."""
 
 from __future__ import annotations
 

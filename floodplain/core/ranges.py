@@ -11,7 +11,7 @@ MAX_COUNT, MAX_TOKEN_ID = 2**63 - 1, 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Of a number: both ends belong to it. NaN is in no range."""
+    """Bounds of a number, both inclusive. NaN is in no range."""
 
     least: float
     most: float
@@ -23,7 +23,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Of a string: its length in characters, and whether a terminal may show it as it is, on one line."""
+    """Bounds of a string: its most characters, and whether it must be one printable line."""
 
     most: int
     is_line: bool = True
@@ -39,7 +39,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Hexadecimal:
-    """Of a string: so many bytes, in hexadecimal digits."""
+    """Bounds of a string: ``num_bytes`` bytes in lower-case hexadecimal digits."""
 
     num_bytes: int
 
@@ -51,7 +51,7 @@ class Hexadecimal:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Of a string: it is one of these."""
+    """Bounds of a string: one of ``values``."""
 
     values: tuple[str, ...]
 
@@ -62,7 +62,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Of a string: ``HOST:PORT``."""
+    """Bounds of a string: ``HOST:PORT``."""
 
     def problem(self, value: str) -> str | None:
         """Why a value does not fit; None if it does."""
@@ -73,7 +73,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Of a list or a dict: the most items."""
+    """Bounds of a list or a dict: the most items."""
 
     most: int
 
@@ -88,7 +88,7 @@ def _is_unicode(value: str) -> bool:
 
 COUNT, SECONDS = Range(0, MAX_COUNT), Range(0.0, 1e12)
 NAME, ITEMS, ENTRIES = Text(4096, is_line=False), Length(2**20), Length(1024)
-"""Of fields of type int, float, str, tuple and dict that say nothing else."""
+"""Default bounds of fields of type int, float, str, tuple and dict."""
 
 Line = Annotated[str, Text(1000)]
 HostPort = Annotated[str, Address()]

@@ -1,4 +1,4 @@
-"""What a client sent."""
+"""Requests as clients send them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and what is wanted of it.
+    """One prompt, how to sample from it, and its priority and goals.
 
     Attributes:
         request_id: The client's name for it, unique among live requests.
@@ -35,7 +35,7 @@ class Request:
         params: How to sample, and when to stop.
         arrival_s: When it arrived, on the loop's monotonic clock.
         priority: Lower is sooner, as in vLLM.
-        client: Whose request it is (the name of the API key); fairness may be counted by it.
+        client: Name of the API key; fairness may be counted by it.
         cache_salt: Requests share cached prefixes only with requests of the same salt.
         goals: Its own, for policies that keep goals.
         known_token_ids: Output that another engine has generated already. It is computed again like a prompt, and

@@ -1,4 +1,4 @@
-"""How the next token of a request is chosen, and when the request ends."""
+"""Sampling parameters: how the next token of a request is chosen, and when the request ends."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from floodplain.core.served import weighted_work
 class Status(Enum):
     """Where a sequence is.
 
-    It holds blocks while RUNNING, and when FINISHED until no step touches them; while LOADING its transfer does.
+    It holds blocks while RUNNING, and when FINISHED until no step touches them; while LOADING its transfer holds them.
     """
 
     WAITING = "waiting"
@@ -37,7 +37,7 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.RUNNING: frozenset({Status.WAITING, Status.SWAPPED, Status.FINISHED}),
     Status.FINISHED: frozenset(),
 }
-"""The only moves that a sequence may make."""
+"""The only transitions that a sequence may make."""
 
 
 class Sequence:
@@ -53,17 +53,17 @@ class Sequence:
         blocks: Its block table.
         num_hit_blocks: Waiting: leading blocks that the prefix cache has, when the last view was built.
         backups: Backups of full blocks that are kept for it.
-        tail: Backup of its last, partly filled block, and how many leading tokens end there. It dies when the sequence
+        tail: (backup of its last, partly filled block; leading tokens up to its end). It is released when the sequence
             runs again.
         keys: Content keys of its leading full blocks, as far as they were needed.
         num_sealed: Leading blocks that the ledger knows by key.
         is_decoding: Whether the executor holds its last token and position, so that one token can follow.
         num_outstanding: Outstanding steps that it is part of.
         num_arriving: Loading: blocks that it will have.
-        num_leaving: Blocks of it that copies on their way out still read.
-        credit: Served work that it was taken to have had when it arrived (``core.served``).
-        place: Where it stands in a line in which keys take turns (``core.served``).
-        entered_step: The step in which it last came onto the device.
+        num_leaving: Blocks of it that outbound copies still read.
+        credit: Served work that it was credited at arrival (``core.served``).
+        place: Its place in the line in which keys alternate (``core.served``).
+        entered_step: The step in which it last entered the device.
         max_total: Prompt and output tokens at which it must end.
         stop_ids: Tokens at which it ends.
     """
@@ -107,12 +107,12 @@ class Sequence:
 
     @property
     def stream_work(self) -> float:
-        """What it counts between requests (``core.served``): its credit, and what it generated."""
+        """Served work between requests (``core.served``): its credit and its weighted generated tokens."""
         return self.credit + weighted_work(0, len(self.tokens) - self.num_prompt, self.request.priority)
 
     @property
     def key_work(self) -> float:
-        """What it adds to its key's account; computing again is no gift."""
+        """Served work that it adds to its key's account; recomputed tokens do not count again."""
         num_generated = len(self.tokens) - self.num_prompt
         num_computed = max(self.num_computed, self.max_computed)
         num_prompt = self.num_prompt if num_generated else min(self.num_prompt, num_computed)
@@ -135,7 +135,7 @@ class Sequence:
         return self.keys if len(self.keys) == num_blocks else self.keys[:num_blocks]
 
     def forget_blocks(self) -> None:
-        """Nothing of it is on the device any more (the ledger was told by the caller)."""
+        """Clear its block table and what follows from it; the caller has freed the blocks in the ledger."""
         self.blocks = []
         self.num_computed = self.num_scheduled = self.num_sealed = 0
         self.is_decoding = False

@@ -1,12 +1,12 @@
-"""Served work as explicit state: what fairness between requests, or between keys, is counted by.
+"""Served work: the measure of fairness between requests or between API keys.
 
-Work is counted in tokens, divided by the weight of the request's priority. Between requests only those count that were
-generated: a prompt is the price of entry, and charging it to the stream that follows would only silence that stream.
-Between keys each token of a prompt counts ``PROMPT_WEIGHT`` beside them.
+Work is counted in tokens, divided by the weight of the request's priority. Between requests only generated tokens
+count: charging a prompt to the stream that follows would only silence that stream. Between keys each token of a prompt
+counts ``PROMPT_WEIGHT`` as well.
 
-Whoever arrives, or comes back from idle, begins at the least that any active one has been served (VTC's lift,
-https://arxiv.org/abs/2401.00588; Linux's ``min_vruntime``): being away saves nothing up, and a stream of newcomers
-cannot claim all that those before them were given.
+A request that arrives, or a key that becomes active again, starts at the least work of any active one (VTC's lift,
+https://arxiv.org/abs/2401.00588; Linux's ``min_vruntime``): idle time earns no credit, and a stream of new requests
+cannot claim all that earlier ones were served.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 PROMPT_WEIGHT = 0.5
-"""A prompt's tokens are computed many at a time: VTC counts them half."""
+"""Weight of a prompt token: VTC counts it half, since many are computed at a time."""
 
 WEIGHT_PER_PRIORITY = 1.25
 """One step of priority is a quarter more or less of the device, as one step of ``nice`` is in Linux."""
 
 MAX_PRIORITY = 20
-"""Priorities beyond it, either way, weigh no more and no less: a factor of 87, as ``nice`` has."""
+"""Priorities are clamped to this, either way: a factor of 87, as ``nice`` has."""
 
 
 def weight_of(priority: int) -> float:
-    """The share that a priority stands for, relative to priority 0; lower numbers weigh more."""
+    """Weight of a priority, relative to priority 0; lower priority numbers weigh more."""
     bounded = max(-MAX_PRIORITY, min(MAX_PRIORITY, priority))
     return float(WEIGHT_PER_PRIORITY**-bounded)
 
@@ -35,10 +35,10 @@ def weighted_work(num_prompt: int, num_generated: int, priority: int) -> float:
 
 
 class KeyAccounts:
-    """What the requests of each API key have been served, those that ended included; and the keys' places in line.
+    """Served work of each API key, ended requests included, and the keys' places in line.
 
-    ``credits`` is a mapping from the keys that have live requests to the work that does not stand in those: lift, and
-    what has ended. It is replaced, never changed.
+    ``credits`` maps each key with live requests to its work outside of these: its lift, and the work of its ended
+    requests. It is replaced, never changed.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class KeyAccounts:
         self._last_begun = 0.0
 
     def arrive(self, client: str, live_work: Iterable[tuple[str, float]]) -> None:
-        """A request of ``client`` arrives; ``live_work`` has (key, work) of those before it.
+        """Add a request of ``client``; ``live_work`` has (key, work) of earlier live requests.
 
-        Of the waiting, the first in line are enough: those behind them have been given nothing yet, or little.
+        Of waiting requests, the first in line are enough: those behind them have been served nothing yet, or little.
         """
         self._num_live[client] = self._num_live.get(client, 0) + 1
         if client in self.credits:
@@ -63,7 +63,7 @@ class KeyAccounts:
         self.credits = self.credits | {client: credit}
 
     def depart(self, client: str, work: float) -> None:
-        """A request of ``client`` ended that had been given ``work``."""
+        """Remove an ended request of ``client``, which was served ``work``."""
         self._num_live[client] -= 1
         total = self.credits[client] + work
         if self._num_live[client]:
@@ -73,21 +73,21 @@ class KeyAccounts:
         self.credits = {key: credit for key, credit in self.credits.items() if key != client}
         if self.credits:
             self._idle[client] = total
-        else:  # nobody is active: whoever comes next begins a new account
+        else:  # no key is active: the next request begins a new account
             self._idle.clear()
             self._next_place.clear()
             self._last_begun = 0.0
 
     def take_place(self, client: str, priority: int) -> float:
-        """Where a new request of ``client`` stands in a line in which keys take turns, however many each has there.
+        """The place of a new request in a line in which keys alternate, however many requests each key has.
 
-        Start-time fair queueing (https://doi.org/10.1145/248156.248171): one request behind the key's last, or a part
-        of one by its weight, but not before who has begun already.
+        Start-time fair queueing (https://doi.org/10.1145/248156.248171): one place, divided by the request's weight,
+        behind the key's last request, but not before a request that has begun already.
         """
         place = max(self._last_begun, self._next_place.get(client, 0.0))
         self._next_place[client] = place + 1 / weight_of(priority)
         return place
 
     def leave_line(self, place: float) -> None:
-        """Who had this place has begun."""
+        """Note that the request with this place has begun."""
         self._last_begun = max(self._last_begun, place)

@@ -1,10 +1,10 @@
-"""How a KV pool gives memory back: which quanta go, and which blocks must move first. Pure.
+"""Plans how a KV pool shrinks: which quanta are unmapped, and which blocks must move first. Pure.
 
-prepare (``plan_shrink``) reserves destinations and retires what is free; the memory floor copies the moves and unmaps
-the pages; ``commit_shrink`` hands over the references, ``abort_shrink`` undoes everything.
+``plan_shrink`` reserves destinations and retires free and cached blocks; the memory floor copies the moves and unmaps
+the pages; ``commit_shrink`` transfers the references, ``abort_shrink`` undoes everything.
 
 Law: a pool with u used blocks can shrink to ceil(u / quantum_blocks) quanta, as long as no copy is in flight. Blocks
-that a copy reads or writes cannot move; their quanta stay, and the plan says what it got.
+that a copy reads or writes cannot move; their quanta stay, and the plan has the size that is reached.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ShrinkPlan:
     """One prepared shrink.
 
     Attributes:
-        quanta: Quanta whose pages go once the moves are done.
+        quanta: Quanta whose pages are unmapped once the moves are done.
         moves: (source, destination) blocks, sources inside ``quanta``, destinations outside.
         retired: Blocks of ``quanta`` that were free or cached and are out of use already.
         num_blocks: Blocks that the pool will have afterwards.
@@ -40,7 +40,7 @@ class ShrinkPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Quantum:
-    """A quantum with memory: how many of its blocks have some, are in use, and whether a copy touches one."""
+    """A quantum with memory: its blocks with memory, its used blocks, and whether a copy touches one."""
 
     index: int
     num_blocks: int
@@ -70,7 +70,7 @@ def plan_shrink(ledger: BlockLedger, target_blocks: int) -> ShrinkPlan:
 
 
 def commit_shrink(ledger: BlockLedger, plan: ShrinkPlan) -> dict[BlockId, BlockId]:
-    """The moves are copied: hand over references, retire the sources.
+    """Transfer references after the moves were copied, and retire the sources.
 
     Returns:
         Old block to new block: every block table that holds the old one must be rewritten before the next step.
@@ -82,7 +82,7 @@ def commit_shrink(ledger: BlockLedger, plan: ShrinkPlan) -> dict[BlockId, BlockI
 
 
 def abort_shrink(ledger: BlockLedger, plan: ShrinkPlan) -> None:
-    """A copy failed: the pool is as it was, but for cached prefixes that were dropped."""
+    """Undo a plan after a failed copy; cached prefixes that it dropped stay dropped."""
     ledger.abort_load(destination for _, destination in plan.moves)
     ledger.add_memory(plan.retired)
 
@@ -94,7 +94,7 @@ def _survey(ledger: BlockLedger) -> list[_Quantum]:
 
 
 def _split(ledger: BlockLedger, quanta: Iterable[_Quantum]) -> tuple[list[BlockId], list[BlockId]]:
-    """The blocks of these quanta that nobody uses, and those in use."""
+    """(free and cached blocks, other blocks) of these quanta, without absent ones."""
     idle: list[BlockId] = []
     used: list[BlockId] = []
     for block in _blocks_of(ledger, quanta):
@@ -111,7 +111,7 @@ def _blocks_of(ledger: BlockLedger, quanta: Iterable[_Quantum]) -> Iterator[Bloc
 
 
 def _choose_kept(quanta: list[_Quantum], num_wanted: int) -> set[int]:
-    """Quanta that a copy touches must stay; then whole ones before partial ones, fullest first."""
+    """Quanta to keep: all that a copy touches, then whole ones before partial ones, fullest first."""
     ranked = sorted(quanta, key=lambda q: (not q.is_fixed, -q.num_blocks, -q.num_used, q.index))
     kept: set[int] = set()
     room = 0

@@ -8,7 +8,7 @@ from fractions import Fraction
 from floodplain.core.errors import UserError
 
 MAX_SIZE_BYTES = 2**50
-"""A pebibyte: more memory than any machine that this runs on, so a slip of a unit."""
+"""A pebibyte. A larger size is more than any machine's memory, so probably a wrong unit."""
 
 _BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}

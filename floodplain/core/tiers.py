@@ -1,4 +1,4 @@
-"""Where KV bytes can live, and who holds which slot there."""
+"""Tiers of memory for KV, links to them, and the ledger of each tier's slots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Tier(Enum):
     PEER = "peer"
     HOST = "host"
 
-    __hash__ = object.__hash__  # of the one object that each is: the loop looks tiers up for every block that moves
+    __hash__ = object.__hash__  # by identity, which is faster: the loop looks tiers up for every block that moves
 
 
 class Direction(Enum):
-    """Which way a copy goes, seen from the device that computes."""
+    """Direction of a copy, seen from the device that computes."""
 
     OUTBOUND = "outbound"
     INBOUND = "inbound"
@@ -29,7 +29,7 @@ class Direction(Enum):
 
     @property
     def opposite(self) -> Direction:
-        """The other one."""
+        """The other direction."""
         return Direction.INBOUND if self is Direction.OUTBOUND else Direction.OUTBOUND
 
 
@@ -58,13 +58,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CopyTime:
-    """How long a link was busy with copies of one direction that went over it one after another.
+    """Time for which a link was busy with a sequence of copies in one direction.
 
     Attributes:
         tier: The far end.
         direction: Of all copies.
         num_copies: How many.
-        num_blocks: KV blocks of all copies; of a copy of some layers, that part of them.
+        num_blocks: KV blocks of all copies; a copy of some layers counts that part of its blocks.
         duration_s: Seconds from the beginning of the first copy to the end of the last, gathering and digests included,
             without the wait before.
     """
@@ -81,44 +81,44 @@ class SlotLedger:
 
     Args:
         tier: Which one.
-        num_slots: Slots that are there from the start, numbered from 0.
+        num_slots: Slots at the start, numbered from 0.
     """
 
     def __init__(self, tier: Tier, num_slots: int) -> None:
         self.tier = tier
-        self._fresh = range(num_slots)  # never taken: given when none is in _free, whose last one goes first
+        self._fresh = range(num_slots)  # never taken: allocated when _free is empty; of _free, the last goes first
         self._free: list[int] = []
         self._there: range | set[int] = self._fresh
         self.settled: set[int] = set()
         """Slots that were freed, or whose content became merely retained, until a reader clears it."""
         self._taken: set[int] = set()
-        self._leaving: set[int] = set()  # taken, and gone when they are freed
+        self._leaving: set[int] = set()  # taken, and removed when they are freed
 
     @property
     def num_slots(self) -> int:
-        """Slots that are there to stay."""
+        """Slots of the tier, without retired ones."""
         return len(self._there)
 
     @property
     def num_free(self) -> int:
-        """Slots that ``allocate`` can still give."""
+        """Slots that can still be allocated."""
         return len(self._free) + len(self._fresh)
 
     @property
     def num_taken(self) -> int:
-        """Slots that were given and not freed."""
+        """Number of allocated slots."""
         return len(self._taken)
 
     @property
     def taken(self) -> Set[int]:
-        """Slots that were given and not freed, as they are at any time."""
+        """The allocated slots; a live view, not a copy."""
         return self._taken
 
     def add(self, slots: Iterable[int]) -> None:
-        """There are more slots.
+        """Add slots.
 
         Raises:
-            InvariantError: One of them is there already.
+            InvariantError: The tier has one of them already.
         """
         new = sorted(slots, reverse=True)
         there = self._list_slots()
@@ -128,22 +128,22 @@ class SlotLedger:
         there.update(new)
 
     def retire(self, slots: Iterable[int]) -> None:
-        """These slots go: the free ones at once, the taken ones when they are freed; none is given any more."""
+        """Remove slots: free ones at once, taken ones when they are freed; none is allocated again."""
         gone, there = set(slots), self._list_slots()
         self._free = [slot for slot in self._free if slot not in gone]
         self._leaving |= self._taken & gone
         there -= gone
 
     def count_taken(self, slots: Collection[int]) -> int:
-        """How many of these slots were given and not freed."""
+        """How many of these slots are allocated."""
         return sum(slot in slots for slot in self._taken)
 
     def is_leaving(self, location: Location) -> bool:
-        """Whether a slot is taken, and gone when it is freed."""
+        """Whether a slot is taken and retired, so that it is removed when it is freed."""
         return location.slot in self._leaving
 
     def allocate(self, num_slots: int) -> list[Location] | None:
-        """Take ``num_slots`` slots, or none at all (None) if there are too few."""
+        """Allocate ``num_slots`` slots; None if there are too few."""
         if num_slots > self.num_free:
             return None
         slots = [self._free.pop() for _ in range(min(num_slots, len(self._free)))]
@@ -154,7 +154,7 @@ class SlotLedger:
         return [Location(self.tier, slot) for slot in slots]
 
     def free(self, location: Location) -> None:
-        """Give one slot back.
+        """Free one slot.
 
         Raises:
             InvariantError: The slot is not taken.
@@ -169,7 +169,7 @@ class SlotLedger:
             self._free.append(location.slot)
 
     def check_integrity(self) -> None:
-        """Every slot is exactly one of free and taken.
+        """Check that every slot is either free or taken.
 
         Raises:
             InvariantError: It is not.
@@ -178,7 +178,7 @@ class SlotLedger:
             raise InvariantError(f"{self.tier} lost or doubled a slot")
 
     def _list_slots(self) -> set[int]:
-        """All that are there to stay, and those that were never taken in ``_free``: some come or go."""
+        """Turn ranges into sets and lists, before the first slots are added or removed; return all slots."""
         if isinstance(self._there, range):
             self._there = set(self._there)
             self._free = [*reversed(self._fresh), *self._free]

@@ -1,8 +1,8 @@
-"""What a policy may see: frozen rows and counts, never the loop's own objects.
+"""The input of policies: frozen rows and counts, never the loop's own objects.
 
 A view is immutable but incremental. A row is replaced only when it changed, and the steady state of decoding (one
 token in every step) is not a change: a decoding row says *from which step on* it needs a block or has nothing to run,
-so that the same row serves for a whole block of tokens.
+so that one row serves for a whole block of tokens.
 """
 
 from __future__ import annotations
@@ -38,32 +38,33 @@ class SequenceView:
         seq_id: Its name in decisions.
         status: Where it is.
         order_key: (priority, arrival, id): breaks every tie.
-        client: Whose it is.
+        client: Name of its API key.
         num_prompt: Tokens of its prompt.
         since_step: The step index at which the counts below held. While ``is_decoding`` one token is scheduled, and one
             expected, in every step from then on.
         num_tokens: Known and expected tokens, at ``since_step``.
         num_scheduled: Leading tokens with KV on the device, outstanding steps included, at ``since_step``.
-        num_blocks: Blocks that it holds; loading: those that are on their way included.
+        num_blocks: Blocks that it holds; loading: including those that its copy fills.
         exclusive_blocks: Blocks that preempting it makes available.
         is_decoding: Each step schedules one token that the executor already holds.
         block_due_step: Decoding: the first step that needs one more block.
-        end_step: Decoding: the first step with nothing to run, because its last token is on the way.
+        end_step: Decoding: the first step with nothing to run, because its last token is already scheduled.
         num_cached_tokens: Waiting or swapped: tokens whose blocks are on the device by content and need no copy.
-        num_shared_blocks: Waiting or swapped: how many of those blocks cost no available block, since others hold them.
+        num_shared_blocks: Waiting or swapped: those of these blocks that cost no available block, since others hold
+            them.
         num_backed_blocks: Running or loading: blocks with a backup, so that a swap-out copies at most ``num_blocks``
             less these. Waiting or swapped: blocks that a swap-in copies.
-        num_restorable_tokens: Waiting or swapped: leading tokens that come back without computing.
-        entered_step: Running: the step in which it last came onto the device.
-        last_token_s: When it got its last token, when this row was made; None before the first. A row that is decoding
-            gets one in every step since.
-        credit: Served work that it was taken to have had when it arrived.
-        is_leaving: Copies of its blocks are on their way out, so that what can be restored may still grow.
-        goals: Its own.
-        first_token_s: When it got its first token; None before.
-        next_copy: Waiting or swapped: the first content that a swap-in copies. Whoever has the same one needs what
-            comes first, and can share it then.
-        is_arriving: That content is on its way onto the device already, for somebody else.
+        num_restorable_tokens: Waiting or swapped: leading tokens that can be restored without computing.
+        entered_step: Running: the step in which it last entered the device.
+        last_token_s: Time of its last token when this row was made; None before the first. A row that is decoding gets
+            one in every step since.
+        credit: Served work that it was credited at arrival (``core.served``).
+        is_leaving: Outbound copies of its blocks are in flight, so ``num_restorable_tokens`` may still grow.
+        goals: The request's own goals.
+        first_token_s: Time of its first token; None before.
+        next_copy: Waiting or swapped: the first content that a swap-in copies. Requests with the same one can share the
+            blocks of the first copy.
+        is_arriving: Another sequence's inbound copy of that content is in flight.
     """
 
     seq_id: SeqId
@@ -105,16 +106,16 @@ class SequenceView:
 
 @dataclass(frozen=True, slots=True)
 class TierView:
-    """One tier of swap space, and what its link costs.
+    """One tier of swap space, and the prices of its link.
 
     Attributes:
         tier: Which one.
-        num_free_slots: Slots that a copy can take, of one block each: free ones, and those of prefixes nobody keeps.
+        num_free_slots: Slots of one block each that a copy can take: free ones, and those of idle backups.
         num_slots: All slots.
         block_s: Seconds that one block of a large copy takes on its link.
         latency_s: Seconds before the first byte.
-        num_outbound_blocks: Blocks on their way there.
-        num_inbound_blocks: Blocks on their way back.
+        num_outbound_blocks: Blocks of outbound copies in flight.
+        num_inbound_blocks: Blocks of inbound copies in flight.
     """
 
     tier: Tier
@@ -128,12 +129,12 @@ class TierView:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What computing costs on this device, as far as steps have shown it; 0 while nothing is known.
+    """Prices of computing on this device, learned from steps; a price is 0 while it is unknown.
 
     Attributes:
-        step_s: Seconds of a step that only decodes, as of late.
+        step_s: Seconds of a recent step that only decodes.
         prefill_token_s: Seconds that one token of a prompt adds to a step.
-        prompt_share: The part of the device's time that prompts take, by the requests that ended lately.
+        prompt_share: The part of the device's time that prompts take, by recently ended requests.
         lone_step_s: Seconds of a step with one decode.
     """
 
@@ -164,27 +165,26 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that a decision may depend on, beside the time and the random generator.
+    """All inputs of a decision, beside the time and the random generator.
 
     Attributes:
         step: The index of the step to be planned.
         running: Sequences on the device, in order of their keys.
-        waiting: The first of the waiting ones, in the order that the policy declares, and the newest of the others, as
-            many as it asks for.
-        num_waiting: How many wait in all.
+        waiting: The first waiting sequences in the policy's order, and the newest others, as many as it asks for.
+        num_waiting: All waiting sequences.
         swapped: Sequences in swap space, in order of their keys.
-        loading: Sequences on their way back, in order of their keys.
+        loading: Sequences whose KV is being swapped in, in order of their keys.
         outstanding: Sequences in steps that are not complete: they cannot be preempted now.
-        num_available_blocks: Blocks that can be given, by eviction of cached prefixes at need.
-        num_empty_blocks: Those of them that hold no cached prefix.
-        num_blocks: Blocks of the pool, those that are about to return to it included: any request fits into so many.
+        num_available_blocks: Blocks that can be allocated, by eviction of cached prefixes at need.
+        num_empty_blocks: Available blocks that hold no cached prefix.
+        num_blocks: Blocks of the pool, those that will return to it included: any request fits into so many.
         block_tokens: Tokens in a block.
         max_batched_tokens: Most tokens in one step.
         max_num_seqs: Most sequences on the device.
         tiers: Swap space, nearest first.
         prices: What computing costs.
         key_credits: For each API key with live requests: its lift, and the work of its requests that have ended.
-        num_draining_blocks: Blocks that will be available when the copies that read them are done.
+        num_draining_blocks: Blocks that will be available when the copies that read them have ended.
         completion_step: The first step that was planned after the last request ended, if one has; else -1.
         depth: The most outstanding steps, this one included.
         outstanding_tokens: How many tokens each outstanding step computes, oldest first.

@@ -1,4 +1,4 @@
-"""An engine on a thread of its own, for asyncio programs: one step after another, requests enter at step boundaries."""
+"""An engine on its own thread, for asyncio; requests are submitted and aborted between steps."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from floodplain.model.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _INBOX_S = 0.005
-"""What comes in between two steps may take so long: while thousands arrive at once, streams go on."""
+"""Most seconds of inbox work between two steps, so that streams continue while thousands of requests arrive."""
 
 
 class AsyncEngine:
-    """The engine under the server and under the in-process benchmarks.
+    """The engine of the server and of the in-process benchmarks.
 
-    A step runs on the engine's thread; submissions and aborts wait in an inbox until the next step boundary. If the
-    engine's thread dies, every caller gets its exception, and so does every later call.
+    Steps run on the engine's thread; submissions and aborts wait in an inbox until the next step boundary. If the
+    thread ends with an exception, all current and later calls raise an error with it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -61,7 +61,7 @@ class AsyncEngine:
 
     @property
     def engine(self) -> Engine:
-        """The engine behind it; its state belongs to the engine's thread once started."""
+        """The wrapped engine; only the engine's thread may use its state once started."""
         return self._engine
 
     @property
@@ -80,34 +80,34 @@ class AsyncEngine:
         return self._engine.tokenizer
 
     def stats(self) -> EngineStats:
-        """A snapshot of gauges and counters; may be taken from any thread."""
+        """A snapshot of gauges and counters; callable on any thread."""
         return self._engine.stats()
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine's thread, if something did."""
+        """The exception that ended the engine's thread; None if none did."""
         return self._failure
 
     @property
     def can_serve(self) -> bool:
-        """Whether the engine's thread runs."""
+        """Whether the engine's thread was started and has not failed."""
         return self._thread is not None and self._failure is None
 
     def subscribe(self, on_finished: Callable[[Lifecycle], None]) -> None:
-        """Call ``on_finished`` on the event loop with every request that ends by ``stop`` or ``length``."""
+        """Call ``on_finished`` on the event loop for every request that ends by ``stop`` or ``length``."""
         self._subscribers.append(on_finished)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the engine's thread. This thread gives its compute threads up for it."""
+        """Start the engine's thread, and release the compute threads of the calling thread for it."""
         release_compute_threads()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="floodplain-engine", daemon=True)
         self._thread.start()
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept nothing new, and return when no request is alive; those that are after ``timeout_s`` are aborted."""
+        """Refuse new requests and return when none is live; abort those that are live after ``timeout_s``."""
         self._is_draining = True
         self._is_empty.clear() if self._callers else self._is_empty.set()
         with contextlib.suppress(TimeoutError):
@@ -117,7 +117,7 @@ class AsyncEngine:
             caller.deltas.put_nowait(OutputDelta("", (), FinishReason.ABORT.value))
 
     async def close(self) -> None:
-        """Stop after the current step; requests that are alive end with an error."""
+        """Stop after the current step; live requests end with an error."""
         self._is_closing = True
         for pause in self._pauses:
             pause.release()
@@ -142,7 +142,7 @@ class AsyncEngine:
         goals: Goals = NO_GOALS,
         on_accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Stream one request that arrives now: see ``stream``."""
+        """Stream one request that arrives now; arguments and errors as in ``stream``."""
         request = Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt_token_ids),
@@ -162,12 +162,12 @@ class AsyncEngine:
 
         Args:
             request: The request.
-            on_added: Called on the engine's thread when the request waits there, before a step sees it.
-            on_accepted: Called on the event loop then.
+            on_added: Called on the engine's thread when the request is queued, before a step can schedule it.
+            on_accepted: Called on the event loop after that.
 
         Raises:
             RequestRefused: It can never be served.
-            QueueFull: Too many wait.
+            QueueFull: Too many requests wait.
             ShuttingDown: The engine is draining.
         """
         if self._loop is None or self._failure is not None or self._is_closing:
@@ -194,7 +194,7 @@ class AsyncEngine:
     async def pause(self) -> Pause:
         """Complete all steps and copies under way, and hold the engine's thread until ``Pause.release``.
 
-        What requests had gained by then was delivered when this returns.
+        Deltas of the completed steps have been delivered when this returns.
 
         Raises:
             RuntimeError: The engine is not running.
@@ -221,13 +221,13 @@ class AsyncEngine:
         try:
             while True:
                 self._take_inbox(block_s=self._engine.rest_s)
-                if self._is_closing:  # perhaps since a pause, in which memory was unmapped
+                if self._is_closing:  # before a step: a pause may have unmapped memory
                     return
                 deltas = self._engine.step()
                 ended = [life for _, life, reason in self._engine.take_finished() if reason is not FinishReason.ABORT]
                 if deltas or ended:
                     self._call(self._dispatch, deltas, ended)
-        except BaseException as error:  # whatever it is, callers must hear of it: nobody else watches this thread
+        except BaseException as error:  # all exceptions go to the callers: there is no other handler on this thread
             if isinstance(error, PeerLost):
                 logger.warning("the engine stops: %s", error)
             else:
@@ -271,7 +271,7 @@ class AsyncEngine:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)
-        except RuntimeError:  # the event loop is closed: nobody listens any more
+        except RuntimeError:  # the event loop is closed, so there are no callers any more
             self._is_closing = True
 
     # -- on the event loop -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The last copy of a model's layers: a file from which a dropped layer is filled again if no peer can send it.
+"""The backstop: a file from which a dropped layer is filled again if no peer can send it.
 
-Instances of a machine that serve one model share the file. It holds the buffers as they are in memory, so filling is
-reading: no name is looked up, nothing is converted. The digests are those of the layers as loaded, never the file's.
+Instances of a machine that serve one model share the file. It holds the buffers as they are in memory, so filling only
+reads: no name lookups, no conversion. The digests are those of the layers as loaded, never the file's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class BackstopDamaged(UserError):
 
 
 class Backstop:
-    """The file, held open: deleting or replacing it by name does not matter to this instance. Any thread may call.
+    """The open file; deleting or replacing it by name does not affect this instance. Callable on any thread.
 
     Args:
         fd: The open file; closed by ``close``.
-        path: Where it was opened.
-        layers: What it is to be.
+        path: Path at which it was opened.
+        layers: Expected contents.
     """
 
     def __init__(self, fd: int, path: Path, layers: LayerFile) -> None:
@@ -42,9 +42,9 @@ class Backstop:
         self._damage: str | None = None
 
     def check(self) -> str | None:
-        """Why no layer should be dropped, in one line; None if the file can be read and is the expected one.
+        """The reason in one line why no layer should be dropped; None if the file is the expected one.
 
-        Looks at size and header: a fraction of a millisecond. Damaged layers are found by ``fill`` only.
+        Compares size and header, in a fraction of a millisecond. Only ``fill`` finds damaged layers.
         """
         if self._damage is not None:
             return self._damage
@@ -58,12 +58,12 @@ class Backstop:
         """Read a layer's parameters into its mapped buffer, check their digest, and set ``is_filled``.
 
         Args:
-            layer: By the order of the buffers at ``open_backstop``.
+            layer: Index in the buffers of ``open_backstop``.
             buffer: Of this layer.
 
         Raises:
-            BackstopDamaged: The file is cut, unreadable or damaged. The buffer is not filled, ``check`` refuses from
-                now on, and the file is deleted, so that the next start writes a new one.
+            BackstopDamaged: The file is truncated, unreadable or damaged. The buffer is not filled, ``check`` refuses
+                from now on, and the file is deleted, so that the next start writes a new one.
             InvariantError: The buffer has no memory, or is another layer's.
         """
         self._expect(layer, buffer)
@@ -79,7 +79,7 @@ class Backstop:
         buffer.is_filled = True
 
     def accept(self, layer: int, buffer: ParameterBuffer) -> bool:
-        """Check parameters that came from a peer; if their digest is the one at load, set ``is_filled``.
+        """Check the digest of parameters that a peer sent; set ``is_filled`` and return whether it matches.
 
         Raises:
             InvariantError: The buffer has no memory, or is another layer's.
@@ -89,11 +89,11 @@ class Backstop:
         return buffer.is_filled
 
     def digest_of(self, layer: int) -> bytes:
-        """SHA-256 of a layer's buffer as it was loaded: 32 bytes, the same in all instances of a fingerprint."""
+        """SHA-256 of a layer's buffer as loaded: 32 bytes, equal in all instances with the same fingerprint."""
         return self._layers.digests[layer]
 
     def close(self) -> None:
-        """Close the file, which stays for the next start. A second call does nothing."""
+        """Close the file, which stays on disk for the next start. Safe to call twice."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -112,7 +112,7 @@ class Backstop:
 
 
 def default_backstop_folder() -> Path:
-    """The folder in the user's cache.
+    """The default folder for backstops, in the user's cache.
 
     Raises:
         UserError: There is no cache folder.
@@ -126,7 +126,7 @@ def default_backstop_folder() -> Path:
 def open_backstop(folder: Path, fingerprint: str, buffers: Sequence[ParameterBuffer]) -> Backstop:
     """Open the machine's backstop of a model; write it if it is missing or not the expected one.
 
-    Processes that start at the same time wait for the first one, which writes. Files of other models, number formats
+    Processes that start at the same time wait until the first one has written it. Files of other models, number formats
     and versions in ``folder`` are not touched: the user deletes them.
 
     Args:
@@ -159,7 +159,7 @@ def open_backstop(folder: Path, fingerprint: str, buffers: Sequence[ParameterBuf
 
 
 def _open_expected(path: Path, layers: LayerFile) -> int | None:
-    """The open file, if it is there and the expected one."""
+    """Open the file; None if it is missing or not the expected one."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Batches of step plans: what a runner remembers of each sequence, as the rows of a forward pass."""
+"""Turns step plans into batches, and keeps a runner's state of each sequence between steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from floodplain.model.batch import ForwardBatch, PrefillSegment
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Where a batch's tokens lie.
+    """Sequences and KV locations of a batch's tokens.
 
     Attributes:
         single: Rows of sequences that feed one token, in the order of the batch.
-        runs: The chunks of several tokens, behind them.
-        slot_mapping: Where each token's KV goes, int64 [T].
+        runs: The chunks of several tokens, behind the single ones in the batch.
+        slot_mapping: Where each token's KV is written, int64 [T].
     """
 
     single: IntArray
@@ -32,7 +32,7 @@ class BatchRows:
 
 
 class Batches:
-    """Owner of what a runner remembers between steps. Plans are applied in their order.
+    """Owner of a runner's state between steps. Plans are applied in their order.
 
     Args:
         device: Where batches lie.
@@ -55,7 +55,7 @@ class Batches:
         self._sampled_params: list[SamplingParams] = []
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in what the plan says of sequences."""
+        """Apply the releases, tables and new requests of a plan."""
         for seq_id in plan.released:
             self.slots.release(seq_id)
             self._params.pop(seq_id, None)
@@ -63,7 +63,7 @@ class Batches:
             self.slots.update_table(update)
         for chunk in plan.prefills:
             if chunk.request is not None:
-                if chunk.seq_id not in self._params:  # admitted again after a preemption, it goes on counting
+                if chunk.seq_id not in self._params:  # else it was readmitted: its count of tokens continues
                     row = self.slots.row(chunk.seq_id)
                     self.slots.num_generated[row] = len(chunk.request.known_token_ids)
                 self._params[chunk.seq_id] = chunk.request.params
@@ -72,7 +72,7 @@ class Batches:
             self._decode_rows = self.slots.rows(plan.decodes)
 
     def make(self, plan: StepPlan) -> tuple[ForwardBatch, BatchRows] | None:
-        """Decodes first, then the chunks; all arithmetic on arrays. None if the plan computes nothing."""
+        """Make the batch: decodes first, then chunks, computed on arrays. None if the plan computes nothing."""
         slots, block_tokens = self.slots, self._block_tokens
         if not plan.decodes and not plan.prefills:
             return None
@@ -101,14 +101,14 @@ class Batches:
         return batch, BatchRows(rows, runs, slot_mapping)
 
     def advance(self, plan: StepPlan) -> None:
-        """The plan's batch is computed: the next tokens stand behind it."""
+        """Advance positions past the plan's batch, which has been computed."""
         slots = self.slots
         slots.positions[self._decode_rows] += 1
         for chunk in plan.prefills:
             slots.positions[slots.row(chunk.seq_id)] = chunk.start + len(chunk.token_ids)
 
     def sampled(self, plan: StepPlan) -> tuple[IntArray, list[SamplingParams]]:
-        """The rows of ``plan.sampled``, and how each samples."""
+        """(rows, sampling parameters) of ``plan.sampled``."""
         sampled = plan.sampled
         if sampled != self._sampled:
             self._sampled = sampled
@@ -117,14 +117,14 @@ class Batches:
         return self._sampled_rows, self._sampled_params
 
     def take_tokens(self, rows: IntArray, tokens: npt.NDArray[np.int64]) -> None:
-        """Sampled tokens: what these rows feed next."""
+        """Store sampled tokens as the next inputs of these rows."""
         self.slots.last_tokens[rows] = tokens
         self.slots.num_generated[rows] += 1
 
     def _rows_of_one_token(self, plan: StepPlan) -> IntArray:
-        """Rows that feed one token: the decodes, then the chunks of one token, which are decodes in all but name.
+        """Rows that feed one token: the decodes, then the chunks of one token, which compute like decodes.
 
-        Whoever comes back from swap space computes such a chunk: many in each step when turns are taken.
+        Swapped-in sequences resume with such a chunk: there are many in each step when turns are taken.
         """
         slots, singles = self.slots, [chunk for chunk in plan.prefills if len(chunk.token_ids) == 1]
         if not singles:
@@ -151,7 +151,7 @@ class Batches:
 def _logits_rows(plan: StepPlan) -> IntArray:
     """The rows of the batch whose logits are sampled, in the order of ``plan.sampled``.
 
-    Chunks of one token stand behind the decodes, longer ones behind those; of a chunk its last row counts.
+    Chunks of one token are behind the decodes, longer ones behind those; of each chunk the last row is sampled.
     """
     ends, single = [], len(plan.decodes)
     row = single + sum(len(chunk.token_ids) == 1 for chunk in plan.prefills)

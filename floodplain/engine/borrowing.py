@@ -1,4 +1,4 @@
-"""What an engine borrows from its neighbours: slots of swap space, and near copies of layers that stream."""
+"""Memory that an engine borrows: slots of swap space, and near copies of streamed layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from floodplain.runtime.loop import Loop
 
 @dataclass(frozen=True, slots=True)
 class Borrowers:
-    """Who borrows. Each sees the grants of its own requests alone.
+    """The borrowing parts of an engine. Each sees only the grants of its own requests.
 
     Attributes:
         peer_tier: With ``--swap peer``.
@@ -35,15 +35,15 @@ def open_borrowers(
     expansion: Expansion | None,
     client: LeaseClient,
 ) -> Borrowers:
-    """What the flags ask for.
+    """Make the borrowing parts that the flags ask for.
 
     Args:
         config: The flags.
         backend: Of the engine's device.
-        loop: Its relocations are the swap space's.
-        peer: Of the swap space.
-        expansion: Layers that stream.
-        client: Of the coordinator.
+        loop: The step loop; its relocations move backups of swap space.
+        peer: Parts of the peer tier of swap space; None without ``--swap peer``.
+        expansion: Layers that stream; None if none ever does.
+        client: Client of the coordinator.
 
     Raises:
         UserError: No device that this process sees can be borrowed from.

@@ -1,4 +1,4 @@
-"""Puts an engine together: model, KV pool, swap space, loop, runner, neighbours."""
+"""Builds an engine: model, KV pool, swap space, loop, runner, neighbours."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine:
-    """An engine, and what it computes with; the engine closes all of it.
+    """An engine and its parts, which ``Engine.close`` closes.
 
     Attributes:
         engine: The engine.
-        parts: Of all layers: what a stage of a pipeline is made of.
-        memory: Behind parameters and KV.
-        pool: The KV.
-        slots: Of swap space in host memory; None if there is none.
+        parts: Parts of a pipeline stage with all layers.
+        memory: The memory of parameters and KV.
+        pool: The KV pool.
+        slots: Slots of swap space in host memory; None if there is none.
     """
 
     engine: Engine
@@ -79,22 +79,22 @@ class OpenedEngine:
 
 
 def build_engine(config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None) -> Engine:
-    """See ``open_engine``; for callers that need the engine alone."""
+    """Build an engine as ``open_engine`` does, and return it without its parts."""
     return open_engine(config, policy, lending).engine
 
 
 def open_engine(
     config: EngineConfig, policy: Policy | None = None, lending: LendingSettings | None = None
 ) -> OpenedEngine:
-    """Load the model, map the KV pool, open the swap space, put the parts together, and meet the neighbours.
+    """Load the model, map the KV pool, open the swap space, build the engine, and join the coordinator if any.
 
     Args:
         config: The flags.
-        policy: Decides in the place of the one that the flags name.
-        lending: When it lends, in the place of what the flags say.
+        policy: Replaces the policy that the flags name.
+        lending: Replaces the lending settings of the flags.
 
     Raises:
-        UserError: The model cannot be read, the device is not there, memory is too small for one request, or the
+        UserError: The model cannot be read, the device does not exist, memory is too small for one request, or the
             coordinator refuses.
     """
     backend, dtype = choose_backend(torch.device(config.device)), torch_dtype(config.dtype)
@@ -146,7 +146,7 @@ def open_engine(
 
 
 def _is_shared(config: EngineConfig) -> bool:
-    """Whether neighbours may look for the device."""
+    """Whether the device has a name under which neighbours can find it."""
     return config.lends or config.device_name is not None
 
 
@@ -196,7 +196,7 @@ def _make_loop(
 def _make_idle_memory(
     config: EngineConfig, backend: Backend, pool: KVPool, state: LoopState, slots: SwapSlots | None
 ) -> IdleMemory | None:
-    """None where memory is not the system's to take back, or is to be kept."""
+    """The returner of idle memory; None for a GPU, or if ``--return-after`` is 0."""
     if not backend.shares_host_memory or not config.return_after:
         return None
     return IdleMemory(pool, state.ledger, slots, state.backups, config.return_after)
@@ -219,7 +219,7 @@ def _loop_config(
 def _resolve(
     config: EngineConfig, name: str, limits: PoolLimits, num_blocks: int, swap: OpenedSwap, block_bytes: int
 ) -> EngineConfig:
-    """The configuration with what the model, the pool and the machine have decided; it is logged."""
+    """The configuration with values that depend on the model, the pool and the machine; it is logged."""
     resolved = replace(
         config,
         slice=config.sharing_settings().slice_steps,
@@ -250,7 +250,7 @@ def _make_neighbours(
     steady: SteadyState | None,
     borrow: Callable[[LeaseClient], Borrowers],
 ) -> Neighbours | None:
-    """Not yet started; None without a coordinator."""
+    """Make the neighbours, not yet started; None without a coordinator."""
     if client is None:
         return None
     device = None if lent_pool is None else lent_pool.as_device(config.recall_deadline)

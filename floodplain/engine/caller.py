@@ -1,4 +1,4 @@
-"""One caller of an engine that runs on a thread of its own."""
+"""One caller of an engine that runs on its own thread."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from floodplain.engine.outputs import OutputDelta
 from floodplain.engine.shell import Engine
 
 OnAdded = Callable[[Engine, SeqId], None]
-"""Called on the engine's thread when a request waits there, before a step sees it."""
+"""Called on the engine's thread when a request is queued, before a step can schedule it."""
 
 
 @dataclass(eq=False, slots=True)
 class Caller:
-    """A request of ``AsyncEngine.stream``.
+    """The caller of one ``AsyncEngine.stream``, with its request and results.
 
     Attributes:
         request: The request.
-        accepted: Done when the engine has taken or refused it.
-        on_added: See ``OnAdded``.
+        accepted: Done when the engine has accepted or refused it.
+        on_added: Called on the engine's thread when the request is queued; None calls nothing.
         seq_id: Set and read on the engine's thread.
         deltas: Its results, or why the engine ended; only touched on the event loop.
     """
@@ -44,7 +44,7 @@ class Caller:
         return delta
 
     def fail(self, error: Exception) -> None:
-        """The request was refused, or the engine has ended."""
+        """Raise ``error`` in the caller: its request was refused, or the engine has ended."""
         if self.accepted.done():
             self.deltas.put_nowait(error)
         else:

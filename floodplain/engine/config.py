@@ -1,4 +1,4 @@
-"""Everything that one engine is configured by; the engine flags of the command line are these fields."""
+"""Configuration of one engine; its fields are the engine flags of the command line."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ class EngineConfig:
             raise error.as_flags() from None
 
     def sharing_settings(self) -> SharingSettings:
-        """For policies that take turns; a slice that nobody asked for is the policy's own.
+        """Settings for time-slicing policies; without ``--slice`` the policy's default slice.
 
         Raises:
             SettingRefused: A value is out of its range.
@@ -235,15 +235,15 @@ class EngineConfig:
 
     @property
     def most_lent_bytes(self) -> int | None:
-        """At most so much is lent; None: as much as can be spared.
+        """Most bytes to lend: 0 for ``off``, None for ``auto`` (as much as can be spared).
 
         Raises:
-            UserError: ``--lend`` says something else.
+            UserError: ``--lend`` is neither off, auto nor a size.
         """
         return read_lend(self.lend)
 
     def unused_flags(self) -> list[str]:
-        """Flags that were set to something, and that the policy has no use for."""
+        """Flags that were changed from their defaults but that the policy does not use."""
         return [
             f"--{item.name.replace('_', '-')}"
             for item in fields(self)
@@ -252,10 +252,10 @@ class EngineConfig:
 
     @property
     def asked_expansion(self) -> float | None:
-        """How many times as many blocks the KV pool is to hold: 1 for ``off``, None for ``auto``.
+        """The configured expansion of the KV pool: 1 for ``off``, None for ``auto``.
 
         Raises:
-            UserError: ``--kv-expansion`` says something else.
+            UserError: ``--kv-expansion`` is neither off, auto nor a number above 1.
         """
         return read_expansion(self.kv_expansion)
 
@@ -273,7 +273,7 @@ class EngineConfig:
 
 
 def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
-    """Whoever builds a configuration in Python may give anything; the command line has read its words already."""
+    """Check the type of a field: Python callers may pass any, while the command line has parsed its values."""
     if type(value) in kinds or (type(value) is int and float in kinds) or (isinstance(value, str) and str in kinds):
         return
     at_least = " of at least 1" if name in _COUNTS else ""

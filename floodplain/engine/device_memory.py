@@ -19,7 +19,7 @@ from floodplain.model.network.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 _ALIGN_SLACK_PERCENT = 105
-"""Parameters with room for their alignment and for whole pages, of their size. Whole: a file may state any size."""
+"""Memory of parameters with alignment and whole pages, in percent. An integer, since files may state any size."""
 
 
 class DeviceMemory:
@@ -27,18 +27,18 @@ class DeviceMemory:
 
     Args:
         config: Of the engine.
-        model: What will be loaded.
+        model: Configuration of the model that will be loaded.
         backend: Of the device.
         dtype: Of parameters and KV.
-        shared_name: Under which neighbours find the device; None makes one that nobody else knows.
+        shared_name: Name under which neighbours find the device; None makes a private device.
 
     Attributes:
         layout: Shape of the KV cache.
-        device: Where everything is mapped.
+        device: Device on which everything is mapped.
         layer_buffers: Each layer's parameters, in the order in which they were allocated.
 
     Raises:
-        UserError: The machine has less memory than was asked for, or another engine has that name.
+        UserError: The machine has less memory than was asked for, or another engine uses that name.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DeviceMemory:
         self.device = self._opened.device
 
     def allocate_parameters(self, num_bytes: int) -> PagedBuffer:
-        """A mapped buffer for the parameters of the next layer, which can move or go alone.
+        """Map a buffer for the parameters of the next layer, which can be moved or unmapped separately.
 
         Raises:
             UserError: The device has no room.
@@ -86,21 +86,21 @@ class DeviceMemory:
         return self.layout.count_quantum_blocks(self.device.page_bytes)
 
     def count_pool_blocks(self) -> int:
-        """Blocks that the KV pool is to have. Ask when the parameters are loaded."""
+        """Blocks that the KV pool is to have. Call it after the parameters are loaded."""
         num_bytes = self._config.kv_memory or self._backend.default_kv_bytes(self.device)
         return -(-num_bytes // self.layout.block_bytes)
 
     def open_pool(
         self, num_blocks: int, least_blocks: int, most_blocks: int | None = None
     ) -> tuple[KVPool, BlockLedger]:
-        """The KV pool with its memory mapped, and its ledger.
+        """Open the KV pool with its memory mapped, and its ledger.
 
-        Neighbours may still hold memory that was lent before this process began: then it starts with what is free.
+        Neighbours may still hold memory that was lent before this process began: then the pool starts with free memory.
 
         Args:
-            num_blocks: Most that all of its layers will ever have.
-            least_blocks: With fewer it cannot serve.
-            most_blocks: Most that it will have when layers stream; None: none ever does.
+            num_blocks: Most blocks that the pool will have while no layer streams.
+            least_blocks: Fewest blocks with which it can serve.
+            most_blocks: Most blocks that it will have when layers stream; None: no layer ever streams.
 
         Raises:
             UserError: The device has no room for it.
@@ -123,7 +123,7 @@ class DeviceMemory:
         return pool, ledger
 
     def _count_unlent_blocks(self, pool: KVPool, num_blocks: int) -> int:
-        """Blocks that leave neighbours what they hold: room for parameters that lie elsewhere does not count."""
+        """Blocks of the pool without the pages that neighbours hold; unused room for parameters does not count."""
         num_foreign = self.device.num_foreign_pages()
         if not num_foreign:
             return num_blocks
@@ -131,7 +131,7 @@ class DeviceMemory:
         return num_pages * self.device.page_bytes // pool.quantum_bytes * pool.quantum_blocks
 
     def _find_shortage(self, num_bytes: int) -> str:
-        """What is too small for ``num_bytes``, as the middle of a message."""
+        """Text for the middle of an error message: which memory is too small for ``num_bytes``."""
         backing = self.device.backing()
         if backing is not None and backing[1] < num_bytes:
             folder, free = backing
@@ -140,12 +140,12 @@ class DeviceMemory:
         return f"{free} bytes are free on the device; "
 
     def close(self) -> None:
-        """Give everything back. Tensors over it must not be used any more. Safe to call twice."""
+        """Free everything. Tensors over it must not be used any more. Safe to call twice."""
         self._opened.close()
 
 
 def clear_away() -> None:
-    """Give the system back what killed engines of this user left: a host device's memory outlives its process."""
+    """Remove host devices of this user's killed engines: a host device's memory outlives its process."""
     left = sweep()
     if left:
         logger.info("removed devices that killed engines left: %s, %d bytes", ", ".join(left), sum(left.values()))

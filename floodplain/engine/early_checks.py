@@ -1,4 +1,4 @@
-"""What can be seen to be wrong with an engine's flags before torch is imported, which takes seconds."""
+"""Checks of an engine's flags that need no torch, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def check_early(config: EngineConfig) -> None:
-    """Refuse a model that is not there, and memory that the machine does not have or that holds no KV block.
+    """Check that the model exists, and that memory sizes fit the machine and hold at least one KV block.
 
     Raises:
-        UserError: With what to change.
+        UserError: They do not; the message says what to change.
     """
     sizes = {"--kv-memory": config.kv_memory, "--swap-memory": config.swap_memory}
     asked = {flag: size for flag, size in sizes.items() if size is not None}

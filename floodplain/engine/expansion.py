@@ -1,6 +1,6 @@
-"""Layers of an engine's KV that stream: how many, decided between steps by what steps and copies cost.
+"""Changes how many layers of an engine's KV stream, by the measured times of steps and copies.
 
-The bytes are ``memory.layer_slots``'s business, the decision is ``policy.expansion``'s; here both meet at a boundary.
+``memory.layer_slots`` moves the bytes and ``policy.expansion`` decides; this module connects both at boundaries.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SMOOTHING = 0.1
 
 
 class Expansion:
-    """See the module. At a boundary, on the engine's thread: ``look``, and ``change`` if that wants to.
+    """Applies an expansion policy. Call ``look`` at each boundary, and ``change`` if it returns True.
 
     Args:
-        slots: The layers.
-        loop: Whose ledger is the pool's; its block tables follow blocks that move.
+        slots: The streamed layers and their slots.
+        loop: The step loop; its ledger is the pool's, and its block tables are updated when blocks move.
         policy: Decides how many layers stream; None keeps the number.
-        plan: What there may be.
-        link_bytes_s: What loads are expected to bring per second, until they tell.
-        near_bytes_s: The same of loads from near copies; None: as measured when the first one comes.
+        plan: The allowed places.
+        link_bytes_s: Expected bytes per second of loads, until loads are measured.
+        near_bytes_s: The same of loads from near copies; None: as measured when the first one exists.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Expansion:
         self._said: set[str | None] = {None}
 
     def look(self) -> bool:
-        """Take in the step that has ended; whether ``change`` has something to do."""
+        """Give the step that has ended to the policy; return whether ``change`` has something to do."""
         if self._policy is None:
             return False
         self._learn_bandwidth()
@@ -90,7 +90,7 @@ class Expansion:
         return self._wanted != self.slots.places.num_streamed
 
     def change(self) -> None:
-        """Let as many layers stream as the policy wants. No step is outstanding, and no copy of blocks under way."""
+        """Stream as many layers as the policy decided. No step or copy of blocks may be outstanding."""
         before = self.slots.places
         try:
             moved = self.slots.change_to(self._places[self._wanted], self._loop.state.ledger)
@@ -106,27 +106,27 @@ class Expansion:
             )  # fmt: skip
 
     def expect_bandwidth(self, bytes_s: float) -> None:
-        """Say what loads from home bring per second, where it is known and they have not told yet."""
+        """Set the expected bytes per second of loads from home, before any load was measured."""
         self._home_bytes_s = self._link_bytes_s = bytes_s
 
     @property
     def num_wanted_copies(self) -> int:
-        """Near copies that there is use for: of the layers that stream; if none does, because loads from home would
-        show, of the fewest that can."""
+        """Near copies that can be used: those of the streamed layers; if no layer streams because loads from home would
+        stall compute, those of the smallest place."""
         num_streamed = self.slots.places.num_streamed
         would_show = not num_streamed and self._limited == ExpansionLimit.COPIES_SHOW.value
         return self._fewest if would_show else num_streamed
 
     def expect_copies(self, num_copies: int, measured_bytes_s: float) -> None:
-        """Say how many near copies there could be, and what was measured of them: while no layer streams, no load tells
-        what the next ones would bring."""
+        """Set the number of possible near copies and their measured bytes per second, which are used while no layer
+        streams, because then no load is measured."""
         if not self.slots.places.num_streamed:
             has_enough = bool(self._fewest) and num_copies >= self._fewest
             near_bytes_s = self._near_bytes_s or measured_bytes_s
             self._link_bytes_s = near_bytes_s if has_enough else self._home_bytes_s
 
     def facts(self) -> ExpansionFacts:
-        """What is seen now; any thread may ask."""
+        """The current state and counters; callable on any thread."""
         stats, places = self.slots.line.stats(), self.slots.places
         num_blocks = self._loop.state.ledger.num_blocks
         return ExpansionFacts(
@@ -151,7 +151,7 @@ class Expansion:
             self._link_bytes_s += _SMOOTHING * (measured - self._link_bytes_s)
 
     def _is_binding(self) -> bool:
-        """Whether a sequence was preempted since the last look, or the first one in line lacks blocks."""
+        """Whether a sequence was preempted since the last call, or the first absent sequence lacks blocks."""
         state = self._loop.state
         num_preempted = sum(state.counters.preemptions.values())
         was_preempted, self._num_preempted = num_preempted > self._num_preempted, num_preempted
@@ -165,7 +165,7 @@ class Expansion:
 def open_layer_slots(
     config: EngineConfig, plan: ExpansionPlan, pool: KVPool, ledger: BlockLedger, backend: Backend
 ) -> LayerSlots | None:
-    """The layers of a pool, as many of them streaming as the plan begins with; None if none ever does.
+    """Open the layer slots of a pool with the plan's first place; None if no layer ever streams.
 
     Close them before the pool.
 
@@ -190,7 +190,7 @@ def open_layer_slots(
 def open_expansion(
     config: EngineConfig, plan: ExpansionPlan, layout: KVLayout, slots: LayerSlots, loop: Loop
 ) -> Expansion:
-    """What decides between steps."""
+    """Make the object that changes the expansion between steps."""
     policy = None if plan.is_fixed else ExpansionPolicy(plan.places, plan.base_blocks)
     home_bytes_s = slots.measure_bandwidth()
     near_bytes_s = None if config.hardware is None else emulated_bandwidth(PEER_LINK, layout)

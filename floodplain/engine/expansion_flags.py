@@ -1,4 +1,4 @@
-"""What the flags of ``--kv-expansion`` say, and which contradict each other."""
+"""Parses and checks the flags of ``--kv-expansion``, and refuses contradictory ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EXPANSION_TIERS = (HOST_TIER, PEER_TIER) = ("host", "peer")
 
 
 class ExpansionFlags(Protocol):
-    """The flags of an ``EngineConfig`` that matter here; they are explained there."""
+    """The flags of an ``EngineConfig`` that concern expansion; they are documented there."""
 
     @property
     def kv_expansion(self) -> str: ...  # noqa: D102
@@ -30,10 +30,10 @@ class ExpansionFlags(Protocol):
 
 
 def read_expansion(word: str) -> float | None:
-    """How many times as many blocks the KV pool is to hold: 1 for ``off``, None for ``auto``.
+    """The expansion that the flag asks for: 1 for ``off``, None for ``auto``.
 
     Raises:
-        UserError: ``--kv-expansion`` says something else.
+        UserError: ``--kv-expansion`` is neither off, auto nor a number above 1.
     """
     if word in ("off", "auto"):
         return 1.0 if word == "off" else None
@@ -47,10 +47,10 @@ def read_expansion(word: str) -> float | None:
 
 
 def check_expansion(flags: ExpansionFlags) -> None:
-    """Refuse what is contradictory.
+    """Check that flags of the expansion do not contradict each other or ``--lend``.
 
     Raises:
-        UserError: With the names of the flags.
+        UserError: They do; the message names the flags.
     """
     expansion = read_expansion(flags.kv_expansion)
     if expansion == 1.0:

@@ -1,4 +1,4 @@
-"""What ``--kv-expansion`` allows for one model and pool: which layers may stream, and from how many on."""
+"""Plans which places ``--kv-expansion`` allows for one model and pool: how many layers may stream."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from floodplain.engine.config import EngineConfig
 from floodplain.memory.kv_layout import KVLayout
 
 _AUTO_SHARE = 4
-"""With ``auto``, copies of layers take at most one part in so many of the memory that is free."""
+"""With ``auto``, copies of layers take at most one part in so many of the free host memory."""
 _FEWEST_SLOTS = 2
 _FEWEST_LAYERS = _FEWEST_SLOTS + 1
-"""Of a model whose layers can stream: more of them than slots."""
+"""Fewest layers of a model whose layers can stream: more layers than slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpansionPlan:
-    """What there may be.
+    """The places that an engine may use.
 
     Attributes:
         base_blocks: Blocks of the pool while no layer streams.
-        quantum_blocks: The pool has whole quanta while any does.
-        places: By ascending expansion; the first is where the engine begins. With one alone nothing changes, and if no
+        quantum_blocks: Blocks of a quantum; the pool has whole quanta while any layer streams.
+        places: By ascending expansion; the engine begins with the first. With a single one nothing changes, and if no
             layer streams in it, none ever does.
     """
 
@@ -34,7 +34,7 @@ class ExpansionPlan:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether nothing changes while the engine runs."""
+        """Whether there is a single place, so that nothing changes while the engine runs."""
         return len(self.places) == 1
 
     @property
@@ -44,31 +44,31 @@ class ExpansionPlan:
 
     @property
     def sure_blocks(self) -> int:
-        """Blocks that the pool always comes back to: what one request may take."""
+        """Blocks of the pool in its first place, to which it can always return: the most for one request."""
         first = self.places[0]
         return self.base_blocks if self.is_off else count_blocks(first, self.base_blocks, self.quantum_blocks)
 
     @property
     def most_blocks(self) -> int:
-        """Blocks that addresses are needed for."""
+        """Most blocks of the pool in any place, for which address space is needed."""
         last, rounded = self.places[-1], -(-self.base_blocks // self.quantum_blocks) * self.quantum_blocks
         return self.base_blocks if self.is_off else rounded * last.num_layers // last.num_arenas
 
 
 def count_blocks(places: LayerPlaces, base_blocks: int, quantum_blocks: int) -> int:
-    """Blocks in whole quanta that the memory of ``base_blocks`` blocks of all layers holds under such places."""
+    """Blocks, in whole quanta, that the memory of ``base_blocks`` unexpanded blocks holds with these places."""
     return base_blocks * places.num_layers // places.num_arenas // quantum_blocks * quantum_blocks
 
 
 def place_for(expansion: float, num_layers: int) -> LayerPlaces:
-    """The places whose expansion is nearest to what a user asks for; two slots only where three are farther from it.
+    """The places whose expansion is nearest to ``expansion`` by ratio; ties go to three slots.
 
     Args:
         expansion: Above 1.
         num_layers: At least three.
 
     Raises:
-        UserError: The model's layers do not allow it.
+        UserError: The model has too few layers for it.
     """
     most = num_layers / _FEWEST_SLOTS
     if expansion > most:
@@ -87,17 +87,17 @@ def place_for(expansion: float, num_layers: int) -> LayerPlaces:
 def plan_expansion(
     config: EngineConfig, layout: KVLayout, base_blocks: int, quantum_blocks: int, available_bytes: int
 ) -> ExpansionPlan:
-    """What the flags ask for.
+    """Plan the places that the flags ask for.
 
     Args:
         config: The flags.
         layout: Of the KV cache.
         base_blocks: Blocks of the pool while no layer streams.
         quantum_blocks: Of the pool.
-        available_bytes: Host memory that is free.
+        available_bytes: Free host memory.
 
     Raises:
-        UserError: The model, the pool or the host's memory does not allow it.
+        UserError: The model, the pool or the host's memory does not allow them.
     """
     asked = config.asked_expansion
     if asked == 1.0:
@@ -159,6 +159,6 @@ def _expect_memory(
 
 
 def _home_bytes(layout: KVLayout, places: LayerPlaces, base_blocks: int) -> int:
-    """Host memory of the copies of layers that stream."""
+    """Bytes of host memory for the copies of layers that stream."""
     num_blocks = base_blocks * places.num_layers // places.num_arenas
     return places.num_streamed * num_blocks * layout.layer_block_bytes

@@ -1,7 +1,7 @@
 """Returns memory that no request uses to the system: of the KV pool, of swap space, and of the heap.
 
-Only physical pages go: the pool keeps its blocks and its owned pages, swap space its slots. Prefixes that lie in what
-goes are forgotten first.
+Only physical pages are returned: the pool keeps its blocks and its owned pages, swap space its slots. Cached prefixes
+in them are dropped first.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from floodplain.memory.kv_pool import KVPool
 from floodplain.memory.swap_slots import SwapSlots
 
 LOOK_S = 0.5
-"""Between two looks: what a unit's time is known to."""
+"""Seconds between two looks, and so the resolution of idle times."""
 BUSY_BYTES, REST_BYTES = 2**23, 2**28
-"""Returned in one look at most, while requests run and at rest: 1 ms of the step loop, and some tens."""
+"""Most bytes returned in one look, while requests are live and at rest: 1 ms of the step loop, and tens of ms."""
 KEPT_SHARE = 16
-"""One part in so many of the pool stays, what was used last: the prefixes of a talk, and no fault in the next step."""
+"""One part in so many of the pool, the last used, is kept: prefixes of a chat stay, and next steps do not fault."""
 
 
 class IdleMemory:
-    """Looks at step boundaries for memory that has been out of use. One thread, the one that steps.
+    """Returns idle memory at step boundaries, on the thread that steps.
 
-    What the parts took while they were made goes at once: nothing is in use yet.
+    Memory that was touched while the parts were built is returned at once: nothing is in use yet.
 
     Args:
         pool: The KV pool, of a device whose pages take memory when they are written.
         ledger: Its blocks.
         slots: Swap space in the host's memory; None if there is none.
-        backups: What lies in it.
-        idle_s: Seconds without use after which memory goes.
-        trim: Returns what the heap does not need.
+        backups: Backups in swap space.
+        idle_s: Seconds without use after which memory is returned.
+        trim: Returns unused memory of the heap.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class IdleMemory:
         self._freed_slots = IdleUnits(idle_s)
         self._look_s = self._busy_s = float("-inf")
         self._is_trimmed = False
-        pool.discard_quanta(pool.quanta)  # links were measured there
+        pool.discard_quanta(pool.quanta)  # written when links were measured
         if slots is not None:
             slots.discard(range(slots.num_slots))
         trim()
 
     def look(self, now_s: float, *, is_busy: bool) -> None:
-        """Return what is due, if the last look is long enough ago.
+        """Return memory that is due, unless the last look is less than ``LOOK_S`` ago.
 
         Args:
             now_s: Monotonic.
-            is_busy: Whether any request is alive.
+            is_busy: Whether any request is live.
         """
         if now_s - self._look_s < LOOK_S:
             return

@@ -1,4 +1,4 @@
-"""Steps of an engine that nothing drives: between two calls of ``LLM.generate`` leases are looked after, too."""
+"""Background steps of an ``LLM``'s engine: they handle leases between two calls of ``LLM.generate``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 class IdleSteps:
-    """A thread that takes a step now and then, and at once when there is news of leases, while no caller drives.
+    """A thread that steps an engine periodically and on news of leases, while no caller drives it.
 
-    Only one thread ever steps: a caller that drives holds the lock. An engine without neighbours has no such thread.
+    Only one thread steps at a time: a driving caller holds the lock. Without neighbours no thread is started.
 
     Args:
-        engine: Whose requests all come from callers that drive.
+        engine: An engine whose requests are all submitted by callers that drive it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,17 +32,17 @@ class IdleSteps:
         self._thread = threading.Thread(target=self._run, name="idle-steps", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread, if the engine has neighbours."""
         if self._engine.neighbours is not None:
             self._engine.wake_by_leases(self._has_news.set)
             self._thread.start()
 
     @contextmanager
     def driven(self) -> Generator[None]:
-        """The caller drives the engine meanwhile.
+        """Context in which the caller drives the engine alone.
 
         Raises:
-            RuntimeError: A step has failed in between.
+            RuntimeError: A background step has failed before.
         """
         self._is_free.clear()  # or the thread might take the lock again and again
         try:
@@ -54,12 +54,12 @@ class IdleSteps:
             self._is_free.set()
 
     def end(self) -> None:
-        """No step begins any more. For whoever drives; else a last one may be under way."""
+        """Begin no more steps. Callers that do not drive may find a last one under way."""
         self._is_ending = True
         self._has_news.set()
 
     def close(self) -> None:
-        """The same, and wait for the thread. Not for whoever drives. Safe to call twice."""
+        """End, and wait for the thread. Must not be called inside ``driven``. Safe to call twice."""
         self.end()
         if self._thread.ident is not None:
             self._thread.join()
@@ -72,7 +72,7 @@ class IdleSteps:
                 self._has_news.clear()
                 with self._lock:
                     self._step()
-        except BaseException as error:  # the next caller must hear of it
+        except BaseException as error:  # raised again in the next caller
             logger.critical("a step between two calls failed", exc_info=error)
             self._failure = error
 
@@ -81,4 +81,4 @@ class IdleSteps:
             return
         self._engine.step()
         if self._engine.rest_s > 0:
-            release_compute_threads()  # of this thread: the caller's are to wait awake
+            release_compute_threads()  # of this thread: the caller's keep spinning

@@ -1,7 +1,7 @@
-"""A file with the raw bytes of a model's layers, which is either exactly the expected one or not to be used.
+"""A file with the raw bytes of a model's layers, which is used only if it is exactly the expected one.
 
-Its header says which model it is, and each layer's size and digest. A reader knows all of that from its own memory: it
-builds the header that it expects and compares bytes, so nothing in the file is parsed or trusted.
+Its header has the model's fingerprint, and each layer's size and digest. A reader knows all of these from its own
+memory: it builds the expected header and compares bytes, so nothing in the file is parsed or trusted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 _MAGIC = b"floodplain layers 1\n"
 _ALIGN_BYTES = 4096
 _CHUNK_BYTES = 2**22
-"""What is read and hashed at a time: small enough to be hashed from the processor's cache."""
+"""Bytes read and hashed at a time: few enough to be hashed from the processor's cache."""
 _MAX_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFile:
-    """What a file of layers is to be.
+    """The expected contents of a file of layers.
 
     Attributes:
         fingerprint: Of the model and its number format.
@@ -52,11 +52,11 @@ class LayerFile:
         return self.find_offset(len(self.sizes))
 
     def find_offset(self, layer: int) -> int:
-        """Where a layer begins."""
+        """The offset of a layer in bytes."""
         return len(self.header) + sum(_aligned(size) for size in self.sizes[:layer])
 
     def find_fault(self, fd: int) -> str | None:
-        """Why an open file is not the expected one, without a look at the layers; None if it is.
+        """Why an open file is not the expected one, by size and header only; None if they match.
 
         Raises:
             OSError: It cannot be read.
@@ -76,7 +76,7 @@ class LayerFile:
             tensors: uint8 of each layer.
 
         Raises:
-            OSError: The disk is full, or the folder is not writable; what was there is still there.
+            OSError: The disk is full, or the folder is not writable; a file at ``path`` is unchanged.
         """
         part = path.with_name(path.name + ".part")
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -98,7 +98,7 @@ class LayerFile:
             os.close(fd)
 
     def read_layer(self, fd: int, layer: int, target: torch.Tensor) -> bool:
-        """Read a layer into uint8 memory of its size; whether it is whole and has the expected digest.
+        """Read a layer into uint8 memory of its size; return whether it is whole and has the expected digest.
 
         Raises:
             OSError: It cannot be read.
@@ -117,7 +117,7 @@ class LayerFile:
 
 
 def describe_layers(fingerprint: str, tensors: Sequence[torch.Tensor]) -> LayerFile:
-    """The file that these layers (uint8) in memory make."""
+    """The expected file for these layers (uint8) in memory; computes their digests."""
     with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as threads:
         digests = tuple(threads.map(compute_layer_digest, tensors))
     return LayerFile(fingerprint, tuple(len(tensor) for tensor in tensors), digests)
@@ -133,7 +133,7 @@ def compute_layer_digest(tensor: torch.Tensor) -> bytes:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the machine's lock for writing ``path``; it ends with the process that holds it.
+    """Hold the machine-wide lock for writing ``path``; it is released if the process exits.
 
     Raises:
         OSError: The lock file beside ``path`` cannot be made.

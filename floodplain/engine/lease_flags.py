@@ -1,4 +1,4 @@
-"""What the flags of leases say, and which contradict each other."""
+"""Parses and checks the flags of leases, and refuses contradictory ones."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ DEFAULT_LEND_AFTER_S = LendingSettings().calm_s
 MIN_LEND_AFTER_S, MAX_LEND_AFTER_S = 0.1, 86400.0
 MIN_LOOK_S, MAX_LOOK_S = 0.001, 1.0
 DEFAULT_LEASE_IDLE_S = 30.0
-"""As long as the load is remembered by which a lender offers."""
+"""The window of load by which a lender offers (``LendingSettings.window_s``)."""
 MIN_LEASE_IDLE_S, MAX_LEASE_IDLE_S = 0.1, 86400.0
 DEFAULT_RECALL_DEADLINE_S = DEADLINE_S
 MIN_RECALL_DEADLINE_S, MAX_RECALL_DEADLINE_S = 0.5, 86400.0
-"""Consumers take their last resort a quarter of a second before the deadline."""
+"""At least 0.5 s, since consumers take their last resort a quarter of a second before the deadline."""
 
 
 class LeaseFlags(Protocol):
-    """The flags of an ``EngineConfig`` that matter here; they are explained there."""
+    """The flags of an ``EngineConfig`` that concern leases; they are documented there."""
 
     @property
     def coordinator(self) -> str | None: ...  # noqa: D102
@@ -47,10 +47,10 @@ class LeaseFlags(Protocol):
 
 
 def read_lend(word: str) -> int | None:
-    """At most so much is lent: 0 for ``off``; None, as much as can be spared, for ``auto``.
+    """Most bytes to lend: 0 for ``off``; None, as much as can be spared, for ``auto``.
 
     Raises:
-        UserError: ``--lend`` says something else.
+        UserError: ``--lend`` is neither off, auto nor a size.
     """
     if word in ("off", "auto"):
         return 0 if word == "off" else None
@@ -61,10 +61,10 @@ def read_lend(word: str) -> int | None:
 
 
 def check_leases(flags: LeaseFlags) -> None:
-    """Refuse what is contradictory, or out of its range.
+    """Check that flags of leases do not contradict each other and are in their ranges.
 
     Raises:
-        UserError: With the names of the flags.
+        UserError: They do or are not; the message names the flags.
     """
     lent_bytes = read_lend(flags.lend)
     if flags.coordinator is None:
@@ -86,7 +86,7 @@ def check_leases(flags: LeaseFlags) -> None:
 
 
 def _check_alone(flags: LeaseFlags, lent_bytes: int | None) -> None:
-    """Without a coordinator."""
+    """Refuse flags that need a coordinator."""
     if flags.swap == "peer":
         raise UserError("--swap peer needs --coordinator: nobody else knows who lends memory")
     if lent_bytes != 0:
@@ -111,7 +111,7 @@ def _check_idle(flags: LeaseFlags) -> None:
 
 
 def _check_lends_nothing(flags: LeaseFlags) -> None:
-    """With ``--lend off``."""
+    """Refuse flags that need ``--lend``."""
     if flags.lend_after != DEFAULT_LEND_AFTER_S:
         raise UserError("--lend-after says when to lend, and --lend off does not: leave one of them out")
     if flags.recall_deadline != DEFAULT_RECALL_DEADLINE_S:

@@ -28,20 +28,20 @@ Prompt = str | Mapping[str, Sequence[int]]
 
 
 class LLM:
-    """A loaded model. A context manager: leaving it gives the memory back.
+    """A loaded model; as a context manager it frees its memory at exit.
 
-    Between two calls a thread looks after leases, where there is a coordinator.
+    With a coordinator, a thread handles leases between two calls.
 
     Args:
         model: HF folder, ``.gguf`` file, ``smollm2``, or ``dummy:NAME``.
-        flags: The engine flags, with underscores: see ``EngineConfig``.
+        flags: The engine flags, with underscores (fields of ``EngineConfig``).
 
     Raises:
         UserError: A flag or the model is not usable; the message says what to change.
     """
 
     def __init__(self, model: str, **flags: Any) -> None:
-        flags.setdefault("max_waiting", sys.maxsize)  # the caller waits for all of them anyway
+        flags.setdefault("max_waiting", sys.maxsize)  # the caller waits for all requests anyway
         known = {item.name for item in fields(EngineConfig)}
         unknown = sorted(flags.keys() - known)
         if unknown:
@@ -65,7 +65,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give back all memory; the object is of no use afterwards."""
+        """Free all memory; the object cannot be used afterwards."""
         self._is_closed = True
         self._idle.close()
         self._engine.close()
@@ -167,11 +167,11 @@ class LLM:
         return collectors
 
     def _abandon(self, collectors: Iterable[SeqId]) -> None:
-        """Leave nothing of an interrupted call behind: the next one must find an empty engine."""
+        """Abort all requests of an interrupted call, so that the next call finds an empty engine."""
         for seq_id in collectors:
             self._engine.finish(seq_id, FinishReason.ABORT)
         self._engine.take_finished()
-        if self._engine.is_stepping:  # it will never end
+        if self._engine.is_stepping:  # the step was interrupted and will never end
             self._is_broken = True
             self._idle.end()
             self._engine.close()
@@ -198,7 +198,7 @@ class LLM:
 
 
 class _Collector:
-    """Puts the deltas of one request together again."""
+    """Joins the deltas of one request into its output."""
 
     def __init__(self) -> None:
         self._text: list[str] = []

@@ -1,4 +1,4 @@
-"""Loads a model as the engine flags say."""
+"""Loads a model according to the engine flags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def reachable(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
-    """The tokens that the model has logits for: files name others as well, such as -1 for none."""
+    """The token ids that the model has logits for: files may have others, such as -1 for none."""
     return frozenset(token for token in token_ids if 0 <= token < vocab_size)
 
 
@@ -37,7 +37,7 @@ def load_model(
         config: The flags.
         source: Where the weights come from.
         memory: Of the engine.
-        device: Where it computes.
+        device: Device that computes.
         dtype: Of parameters and KV.
         only: The layers of a stage; None loads all.
 

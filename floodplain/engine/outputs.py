@@ -1,4 +1,4 @@
-"""What comes out of an engine: vLLM-shaped outputs, streamed deltas, and statistics."""
+"""Outputs of an engine: outputs with vLLM's field names, streamed deltas, and statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from floodplain.core.plan import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What a request gained since the last delta.
+    """New text and tokens of a request since the last delta.
 
     Attributes:
         text: New text; may be empty (half a character, or text that may become a stop string).
@@ -55,20 +55,20 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ExpansionFacts:
-    """What is seen of an engine's expansion.
+    """State and counters of an engine's expansion.
 
     Attributes:
         expansion: Blocks that the pool's memory holds, over those that it would hold if no layer streamed.
         num_streamed: Layers that stream.
-        loaded_bytes: KV that was brought onto the device for a step, since the start.
+        loaded_bytes: KV that was loaded onto the device for steps, since the start.
         written_bytes: KV that was written to layers' copies.
         stall_s: Time for which compute waited for loads.
-        host_bytes: Memory of the copies.
+        host_bytes: Host memory of the copies.
         num_near: Layers that have a second copy in a neighbour's memory.
         near_loaded_bytes: Of ``loaded_bytes``, those from such copies.
         near_written_bytes: KV that was written to such copies, from the device or the host.
         block_bytes: Device memory of a block; 0: as much as in swap space.
-        limited: Why it is not more; None while it is as large as it is asked to be.
+        limited: Why the expansion is not larger; None while it is not limited.
     """
 
     expansion: float = 1.0
@@ -90,14 +90,14 @@ class PipelineFacts:
 
     Attributes:
         active_s: Time in which steps were outstanding.
-        busy_s: Of it, what each stage computed, by its number.
+        busy_s: The part of it in which each stage computed, by the stage's number.
     """
 
     active_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict)
 
     def with_step(self, busy_s: Sequence[float], active_s: float) -> PipelineFacts:
-        """One more step, for which each stage computed so long, and so much more time with outstanding steps."""
+        """Add a step: the time that each stage computed for it, and more time with outstanding steps."""
         total_s = {str(stage): self.busy_s.get(str(stage), 0.0) + one for stage, one in enumerate(busy_s)}
         return PipelineFacts(self.active_s + active_s, total_s)
 
@@ -108,15 +108,15 @@ class EngineStats:
 
     ``kv_blocks`` counts blocks by state name; ``scheduler_s`` is the loop's own time, all steps. ``kv_bytes`` is the
     memory of the pool (``local``) and of the slots that live requests need (other tiers); ``cached_bytes`` is that of
-    the slots with prefixes that nobody uses now. ``swap_bytes`` counts what went over links by
-    (``out`` or ``in``, tier); of it, ``backup_bytes`` went out ahead of need. ``swap_stall_s`` is the time in which
-    requests were alive and nothing could run before a copy ended; ``failed_transfers`` counts copies by problem;
-    ``limited_steps`` counts steps whose decision was limited, by reason (``core.plan.LIMITS``). ``lease_bytes`` is what
-    is lent (``producer``) or borrowed (``consumer``) by (role, the other end); of ``num_recalls`` recalls that ended,
-    ``recall_times_s`` has the seconds of the last; ``num_failed_growths`` counts failures to take back what was free.
-    ``borrowed_leases`` counts what became of a consumer's leases (``lending.neighbours.LeaseFacts.num_borrowed``), and
-    ``failed_exchanges`` exchanges with the coordinator that failed, by problem. ``pipeline_s`` is the time in which
-    steps of a pipeline were outstanding, and ``stage_busy_s`` what each stage computed in it, by its number.
+    slots with idle backups. ``swap_bytes`` counts bytes over links by (``out`` or ``in``, tier); of these,
+    ``backup_bytes`` were written ahead of need. ``swap_stall_s`` is the time in which requests were live and nothing
+    could run before a copy ended; ``failed_transfers`` counts copies by problem; ``limited_steps`` counts steps whose
+    decision was limited, by reason (``core.plan.LIMITS``). ``lease_bytes`` are the bytes lent (``producer``) or
+    borrowed (``consumer``) by (role, the other end); of ``num_recalls`` recalls that ended, ``recall_times_s`` has the
+    seconds of the last; ``num_failed_growths`` counts failures to map bytes that should be free. ``borrowed_leases``
+    counts a consumer's leases by outcome (``lending.neighbours.LeaseFacts.num_borrowed``), and ``failed_exchanges``
+    failed exchanges with the coordinator by problem. ``pipeline_s`` is the time in which steps of a pipeline were
+    outstanding, and ``stage_busy_s`` the part of it in which each stage computed, by the stage's number.
     """
 
     num_running: int = 0

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Pause:
-    """An engine's thread that is held between two steps, and runs what it is given meanwhile.
+    """Holds an engine's thread between two steps, where it runs given functions.
 
     Args:
         loop: The event loop of the callers.
@@ -30,7 +30,7 @@ class Pause:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     async def run(self, function: Callable[[Engine], T]) -> T:
-        """The result of ``function``, called with the engine on its thread; an exception of it is raised here."""
+        """Call ``function`` with the engine on its thread; return its result or raise its exception here."""
         engine, result = await self.begun, self._loop.create_future()
 
         def work() -> None:
@@ -45,21 +45,21 @@ class Pause:
         return cast(T, await result)
 
     def release(self) -> None:
-        """Let the engine go on. Safe to call twice."""
+        """Let the engine's thread continue. Safe to call twice."""
         self.is_over = True
         self._work.put(None)
 
     def begin(self, engine: Engine) -> None:
-        """The engine is held from now on; called on the event loop."""
+        """Note that the engine's thread is held now; called on the event loop."""
         if not self.begun.done():
             self.begun.set_result(engine)
 
     def fail(self, error: BaseException) -> None:
-        """The engine's thread died, and will never be held; called on the event loop."""
+        """Note that the engine's thread has failed and will never be held; called on the event loop."""
         _settle(self.begun, RuntimeError(f"the engine failed: {error}"), None)
 
     def hold(self) -> None:
-        """Run what comes until it is released; called on the engine's thread."""
+        """Run given functions until ``release``; called on the engine's thread."""
         while (work := self._work.get()) is not None:
             work()
 

@@ -1,4 +1,4 @@
-"""What the size of the KV pool allows: how long a request may be, and how much of the pool can be lent beside it."""
+"""Limits from the size of the KV pool: the longest request, and the blocks that can be lent beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from floodplain.model.network.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 _AUTO_SHARE = 2
-"""With ``--lend auto``, and if nobody says otherwise, a request may need one part in so many of the pool."""
+"""With ``--lend auto`` and without ``--max-model-len``, a request may need one part in so many of the pool."""
 
 
 def find_limits(
@@ -23,17 +23,17 @@ def find_limits(
     block_bytes: int,
     steady: SteadyState | None = None,
 ) -> PoolLimits:
-    """What was asked, or what model and pool allow.
+    """The limits that the flags ask for, or else that the model and the pool allow.
 
     Args:
         config: The flags.
-        model: To be served.
-        num_blocks: Of the pool while nothing is lent.
-        block_bytes: Of each.
-        steady: What a profile says that can be spared; None: there is none.
+        model: Configuration of the model.
+        num_blocks: Blocks of the pool while nothing is lent.
+        block_bytes: Bytes of a block.
+        steady: The steady state of a profile, which limits lending; None without a profile.
 
     Raises:
-        UserError: What was asked does not fit.
+        UserError: The limits that the flags ask for do not fit.
     """
     asked_lent = _lent_blocks(config, block_bytes)
     spare = num_blocks if steady is None else min(num_blocks, steady.free_bytes // block_bytes)
@@ -49,7 +49,7 @@ def find_limits(
 
 
 def _lent_blocks(config: EngineConfig, block_bytes: int) -> int | None:
-    """Whole blocks that the flags allow to lend; None: what can be spared."""
+    """Whole blocks that the flags allow to lend; None: as many as can be spared."""
     num_bytes = config.most_lent_bytes
     if config.lends and num_bytes is not None and num_bytes < block_bytes:
         raise UserError(f"--lend {config.lend} is less than one KV block of {block_bytes} bytes: raise it")

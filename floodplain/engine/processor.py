@@ -1,4 +1,4 @@
-"""From sampled tokens to text: detokenises, finds stop strings, and makes the deltas that clients see."""
+"""Turns sampled tokens into text: detokenises, finds stop strings, and makes the deltas for clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OutputProcessor:
         self._streams: dict[SeqId, _Stream] = {}
 
     def add(self, seq_id: SeqId, request: Request, lifecycle: Lifecycle) -> None:
-        """A request begins; ``lifecycle`` is the loop's, and is only read."""
+        """Add the text state of a new request; ``lifecycle`` is the loop's, and is only read."""
         params = request.params
         decoder = StreamDecoder(
             self._tokenizer,
@@ -39,7 +39,7 @@ class OutputProcessor:
         self._streams[seq_id] = _Stream(decoder, params.logprobs is not None, lifecycle)
 
     def drop(self, seq_id: SeqId) -> None:
-        """Nobody reads this request any more."""
+        """Drop the text state of a request; it gets no more deltas."""
         self._streams.pop(seq_id, None)
 
     def process(self, outputs: StepOutputs) -> Iterator[tuple[SeqId, OutputDelta]]:

@@ -19,7 +19,7 @@ from floodplain.model.sampler import Sampler
 
 
 class ModelRunner:
-    """An ``Executor`` over a model and its KV.
+    """Runs step plans on a model and its KV, one at a time (an ``Executor``).
 
     Args:
         model: Loaded parameters.
@@ -28,8 +28,8 @@ class ModelRunner:
         swap: Runs the transfers of plans; the runner closes it.
         block_tokens: Tokens in a block.
         max_model_len: Most tokens of a sequence.
-        on_close: Gives back the memory behind ``kv_layers``.
-        layer_slots: Layers of ``kv_layers`` stream through these; the runner closes them. None: no layer ever does.
+        on_close: Frees the memory behind ``kv_layers``.
+        layer_slots: Slots for streamed layers of ``kv_layers``; the runner closes them. None: no layer ever streams.
     """
 
     def __init__(
@@ -56,40 +56,40 @@ class ModelRunner:
         self._is_closed = False
 
     def close(self) -> None:
-        """Give back all memory."""
+        """Free all memory."""
         if not self._is_closed:
             self._is_closed = True
             try:
-                self._swap.close()  # its copies end before the pool's memory goes
+                self._swap.close()  # its copies end before the pool's memory is freed
                 if self._layer_slots is not None:
                     self._layer_slots.close()
             finally:
                 self._kv_layers = ()
-                del self._model  # views of parameters, whose memory goes next
+                del self._model  # views of parameters, whose memory is freed next
                 self._on_close()
 
     def poll_transfers(self) -> Sequence[tuple[int, Sequence[int]]]:
-        """See ``Executor``."""
+        """(transfer id, places of lost blocks) of each transfer that ended since the last call."""
         return self._swap.poll()
 
     def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, Sequence[int]]]:
-        """See ``Executor``."""
+        """As ``poll_transfers``, but wait for the first one; empty if none is in flight, or after the timeout."""
         return self._swap.wait(timeout_s)
 
     def take_copy_times(self) -> Sequence[CopyTime]:
-        """See ``Executor``."""
+        """Link times of the copies that ended since the last call."""
         return self._swap.take_copy_times()
 
     def submit(self, plan: StepPlan) -> None:
-        """See ``Executor``. The step has run when this returns."""
+        """Run a plan; its result waits for ``collect``. The step has run when this returns."""
         self._results.append(self.execute(plan))
 
     def collect(self) -> StepResult:
-        """See ``Executor``."""
+        """The result of the oldest submitted plan that was not collected."""
         return self._results.popleft()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step to its end. Its transfers begin first and run beside it; nobody waits for them here.
+        """Run one step to its end. Its transfers begin first and run beside it; they may end after the step.
 
         Raises:
             InvariantError: The plan moves KV to swap space that is not there, or the runner is closed.
@@ -106,12 +106,12 @@ class ModelRunner:
             self._begin_loads(self._layer_slots, rows)
         logits = self._model.forward(batch, self._kv_layers, self._layer_slots)
         if not plan.sampled and logits.is_cuda:
-            # No token is waited for: without this the step would seem to take no longer than its launch.
+            # Without a sampled token nothing waits for the device, and the step would seem as short as its launch.
             torch.cuda.current_stream(logits.device).synchronize()
         return self._sample(plan, logits)
 
     def _start_transfers(self, transfers: Sequence[Transfer]) -> None:
-        """What leaves was written by steps that have ended, or is in the device's queue before its copy."""
+        """Start a plan's copies; steps that wrote outbound blocks have ended or are queued before them."""
         if transfers and self._layer_slots is not None:
             self._layer_slots.settle()
             inbound = (transfer for transfer in transfers if transfer.kind.direction is Direction.INBOUND)
@@ -120,7 +120,7 @@ class ModelRunner:
             self._swap.start(transfer)
 
     def _begin_loads(self, layer_slots: LayerSlots, step: BatchRows) -> None:
-        """What the step reads of streamed layers: what lies before the tokens that it feeds."""
+        """Begin to load the blocks of streamed layers that the step reads: those before the tokens that it feeds."""
         slots, runs = self._batches.slots, step.runs
         all_rows = np.concatenate((step.single, np.array([slots.row(chunk.seq_id) for chunk in runs], dtype=np.int64)))
         lengths = np.concatenate(
@@ -137,7 +137,7 @@ class ModelRunner:
 
 
 def sample_step(plan: StepPlan, logits: torch.Tensor, batches: Batches, sampler: Sampler) -> StepResult:
-    """The tokens of a step whose positions have advanced; they are what its sequences feed next."""
+    """Sample the tokens of a step whose positions have advanced, and store them as the next inputs."""
     rows, params = batches.sampled(plan)
     slots = batches.slots
     tokens, logprobs = sampler.sample(logits, params, slots.positions[rows], slots.num_generated[rows])

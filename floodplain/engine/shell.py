@@ -1,4 +1,4 @@
-"""The shell around the step loop: it has the clock, the executor and the text; the loop has the decisions."""
+"""The engine: the shell around the step loop, with the clock, the executor and the detokenizer."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from floodplain.runtime.executor import Executor
 from floodplain.runtime.loop import Loop
 
 MAX_WAIT_S = 0.05
-"""A step that has nothing to run returns after this time at the latest."""
+"""Most seconds for which a step without work waits before it returns."""
 IDLE_S = 1.0
-"""Between two steps of an engine that has nothing to run."""
+"""Seconds between two steps of an engine without work."""
 _POLL_S = 0.002
-"""How often a step that waits looks for news."""
+"""Seconds between two polls of a waiting step."""
 
 
 class Engine:
-    """A model behind a step loop, driven one step at a time by whoever holds it (one thread).
+    """A model behind a step loop, driven one step at a time by its owner (one thread).
 
     Args:
         loop: The step loop.
-        executor: What runs its plans; ``close`` closes it.
+        executor: Runs its plans; ``close`` closes it.
         tokenizer: The model's.
         model_name: The name under which the model is served.
-        config: What the engine was made from, resolved: nothing in it is None that has a value.
+        config: The engine's configuration, resolved: fields that have a value are not None.
         block_bytes: Bytes of one KV block over all layers.
         vocab_size: Token ids are below this.
-        swap_stats: What swap space has moved so far.
+        swap_stats: Returns what swap space has copied so far.
         links: The facts of each link to swap space (see ``observe.run_facts.HardwareReport``).
         neighbours: Started; ``close`` closes them. None if it has none.
-        expansion: How many layers of its KV stream. None: none ever does.
-        idle_memory: Returns memory that no request uses; None keeps all (set later, too).
-        pipeline: How busy the stages were, of a pipeline.
+        expansion: Decides how many layers of its KV stream. None: no layer ever streams.
+        idle_memory: Returns memory that no request uses; None keeps all (may be set later, too).
+        pipeline: Returns how busy the stages of a pipeline were.
         clock: Monotonic seconds.
-        meter: Kept by the executor, too, if it waits for other stages.
+        meter: Also updated by the executor if it waits for other stages.
 
     Attributes:
-        clock: As above. Another one may be put here before the first request: one that stands now and then, say.
-        has_news: Whoever feeds the engine from another thread sets it: a step that waits returns when it says True.
+        clock: As above. It may be replaced before the first request, for example by one that can be stopped.
+        has_news: Set by the owner that feeds the engine from another thread: a waiting step returns when it is True.
         scheduler_s: The loop's own time, all steps.
         meter: Which steps have begun and ended.
-        is_stepping: Whether a step has begun and not returned. If it never will, the loop's books are not whole.
+        is_stepping: Whether a step has begun and not returned. If it was interrupted, the loop's state is inconsistent.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Engine:
 
     @property
     def executor(self) -> Executor:
-        """What runs the loop's plans, and plans of others only in an engine that never serves a request."""
+        """The executor of the loop's plans; it may run other plans only in an engine that never serves a request."""
         return self._executor
 
     @property
@@ -118,32 +118,32 @@ class Engine:
 
     @property
     def swap_stall_s(self) -> float:
-        """Time in which requests were alive and nothing could run before a copy ended."""
+        """Seconds in which requests were live and nothing could run before a copy ended."""
         return self._driver.stall_s
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is alive."""
+        """Whether any request is live, or a step or copy is outstanding."""
         return self.loop.has_unfinished
 
     @property
     def rest_s(self) -> float:
-        """So long the next step may wait for news: not at all while requests can run; else memory may be lent."""
+        """Seconds that the next step may be delayed: 0 while requests can run, else bounded by leases."""
         if self.has_unfinished:
             return _POLL_S if self._is_starved else 0.0
         return IDLE_S if self.neighbours is None else min(IDLE_S, self.neighbours.rest_s)
 
     def wake_by_leases(self, wake: Callable[[], None]) -> None:
-        """Have ``wake`` called, on any thread, when there is news of leases: a step should come soon.
+        """Have ``wake`` called, on any thread, when there is news of leases, so that a step is taken soon.
 
-        It is called at once, too: there may have been some.
+        It is also called at once, since there may have been news before.
         """
         if self.neighbours is not None:
             self.neighbours.on_news = wake
             wake()
 
     def close(self) -> None:
-        """Give back all memory, and say goodbye to the neighbours. Safe to call twice."""
+        """Free all memory, and end the membership at the coordinator. Safe to call twice."""
         self.idle_memory = None
         with ExitStack() as closing:
             if self.neighbours is not None:
@@ -153,20 +153,20 @@ class Engine:
                 self.neighbours.retire()
 
     def check(self, request: Request) -> None:
-        """Refuse what could never be served.
+        """Check that a request can be served.
 
         Raises:
-            RequestRefused: With the numbers.
+            RequestRefused: It can never be served; the message has the numbers.
         """
         request.check_vocabulary(self._vocab_size)
         self.loop.check(request)
 
     def add(self, request: Request) -> SeqId:
-        """Let a request wait for its turn.
+        """Queue a request; returns its sequence id.
 
         Raises:
             RequestRefused: It can never be served.
-            QueueFull: Too many wait.
+            QueueFull: Too many requests wait.
         """
         request.check_vocabulary(self._vocab_size)
         seq_id = self.loop.submit(request)
@@ -176,7 +176,7 @@ class Engine:
         return seq_id
 
     def finish(self, seq_id: SeqId, reason: FinishReason) -> bool:
-        """End a request from outside; whether it was still alive."""
+        """End a request from outside; returns whether it was still live."""
         self._processor.drop(seq_id)
         was_alive = self.loop.finish(seq_id, reason, self.clock())
         if was_alive:
@@ -184,10 +184,9 @@ class Engine:
         return was_alive
 
     def step(self) -> list[tuple[SeqId, OutputDelta]]:
-        """Plan steps, as many as may be outstanding, and complete the oldest; an empty list if there was none.
+        """Plan as many steps as may be outstanding, complete the oldest, and return its deltas; [] without one.
 
-        While nothing can run before a copy ends it waits: at most ``MAX_WAIT_S``, and no longer than ``has_news``
-        allows.
+        If nothing can run before a copy ends, it waits for one: at most ``MAX_WAIT_S``, or until ``has_news`` is True.
 
         Raises:
             InvariantError: A bug; the engine must not go on.
@@ -207,7 +206,7 @@ class Engine:
         return deltas
 
     def come_to_rest(self) -> list[tuple[SeqId, OutputDelta]]:
-        """Complete all outstanding steps and copies without planning more: blocks and pages may be moved then.
+        """Complete all outstanding steps and copies without planning more, so that blocks and pages can be moved.
 
         Raises:
             InvariantError: A bug; the engine must not go on.
@@ -246,12 +245,12 @@ class Engine:
             self._executor.submit(plan)
 
     def _wait(self) -> Seq[tuple[int, Seq[int]]]:
-        """Wait until a copy has ended or there is news; return the copies that ended."""
+        """Wait until a copy ends, there is news, or ``MAX_WAIT_S`` is over; return the copies that ended."""
         if not self._driver.num_copying:
             return ()
         begin = self.clock()
         self._driver.note_wait(begin)
-        ended = self._executor.poll_transfers()  # whatever news there is: who comes back may run beside it
+        ended = self._executor.poll_transfers()  # even with news: a sequence that was swapped in may run beside it
         while not ended and not self.has_news() and (left_s := begin + MAX_WAIT_S - self.clock()) > 0:
             ended = self._executor.wait_transfers(min(left_s, _POLL_S))
         self._driver.end_wait(self.clock())
@@ -267,7 +266,7 @@ class Engine:
             self._note_end(seq_id)
         for seq_id, delta in deltas:
             if delta.finish_reason is not None and seq_id not in outputs.finished:
-                self.finish(seq_id, FinishReason.STOP)  # a stop string: only the text knows it
+                self.finish(seq_id, FinishReason.STOP)  # a stop string, which the loop cannot see
         return deltas
 
     def take_finished(self) -> list[tuple[SeqId, Lifecycle, FinishReason]]:
@@ -281,7 +280,7 @@ class Engine:
             self._finished.append((seq_id, seq.lifecycle, seq.finish_reason))
 
     def stats(self) -> EngineStats:
-        """A snapshot; may be taken from another thread, between whose reads a step may run."""
+        """A snapshot; on another thread, a step may run between its reads."""
         stats = take_snapshot(
             self.loop.state,
             self._swap_stats(),

@@ -1,4 +1,4 @@
-"""What the executor remembers of each sequence between steps, in arrays: a decode step loops over nothing."""
+"""The executor's state of each sequence, in arrays, so that a decode step needs no Python loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IntArray = npt.NDArray[np.int64]
 class SequenceSlots:
     """Block table, next position and last token of every sequence that the loop has not released.
 
-    Arrays are indexed by *row*; a sequence keeps its row until it is released, also while it is off the device.
+    Arrays are indexed by *row*; a sequence keeps its row until it is released, even while it is off the device.
 
     Attributes:
         tables: [rows, max_blocks] block ids.
@@ -34,7 +34,7 @@ class SequenceSlots:
         self._free = list(range(num_rows - 1, -1, -1))
 
     def row(self, seq_id: SeqId) -> int:
-        """The row of a sequence, given now if it has none."""
+        """The row of a sequence; a new one if it has none."""
         row = self._rows.get(seq_id)
         if row is None:
             if not self._free:
@@ -53,7 +53,7 @@ class SequenceSlots:
         self.tables[row, update.start : end] = update.blocks
 
     def release(self, seq_id: SeqId) -> None:
-        """Forget a sequence."""
+        """Free the row of a sequence; no-op without one."""
         row = self._rows.pop(seq_id, None)
         if row is not None:
             self._free.append(row)

@@ -1,4 +1,4 @@
-"""What an engine's statistics are made of."""
+"""Collects an engine's statistics."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def take_snapshot(
     leases: LeaseFacts,
     expansion: ExpansionFacts,
 ) -> EngineStats:
-    """Gauges and counters now; may be taken from another thread, between whose reads a step may run.
+    """Current gauges and counters; on another thread, a step may run between its reads.
 
     Args:
         state: Of the loop.
-        swap: What was moved.
+        swap: Counters of copies.
         block_bytes: Bytes of one KV block over all layers.
         scheduler_s: The loop's own time, all steps.
         swap_stall_s: Time in which nothing could run before a copy ended.
-        leases: What is lent and borrowed.
-        expansion: Layers that stream.
+        leases: Facts of lending and borrowing.
+        expansion: Facts of the layers that stream.
     """
     counters = state.counters
     blocks = {block_state.value: count for block_state, count in state.ledger.count_states().items()}

@@ -1,6 +1,6 @@
-"""Puts one stage of a pipeline together: some layers of a model, and a KV pool for these.
+"""Builds one stage of a pipeline: some layers of a model, and a KV pool for these.
 
-What the other layers would take is the pool's: with one flag ``--kv-memory`` a stage has as much memory as an instance
+The pool also gets the memory of the other layers: with equal ``--kv-memory`` a stage has as much memory as an instance
 that holds the whole model.
 """
 
@@ -36,14 +36,14 @@ from floodplain.model.weights.open_model import open_model
 logger = logging.getLogger(__name__)
 
 _SOME_BYTES = 2**30
-"""Of KV, where no flag says how much: stages have the same, so the cut does not depend on it."""
+"""Assumed bytes of KV without ``--kv-memory``: stages have the same, so the cut does not depend on it."""
 
 
 def cut_model(config: EngineConfig, shape: ModelShape, num_stages: int) -> tuple[range, ...]:
-    """The layers of each stage; every process that asks gets the same answer.
+    """The layers of each stage; the result is the same in every process.
 
     Raises:
-        UserError: The model has fewer layers than that.
+        UserError: The model has fewer layers than stages.
     """
     if shape.num_layers < num_stages:
         raise UserError(
@@ -62,7 +62,7 @@ def cut_model(config: EngineConfig, shape: ModelShape, num_stages: int) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class StageParts:
-    """What a process computes a stage of a pipeline with, wherever the KV lies.
+    """The parts of a process that computes a stage of a pipeline, except for the KV.
 
     Attributes:
         config: The engine flags, resolved.
@@ -88,10 +88,10 @@ class StageParts:
         return self.model.held
 
     def make_runner(self, kv_layers: Sequence[torch.Tensor], max_model_len: int) -> StageRunner:
-        """A runner that knows no sequence yet.
+        """Make a runner without sequences.
 
         Args:
-            kv_layers: See ``StageRunner``.
+            kv_layers: KV by the index of a layer in the whole model, as in ``StageRunner``.
             max_model_len: Of the pipeline.
         """
         sampler = Sampler(self.eos_token_ids, self.config.seed)
@@ -101,13 +101,13 @@ class StageParts:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one process holds of a pipeline, however often the pipeline is formed anew. ``close`` it.
+    """One process's stage of a pipeline; it outlives re-formed pipelines. ``close`` it.
 
     Attributes:
-        parts: What it computes with.
+        parts: Model, tokenizer and configuration.
         pool: The KV of its layers.
-        memory: Behind the parameters and the KV.
-        max_model_len: What a request may have here, if the other stages have as many blocks.
+        memory: The memory of the parameters and the KV.
+        max_model_len: Most tokens of a request, if the other stages have as many blocks.
     """
 
     parts: StageParts
@@ -126,15 +126,15 @@ class Stage:
         return self.pool.num_blocks
 
     def make_runner(self, max_model_len: int) -> StageRunner:
-        """A runner over the pool that knows no sequence yet; see ``StageParts.make_runner``."""
+        """Make a runner over the pool without sequences, for the ``max_model_len`` of the pipeline."""
         return self.parts.make_runner(PlacedLayers(self.pool.layers, self.parts.layers.start), max_model_len)
 
     def make_ledger(self, num_blocks: int) -> BlockLedger:
-        """The ledger of so many blocks, of which each stage has its layers' part; all are free."""
+        """Make the pipeline's ledger of ``num_blocks`` free blocks; each stage has its layers' part of them."""
         return BlockLedger(num_blocks, self.config.block_tokens, caches_prefixes=self.config.enable_prefix_caching)
 
     def close(self) -> None:
-        """Give all memory back; no runner may run any more."""
+        """Free all memory; no runner may run any more."""
         self.memory.close()
 
 

@@ -16,11 +16,11 @@ from floodplain.model.sampler import Sampler
 
 
 class StageRunner:
-    """One stage. All stages run all plans, in the same order, over KV of their own layers.
+    """One stage of a pipeline. All stages run all plans, in the same order, over KV of their own layers.
 
     Args:
         model: The layers of the stage.
-        kv_layers: The KV by the index that a layer has in the whole model; only that of the stage's layers is read.
+        kv_layers: KV by the index of a layer in the whole model; only that of the stage's layers is read.
         sampler: Chooses tokens, in the last stage.
         block_tokens: Tokens in a block.
         max_model_len: Most tokens of a sequence.
@@ -54,7 +54,7 @@ class StageRunner:
         """Run the next plan.
 
         Args:
-            plan: In stages behind the first, token ids of chunks are not looked at.
+            plan: In stages behind the first, token ids of chunks are ignored.
             x: Activations [T, hidden] from the stage before; None in the first.
 
         Returns:
@@ -76,6 +76,6 @@ class StageRunner:
         return sample_step(plan, self._model.finish(batch, x), self._batches, self._sampler)
 
     def take_tokens(self, plan: StepPlan, token_ids: Sequence[int]) -> None:
-        """What the last stage sampled: the first stage feeds it next."""
+        """Store the tokens that the last stage sampled, as the next inputs of the first stage."""
         rows, _ = self._batches.sampled(plan)
         self._batches.take_tokens(rows, np.array(token_ids, dtype=np.int64))

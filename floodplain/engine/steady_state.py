@@ -1,4 +1,4 @@
-"""What a profile says of an engine that lends: the load it was measured for, and what that leaves (AQUA, section 6)."""
+"""A lender's steady state, from a profile: its load, and what stays free (AQUA, section 6)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SteadyState:
-    """The highest load within the goals.
+    """The highest load that meets the goals.
 
     Attributes:
         rate_rps: Requests per second.
-        peak_bytes: Of KV in use at that rate.
-        free_bytes: Never more is lent; 0 for a consumer.
+        peak_bytes: Bytes of KV in use at that rate.
+        free_bytes: Most bytes to lend; 0 for a consumer.
     """
 
     rate_rps: float
@@ -28,12 +28,12 @@ class SteadyState:
     free_bytes: int
 
     def refine(self, settings: LendingSettings, block_bytes: int) -> LendingSettings:
-        """The same settings for this load."""
+        """The settings with this load's rate and peak."""
         return replace(settings, profiled_rate=self.rate_rps, profiled_peak_blocks=-(-self.peak_bytes // block_bytes))
 
 
 def read_steady_state(profile: str | None) -> SteadyState | None:
-    """From an llm profile; None without one.
+    """Read the steady state from an llm profile; None without a profile.
 
     Raises:
         UserError: The file cannot be read, or is no llm profile.

@@ -1,4 +1,4 @@
-"""How an engine gets on: steps that began and ended, and for how long its thread has been in one piece of work."""
+"""Measures an engine's progress: steps that began and ended, and how long its thread is busy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A snapshot. All times are durations: clocks of two machines do not agree.
+    """A snapshot of an engine's progress. All times are durations, since clocks of two machines differ.
 
     Attributes:
-        num_begun: Steps that were handed to the device, and
-        num_ended: those whose results came back.
+        num_begun: Steps that were submitted to the device, and
+        num_ended: those that have ended.
         num_copies: Copies to and from swap space that ended.
-        step_s: Since when the oldest outstanding step is; None if none is.
-        step_tokens: Tokens that it computes; 0 if none is.
-        busy_s: How long the thread has been in one piece of its own work; None: it rests, or waits for another stage.
-        longest_s: The longest step that ended.
-        most_tokens: Of the largest step that ended.
+        step_s: Age in seconds of the oldest outstanding step; None without one.
+        step_tokens: Tokens that it computes; 0 without one.
+        busy_s: Seconds that the thread has been in one piece of its own work; None: it rests or waits for a stage.
+        longest_s: Seconds of the longest step that ended.
+        most_tokens: Tokens of the largest step that ended.
     """
 
     num_begun: int = 0
@@ -38,13 +38,13 @@ NO_PROGRESS = Progress()
 
 
 class StepMeter:
-    """Kept by the thread that computes; ``progress`` and ``renew`` may be called on any thread.
+    """Updated by the thread that computes; ``progress`` and ``renew`` may be called on any thread.
 
     Args:
         clock: Monotonic seconds.
 
     Attributes:
-        num_copies: Copies that ended; the engine counts them.
+        num_copies: Copies that ended; counted by the engine.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -57,16 +57,16 @@ class StepMeter:
         self._renewed_s = clock()
 
     def work(self) -> None:
-        """The thread begins a piece of work."""
+        """Note that the thread begins a piece of work."""
         self._busy_since_s = self._clock()
 
     def rest(self) -> None:
-        """The thread waits for something that need not come."""
+        """Note that the thread waits for an event that may never occur."""
         self._busy_since_s = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within a piece of work, the thread waits for another stage: that is no work of its own."""
+        """Context in which the thread waits for others within a piece of work; that time does not count as work."""
         self.rest()
         try:
             yield
@@ -74,12 +74,12 @@ class StepMeter:
             self.work()
 
     def begin(self, num_tokens: int) -> None:
-        """A step of so many tokens is handed to the device."""
+        """Note that a step of ``num_tokens`` is submitted to the device."""
         self._steps.append((self._clock(), num_tokens))
         self._num_begun += 1
 
     def end(self) -> None:
-        """The oldest outstanding step has ended."""
+        """Note that the oldest outstanding step has ended."""
         begun_s, num_tokens = self._steps.popleft()
         self._num_ended += 1
         if begun_s >= self._renewed_s:
@@ -87,11 +87,11 @@ class StepMeter:
             self._most_tokens = max(self._most_tokens, num_tokens)
 
     def renew(self) -> None:
-        """Forget how long steps took so far, outstanding ones included: this process may have been stopped in one."""
+        """Drop the times of steps so far, even outstanding ones: the process may have been suspended in one."""
         self._renewed_s, self._longest_s, self._most_tokens = self._clock(), 0.0, 0
 
     def progress(self) -> Progress:
-        """How it is now. Steps may begin and end between two reads."""
+        """The current progress. Steps may begin and end between its reads."""
         oldest, busy_since_s, now = next(iter(self._steps.copy()), None), self._busy_since_s, self._clock()
         return Progress(
             num_begun=self._num_begun,

@@ -1,4 +1,4 @@
-"""Opens an engine's swap space as its flags ask: slots, transfer engine, link, and what to say about them."""
+"""Opens an engine's swap space by its flags: slots, transfer engine, link, and facts for reports."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from floodplain.memory.swap_space import SwapSpace, SwapTier
 from floodplain.memory.transfer import BlockCopy, TransferEngine
 
 DEFAULT_POOL_FACTOR = 8
-"""Times the KV pool, by default. Everybody alive in a burst of twice the capacity, 60 s long, needs about that; with
-half of it newcomers wait (benchmarks/policies)."""
+"""Default size in KV pools. All live requests of a 60 s burst of twice the capacity need about that; with half of it
+new requests wait (benchmarks/policies)."""
 DEFAULT_AVAILABLE_SHARE = 0.25
-"""Of the memory that is available: no more than this by default."""
+"""Most of the available memory that the default may take."""
 MOST_DEFAULT_CPU_BYTES = 2**31
-"""By default where the pool lies in the same memory."""
+"""Most bytes of the default if the KV pool is in the same memory."""
 PEER_LINK = "nvlink4"
-"""What is emulated between neighbours, where links are."""
+"""Link that is emulated between neighbours if links are emulated."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSwap:
-    """Swap space and what the loop must know of it, nearest tier first.
+    """Swap space with its ledgers and links, nearest tier first.
 
     Attributes:
         space: Moves the bytes.
-        ledgers: Book the slots of each tier.
-        links: What a copy costs.
-        facts: The links for the result of a benchmark: ``tier``, ``name``, ``bandwidth`` (bytes per second of a large
-            copy, the slower direction), and if it is emulated its model.
+        ledgers: Slot ledger of each tier.
+        links: Price of copies of each tier.
+        facts: The links for benchmark results: ``tier``, ``name``, ``bandwidth`` (bytes per second of a large copy, the
+            slower direction), and if it is emulated its model.
         peer: With ``--swap peer``; its mover is closed before ``space``.
         slots: Of the host tier; None if there is no swap space.
     """
@@ -62,17 +62,17 @@ class OpenedSwap:
         return self.ledgers[-1].num_slots if self.ledgers else None
 
     def close(self) -> None:
-        """Let the copies in flight end, and give the memory back."""
+        """Wait for copies in flight, and free the memory."""
         if self.peer is not None:
             self.peer.mover.close()
         self.space.close()
 
 
 def open_swap(config: EngineConfig, pool: KVPool, backend: Backend) -> OpenedSwap:
-    """Make the swap space of an engine, without tiers if the flags ask for none. Close it before the pool.
+    """Make the swap space of an engine, without tiers for ``--swap none``. Close it before the pool.
 
     Raises:
-        UserError: The machine has less memory than was asked for, or what was asked for holds no block.
+        UserError: The machine has less memory than was asked for, or the memory asked for holds no block.
     """
     if config.swap == "none":
         return OpenedSwap(SwapSpace({}), (), (), ())
@@ -106,7 +106,7 @@ def _add_peer_tier(
     host: SwapTier,
     emulated: EmulatedLink | None,
 ) -> OpenedSwap:
-    """The same with a tier of slots on neighbours in front, as far as leases give it memory."""
+    """Add a tier of slots on neighbours as the nearest one; it has no slots until leases are granted."""
     link, facts = _price_peer_link(opened, backend, emulated)
     links = None if emulated is None else EmulatedLinks(near=_emulate_peer_link(emulated), far=emulated)
     tier, parts = open_peer_parts(backend, pool, host_slots, peer_bytes, links)
@@ -123,7 +123,7 @@ def _add_peer_tier(
 def _price_peer_link(
     opened: OpenedSwap, backend: Backend, emulated: EmulatedLink | None
 ) -> tuple[Link, Mapping[str, Any]]:
-    """On a GPU nobody knows yet how near the neighbours will be: as far as the host, until copies have told."""
+    """(link, facts) of the peer tier; on a GPU those of the host link, until copies are measured."""
     if emulated is not None:
         return _describe_emulated(_emulate_peer_link(emulated))
     return opened.links[0], {**opened.facts[0], **({} if backend.shares_host_memory else {"name": "assumed"})}
@@ -134,7 +134,7 @@ def _emulate_peer_link(emulated: EmulatedLink) -> EmulatedLink:
 
 
 def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> float:
-    """Bytes per second of moving the pool's first blocks there and back, the slower direction. All slots end empty."""
+    """Measured bytes per second of copying the pool's first blocks, the slower direction. Empties all slots."""
     num_bytes = num_blocks * tier.slots.layout.block_bytes
     ids = tuple(range(num_blocks))
     best_s = [
@@ -142,7 +142,7 @@ def measure_bandwidth(tier: SwapTier, num_blocks: int, num_repeats: int = 3) -> 
         for direction in (Direction.OUTBOUND, Direction.INBOUND)
     ]
     tier.slots.digests[:] = EMPTY_DIGEST
-    tier.engine.take_copy_times()  # of an idle machine, the first with everything cold: nothing to learn prices from
+    tier.engine.take_copy_times()  # dropped: measured on an idle machine with cold caches, so no basis for prices
     return num_bytes / max(best_s)
 
 
@@ -169,7 +169,7 @@ def _count_slots(asked_bytes: int | None, pool: KVPool, backend: Backend) -> int
 
 
 def _available_beside(pool: KVPool, backend: Backend) -> int:
-    """Bytes of the host that neither are in use nor will be the pool's: pages of a private device come when written."""
+    """Free host bytes less what the pool will take: a private device's pages appear when written."""
     is_untaken = backend.shares_host_memory and pool.device.backing() is None
     return max(0, available_bytes() - is_untaken * pool.num_blocks * pool.block_bytes)
 
@@ -182,7 +182,7 @@ def _emulated_link(hardware: str | None, layout: KVLayout) -> EmulatedLink | Non
 
 @cache
 def _emulation_scale(layout: KVLayout) -> float:
-    """Measured once in a process, so that engines that are compared have the same link."""
+    """Scale of emulated links, measured once per process, so that compared engines have the same link."""
     return common_scale(LINKS.values(), measure_copy_bandwidth(layout))
 
 
@@ -211,13 +211,13 @@ def _describe_emulated(emulated: EmulatedLink) -> tuple[Link, dict[str, Any]]:
 
 
 def emulated_bandwidth(hardware: str, layout: KVLayout) -> float:
-    """Bytes per second of a large copy over an emulated link, slowed down as all emulated links are."""
+    """Bytes per second of a large copy over an emulated link, scaled like all emulated links."""
     profile = LINKS[hardware.removeprefix(HARDWARE_PREFIX)]
     return large_copy_bandwidth(profile) * _emulation_scale(layout)
 
 
 def large_copy_bandwidth(profile: LinkProfile) -> float:
-    """Bytes per second of the largest copy that the profile knows, in its slower direction."""
+    """Bytes per second of the profile's largest copy, in its slower direction."""
     return min(curve.points[-1][1] for curve in (profile.outbound, profile.inbound))
 
 

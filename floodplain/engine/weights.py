@@ -1,4 +1,4 @@
-"""The former name of ``model.weights``: scripts that open models by it keep working."""
+"""Former name of ``model.weights``, kept for scripts that import it."""
 
 from __future__ import annotations
 

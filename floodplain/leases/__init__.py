@@ -1,4 +1,4 @@
-"""Leases of a neighbour's memory: the rules of the coordinator (``book``) and of members (``lender``, ``borrower``).
+"""Leases of another process's memory: the coordinator's rules (``book``) and members' (``lender``, ``borrower``).
 
-Sans-IO. ``states`` has the one table of what can happen to a lease; docs/design/005-leases.md says why it is safe.
+Sans-IO. ``states`` has the one table of lease transitions; docs/design/005-leases.md says why they are safe.
 """

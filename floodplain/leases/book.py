@@ -1,12 +1,12 @@
-"""Who lends what to whom: the rules of one coordinator over its members and leases. Sans-IO.
+"""The coordinator's rules: which member lends how many bytes to which consumer. Sans-IO.
 
-Time is an argument, in seconds of a monotonic clock. It serves for silence and deadlines, and for how long a driver may
-take to take freed memory back: no other rule about bytes depends on it. A new book takes everybody for alive, so after
-a restart there is one whole TTL before anything expires.
+Time is an argument, in seconds of a monotonic clock. It decides silence, deadlines, and how long a driver may take to
+reclaim freed memory; no other rule about bytes depends on it. A new book considers every member alive, so after a
+restart nothing expires for one whole TTL.
 
-What holds after every call: what is leased on a device, owed bytes included, is at most what its owner has put up; and
-a byte that was recalled or is owed is not leased again before its owner has seen it free, or has ended and its consumer
-has freed it, and it is put up again.
+After every call: the bytes leased on a device, owed bytes included, are at most what its owner offers. A recalled or
+owed byte is leased again only after it was offered anew; before that, its owner has seen it free, or the owner has
+ended and the consumer has freed it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from floodplain.leases.table import Changes, LeaseTable
 
 
 class Speaker(Protocol):
-    """Who sends messages, by what its token lets it do."""
+    """What the sender of messages may do, as its token says."""
 
     def may_lend(self, name: str, /) -> bool:
-        """Whether it may put up bytes of that member's device."""
+        """Whether the sender may offer bytes of that member's device."""
 
     def is_producer(self, name: str, /) -> bool:
-        """Whether it is there to do so."""
+        """Whether the sender's token is a producer's for that member."""
 
 
 class _Anybody:
@@ -45,19 +45,19 @@ class _Anybody:
 
 
 ANYBODY: Speaker = _Anybody()
-"""The speaker where no tokens are asked for."""
+"""The speaker if tokens are not checked."""
 
 
 class LeaseBook:
-    """See the module.
+    """Handles members' messages: who is alive, what is offered, leased, recalled, and settled.
 
     Args:
-        ttl_s: Seconds of silence after which a member is taken for dead.
+        ttl_s: Seconds of silence after which a member is considered dead.
         now: The clock.
         members: Rows of a store.
         leases: Rows of a store that have not ended.
-        limits: How much it takes on.
-        floor: See ``LeaseTable``; of a store.
+        limits: The most members and leases that the book accepts.
+        floor: The store's floor for generations and revisions of new members (``LeaseTable``).
 
     Attributes:
         may_borrow_from: Who may borrow from whom; None if all may borrow from all.
@@ -82,23 +82,23 @@ class LeaseBook:
         self._time_recalls(self.rows.leases, now)
 
     def handle(self, message: Message, now: float) -> Reply:
-        """What becomes of a message, at ``now``."""
+        """Apply a message at ``now`` and return the reply."""
         return self.handle_all([message], now)[0]
 
     def handle_all(self, messages: Sequence[Message], now: float, speaker: Speaker = ANYBODY) -> list[Reply]:
-        """What becomes of each message, in their order, at ``now``.
+        """Apply messages in their order at ``now``; return a reply for each.
 
-        Nothing is granted of what a member has put up before this book has heard the member: what it has withdrawn
-        while no coordinator answered is in its first batch.
+        Nothing that a member offers is granted before this book has received a message from the member: the member's
+        first batch contains what it withdrew while no coordinator answered.
 
-        A member that joins or beats is told its leases as they are after all of the messages, and once: replies of one
+        The reply to a join or heartbeat lists the member's leases as they are after all of the messages. Replies to one
         member share one tuple of leases, and so do copies of a request. So an answer is no longer than what its members
         have, however often they ask.
 
         Args:
             messages: From members.
             now: The clock.
-            speaker: Who sends them.
+            speaker: What the sender may do.
         """
         granted: dict[tuple[str, int, int], Reply] = {}
         changing = {message.name for message in messages if isinstance(message, Offer | Recall)}
@@ -120,7 +120,7 @@ class LeaseBook:
         ]
 
     def count_told(self, messages: Iterable[Message]) -> int:
-        """About as many leases an answer to these messages would list, beside those that it grants."""
+        """Return about how many leases an answer to these messages lists, without those that it grants."""
         greeted = {message.name for message in messages if isinstance(message, Join | Heartbeat)}
         asked = {(each.name, each.generation, each.number) for each in messages if isinstance(each, Request)}
         return sum(len(self.roster.leases_of(name)) for name in greeted) + sum(
@@ -128,9 +128,9 @@ class LeaseBook:
         )
 
     def tick(self, now: float) -> list[str]:
-        """Take for dead who was silent for a TTL, and return their names; forget who ended long ago.
+        """End members that were silent for a TTL, return their names, and forget members that ended long ago.
 
-        What consumers have freed of devices whose lenders have ended is settled, a TTL after both.
+        If a device's lender has ended, leases that their consumers freed are settled one TTL after both.
         """
         dead = self.roster.end_silent(now)
         self._ended_lenders.settle(now)
@@ -139,9 +139,9 @@ class LeaseBook:
         return dead
 
     def forget(self, name: str) -> Reply:
-        """An operator says that a device will not come back: what was on it is lost, its member is no more.
+        """End a member for good, because an operator says that its device and the bytes on it are lost.
 
-        What nobody has allocated yet is recalled, and owed once its consumer has heard of that.
+        Leases that no consumer has allocated yet are recalled, and are owed once their consumers know.
         """
         if name not in self.rows.members:
             return Reply(Outcome.CONFLICT, detail=f"{name} is no member")
@@ -149,14 +149,14 @@ class LeaseBook:
         return lending.lose(self.rows, name)
 
     def allow(self, pairs: AllowedPairs | None, now: float, deadline_s: float) -> list[Lease]:
-        """Grant along these pairs alone from now on, and recall what they do not allow; the leases that are recalled.
+        """Grant only along these pairs from now on; recall the leases that they do not allow, and return them.
 
-        What is put up stays so: the producer hears of the recall, and takes the bytes back once they are free.
+        The offers stay: the producer learns of the recall, and takes the bytes back once they are free.
 
         Args:
             pairs: None if all may borrow from all.
             now: The clock.
-            deadline_s: What consumers are given.
+            deadline_s: Seconds that consumers get to free the bytes.
         """
         self.may_borrow_from = pairs
         disallowed = choose_disallowed(self.rows.leases.values(), pairs)
@@ -165,15 +165,15 @@ class LeaseBook:
         return recalled
 
     def due_in_s(self, now: float) -> dict[LeaseId, float]:
-        """Seconds that the consumer of each recalled lease has left; below zero if it is overdue."""
+        """Return the seconds that remain for each recalled lease's consumer; below zero if overdue."""
         return {lease_id: due_s - now for lease_id, due_s in self._due_s.items() if self._is_recalled(lease_id)}
 
     def overdue(self, now: float) -> list[Lease]:
-        """Recalled leases whose deadline has passed, and whose consumer has neither released them nor died."""
+        """Return recalled leases past their deadline that are neither released nor expired."""
         return [self.rows.leases[lease_id] for lease_id, left_s in self.due_in_s(now).items() if left_s < 0]
 
     def take_changes(self) -> Changes:
-        """Rows that have changed since this was last asked: what a store must write before anybody is told."""
+        """Return rows changed since the last call: a store writes them before any reply is sent."""
         return self.rows.take_changes()
 
     def _handle_one(
@@ -220,14 +220,14 @@ class LeaseBook:
         return borrowing.request(self.rows, message, self._free_for(message), self.limits)
 
     def _free_for(self, request: Request) -> dict[str, int]:
-        """What each producer that this book has heard has put up and not leased, for this consumer, best first."""
+        """Return unleased bytes of each heard producer from which this consumer may borrow, best first."""
         consumer, most = request.name, self.limits.max_leases_on_device - len(request.shards)
         allowed = self.rows.lenders if self.may_borrow_from is None else self.may_borrow_from.get(consumer, ())
         names = (name for name in allowed if name != consumer and name in self.roster.heard)
         return {name: self.rows.unleased_bytes(name) for name in names if self.rows.count_on_device(name) <= most}
 
     def _due_of(self, leases: Sequence[Lease], now: float) -> dict[LeaseId, float]:
-        """Seconds left for those that are recalled."""
+        """Return the seconds left for each recalled lease, at least 0."""
         recalled = (lease.lease_id for lease in leases if lease.state is LeaseState.RECALLED)
         return {i: max(0.0, self._due_s[i] - now) for i in recalled if i in self._due_s}
 
@@ -236,7 +236,7 @@ class LeaseBook:
         return lease is not None and lease.state is LeaseState.RECALLED
 
     def _time_recalls(self, lease_ids: Iterable[LeaseId], now: float) -> None:
-        """Deadlines begin when the recall is known here; after a restart they begin anew."""
+        """Start the deadlines of recalled leases that are new here; after a restart all deadlines start anew."""
         for lease_id in lease_ids:
             lease = self.rows.leases.get(lease_id)
             if lease is not None and lease.state is LeaseState.RECALLED:
@@ -246,14 +246,14 @@ class LeaseBook:
 
 
 def _confirms_offer(message: Message, reply: Reply, changing: Collection[str]) -> bool:
-    """Whether its sender wants to lend what its row says.
+    """Whether the reply confirms that the sender still offers what its row says.
 
-    A member that beats and wants bytes back says both together. If its recall is stale, it has not said how much yet.
+    A member that wants bytes back sends heartbeat and recall together. If the recall is stale, its offer is unknown.
 
     Args:
         message: Of a batch.
         reply: To it.
-        changing: Names of members that change in the batch what they put up.
+        changing: Names of members whose offers change in the batch.
     """
     says_so = isinstance(message, Offer | Recall) or (
         isinstance(message, Join | Heartbeat) and message.name not in changing

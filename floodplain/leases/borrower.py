@@ -1,7 +1,7 @@
-"""A consumer's side: what it asks for, may allocate, must free, and says of each lease. Sans-IO.
+"""A consumer's side: it requests, allocates, and frees leases, and reports each to the coordinator. Sans-IO.
 
-A lease is allocated once and freed once. Between the two the engine may use the bytes as it likes; after a recall it
-has until ``due_s`` to copy away what it needs.
+A lease is allocated once and freed once. In between the engine uses the bytes as it likes; after a recall it has until
+``due_s`` to copy away what it needs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _TO_SAY = {
     LeaseEvent.REFUSE: (LeaseEvent.REFUSE, LeaseEvent.RELEASE),
     LeaseEvent.RELEASE: (LeaseEvent.RELEASE,),
 }
-"""What can be said of a lease that was allocated, refused, or freed: the first that its state allows."""
+"""What to report of a lease that was allocated, refused, or freed: the first event that its state allows."""
 
 
 class Borrower:
-    """See the module.
+    """Tracks the requests and leases of one consumer process.
 
     Args:
-        member: Its process.
+        member: The process's side of the protocol.
     """
 
     def __init__(self, member: MemberSide) -> None:
@@ -35,41 +35,41 @@ class Borrower:
         self._too_late: set[LeaseId] = set()
 
     def ask(self, shards: Sequence[Shard]) -> int:
-        """Want all of these until they are granted or ``cancel`` is called; return the request's number.
+        """Request all of these shards until they are granted or ``cancel`` is called; return the request's number.
 
-        A request that waits for more room may be overtaken by a later one. Then it ends (it is not in the member's
-        ``open_requests`` any more), and whoever still wants it asks again: numbers that are granted only rise.
+        A later request may be granted before one that waits for more room. Then the earlier one ends (it leaves the
+        member's ``open_requests``), and must be asked again: numbers that are granted only rise.
         """
         self._last_number += 1
         self.member.open_requests[self._last_number] = tuple(shards)
         return self._last_number
 
     def cancel(self, number: int) -> None:
-        """Want it no longer. A copy may still be under way: what it is granted then shows up in ``to_allocate``."""
+        """Cancel a request. If a copy of it is still granted, the leases appear in ``to_allocate``."""
         self.member.open_requests.pop(number, None)
 
     def to_allocate(self, now: float) -> list[Lease]:
-        """Granted and not touched yet: now is the time, since the coordinator keeps the bytes for it."""
+        """Return leases that are granted and untouched, and that the coordinator still keeps for this process."""
         leases = self.member.borrowed()
         return [lease for lease in leases if lease.lease_id not in self._done and self.member.may_allocate(lease, now)]
 
     def to_free(self) -> dict[LeaseId, float]:
-        """Allocated leases that are no longer its own, and by when their bytes must be free: at once if they ended."""
+        """Return allocated leases that must be freed, and by when: immediately (-inf) if they have ended."""
         return {i: self._due_s(i) for i in self.allocated_ids if not self._is_mine(i)}
 
     def is_untouched(self, lease: Lease) -> bool:
-        """Whether it was granted in this life, and neither allocated nor refused."""
+        """Whether the lease was granted in this life, and neither allocated nor refused."""
         return lease.state is LeaseState.GRANTED and self._is_of_this_life(lease) and lease.lease_id not in self._done
 
     @property
     def allocated_ids(self) -> list[LeaseId]:
-        """Leases whose bytes it has."""
+        """Return leases whose bytes are allocated."""
         return [lease_id for lease_id, (event, _) in self._done.items() if event is LeaseEvent.HOLD]
 
     def allocated(self, lease_id: LeaseId, now: float) -> bool:
-        """The bytes are allocated, and then it was ``now``. Whether it may keep them: if not, ``to_free`` has them.
+        """Record that the bytes were allocated at ``now``; False if they must be freed (``to_free`` has the lease).
 
-        A process can be stopped between its look at the clock and its allocation, and the lease expire meanwhile.
+        A process can be paused between reading the clock and allocating, and the lease can expire meanwhile.
         """
         self._done[lease_id] = (LeaseEvent.HOLD, "")
         if not self.member.is_surely_alive(now):
@@ -77,19 +77,19 @@ class Borrower:
         return self._is_mine(lease_id)
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:
-        """The bytes could not be allocated, or are not wanted any more."""
+        """Record that the bytes could not be allocated, or are not needed any more."""
         self._done[lease_id] = (LeaseEvent.REFUSE, reason)
 
     def freed(self, lease_id: LeaseId) -> None:
-        """The bytes are free again, and will not be allocated any more."""
+        """Record that the bytes are free again, and will not be allocated any more."""
         self._done[lease_id] = (LeaseEvent.RELEASE, "")
         self._too_late.discard(lease_id)
 
     def say(self, most: int | None = None) -> list[Request | Report]:
-        """What the coordinator has not confirmed: what became of leases, then what is wanted.
+        """Return what the coordinator has not confirmed: first reports on leases, then requests.
 
         Args:
-            most: So many messages; None says everything. Requests that find no room are in what is said next.
+            most: The most messages; None returns all. Requests beyond it are in the next call's messages.
         """
         known = self.member.known
         for lease in self.member.borrowed():
@@ -101,7 +101,7 @@ class Borrower:
         return [*said, *self._requests(None if most is None else most - len(said))]
 
     def _requests(self, most: int | None) -> list[Request]:
-        """Requests in the order of their numbers, from where the last ones that found no room stood."""
+        """Return open requests by number; if the last call cut the list at ``most``, those after the cut."""
         if not self.member.has_joined:
             return []
         name, generation, wanted = self.member.name, self.member.stamp.generation, self.member.open_requests

@@ -1,4 +1,4 @@
-"""What consumers say changes: they ask for leases, and say what became of each."""
+"""Handles consumers' messages: requests for leases, and reports on each lease."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def request(
 ) -> Reply:
     """Grant all of the shards, or none (DEFERRED: ask again).
 
-    A copy of a request that comes when its leases have ended is stale, so that nobody is granted what it no longer
-    knows of.
+    A copy of a request that arrives after its leases have ended is stale: a consumer is not granted leases that it no
+    longer expects.
 
     Args:
         table: The rows.
-        message: What is asked for, by a consumer that lives.
-        free_bytes: What is put up and not leased, for each producer that the consumer may borrow from, best first.
-        limits: What a consumer may ask for, and have.
+        message: The request of a consumer that is alive.
+        free_bytes: Unleased bytes of each producer that the consumer may borrow from, best first.
+        limits: The most that a consumer may request and have.
     """
     known = table.members[message.name]
     granted = table.of_request(message.name, message.generation, message.number)
@@ -49,7 +49,7 @@ def request(
 
 
 def report(table: LeaseTable, message: Report) -> Reply:
-    """A consumer has allocated a lease, or could not, or has freed it."""
+    """Apply a consumer's report that it allocated, refused, or freed a lease."""
     lease = table.leases.get(message.lease_id)
     if lease is None:
         return Reply(Outcome.STALE, detail=f"lease {message.lease_id} has ended, or never was")
@@ -64,13 +64,13 @@ def report(table: LeaseTable, message: Report) -> Reply:
         lease = table.owe(lease)
     else:
         table.put_lease(lease)
-    if is_new_allocation:  # a look from before does not show it; who releases what it never reported may have had it
+    if is_new_allocation:  # earlier observations lack it; a released lease may have been held without a report
         table.revise(table.members[lease.producer])
     return Reply(Outcome.APPLIED, table.members[lease.consumer], (lease,))
 
 
 def _refuse_by_limits(table: LeaseTable, message: Request, limits: LeaseLimits) -> Reply | None:
-    """Why no lender's memory can be granted: for good if it asks for too little or too much, else for now."""
+    """Return a refusal if the request breaks a limit: CONFLICT if for good, DEFERRED if only for now."""
     name, asked = message.name, message.shards
     asked_bytes, least = sum(shard.num_bytes for shard in asked), limits.least_lease_bytes
     if min(shard.num_bytes for shard in asked) < least:

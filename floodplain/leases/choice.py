@@ -1,4 +1,4 @@
-"""Which devices a request gets, and which leases a recall takes back: pure choices, the same in every coordinator."""
+"""Chooses a request's devices, and the leases that a recall takes back. Pure, the same in every coordinator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from floodplain.leases.states import Lease, LeaseState
 
 
 def choose_producers(shards: Sequence[Shard], free_bytes: Mapping[str, int]) -> list[str] | None:
-    """A device for every shard, or None if not all of them fit.
+    """Return a device for every shard, or None if not all of them fit.
 
     Args:
-        shards: What is asked for; those that name their device get that one or none.
-        free_bytes: What is put up and not leased, for each producer that the consumer may borrow from, in the order of
-            preference where they have equally much.
+        shards: What is requested; a shard that names its device fits only there.
+        free_bytes: Unleased bytes of each producer that the consumer may borrow from. Among equals, the first is
+            preferred.
     """
     left = dict(free_bytes)
     chosen: dict[int, str] = {}
@@ -38,10 +38,10 @@ def choose_producers(shards: Sequence[Shard], free_bytes: Mapping[str, int]) -> 
 
 
 def choose_recalls(leases: Iterable[Lease], num_bytes: int) -> list[Lease]:
-    """Leases whose consumers still count on them, to make up ``num_bytes``; all of them if they are too few.
+    """Return granted or held leases that add up to ``num_bytes``; all of them if they are too few.
 
-    What nobody has allocated yet goes first, for that costs nothing; then the smallest lease that is enough, or the
-    largest ones.
+    Leases that are not allocated yet go first, because they cost nothing; then the smallest one that is enough, or else
+    the largest ones.
     """
     left = [lease for lease in leases if lease.state in (LeaseState.GRANTED, LeaseState.HELD)]
     chosen: list[Lease] = []
@@ -55,7 +55,7 @@ def choose_recalls(leases: Iterable[Lease], num_bytes: int) -> list[Lease]:
 
 
 def choose_settled(owed: Iterable[Lease], num_bytes: int) -> list[Lease]:
-    """Leases that so many free bytes pay off: in their order each one that what is left is enough for."""
+    """Return the owed leases that ``num_bytes`` free bytes cover: in their order, each one that still fits."""
     chosen: list[Lease] = []
     for lease in owed:
         if lease.num_bytes <= num_bytes:

@@ -1,6 +1,6 @@
-"""What a consumer of leased bytes needs of the agent that talks to the coordinator: a ``Borrower`` behind a network.
+"""The interface through which a consumer in an engine borrows: a ``Borrower`` behind a network.
 
-It stands on this floor because the bytes (``memory``) lie below the coordinator's client.
+It is defined at this level because its user (``memory``) lies below the coordinator's client.
 """
 
 from __future__ import annotations
@@ -13,62 +13,62 @@ from floodplain.leases.states import Lease, LeaseId
 
 
 class LeaseClient(Protocol):
-    """What one process may allocate on its neighbours, as the coordinator says (AQUA, section 6: southbound interface).
+    """What one process may allocate on other devices, as the coordinator says (AQUA, section 6: southbound interface).
 
-    Every call returns at once with what was heard so far, and never waits for the network; what it was told goes out
-    with the next beat. Safe to call from several threads.
+    Every call returns immediately with what is known so far, and never waits for the network; its effect is sent with
+    the next heartbeat. Safe to call from several threads.
     """
 
     def ask(self, shards: Sequence[Shard]) -> int:
-        """Want all of these, or none, until they are granted or ``cancel`` is called; return the request's number.
+        """Request all of these shards until they are granted or ``cancel`` is called; return the request's number.
 
-        No number comes twice.
+        Numbers are unique.
         """
 
     def cancel(self, number: int) -> None:
-        """Want it no longer. What it was granted and not allocated, or will be, the client gives back itself."""
+        """Cancel a request. The client itself returns leases granted to it, now or later, that were not allocated."""
 
     def pending(self) -> Collection[int]:
-        """Numbers of requests that may still show up in ``to_allocate``.
+        """Return numbers of requests that may still appear in ``to_allocate``.
 
-        One that was granted leaves when its leases are recalled, or expire, before they were allocated: ask again.
+        A granted request is removed if its leases are recalled or expire before they were allocated: ask again.
         """
 
     def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
-        """Granted, and may be allocated right now.
+        """Return granted leases that may be allocated immediately.
 
-        Each of them must be answered at once by ``allocated`` or ``refused``. Until then the client says nothing of
-        leases to the coordinator: one that is recalled meanwhile would be taken for untouched and be given back.
+        Answer each of them at once with ``allocated`` or ``refused``. Until then the client reports no leases to the
+        coordinator: it would take a lease that is recalled meanwhile for untouched, and give it back.
 
         Args:
-            others: Requests of which nothing is returned, and nothing need be answered (see ``LeaseShare``).
+            others: Requests whose leases are not returned, and need no answer (``LeaseShare`` uses this).
         """
 
     def allocated(self, lease_id: LeaseId) -> None:
-        """Its bytes are allocated."""
+        """Record that the lease's bytes are allocated."""
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:
-        """Its bytes could not be allocated, and why; they will not be."""
+        """Record why the lease's bytes could not be allocated; they will not be."""
 
     def to_free(self) -> Mapping[LeaseId, float]:
-        """Allocated leases whose bytes are no longer ours, and the seconds left until they must be free.
+        """Return allocated leases that must be freed, and the seconds left for each.
 
-        Below zero if they are late. Those that ended without us (we were taken for dead, or the device is gone) should
-        be free already: -inf.
+        Below zero if overdue. -inf if the lease has ended without this process (it was considered dead, or the device
+        is gone), so the bytes should be free already.
         """
 
     def freed(self, lease_id: LeaseId) -> None:
-        """Its bytes are free, and will not be allocated again."""
+        """Record that the lease's bytes are free, and will not be allocated again."""
 
 
 class LeaseShare:
-    """One borrower's part of a client that several use: each sees the grants of its own requests.
+    """One of several borrowers that share a client: each gets only the grants of its own requests.
 
-    A lease that none of them asked for comes to whichever looks first, and is refused there.
+    A lease that no share requested is returned to the share that polls first, which refuses it.
 
     Args:
         client: Of the process.
-        shares: All of that client, this one included when it is made.
+        shares: All shares of that client; the new one is appended.
     """
 
     def __init__(self, client: LeaseClient, shares: list[LeaseShare]) -> None:
@@ -78,66 +78,66 @@ class LeaseShare:
         shares.append(self)
 
     def ask(self, shards: Sequence[Shard]) -> int:
-        """See ``LeaseClient.ask``."""
+        """Request all of these shards for this share; return the request's number."""
         number = self._client.ask(shards)
         self._numbers.add(number)
         return number
 
     def cancel(self, number: int) -> None:
-        """See ``LeaseClient.cancel``."""
+        """Cancel a request of this share."""
         self._client.cancel(number)
         self._numbers.discard(number)
 
     def pending(self) -> Collection[int]:
-        """See ``LeaseClient.pending``."""
+        """Return numbers of this share's requests that may still appear in ``to_allocate``."""
         self._numbers &= set(self._client.pending())
         return frozenset(self._numbers)
 
     def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
-        """See ``LeaseClient.to_allocate``."""
+        """Return granted leases that may be allocated now, without those that other shares requested."""
         siblings = (share._numbers for share in self._shares if share is not self)
         return self._client.to_allocate({*others}.union(*siblings))
 
     def allocated(self, lease_id: LeaseId) -> None:
-        """See ``LeaseClient.allocated``."""
+        """Record that the lease's bytes are allocated."""
         self._client.allocated(lease_id)
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:
-        """See ``LeaseClient.refused``."""
+        """Record why the lease's bytes could not be allocated."""
         self._client.refused(lease_id, reason)
 
     def to_free(self) -> Mapping[LeaseId, float]:
-        """See ``LeaseClient.to_free``; those of all shares: a borrower knows which it holds."""
+        """Return leases of all shares that must be freed; each borrower knows which ones it holds."""
         return self._client.to_free()
 
     def freed(self, lease_id: LeaseId) -> None:
-        """See ``LeaseClient.freed``."""
+        """Record that the lease's bytes are free."""
         self._client.freed(lease_id)
 
 
 class NobodyLends:
-    """The client where there is no coordinator: whatever is asked for stays pending."""
+    """The client if there is no coordinator: every request stays pending."""
 
     def __init__(self) -> None:
         self._last_number = 0
         self._pending: set[int] = set()
 
     def ask(self, shards: Sequence[Shard]) -> int:
-        """See ``LeaseClient.ask``."""
+        """Return the request's number; it is never granted."""
         self._last_number += 1
         self._pending.add(self._last_number)
         return self._last_number
 
     def cancel(self, number: int) -> None:
-        """See ``LeaseClient.cancel``."""
+        """Remove the request from ``pending``."""
         self._pending.discard(number)
 
     def pending(self) -> Collection[int]:
-        """See ``LeaseClient.pending``."""
+        """Return numbers of requests that were not cancelled."""
         return frozenset(self._pending)
 
     def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
-        """Nothing."""
+        """Return no leases."""
         return ()
 
     def allocated(self, lease_id: LeaseId) -> None:
@@ -147,7 +147,7 @@ class NobodyLends:
         """Never called: nothing is granted."""
 
     def to_free(self) -> Mapping[LeaseId, float]:
-        """Nothing."""
+        """Return no leases."""
         return {}
 
     def freed(self, lease_id: LeaseId) -> None:

@@ -1,8 +1,8 @@
-"""Leases of lenders that have ended: no look settles them any more, so their consumers' word does.
+"""Settles leases whose lenders have ended: no lender observes these bytes, so their consumers' reports settle them.
 
-A consumer that says that it has freed a lease, or never had it, holds nothing under it. So what others hold of the
-device lies under leases whose consumers have not said so, and, for at most ``Member.hidden_bytes``, under leases that
-have ended. As much as both stays leased, and law 2 of docs/design/005-leases.md holds.
+A consumer that reports a lease as freed, or as never allocated, holds nothing under it. So others hold bytes of the
+device only under leases without such a report and, at most ``Member.hidden_bytes``, under leases that have ended. That
+many bytes stay leased, so law 2 of docs/design/005-leases.md holds.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from floodplain.leases.table import LeaseTable
 
 
 class EndedLenders:
-    """See the module.
+    """Settles freed leases of ended lenders after a delay.
 
     Args:
         table: The rows that it changes.
-        wait_s: Seconds between a consumer's word and its effect. A driver may take so long to take freed memory back.
+        wait_s: Seconds between a consumer's report and its effect: a driver may take so long to reclaim freed memory.
     """
 
     def __init__(self, table: LeaseTable, wait_s: float) -> None:
@@ -28,7 +28,7 @@ class EndedLenders:
         self._since_s: dict[LeaseId, float] = {}
 
     def settle(self, now: float) -> None:
-        """Settle what was freed of devices whose lenders have ended, once both are known here for ``wait_s``."""
+        """Settle leases that were freed and whose lenders have ended, once both are known here for ``wait_s``."""
         unseen = [lease for lease in self._table.freed.values() if not self._table.members[lease.producer].instance]
         self._since_s = {lease.lease_id: self._since_s.get(lease.lease_id, now) for lease in unseen}
         due: defaultdict[str, list[Lease]] = defaultdict(list)

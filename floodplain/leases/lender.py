@@ -1,7 +1,7 @@
-"""A producer's side: what it has promised of its device, and how it puts bytes up and gets them back. Sans-IO.
+"""A producer's side: what its device has promised to others, and how bytes are offered and taken back. Sans-IO.
 
-The engine shrinks its pool before bytes are put up, and grows by what is no longer promised. So it always finds its
-bytes: nobody holds more of the device than was put up (law 2 of docs/design/005-leases.md).
+The engine shrinks its pool before it offers bytes, and grows it only by bytes that are no longer promised. So the
+engine's bytes are always free for it: others hold at most what is offered (law 2 of docs/design/005-leases.md).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from floodplain.leases.states import LeaseState, Stamp
 
 
 class Lender:
-    """See the module.
+    """Chooses the next offer, recall, or observation of one producer.
 
     Args:
-        member: Its process.
+        member: The process's side of the protocol.
         capacity_bytes: Of the device.
-        deadline_s: What consumers are given when it recalls.
+        deadline_s: Seconds that consumers get to free recalled bytes.
 
     Attributes:
-        target_bytes: How much it wants to lend. The engine sets it.
+        target_bytes: How much to lend. The engine sets it.
     """
 
     def __init__(self, member: MemberSide, capacity_bytes: int, deadline_s: float) -> None:
@@ -32,28 +32,28 @@ class Lender:
 
     @property
     def promised_bytes(self) -> int:
-        """What it must leave to others: what is put up, or will be if a message that is under way arrives.
+        """Return the bytes to leave to others: what is offered, or may be by a message that is under way.
 
-        Everything, before it has joined: it cannot know yet what a process of its name promised before it.
+        Before it has joined, the whole capacity: it does not know yet what an earlier process of its name promised.
         """
         row = self.member.row
         return self.capacity_bytes if row is None else max(row.offered_bytes, self._offered_at(row.stamp))
 
     @property
     def returning_bytes(self) -> int:
-        """What is recalled or owed: it is put up still, and nobody will get it."""
+        """Return the bytes that are recalled or owed: still offered, but not granted to any consumer."""
         lent = self.member.lent()
         return sum(lease.num_bytes for lease in lent if lease.is_owed or lease.state is LeaseState.RECALLED)
 
     def say(self, own_bytes: int, foreign_bytes: int) -> Recall | Observe | Offer | None:
-        """The one thing to say now: want bytes back, have seen bytes free, put bytes up; the first that applies.
+        """Return the next message: recall bytes, else observe bytes free, else offer bytes; None if there is none.
 
-        An offer that was not answered may still arrive. If less is wanted by now, what is put up is said again: the one
-        of the two that comes second is stale.
+        An offer without an answer may still arrive. If less is to be lent by now, the present offer is sent again: the
+        one of the two that arrives second is stale.
 
         Args:
-            own_bytes: What its own pool takes of the device.
-            foreign_bytes: What others hold there, seen after the last answer came.
+            own_bytes: Bytes of the device that its own pool takes.
+            foreign_bytes: Bytes that others hold there, read after the last answer arrived.
         """
         row = self.member.row
         if row is None or not self.member.has_joined:
@@ -70,10 +70,10 @@ class Lender:
         return Offer(row.name, row.stamp, wanted)
 
     def say_last(self, foreign_bytes: int) -> Offer | Observe | None:
-        """The one thing to say before it leaves: nobody can be granted more, and what is owed is free, as seen now.
+        """Return the next message before the process ends: withdraw unleased bytes, else observe owed bytes free.
 
-        What consumers count on stays theirs. But if it never looked again, what they have freed would be owed until
-        there is another engine of its name.
+        Leases that consumers count on stay. Without the observation, what they have freed stays owed until another
+        engine of this name starts.
         """
         row = self.member.row
         if row is None or not self.member.has_joined:
@@ -85,18 +85,18 @@ class Lender:
 
     @property
     def has_said_all(self) -> bool:
-        """Whether nothing is put up but what consumers count on: then there is nothing to say before it leaves."""
+        """Whether only bytes that consumers count on are offered: then the process can end without more messages."""
         row = self.member.row
         counted_on = sum(lease.num_bytes for lease in self.member.lent() if not (lease.is_owed or lease.has_ended))
         return row is None or self.promised_bytes == counted_on
 
     def _offered_at(self, stamp: Stamp) -> int:
-        """The most that it has offered of a row as it stands: each of those messages may still arrive."""
+        """Return the most bytes offered while the row had this stamp: each of those offers may still arrive."""
         of_row, most_bytes = self._offered
         return most_bytes if of_row == stamp else 0
 
     def _is_settled(self, foreign_bytes: int) -> bool:
-        """Whether that look proves that a debt is paid."""
+        """Whether ``foreign_bytes`` proves that at least one owed lease is free."""
         lent = self.member.lent()
         owed = [lease.num_bytes for lease in lent if lease.is_owed]
         allocated = sum(lease.held_bytes for lease in lent if not lease.is_owed)

@@ -1,4 +1,4 @@
-"""What producers say changes: they put bytes up, want them back, and see them free."""
+"""Handles producers' messages: offer bytes, recall them, and observe them free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from floodplain.leases.table import LeaseTable
 
 
 def offer(table: LeaseTable, message: Offer) -> Reply:
-    """Put up as much as the message says, or withdraw what is not leased. Nothing else raises what is put up."""
+    """Set what is offered; a smaller value withdraws unleased bytes. Nothing else raises an offer."""
     known, leased = table.members[message.name], table.leased_bytes(message.name)
     if message.offered_bytes < leased:
         return Reply(Outcome.CONFLICT, known, detail=f"{leased} bytes of {message.name} are leased: recall them first")
@@ -21,7 +21,7 @@ def offer(table: LeaseTable, message: Offer) -> Reply:
 
 
 def recall(table: LeaseTable, message: Recall) -> Reply:
-    """What nobody has leased is withdrawn at once, the rest recalled."""
+    """Withdraw unleased bytes immediately, and recall leases for the rest."""
     known = table.members[message.name]
     withdrawn = min(message.num_bytes, table.unleased_bytes(message.name))
     chosen = choose_recalls(table.on_device(message.name), message.num_bytes - withdrawn)
@@ -30,21 +30,21 @@ def recall(table: LeaseTable, message: Recall) -> Reply:
 
 
 def recall_lease(table: LeaseTable, lease: Lease, deadline_s: float) -> Lease:
-    """The row of a lease after its recall."""
+    """Recall a lease, and return its new row."""
     recalled = lease.after(LeaseEvent.RECALL, deadline_s=deadline_s)
     table.put_lease(recalled)
     return recalled
 
 
 def observe(table: LeaseTable, message: Observe) -> Reply:
-    """Settle what is owed beyond the bytes that others were seen to hold.
+    """Settle what is owed beyond the bytes that others were observed to hold.
 
-    Let A be allocated leases that consumers still count on. Others hold at least A, so of what is owed at most
-    ``foreign_bytes - A`` is still there. Whatever shows that a lease was allocated, or may have been, raises the
-    member's revision, so that a look from before is stale.
+    Let A be the allocated bytes of leases that consumers still count on. Others hold at least A, so of what is owed at
+    most ``foreign_bytes - A`` is still held. Every message that shows that a lease was, or may have been, allocated
+    raises the member's revision, so that an earlier observation is stale.
 
-    A consumer that counts on a lease may hold nothing of it: it has died, or has freed it and said so too late for this
-    look. Then an expired lease is settled whose bytes are still held. See ``Member.hidden_bytes``.
+    A consumer that counts on a lease may hold nothing of it: it has died, or its report of the freed lease came too
+    late for this observation. Then an expired lease is settled although its bytes are held (``Member.hidden_bytes``).
     """
     known, leases = table.members[message.name], table.on_device(message.name)
     allocated = sum(lease.held_bytes for lease in leases if not lease.is_owed)
@@ -59,13 +59,13 @@ def observe(table: LeaseTable, message: Observe) -> Reply:
 
 
 def settle(table: LeaseTable, member: Member, leases: Iterable[Lease]) -> tuple[Member, tuple[Lease, ...]]:
-    """Owed bytes are the producer's again, and put up no longer; its new row, and those of the leases.
+    """Settle owed leases: their bytes are the producer's and no longer offered; return its row and theirs.
 
-    Ended leases hold no more of the device than is leased there (law 2), so the bound on that falls, too.
+    Ended leases hold no more of the device than is leased there (law 2), so the bound on ``hidden_bytes`` falls, too.
 
     Args:
         table: The rows.
-        member: The producer's row, with what else changes in it.
+        member: The producer's row, with its other changes.
         leases: Owed to it.
     """
     settled = tuple(lease.after(LeaseEvent.SETTLE) for lease in leases)
@@ -77,10 +77,10 @@ def settle(table: LeaseTable, member: Member, leases: Iterable[Lease]) -> tuple[
 
 
 def lose(table: LeaseTable, name: str) -> Reply:
-    """The device will not come back: what was allocated on it is lost. The row stays: generations go on from it.
+    """End allocated and owed leases of a device that is gone. The member's row stays, so generations go on from it.
 
-    What a consumer may still allocate is recalled instead, and stays leased until the consumer has heard of that, or is
-    dead: by then there may be another device under that name, and it would allocate there.
+    Leases that a consumer may still allocate are recalled instead, and stay leased until the consumer knows or is dead:
+    there may already be another device under that name, on which it would allocate.
     """
     leases = table.on_device(name)
     lost = [lease.after(LeaseEvent.LOSE) for lease in leases if lease.held_bytes or lease.is_owed]
@@ -92,5 +92,5 @@ def lose(table: LeaseTable, name: str) -> Reply:
 
 
 def _trust(lease: Lease) -> tuple[int, str]:
-    """Those whose consumers said that they freed them come first: they are the likeliest to be what was seen free."""
+    """Sort key: leases whose consumers reported them free first, as the likeliest to be what was observed free."""
     return (LeaseState.RELEASED, LeaseState.REFUSED, LeaseState.EXPIRED).index(lease.state), lease.lease_id

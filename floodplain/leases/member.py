@@ -1,7 +1,7 @@
 """A member's side of the lease protocol: what it knows of itself and of its leases. Sans-IO.
 
-Whoever drives it sends ``greeting``, and what ``Lender`` and ``Borrower`` have to say, every few seconds, and hands
-every answer to ``learn``. Nothing is lost if an answer never comes: what was not confirmed is said again.
+The caller sends ``greeting`` and the messages of ``Lender`` and ``Borrower`` every few seconds, and passes every answer
+to ``learn``. Answers may be lost: what was not confirmed is sent again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from floodplain.leases.states import Lease, LeaseId, LeaseState, Outcome, Stamp,
 
 @dataclass(slots=True)
 class KnownLease:
-    """A lease as a member has heard of it.
+    """A lease as far as a member knows it.
 
     Attributes:
-        lease: The newest row that came.
-        learned_s: When its first row came.
-        due_s: Recalled: when its bytes must be free.
+        lease: The newest row received.
+        learned_s: When the first row was received.
+        due_s: If recalled: when the bytes must be free.
     """
 
     lease: Lease
@@ -29,7 +29,7 @@ class KnownLease:
 
 
 class MemberSide:
-    """What a process knows. Times are of its own monotonic clock.
+    """The protocol state of one process. Times are of its own monotonic clock.
 
     Args:
         name: Of its device.
@@ -37,10 +37,10 @@ class MemberSide:
         ttl_s: The coordinator's.
 
     Attributes:
-        row: Its row as it knows it; None before it has joined for the first time.
-        known: Leases that it lends or borrows, as far as it has heard of them and not of their end.
-        open_requests: What it has asked for and may still be granted, by number.
-        has_joined: Whether it lives, as far as it knows.
+        row: Its newest row; None before it has joined for the first time.
+        known: Leases that it lends or borrows and that, as far as it knows, have not ended.
+        open_requests: Requests that may still be granted, by number.
+        has_joined: Whether it is joined and alive, as far as it knows.
     """
 
     def __init__(self, name: str, instance: str, ttl_s: float) -> None:
@@ -54,39 +54,39 @@ class MemberSide:
 
     @property
     def stamp(self) -> Stamp:
-        """Its row as it knows it."""
+        """Return generation and revision of its newest row; zeros before it has joined."""
         return self.row.stamp if self.row is not None else Stamp(0, 0)
 
     def borrowed(self) -> list[Lease]:
-        """Leases that it was granted, in this life or an earlier one."""
+        """Return leases that were granted to it, in this life or an earlier one."""
         return [known.lease for known in self.known.values() if known.lease.consumer == self.name]
 
     def lent(self) -> list[Lease]:
-        """Leases of bytes of its device."""
+        """Return leases of bytes of its device."""
         return [known.lease for known in self.known.values() if known.lease.producer == self.name]
 
     def is_surely_alive(self, now: float) -> bool:
-        """Whether the coordinator must still take it for alive: then what it granted is kept for it.
+        """Whether the coordinator must still consider it alive, and so keeps what it granted.
 
-        It counts from when it sent the last heartbeat that was answered, which the coordinator got later.
+        Counts from the sending of the last answered heartbeat, which the coordinator received later.
         """
         return self.has_joined and now <= self._alive_until_s
 
     def may_allocate(self, lease: Lease, now: float) -> bool:
-        """Whether a lease is granted to it, and kept for it."""
+        """Whether the lease is granted to this life of the member, and surely still kept for it."""
         is_mine = lease.consumer == self.name and lease.generation == self.stamp.generation
         return is_mine and lease.state is LeaseState.GRANTED and self.is_surely_alive(now)
 
     def greeting(self) -> Join | Heartbeat:
-        """What it says of itself at every beat."""
+        """Return the message of every beat: a join, or a heartbeat once it has joined."""
         return Heartbeat(self.name, self.stamp.generation) if self.has_joined else Join(self.name, self.instance)
 
     def learn(self, message: Message, reply: Reply, sent_s: float, now: float) -> None:
-        """An answer came, at ``now``, to a message that was sent at ``sent_s``; perhaps late, perhaps once more.
+        """Apply an answer that arrived at ``now`` to a message sent at ``sent_s``; it may be late or a duplicate.
 
-        A lease that has ended and is forgotten must not come back with a late answer, or it would be allocated twice.
-        So leases that are new here are believed only in lists that were asked for after the last such list came: of two
-        that were under way together nobody here knows which one the coordinator wrote first.
+        A late answer must not bring back a lease that has ended and is forgotten, or it would be allocated twice. So
+        unknown leases are accepted only from lists requested after the last such list arrived: of two lists that were
+        under way together, this side cannot know which one the coordinator wrote first.
         """
         self._learn_row(reply.member)
         is_news = self._learn_life(message, reply, sent_s, now) or (
@@ -99,7 +99,7 @@ class MemberSide:
                 self._learn_lease(lease, reply.due_in_s.get(lease.lease_id), sent_s, now)
 
     def _is_overtaken(self, request: Request, reply: Reply) -> bool:
-        """Whether a request can never be granted: a later one of this life was, or it was itself and has ended."""
+        """Whether the request can never be granted: a later one of this life was, or its own leases have ended."""
         row = reply.member
         if reply.outcome is not Outcome.STALE or row is None or request.number > row.last_request:
             return False
@@ -112,7 +112,7 @@ class MemberSide:
             self.row = row
 
     def _learn_life(self, message: Message, reply: Reply, sent_s: float, now: float) -> bool:
-        """Whether this is surely the newest list of everything that concerns it."""
+        """Apply what the answer says of this life; True if it is surely the newest list of all of its leases."""
         if not isinstance(message, Join | Heartbeat):
             return False
         if reply.outcome is not Outcome.APPLIED:

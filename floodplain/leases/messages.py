@@ -1,4 +1,4 @@
-"""What members say to the coordinator. Values; every one may arrive late, twice, or never."""
+"""Messages of members to the coordinator. Values; each may arrive late, twice, or never."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from floodplain.leases.states import LeaseEvent, LeaseId, Stamp
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A process begins, or begins anew because it was taken for dead."""
+    """A process starts, or joins anew after it was considered dead."""
 
     name: str
     instance: str
@@ -18,12 +18,12 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A process ends as it should: it counts on nothing any more, and can be followed at once.
+    """A process ends in an orderly way: it no longer counts on its leases, and a successor may join at once.
 
     Attributes:
         name: Its name.
         generation: Its incarnation.
-        is_last: Nobody will have that name again: its device goes with it.
+        is_last: The name is never used again: the device is gone, too.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A member is alive. This renews everything that it lends and borrows; the reply tells it of all that."""
+    """A member is alive. Renews everything that it lends and borrows; the reply lists all of that."""
 
     name: str
     generation: int
@@ -41,7 +41,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """From now on ``offered_bytes`` are put up, leased bytes included; fewer than before withdraws some."""
+    """Set the bytes that a producer offers, leased ones included; fewer than before withdraws some."""
 
     name: str
     stamp: Stamp
@@ -50,7 +50,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """A producer wants ``num_bytes`` back: what is unleased at once, the rest from consumers within ``deadline_s``."""
+    """A producer recalls ``num_bytes``: unleased ones immediately, the rest from consumers within ``deadline_s``."""
 
     name: str
     stamp: Stamp
@@ -60,7 +60,7 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """A producer has looked: others hold ``foreign_bytes`` of its device."""
+    """A producer has measured its device: others hold ``foreign_bytes``."""
 
     name: str
     stamp: Stamp
@@ -69,9 +69,9 @@ class Observe:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A consumer wants all of these shards, or none.
+    """A consumer requests all of these shards, or none.
 
-    It numbers its requests upwards; asking twice with one number is asking once.
+    Requests are numbered upwards; the same number twice is the same request.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A consumer says what became of a lease: ``event`` is HOLD, REFUSE (and why) or RELEASE."""
+    """A consumer reports on a lease: ``event`` is HOLD, REFUSE (with a reason) or RELEASE."""
 
     name: str
     lease_id: LeaseId

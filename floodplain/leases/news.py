@@ -1,4 +1,4 @@
-"""Whom the change of a lease concerns at once: who must free bytes, and who waits to see bytes free."""
+"""Which members a changed lease concerns immediately: one must free bytes, or one waits to see bytes free."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ class _End(Enum):
 
 
 _HAS_NEWS: Mapping[LeaseState, tuple[_End, ...]] = {
-    LeaseState.GRANTED: (),  # the consumer is told by the answer to its request
+    LeaseState.GRANTED: (),  # the answer to its request tells the consumer
     LeaseState.HELD: (),
     LeaseState.RECALLED: (_End.CONSUMER,),
     LeaseState.REFUSED: (_End.PRODUCER,),
     LeaseState.RELEASED: (_End.PRODUCER,),
     LeaseState.EXPIRED: (_End.PRODUCER, _End.CONSUMER),
-    LeaseState.SETTLED: (),  # the producer has said so itself
+    LeaseState.SETTLED: (),  # the producer has reported this itself
     LeaseState.LOST: (_End.CONSUMER,),
 }
 
 
 def concerned(leases: Iterable[Lease]) -> set[str]:
-    """Names of the members that should ask for their leases now, and not with the next beat.
+    """Return names of the members that should ask for their leases now, not at the next heartbeat.
 
     Args:
-        leases: Rows as they are after their changes.
+        leases: Rows after their changes.
     """
     return {
         lease.producer if end is _End.PRODUCER else lease.consumer for lease in leases for end in _HAS_NEWS[lease.state]

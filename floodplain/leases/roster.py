@@ -1,4 +1,4 @@
-"""Who lives: members join, say that they live, and end; what they lent and borrowed follows."""
+"""Which members are alive: they join, send heartbeats, and end; their offers and leases change accordingly."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from floodplain.leases.table import LeaseTable
 
 
 class Roster:
-    """See the module. A new one takes everybody for alive who had not ended when the rows were written.
+    """Tracks which members are alive. A new roster considers alive every member whose row has an instance.
 
     Args:
         table: The rows that it changes.
-        ttl_s: Seconds of silence after which a member is taken for dead.
-        now: The clock; later, if those who live were told that they would for longer than the TTL.
-        limits: How many members it remembers, and for how long.
+        ttl_s: Seconds of silence after which a member is considered dead.
+        now: The clock; later, if living members were promised a longer life than the TTL.
+        limits: How many members are kept, and for how long.
 
     Attributes:
-        heard: Names of members that live, and that have said since ``now`` what they put up: its bytes may be granted.
+        heard: Names of living members that have said since ``now`` what they offer: those bytes may be granted.
     """
 
     def __init__(self, table: LeaseTable, ttl_s: float, now: float, limits: LeaseLimits = DEFAULT_LIMITS) -> None:
@@ -35,23 +35,23 @@ class Roster:
 
     @property
     def living(self) -> Collection[str]:
-        """Names of members that are taken for alive."""
+        """Return names of members that are considered alive."""
         return self._seen_s.keys()
 
     def leases_of(self, name: str) -> tuple[Lease, ...]:
-        """All that a member lends and borrows."""
+        """Return all leases that a member lends or borrows."""
         return (*self.table.on_device(name), *self.table.of_consumer(name))
 
     def join(self, message: Join, now: float, *, is_lender: bool = False) -> Reply:
-        """Begin a life; joining twice with one life is joining once.
+        """Start a member's life; joining twice with one instance is joining once.
 
-        While an older process of that name may live, a new one is put off (DEFERRED): the old one may be about to
-        allocate what it was granted.
+        While an older process of that name may live, a new one is DEFERRED: the old one may be about to allocate what
+        it was granted.
 
         Args:
             message: What the process says.
             now: The clock.
-            is_lender: Whether a producer's token begins this life.
+            is_lender: Whether the sender's token is a producer's.
         """
         known = self.table.members.get(message.name)
         if known is None:
@@ -78,7 +78,7 @@ class Roster:
         return self._greet(message.name, now)
 
     def heartbeat(self, message: Heartbeat, now: float) -> Reply:
-        """It lives. One that was taken for dead is STALE: it joins anew, and what it borrowed is lost to it."""
+        """Renew a member's life. STALE if it was considered dead: it joins anew, and has lost what it borrowed."""
         known = self.table.members.get(message.name)
         if known is None or message.generation > known.generation:
             return Reply(Outcome.DEFERRED, known, detail=f"{message.name} has not joined")
@@ -87,7 +87,7 @@ class Roster:
         return self._greet(message.name, now)
 
     def leave(self, message: Leave) -> Reply:
-        """It ends as it should."""
+        """End a member that leaves in an orderly way."""
         known = self.table.members.get(message.name)
         if known is None or not self.is_life(known, message.generation):
             return Reply(Outcome.STALE, known)
@@ -95,7 +95,7 @@ class Roster:
         return Reply(Outcome.APPLIED, self.table.members[message.name])
 
     def end_silent(self, now: float) -> list[str]:
-        """Take for dead who was silent for a TTL; return their names."""
+        """End members that were silent for a TTL; return their names."""
         dead = [name for name, seen_s in self._seen_s.items() if now - seen_s > self.ttl_s]
         for name in dead:
             self.end(name)
@@ -112,11 +112,11 @@ class Roster:
         return forgotten
 
     def end(self, name: str, *, is_last: bool = False) -> None:
-        """A life is over: what it borrowed is owed, what it put up and nobody has leased is withdrawn.
+        """End a life: what the member borrowed is owed, and its unleased offer is withdrawn.
 
-        If it was the last of its name, nobody is left to see free what is owed to it, and nobody needs to.
+        If it was the last life of its name, owed bytes of its device are settled without an observation.
 
-        The rows of its producers change, so that nobody settles by a look from before: it may have allocated since.
+        The revisions of its producers rise, so that no earlier observation settles: it may have allocated since.
         """
         self._seen_s.pop(name, None)
         self.heard.discard(name)
@@ -131,11 +131,11 @@ class Roster:
         self.table.revise(replace(member, instance="", offered_bytes=leased, hidden_bytes=hidden))
 
     def is_life(self, member: Member, generation: int) -> bool:
-        """Whether that incarnation of a member is the last one, and lives."""
+        """Whether ``generation`` is the member's newest incarnation, and alive."""
         return generation == member.generation and member.name in self._seen_s
 
     def refusal(self, name: str, stamp: Stamp) -> Reply | None:
-        """Why a message about a member's own row changes nothing; None if it may."""
+        """Return the reply if a message about a member's own row is to change nothing; None if it may."""
         known = self.table.members.get(name)
         if known is None:
             return Reply(Outcome.DEFERRED, detail=f"{name} has not joined")
@@ -151,7 +151,7 @@ class Roster:
                 self.table.owe(lease)
 
     def _make_room(self, most: int) -> bool:
-        """Whether there may be one member more, of at most so many; the one that ended first goes if it must."""
+        """Whether one more member fits among ``most``; may forget the first one to end that owes nothing."""
         if len(self.table.members) < most:
             return True
         first = next((name for name in self._ended_s if self.table.owes_nothing(name)), None)
@@ -164,7 +164,7 @@ class Roster:
         self.table.forget_member(name)
 
     def _greet(self, name: str, now: float) -> Reply:
-        """Its leases are left out here: the book tells them once for a batch of messages."""
+        """Mark a member as alive. The reply omits its leases: the book adds them once for a batch of messages."""
         self._ended_s.pop(name, None)
-        self._seen_s[name] = max(now, self._seen_s.get(name, now))  # who began with a grace keeps it
+        self._seen_s[name] = max(now, self._seen_s.get(name, now))  # a later time from the start stays
         return Reply(Outcome.APPLIED, self.table.members[name])

@@ -1,4 +1,4 @@
-"""The rows of a lease book beside leases, and what it answers."""
+"""The rows of a lease book other than leases, and its replies."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from floodplain.leases.states import Lease, LeaseId, Outcome, Stamp
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One engine process, or any program, that lends, borrows, or both; named as the device that it computes on.
+    """A process, of an engine or any other program, that lends or borrows; named after the device it computes on.
 
     Attributes:
         name: Of the device; of the program, if it has none to lend.
-        instance: What the process drew at its start, so that joining twice is joining once; empty after its end.
-        generation: Its incarnation: one more whenever it joins.
-        revision: How often what it lends has changed, or somebody has said that it allocated on the device.
-        offered_bytes: What it has put up, leased bytes included.
+        instance: Drawn by the process at its start, so that joining twice is joining once; empty after its end.
+        generation: Its incarnation: one more whenever a new instance joins.
+        revision: How often its offer has changed, or a consumer was found to have allocated on the device.
+        offered_bytes: What it offers, leased bytes included.
         last_request: The number of its last request that was granted, in this generation.
-        is_gone: The last process of that name has ended, and the device with it. Nobody looks there any more, and no
-            pool needs what is owed there: it is settled at once.
-        is_lender: A producer's token has begun this life, or it has put bytes up: who may only borrow may not speak for
-            it.
-        hidden_bytes: Consumers may still hold so many bytes of the device, at most, under leases that have ended: under
-            expired ones that a look settled while a consumer that had died, or had not reported yet, was taken to hold
-            what they held.
+        is_gone: The last process of that name has ended, and its device is gone. No process observes it any more, and
+            no pool needs what is owed there: it is settled at once.
+        is_lender: This life began with a producer's token, or has offered bytes: a sender that may only borrow may not
+            speak for it.
+        hidden_bytes: The most bytes of the device that consumers may still hold under ended leases: expired leases that
+            an observation settled while their bytes were attributed to another consumer, which had died or had not
+            reported yet.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Member:
 
     @property
     def stamp(self) -> Stamp:
-        """The row as it stands."""
+        """Return generation and revision of the row."""
         return Stamp(self.generation, self.revision)
 
 
@@ -50,7 +50,7 @@ class Shard:
 
     Attributes:
         num_bytes: How many.
-        producer: On whose device; None if any will do.
+        producer: The device's name; None if any will do.
     """
 
     num_bytes: int
@@ -59,14 +59,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What became of a message, and the rows as they are now: whoever was late learns from them.
+    """The outcome of a message, and the rows as they are now: from them a late sender learns the present state.
 
     Attributes:
         outcome: What became of it.
         member: The row of the member that it was about.
         leases: The leases that it was about, or that it changed.
-        due_in_s: For those that are recalled, the seconds that their consumers have left.
-        detail: One line for whoever reads a log, empty if there is nothing to say.
+        due_in_s: For recalled leases, the seconds that their consumers have left.
+        detail: One line for a log, empty if there is nothing to say.
     """
 
     outcome: Outcome

@@ -1,11 +1,11 @@
-"""Leases of memory: what state each is in, and the only changes that it may make. Values and one table, no clock.
+"""Leases of memory: the states of a lease, and its only transitions. Values and one table, no clock.
 
-A lease is a budget of bytes on a producer's device. The consumer allocates there itself, so nobody holds a pointer into
-another process. Bytes go back in two steps: the consumer frees them, or is taken for dead; then the producer *observes*
-them free. Between the two they are *owed*: nobody else can have them (AQUA, section 6; docs/design/005-leases.md).
+A lease is a budget of bytes on a producer's device. The consumer allocates there itself, so no process holds a pointer
+into another one. Bytes go back in two steps: the consumer frees them, or is considered dead; then the producer
+*observes* them free. In between they are *owed*, and not granted (AQUA, section 6; docs/design/005-leases.md).
 
-Every message about a lease carries a ``Stamp``: as which incarnation it speaks, and which revision of the lease it has
-seen. What is stale changes nothing.
+Every message about a lease carries a ``Stamp``: the sender's incarnation, and the revision of the lease that it has
+seen. A stale message changes nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ LeaseId = NewType("LeaseId", str)
 
 
 class LeaseState(Enum):
-    """Where a lease is between its grant and its end."""
+    """The state of a lease between its grant and its end."""
 
     GRANTED = "granted"
-    """Promised; the consumer has not said yet whether it could allocate."""
+    """The consumer has not reported yet whether it could allocate."""
     HELD = "held"
     """The consumer has allocated the bytes."""
     RECALLED = "recalled"
@@ -34,32 +34,31 @@ class LeaseState(Enum):
     RELEASED = "released"
     """The consumer has freed them. Owed."""
     EXPIRED = "expired"
-    """The consumer was silent for too long, or has begun anew. Owed."""
+    """The consumer was silent for too long, or has joined anew. Owed."""
     SETTLED = "settled"
-    """The producer saw the bytes free: they are its own again."""
+    """The producer observed the bytes free: they are its own again."""
     LOST = "lost"
     """The device is gone, and the bytes with it."""
 
 
 class LeaseEvent(Enum):
-    """What can happen to a lease, and who says so."""
+    """What can happen to a lease, and who reports it."""
 
     HOLD = "hold"
-    """The consumer: I have allocated it."""
+    """Consumer: the bytes are allocated."""
     REFUSE = "refuse"
-    """The consumer: the allocation failed."""
+    """Consumer: the allocation failed."""
     RECALL = "recall"
-    """The producer: give it back. An operator: the device that it was granted on will not come back, or a new placement
-    does not allow it."""
+    """Producer: give it back. Operator: its device will not come back, or a new placement does not allow the lease."""
     RELEASE = "release"
-    """The consumer: I have freed it."""
+    """Consumer: the bytes are freed."""
     EXPIRE = "expire"
-    """The clock: its consumer has been silent for a TTL; or a new incarnation of the consumer has joined."""
+    """Clock: the consumer has been silent for a TTL, or a new incarnation of it has joined."""
     SETTLE = "settle"
-    """The producer: the bytes are free, I have looked. Or the coordinator: the producer has ended, and the consumer has
-    freed them; or its device is gone, and no pool will need them."""
+    """Producer: it observed the bytes free. Coordinator: the producer has ended and the consumer has freed them, or the
+    device is gone and no pool needs them."""
     LOSE = "lose"
-    """An operator: the device will not come back, and what was on it is gone."""
+    """Operator: the device will not come back, and the bytes on it are gone."""
 
 
 _S, _E = LeaseState, LeaseEvent
@@ -77,13 +76,13 @@ TRANSITIONS: Mapping[LeaseState, Mapping[LeaseEvent, LeaseState]] = {
     _S.SETTLED: {},
     _S.LOST: {},
 }  # fmt: skip
-"""The only changes. The diagram in docs/design/005-leases.md is drawn from this table."""
+"""The only transitions. The diagram in docs/design/005-leases.md is drawn from this table."""
 
 OWED = frozenset({LeaseState.REFUSED, LeaseState.RELEASED, LeaseState.EXPIRED})
-"""The consumer no longer counts on the bytes, and the producer has not seen them free yet."""
+"""The consumer no longer counts on the bytes, and the producer has not observed them free yet."""
 
 FREED = frozenset({LeaseState.REFUSED, LeaseState.RELEASED})
-"""Owed, and the consumer has said that it has nothing of the bytes, and will not."""
+"""Owed, and the consumer has reported that it holds none of the bytes, and will not."""
 
 ENDED = frozenset(state for state, row in TRANSITIONS.items() if not row)
 
@@ -93,19 +92,19 @@ class Outcome(Enum):
 
     APPLIED = "applied"
     DEFERRED = "deferred"
-    """Nothing changed, since it cannot be done now, or not yet: ask again."""
+    """Nothing changed, because it is impossible now, or not possible yet: ask again."""
     STALE = "stale"
     """Nothing changed: the sender has been replaced, or has not seen the last change."""
     CONFLICT = "conflict"
-    """Nothing changed, and asking again will not help: what was asked for is against the rules."""
+    """Nothing changed, and asking again does not help: the request is against the rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What a message says of its sender.
+    """A sender's incarnation and the newest revision that it has seen.
 
     Attributes:
-        generation: The sender's incarnation, as the coordinator numbered it when it joined.
+        generation: The sender's incarnation, numbered by the coordinator at each join.
         revision: The last change of the row, lease or member, that the sender has seen.
     """
 
@@ -119,16 +118,16 @@ class Lease:
 
     Attributes:
         lease_id: Never used twice.
-        request: The number that the consumer gave to the request; its leases were granted together, or not at all.
-        producer: Whose device the bytes are on.
+        request: The consumer's number of the request; its leases were granted together, or not at all.
+        producer: The device that has the bytes.
         consumer: Who may allocate them.
         num_bytes: The budget.
         generation: The consumer's incarnation when it was granted; no other can change it.
         state: Where it is.
         revision: How often it has changed.
-        held_bytes: Bytes that the consumer has said it allocated.
-        deadline_s: Recalled: seconds that the consumer was given.
-        reason: Refused: why the allocation failed.
+        held_bytes: Bytes that the consumer has reported as allocated.
+        deadline_s: If recalled: seconds that the consumer was given.
+        reason: If refused: why the allocation failed.
     """
 
     lease_id: LeaseId
@@ -145,23 +144,23 @@ class Lease:
 
     @property
     def is_owed(self) -> bool:
-        """Whether the producer waits to see the bytes free."""
+        """Whether the producer has yet to observe the bytes free."""
         return self.state in OWED
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing can happen to it any more."""
+        """Whether no transition is left."""
         return self.state in ENDED
 
     def allows(self, event: LeaseEvent) -> bool:
-        """Whether the table has this change."""
+        """Whether ``TRANSITIONS`` has ``event`` for this state."""
         return event in TRANSITIONS[self.state]
 
     def after(self, event: LeaseEvent, *, deadline_s: float | None = None, reason: str = "") -> Lease:
-        """The lease after ``event``, one revision on.
+        """Return the lease after ``event``, one revision on.
 
         Raises:
-            InvariantError: The table does not have it.
+            InvariantError: The state does not allow the event.
         """
         state = TRANSITIONS[self.state].get(event)
         if state is None:
@@ -177,7 +176,7 @@ class Lease:
 
 
 def draw_table() -> str:
-    """The table as a Mermaid state diagram, as docs/design/005-leases.md shows it."""
+    """Return the table as a Mermaid state diagram, as docs/design/005-leases.md shows it."""
     lines = ["stateDiagram-v2", "    [*] --> granted"]
     for state, row in TRANSITIONS.items():
         lines += [f"    {state.value} --> {after.value}: {event.value}" for event, after in row.items()]
@@ -186,7 +185,7 @@ def draw_table() -> str:
 
 
 def judge(stamp: Stamp, known: Stamp) -> Outcome:
-    """Whether a message with ``stamp`` may change a row that is at ``known``; APPLIED if so."""
+    """Whether a message with ``stamp`` may change a row at ``known``: APPLIED, else STALE or DEFERRED."""
     if stamp.generation < known.generation or (
         stamp.generation == known.generation and stamp.revision < known.revision
     ):
@@ -195,9 +194,9 @@ def judge(stamp: Stamp, known: Stamp) -> Outcome:
 
 
 def judge_copy(told: Lease, known: Lease) -> Outcome:
-    """Whether a copy of a lease that came over the network replaces the one that is ``known``; APPLIED if so.
+    """Whether a received copy of a lease replaces the ``known`` one; APPLIED if so.
 
-    Rows are whole, so copies may come twice, late, and in any order. Two rows that differ at one revision have two
+    Rows are whole, so copies may arrive twice, late, and in any order. Two different rows with one revision have two
     authors: CONFLICT.
     """
     if told.revision == known.revision:

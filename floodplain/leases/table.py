@@ -1,4 +1,4 @@
-"""The rows of a lease book with their indexes: found by device, by consumer and by request, and counted in bytes."""
+"""The rows of a lease book, indexed by device, consumer, and request, and counted in bytes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from floodplain.leases.states import FREED, Lease, LeaseEvent, LeaseId
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Rows that are new or differ from before: what a store writes.
+    """Rows that are new or changed: what a store writes.
 
     Attributes:
         members: Rows.
-        leases: Rows; those that have ended go.
-        forgotten: Names of members whose rows go, and that have none among ``members``.
-        floor: See ``LeaseTable``.
+        leases: Rows; those that have ended are to be deleted.
+        forgotten: Names of members whose rows are to be deleted; none of them is among ``members``.
+        floor: The table's floor for generations and revisions.
     """
 
     members: tuple[Member, ...] = ()
@@ -34,18 +34,18 @@ class Changes:
 
 
 class LeaseTable:
-    """Members and those leases that have not ended. Rows are replaced, never changed.
+    """Members, and leases that have not ended. Rows are replaced, never changed.
 
     Args:
-        floor: Generations and revisions of members that are forgotten were at most this: new ones begin above it. So
-            what an old process of a forgotten name may still say is stale, and no lease's name comes twice.
+        floor: Forgotten members had at most this generation and revision; new members begin above it. So late messages
+            of an old process of a forgotten name are stale, and no lease ID is used twice.
 
     Attributes:
         members: By name.
-        leases: By name.
-        freed: Those of them that are owed and that their consumers say to have freed, or never had.
-        lenders: Names of members that have put something up.
-        floor: As given, and as members were forgotten since.
+        leases: By ID.
+        freed: Owed leases whose consumers reported them as freed, or as never allocated.
+        lenders: Names of members that offer bytes.
+        floor: As given, raised as members were forgotten since.
     """
 
     def __init__(self, floor: int = 0) -> None:
@@ -63,27 +63,27 @@ class LeaseTable:
         self._changed_leases: dict[LeaseId, Lease] = {}
 
     def on_device(self, producer: str) -> Sequence[Lease]:
-        """Leases of a producer's bytes."""
+        """Return leases of a producer's bytes."""
         return tuple(self._on_device[producer].values()) if producer in self._on_device else ()
 
     def count_on_device(self, producer: str) -> int:
-        """How many leases of a producer's bytes there are."""
+        """Return the number of leases of a producer's bytes."""
         return len(self._on_device.get(producer, ()))
 
     def of_consumer(self, consumer: str) -> Sequence[Lease]:
-        """Leases that a consumer was granted."""
+        """Return leases that a consumer was granted."""
         return tuple(self._of_consumer[consumer].values()) if consumer in self._of_consumer else ()
 
     def of_request(self, consumer: str, generation: int, request: int) -> Sequence[Lease]:
-        """Leases that answered a request of one incarnation of a consumer, as far as they have not ended."""
+        """Return leases granted to a request of one incarnation of a consumer, without those that have ended."""
         return tuple(self.leases[lease_id] for lease_id in self._of_request.get((consumer, generation, request), ()))
 
     def leased_bytes(self, producer: str) -> int:
-        """Bytes of a producer that are leased or owed."""
+        """Return bytes of a producer that are leased or owed."""
         return self._leased_bytes.get(producer, 0)
 
     def unleased_bytes(self, producer: str) -> int:
-        """Bytes of a producer that are put up and nobody's."""
+        """Return bytes of a producer that are offered and not leased."""
         return self.members[producer].offered_bytes - self.leased_bytes(producer)
 
     def put_member(self, member: Member) -> None:
@@ -101,11 +101,11 @@ class LeaseTable:
         self.put_member(Member(name, instance, generation=first, revision=first, is_lender=is_lender))
 
     def owes_nothing(self, name: str) -> bool:
-        """Whether there is no lease at either end of which the member stands."""
+        """Whether the member is neither producer nor consumer of any lease."""
         return not (self._on_device.get(name) or self._of_consumer.get(name))
 
     def forget_member(self, name: str) -> None:
-        """Remove the row of a member that owes nothing and is owed nothing."""
+        """Remove the row of a member that has no leases, and raise ``floor`` to its numbers."""
         member = self.members.pop(name)
         self.floor = max(self.floor, member.generation, member.revision)
         for index in (self._on_device, self._of_consumer, self._leased_bytes, self._changed_members, self.lenders):
@@ -113,13 +113,13 @@ class LeaseTable:
         self._forgotten[name] = None
 
     def revise(self, member: Member) -> Member:
-        """Replace a member's row by ``member``, one revision on; return it."""
+        """Store ``member`` with the next revision, and return that row."""
         member = replace(member, revision=member.revision + 1)
         self.put_member(member)
         return member
 
     def put_lease(self, lease: Lease) -> None:
-        """Add a lease, or replace its row; one that has ended leaves."""
+        """Add a lease, or replace its row; remove it if it has ended."""
         self._changed_leases[lease.lease_id] = lease
         if lease.has_ended:
             self._remove(lease)
@@ -134,7 +134,7 @@ class LeaseTable:
         self._of_consumer[lease.consumer][lease.lease_id] = lease
 
     def owe(self, lease: Lease) -> Lease:
-        """Replace the row of a lease that is owed; where its device is gone with its last owner, it is settled."""
+        """Store an owed lease; if its device is gone with its last owner, settle it instead. Return the row."""
         producer = self.members[lease.producer]
         if not producer.is_gone:
             self.put_lease(lease)
@@ -145,7 +145,7 @@ class LeaseTable:
         return settled
 
     def take_changes(self) -> Changes:
-        """What has changed since this was last asked."""
+        """Return what has changed since the last call."""
         changes = Changes(
             tuple(self._changed_members.values()),
             tuple(self._changed_leases.values()),
@@ -156,7 +156,7 @@ class LeaseTable:
         return changes
 
     def load(self, members: Iterable[Member], leases: Iterable[Lease]) -> None:
-        """Take over rows of a store, which are no changes."""
+        """Load rows of a store; they do not count as changes."""
         for member in members:
             self.put_member(member)
             del self._changed_members[member.name]
@@ -165,10 +165,10 @@ class LeaseTable:
             del self._changed_leases[lease.lease_id]
 
     def check_integrity(self) -> None:
-        """Leased is at most offered, on every device; the indexes say what the rows say.
+        """Check that leased is at most offered on every device, and that the indexes match the rows.
 
         Raises:
-            InvariantError: They do not.
+            InvariantError: A check fails.
         """
         leased: defaultdict[str, int] = defaultdict(int)
         for lease in self.leases.values():

@@ -1,11 +1,11 @@
-"""The thread of an engine process that talks to the coordinator, so that nothing else ever waits for it.
+"""The thread that talks to the coordinator, so that no other thread waits for the network.
 
-It beats, says what its process wants and has done, and learns. A second thread waits for news of its leases, so that it
-needs not wait for a beat to hear of a recall. While no coordinator answers, everything stays as it is:
-nothing new is borrowed, what is held is held on to, and recalls wait.
+It sends heartbeats and its process's messages, and applies the answers. A second thread waits for news of its leases,
+so that a recall is known before the next beat. While no coordinator answers, everything stays as it is: nothing new is
+borrowed, what is held is kept, and recalls wait.
 
 Only these threads use the network. ``start``, ``retire`` and ``close`` wait for it, each for a stated time at most, so
-whatever answers in the place of a coordinator can neither hold up the engine's start nor its end.
+a server that is no coordinator can delay neither the engine's start nor its end.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from floodplain.lending.news_watch import NewsWatch
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-"""Between two beats of a member that has leases: so soon it hears of a recall at the latest."""
+"""Between two beats of a member with leases: a recall is known after so long at the latest."""
 IDLE_BEAT_S = 5.0
-"""Between two beats of one that has none."""
+"""Between two beats of a member without leases."""
 RETURN_BEAT_S = 0.1
-"""Between two beats of a lender whose bytes are on their way back: so soon it may say that it has seen them free."""
+"""Between two beats of a lender with bytes recalled or owed: so soon it can report that it has seen them free."""
 BEATS_PER_TTL = 4
-"""It beats at least so often in a TTL: a lost beat kills nobody."""
+"""The least number of beats in a TTL: with one lost beat, the member still counts as alive."""
 RETIRE_S = 1.0
-"""At most so long an ending process waits to see free what its consumers have freed."""
+"""The most that an ending process waits to see free what its consumers have freed."""
 MIN_GAP_S = 0.02
-"""Between two exchanges, however much there is to say."""
+"""Between two exchanges, however many messages there are."""
 START_S = 5.0
-"""At most so long a process waits at its start for the first exchange."""
+"""The most that a process waits at its start for the first exchange."""
 LAST_WORDS_S = 5.0
-"""At most so long a process that ends waits for the exchange under way and for each of its last ones."""
+"""The most that an ending process waits for the exchange under way, and for each of its last ones."""
 
 
 class LeaseAgent:
-    """See the module. ``start`` it, ``retire`` it when its process has freed what it borrowed, and ``close`` it.
+    """``start`` it, ``retire`` it when its process has freed what it borrowed, and ``close`` it.
 
     Args:
         client: Of the coordinators; the agent's own from now on.
@@ -60,7 +60,7 @@ class LeaseAgent:
         membership: What the process wants, has and may do.
         problem: Why the coordinator did not answer last; empty if it did.
         failures: Exchanges that failed, by problem: ``unreachable``, ``refused`` (a token, a message), or ``malformed``
-            (what answers is no coordinator). All of them are survived.
+            (the server is no coordinator). None of them ends the agent.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LeaseAgent:
         self._thread = threading.Thread(target=self._run, name="lease-agent", daemon=True)
 
     def start(self) -> None:
-        """Join, and go on in the background. Without a coordinator it goes on trying; so it does after ``START_S``.
+        """Join, and go on in the background; without a coordinator, also after ``START_S``, it goes on trying.
 
         Raises:
             UserError: The coordinator refuses: the token is wrong, or the name.
@@ -108,14 +108,14 @@ class LeaseAgent:
 
     @property
     def can_offer(self) -> bool:
-        """Whether the coordinator answers, so that an offer would reach it. May be asked on any thread."""
+        """Whether the coordinator answers, so that an offer would reach it. Callable on any thread."""
         return self.membership.has_joined and not self.problem
 
     def retire(self) -> None:
-        """Stop, and tell the coordinator what is free of the device, while it can still be looked at: see ``Lender``.
+        """Stop, and report what is free of the device while it can still be measured (``Lender.say_last``).
 
         Takes some milliseconds; at most a second if what was freed cannot be seen free, and ``LAST_WORDS_S`` longer if
-        the coordinator does not answer. The device is not looked at afterwards. Safe to call twice.
+        the coordinator does not answer. The device is not measured afterwards. Safe to call twice.
         """
         self._is_ending.set()
         self._wake()
@@ -123,7 +123,7 @@ class LeaseAgent:
             self._abandon()
 
     def close(self) -> None:
-        """Say goodbye, and stop; after ``LAST_WORDS_S`` without. Safe to call twice."""
+        """Send a last message and stop; after ``LAST_WORDS_S`` without it. Safe to call twice."""
         self.retire()
         self._end()
         if not self._has_started:
@@ -134,7 +134,7 @@ class LeaseAgent:
         return self._thread.ident is not None
 
     def _end(self) -> None:
-        """Let the thread leave, and wait for it."""
+        """Let the thread end, and wait for it."""
         self._is_ending.set()
         self._may_leave.set()
         self._wake()
@@ -144,7 +144,7 @@ class LeaseAgent:
                 self._abandon()
 
     def _abandon(self) -> None:
-        """The thread is stuck, in the look-up of a host's name, say: it ends with the process."""
+        """Give up on a thread that is stuck, for example resolving a host's name: it ends with the process."""
         if not self._is_abandoned:
             self._is_abandoned = True
             logger.warning("%s ends while an exchange with the coordinator is stuck", self.membership.name)
@@ -168,7 +168,7 @@ class LeaseAgent:
         self._say_goodbye()
 
     def _begin(self) -> None:
-        """The first exchange, for which ``start`` waits: it alone hands a refusal on."""
+        """Do the first exchange, for which ``start`` waits: only it raises a refusal."""
         try:
             self._try_exchange()
         except UserError as error:
@@ -181,7 +181,7 @@ class LeaseAgent:
             self._first.set_result(None)
 
     def _say_last(self) -> None:
-        """The first exchange tells what has become of the leases since the last beat, so there is always one."""
+        """Report what is free of the device; the first exchange also reports on the leases since the last beat."""
         if self._is_abandoned or not self.membership.retire():
             return
         end_s = time.monotonic() + RETIRE_S
@@ -209,7 +209,7 @@ class LeaseAgent:
         return max(RETURN_BEAT_S, min(wanted_s, self._ttl_s / BEATS_PER_TTL))
 
     def _exchange(self) -> None:
-        """Say what there is to say, and learn; a failure is counted, and everything stays as it is."""
+        """Send the messages and apply the answers; a failure is counted, and everything stays as it is."""
         try:
             self._try_exchange()
         except UserError as error:
@@ -230,7 +230,7 @@ class LeaseAgent:
         self._news.want(self.membership.has_leases)
 
     def _note_refusals(self, replies: Sequence[Reply]) -> None:
-        """Log what the coordinator will not do, however often it is asked: once for each reason."""
+        """Log what the coordinator refuses for good: once for each reason."""
         for reply in replies:
             logger.debug("%s: %s %s", self.membership.name, reply.outcome.value, reply.detail)
         refusal = next((reply.detail for reply in replies if reply.outcome is Outcome.CONFLICT), "")

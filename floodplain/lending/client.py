@@ -1,4 +1,4 @@
-"""Talks to coordinators over HTTP. Standard library only, for bare GPU images; one thread at a time."""
+"""Requests to coordinators over HTTP. Standard library only, for bare GPU images; one thread at a time."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _MAX_SHOWN_CHARS = 500
 
 
 class CoordinatorUnreachable(Exception):
-    """No coordinator answers, or none of them leads: ask again. The message says why, of the one asked last."""
+    """No coordinator answers, or none of them leads: ask again. The message has the reason of the one asked last."""
 
 
 class NotACoordinator(UserError):
-    """What answers is no coordinator of this version: its answer has another shape."""
+    """The server is no coordinator of this version: its answer has another shape."""
 
 
 class CoordinatorClient:
-    """See the module. The connection is kept between requests.
+    """Sends requests to the coordinator that leads. The connection is kept between requests.
 
     Args:
         urls: Of all coordinators on one store, with commas between them; the one that leads is found.
-        token: Sent with every request; None if they ask for none.
+        token: Sent with every request; None sends none.
         timeout_s: Of a whole exchange with one of them.
 
     Raises:
-        UserError: An address is none.
+        UserError: An address is invalid.
     """
 
     def __init__(self, urls: str, token: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -57,35 +57,35 @@ class CoordinatorClient:
         self._urls = [_split(url) for url in urls.split(",")]
         self._headers: dict[str, str | bytes] = {"Content-Type": "application/json"}
         if token is not None:
-            self._headers["Authorization"] = f"Bearer {token}".encode()  # as the token file has it, not Latin-1
+            self._headers["Authorization"] = f"Bearer {token}".encode()  # as in the token file, not Latin-1
         self._timeout_s = timeout_s
         self._connection: DeadlineConnection | None = None
         self._has_hung_up = False
 
     def twin(self) -> CoordinatorClient:
-        """One more for the same coordinators, for another thread."""
+        """Return another client of the same coordinators, for another thread."""
         return CoordinatorClient(*self._spelled, self._timeout_s)
 
     def send(self, messages: Sequence[Message]) -> Answer:
-        """Say all of this at once.
+        """Send messages in one request, and return the answer.
 
         Raises:
-            CoordinatorUnreachable: Nobody answered: what was said may have been heard.
-            UserError: The coordinator refuses to listen: a wrong token, a message that it does not take.
+            CoordinatorUnreachable: No coordinator answered; the messages may have been applied.
+            UserError: The coordinator refuses: a wrong token, or a message that it does not take.
         """
         body = self._ask("POST", "/v1/messages", {"messages": [encode_message(message) for message in messages]})
         return _understood(lambda: decode_answer(body, [message.name for message in messages]))
 
     def wait_for_news(self, name: str, mark: str, wait_s: float) -> News:
-        """Whether there is news of a member's leases; that takes until there is, or for ``wait_s``.
+        """Return whether there is news of a member's leases: once there is, or after ``wait_s``.
 
         Args:
             name: Of the member.
-            mark: What was answered last; empty the first time.
+            mark: Of the last answer; empty the first time.
             wait_s: Seconds.
 
         Raises:
-            CoordinatorUnreachable: Nobody answered.
+            CoordinatorUnreachable: No coordinator answered.
             UserError: The coordinator refuses.
         """
         query = urlencode({"member": name, "mark": mark, "wait_s": wait_s})
@@ -93,40 +93,40 @@ class CoordinatorClient:
         return _understood(lambda: decode_news(body))
 
     def list_leases(self) -> Mapping[str, Any]:
-        """Everything that the coordinator knows; see ``answers.Listing``.
+        """Return all members and leases that the coordinator knows, as an ``answers.Listing``.
 
         Raises:
-            CoordinatorUnreachable: Nobody answered.
+            CoordinatorUnreachable: No coordinator answered.
             UserError: The coordinator refuses.
         """
         body = self._ask("GET", "/v1/leases")
         return _understood(lambda: check_listing(body))
 
     def forget(self, name: str) -> Reply:
-        """Say that a device will not come back.
+        """Forget a device that will not come back.
 
         Raises:
-            CoordinatorUnreachable: Nobody answered.
+            CoordinatorUnreachable: No coordinator answered.
             UserError: The coordinator refuses.
         """
         body = self._ask("DELETE", f"/v1/members/{quote(name, safe='')}")
         return _understood(lambda: decode_reply(body))
 
     def hang_up(self) -> None:
-        """End the exchange that is under way, if there is one, and fail all later ones. May be called on any thread."""
+        """Abort the exchange that is under way, if there is one, and fail all later ones. Callable on any thread."""
         self._has_hung_up = True
         connection = self._connection
         if connection is not None:
             connection.hang_up()
 
     def close(self) -> None:
-        """Hang up. Safe to call twice."""
+        """Close the connection. Safe to call twice."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def _ask(self, method: str, path: str, body: Any = None, wait_s: float = 0.0) -> object:
-        """Ask one coordinator after the other, the one that answered last first."""
+        """Ask one coordinator after the other until one answers, beginning with the last that answered."""
         problem = ""
         for _ in range(len(self._urls)):
             try:
@@ -147,11 +147,11 @@ class CoordinatorClient:
         raise CoordinatorUnreachable(_one_line(problem))
 
     def _exchange(self, method: str, path: str, body: str | None, wait_s: float) -> tuple[int, bytes]:
-        """One request; over a new connection if the old one turns out to have been closed between two of them."""
+        """Do one request; over a new connection if the old one turns out to have been closed in the meantime."""
         deadline_s = time.monotonic() + self._timeout_s + wait_s
         if self._connection is None:
             self._connection = DeadlineConnection(*self._urls[0])
-        if self._has_hung_up:  # looked at when there is a connection that ``hang_up`` finds
+        if self._has_hung_up:  # checked once there is a connection for ``hang_up`` to find
             raise ConnectionAbortedError("it is to end")
         was_open = self._connection.is_open
         try:
@@ -167,7 +167,7 @@ def _split(url: str) -> tuple[str, str, int | None]:
     try:
         parts = urlsplit(url.strip())
         host, port = parts.hostname or "", parts.port
-        host.encode("idna")  # as the system's resolver will be asked
+        host.encode("idna")  # as for the system's resolver
     except ValueError:
         parts, host, port = urlsplit(""), "", None
     is_more = parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None
@@ -198,7 +198,7 @@ def _read(text: bytes) -> object:
 
 
 def _refuse_constant(name: str) -> object:
-    """JSON has no NaN and no infinity, whatever Python's parser takes for one."""
+    """Refuse NaN and infinities, which JSON lacks and Python's parser takes."""
     raise ValueError(name)
 
 
@@ -210,6 +210,6 @@ def _message_of(text: bytes) -> str:
 
 
 def _one_line(text: str) -> str:
-    """What a stranger sent, as a terminal may show it."""
+    """Return a remote text as one printable line, cut for a terminal."""
     line = " ".join(text.split())
     return "".join(letter if letter.isprintable() else "?" for letter in line[:_MAX_SHOWN_CHARS])

@@ -1,4 +1,4 @@
-"""The clock that lives, deadlines and leadership are counted on."""
+"""The clock for lives, deadlines and leadership."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 
 
 def lease_clock() -> float:
-    """Seconds since the machine started, those in which it was suspended included.
+    """Return seconds since the machine started, including those in which it was suspended.
 
-    ``time.monotonic`` stands still while a machine is suspended: it would wake up and believe that it has been heard of
-    a moment ago, while everybody else took it for dead (clock_gettime(2), CLOCK_BOOTTIME).
+    ``time.monotonic`` stands still during a suspension: the machine would resume and believe that its last message is
+    recent, while all others consider it dead (clock_gettime(2), CLOCK_BOOTTIME).
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)

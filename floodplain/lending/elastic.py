@@ -1,7 +1,7 @@
-"""Elastic tensors for any PyTorch program: in memory that neighbours lend, else in the host's (AQUA, section 6).
+"""Elastic tensors for any PyTorch program: in memory that other devices lend, else in the host's (AQUA, section 6).
 
-Three verbs: ``to_elastic`` makes a tensor elastic, its ``torch()`` is the tensor where its bytes are now, and
-``respond``, called where the program uses none of them, gives back what is recalled and takes what is granted.
+Three verbs: ``to_elastic`` makes a tensor elastic; its ``torch()`` is the tensor where its bytes are now; ``respond``,
+called while the program uses no elastic tensor, returns what is recalled and takes what is granted.
 
 ::
 
@@ -34,10 +34,10 @@ class PageMoves:
     """What one ``respond`` did.
 
     Attributes:
-        to_peer_bytes: Moved from the host to neighbours.
+        to_peer_bytes: Moved from the host to lent memory.
         to_host_bytes: Moved back.
         lost_bytes: On devices that are gone: their tensors raise ``TensorLost`` from now on.
-        recalled_bytes: Recalled while it was at work, and not moved yet: call it again soon.
+        recalled_bytes: Recalled during the call, and not moved yet: call it again soon.
         refusals: Why leases could not be used, one line each.
     """
 
@@ -54,8 +54,8 @@ class ElasticPool:
     A lease takes whole pages (64 KiB on the host), so group small tensors: as views of one flat elastic tensor.
 
     Args:
-        client: Who asks for leases; stays its owner's, and must outlive the pool.
-        memory: Where neighbours' bytes come from.
+        client: Requests the leases; stays its owner's, and must outlive the pool.
+        memory: Allocates the lent bytes.
     """
 
     def __init__(self, client: LeaseClient, memory: PeerMemory) -> None:
@@ -64,12 +64,12 @@ class ElasticPool:
         self._is_open = True
         # Every open tensor is in one of the two, unless it was lost.
         self._waiting: dict[int, ElasticTensor] = {}  # on the host, by the request for its lease
-        self._lent: dict[LeaseId, ElasticTensor] = {}  # on a neighbour
+        self._lent: dict[LeaseId, ElasticTensor] = {}  # in lent memory, by its lease
 
     def to_elastic(self, tensor: torch.Tensor) -> ElasticTensor:
-        """Copy a tensor's values to host memory, at once, and want a lease for them. ``tensor`` itself is left alone.
+        """Copy a tensor's values to host memory, and request a lease for them. ``tensor`` itself is left alone.
 
-        A lease that never comes leaves them there: a program must be right, if slower, without neighbours.
+        Without a lease they stay there: a program must be right, if slower, without lent memory.
 
         Raises:
             UserError: The tensor is not dense, or is empty; or the pool is closed.
@@ -80,11 +80,11 @@ class ElasticPool:
         return elastic
 
     def respond(self) -> PageMoves:
-        """Follow the coordinator: bring back what is recalled, the most urgent first, then use what is granted.
+        """Bring back what is recalled, the most urgent first, then use what is granted.
 
-        To be called at a boundary, where nothing reads or writes an elastic tensor: what ``torch()`` returned before is
-        no longer valid. Call it more often than recalls have time. One that comes too late still saves the bytes, for
-        nobody else can; the coordinator counts the lease as overdue meanwhile, and the producer waits.
+        To be called at a boundary, while nothing reads or writes an elastic tensor: what ``torch()`` returned before is
+        no longer valid. Call it more often than recalls have time. A late call still saves the bytes, because the
+        memory is freed only here; until then the coordinator counts the lease as overdue, and the producer waits.
 
         Raises:
             UserError: The pool is closed.
@@ -99,7 +99,7 @@ class ElasticPool:
         return PageMoves(to_peer_bytes, to_host_bytes, lost_bytes, recalled_bytes, tuple(refusals))
 
     def close(self) -> None:
-        """Close all tensors, and give everything back. A second call does nothing."""
+        """Close all tensors, and return all leases. A second call does nothing."""
         for elastic in [*self._waiting.values(), *self._lent.values()]:
             elastic.close()
         self._is_open = False
@@ -115,20 +115,20 @@ class ElasticPool:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _bring_back(self) -> tuple[int, int]:
-        """What is no longer ours goes to the host, or is lost; bytes of either."""
+        """Move recalled tensors to the host; return the bytes moved, and those lost with their device."""
         moved_bytes = {True: 0, False: 0}
         left_s = self._client.to_free()
         for lease_id in sorted(left_s.keys() & self._lent.keys(), key=lambda i: (left_s[i], i)):
             elastic = self._lent[lease_id]
-            is_away = elastic.location is Tier.PEER  # not so if it was interrupted before they got there
+            is_away = elastic.location is Tier.PEER  # false if an earlier move was interrupted
             moved_bytes[self._give_back(lease_id)] += elastic.num_bytes if is_away else 0
         return moved_bytes[True], moved_bytes[False]
 
     def _use_grants(self) -> tuple[int, list[str]]:
-        """Allocate, then copy; bytes copied, and why not. Grants are all answered before the first, slow, copy."""
+        """Allocate, then copy; return (bytes copied, refusals). All grants are answered before the first slow copy."""
         refusals: list[str] = []
         for lease in self._client.to_allocate():
-            if lease.request in self._waiting:  # others of this process may use the client too
+            if lease.request in self._waiting:  # other borrowers of this process may use the client, too
                 elastic = self._waiting.pop(lease.request)
                 found = self._allocate(lease)
                 if isinstance(found, str):
@@ -141,7 +141,7 @@ class ElasticPool:
         return sum(self._move_to_peer(lease_id, refusals) for lease_id in prepared), refusals
 
     def _allocate(self, lease: Lease) -> Extent | str:
-        """The bytes of a grant, or why there are none; the client is told."""
+        """Return the extent of a grant, or why there is none; the client is told."""
         try:
             extent = self._memory.allocate(lease.producer, lease.num_bytes)
             reason = f"{lease.producer} has no room for {lease.num_bytes} bytes"
@@ -154,7 +154,7 @@ class ElasticPool:
         return extent
 
     def _move_to_peer(self, lease_id: LeaseId, refusals: list[str]) -> int:
-        """Bytes moved: none if the device went away meanwhile."""
+        """Move a tensor to lent memory; return the bytes moved, 0 if the device is gone meanwhile."""
         elastic = self._lent[lease_id]
         try:
             elastic.move_to_peer()
@@ -165,7 +165,7 @@ class ElasticPool:
         return elastic.num_bytes
 
     def _give_back(self, lease_id: LeaseId) -> bool:
-        """Free a lease and want another; False if the tensor was lost with its device."""
+        """Free a lease and request another; False if the tensor was lost with its device."""
         elastic = self._lent[lease_id]
         is_whole = elastic.move_to_host()
         del self._lent[lease_id]
@@ -175,7 +175,7 @@ class ElasticPool:
         return is_whole
 
     def _ask_again(self) -> None:
-        """Requests that were granted too late to be used have ended."""
+        """Repeat requests that ended because they were granted too late to be used."""
         for number in sorted(self._waiting.keys() - set(self._client.pending())):
             self._ask_for(self._waiting.pop(number))
 

@@ -1,6 +1,6 @@
-"""A tensor whose bytes move between this process's host memory and a neighbour's device (AQUA, section 6: AQUA tensor).
+"""A tensor whose bytes move between this process's host memory and another device (AQUA, section 6: AQUA tensor).
 
-The bytes lie in one place at a time. A move copies first, switches then, and frees last, so that one that fails leaves
+The bytes are in one place at a time. A move copies first, then switches, and frees last, so that a failed one leaves
 everything as it was.
 """
 
@@ -45,17 +45,17 @@ class ElasticTensor:
 
     @property
     def location(self) -> Tier:
-        """Where the bytes are: PEER or HOST, so that a program can act on it (AQUA, section 7, end).
+        """Return where the bytes are: PEER or HOST, so that a program can act on it (AQUA, section 7, end).
 
         Raises:
             UserError: It is closed.
-            TensorLost: They are nowhere.
+            TensorLost: Its bytes were on a device that is gone.
         """
         self.torch()
         return Tier.PEER if self._is_away else Tier.HOST
 
     def torch(self) -> torch.Tensor:
-        """The tensor where its bytes lie now, for reading and writing; without a gradient.
+        """Return the tensor at its bytes' present place, for reading and writing; without a gradient.
 
         Valid until the pool's next ``respond`` or ``close``: then it, and every view of it, must not be touched.
 
@@ -70,7 +70,7 @@ class ElasticTensor:
         return self._bytes
 
     def prepare(self, extent: Extent) -> None:
-        """For its pool: own an extent that the bytes, which are on the host, are to move to."""
+        """For its pool: own the extent to which the bytes, now on the host, are to move."""
         self._extent = extent
 
     def move_to_peer(self) -> None:

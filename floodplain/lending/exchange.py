@@ -1,7 +1,7 @@
 """One HTTP exchange that ends by a deadline, however slowly the other end sends. Standard library only.
 
 A socket's own timeout counts for one read: a peer that sends a byte a second would never end it. Here each read may
-take what is left of the whole exchange. Looking up a host's name is the system's, and is not bounded here.
+take what is left of the whole exchange. Resolving a host's name is up to the system, and is not bounded here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 MAX_ANSWER_BYTES = 2**24
-"""A longer answer is refused when so much of it has come."""
+"""A longer answer is refused once so many bytes have arrived."""
 
 
 class AnswerTooLong(Exception):
@@ -46,23 +46,23 @@ class DeadlineConnection:
     def exchange(
         self, method: str, path: str, body: str | None, headers: dict[str, str | bytes], deadline_s: float
     ) -> tuple[int, bytes]:
-        """Send a request; (status, body) of the answer.
+        """Send a request; return (status, body) of the answer.
 
         Args:
             method: Of HTTP.
-            path: What is asked for.
+            path: The path and query.
             body: What is sent; None sends nothing.
             headers: Beside those that HTTP needs.
             deadline_s: On the clock ``time.monotonic``: everything has ended by then.
 
         Raises:
             OSError, http.client.HTTPException: There is no whole answer.
-            AnswerTooLong: See there.
+            AnswerTooLong: It exceeds ``MAX_ANSWER_BYTES``.
         """
         if not self.is_open:
             self._socket = self._http.sock = _dial(self._http.host, self._http.port, self._context, deadline_s)
         assert self._socket is not None
-        if self._has_hung_up:  # looked at when there is a socket that ``hang_up`` finds
+        if self._has_hung_up:  # checked once there is a socket for ``hang_up`` to find
             raise ConnectionAbortedError("it is to end")
         self._socket.deadline_s = deadline_s
         self._http.request(method, path, body, headers)
@@ -77,9 +77,9 @@ class DeadlineConnection:
         return response.status, text
 
     def hang_up(self) -> None:
-        """End the exchange that is under way, and fail all later ones. May be called on any thread.
+        """Abort the exchange that is under way, and fail all later ones. Callable on any thread.
 
-        One that is looking a host's name up, or connecting, ends later.
+        One that is resolving a host's name, or connecting, ends later.
         """
         self._has_hung_up = True
         sock = self._socket
@@ -87,7 +87,7 @@ class DeadlineConnection:
             sock.hang_up()
 
     def close(self) -> None:
-        """Hang up. Safe to call twice."""
+        """Close the connection. Safe to call twice."""
         self._http.close()
 
 
@@ -105,7 +105,7 @@ class _DeadlineSocket:
         return io.BufferedReader(_Reader(self, self._socket.makefile("rb", buffering=0)))
 
     def allow_the_rest(self) -> None:
-        """Let the next call take what is left of the time.
+        """Limit the next call to the time that is left.
 
         Raises:
             TimeoutError: Nothing is left.
@@ -113,7 +113,7 @@ class _DeadlineSocket:
         self._socket.settimeout(_left_s(self.deadline_s))
 
     def hang_up(self) -> None:
-        """Whoever reads finds the end, and whoever writes an error."""
+        """Shut the socket down: a reader gets the end of the stream, a writer an error."""
         with suppress(OSError):  # it was closed, or never connected
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # of TLS, too: its own waits for the other end
 
@@ -122,7 +122,7 @@ class _DeadlineSocket:
 
 
 class _Reader(io.RawIOBase):
-    """Reads of a socket, each in what is left of the time."""
+    """Reads from a socket, each in what is left of the time."""
 
     def __init__(self, owner: _DeadlineSocket, raw: Any) -> None:
         self._owner, self._raw = owner, raw
@@ -141,10 +141,10 @@ class _Reader(io.RawIOBase):
 
 
 def _dial(host: str, port: int, context: ssl.SSLContext | None, deadline_s: float) -> _DeadlineSocket:
-    """A connected socket; TLS has shaken hands.
+    """Return a connected socket, after the TLS handshake if there is one.
 
     Raises:
-        OSError: None of the host's addresses can be connected to.
+        OSError: No address of the host can be connected to.
     """
     failure: OSError | None = None
     for family, kind, proto, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

@@ -1,4 +1,4 @@
-"""Reads values of JSON that a stranger sent: each field has its type and its range, or the whole answer is refused.
+"""Reads fields of untrusted JSON: each has its type and its range, or the whole answer is refused.
 
 Standard library only.
 """
@@ -12,7 +12,7 @@ from typing import Any
 MAX_COUNT = 2**63 - 1
 """The largest number that a store holds."""
 MAX_SECONDS = 86400.0
-"""Of a deadline; a TTL is shorter."""
+"""The longest deadline; a TTL is shorter."""
 MAX_DETAIL_CHARS = 1000
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -32,11 +32,11 @@ class WireFields:
     """The fields of a JSON object.
 
     Args:
-        value: What was sent.
+        value: As received.
         where: What the object is: errors begin with it.
 
     Raises:
-        WireError: It is no object. Every method raises this if the field is missing, or not what it must be.
+        WireError: It is not an object. Every method raises this if the field is missing or invalid.
     """
 
     def __init__(self, value: object, where: str) -> None:
@@ -46,63 +46,63 @@ class WireFields:
         self._where = where
 
     def count(self, name: str, least: int = 0, default: int | None = None) -> int:
-        """A whole number from ``least`` to ``MAX_COUNT``; the default, if there is one, where the field is missing."""
+        """Return a whole number from ``least`` to ``MAX_COUNT``; the default, if given, if the field is missing."""
         value = self._values.get(name, default) if default is not None else self.get(name)
         if type(value) is not int or not least <= value <= MAX_COUNT:
             raise self._wrong(name, f"a whole number from {least} to {MAX_COUNT}")
         return value
 
     def seconds(self, name: str, least: float = 0.0, most: float = MAX_SECONDS) -> float:
-        """A finite number in a range."""
+        """Return a finite number in a range."""
         value = self.get(name)
         if type(value) not in (int, float) or not least <= value <= most:
             raise self._wrong(name, f"a number from {least:g} to {most:g}")
         return float(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """True or false; the default, if there is one, where the field is missing."""
+        """Return true or false; the default, if given, if the field is missing."""
         value = self._values.get(name, default) if default is not None else self.get(name)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false")
         return value
 
     def text(self, name: str, pattern: re.Pattern[str]) -> str:
-        """A string, all of which the pattern matches."""
+        """Return a string that the pattern matches as a whole."""
         value = self.get(name)
         if not isinstance(value, str) or not pattern.fullmatch(value):
             raise self._wrong(name, f"a string like {pattern.pattern}")
         return value
 
     def line(self, name: str) -> str:
-        """A short string that a terminal shows as it is."""
+        """Return a printable string of at most ``MAX_DETAIL_CHARS``."""
         value = self.get(name)
         if not isinstance(value, str) or len(value) > MAX_DETAIL_CHARS or not value.isprintable():
             raise self._wrong(name, f"one printable line of at most {MAX_DETAIL_CHARS} characters")
         return value
 
     def one_of(self, name: str, allowed: Mapping[str, Any]) -> Any:
-        """The value that a string stands for."""
+        """Return the value that ``allowed`` has for a string."""
         value = self.get(name)
         if not isinstance(value, str) or value not in allowed:
             raise self._wrong(name, "one of " + ", ".join(allowed))
         return allowed[value]
 
     def items(self, name: str) -> Sequence[Any]:
-        """A list."""
+        """Return a list."""
         value = self.get(name)
         if not isinstance(value, list):
             raise self._wrong(name, "a list")
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """An object; JSON's keys are strings."""
+        """Return an object; JSON's keys are strings."""
         value = self.get(name)
         if not isinstance(value, Mapping):
             raise self._wrong(name, "an object")
         return value
 
     def get(self, name: str) -> Any:
-        """A field of any type."""
+        """Return a field of any type."""
         if name not in self._values:
             raise WireError(f"{self._where} has no {name}")
         return self._values[name]

@@ -1,8 +1,8 @@
-"""Which chunks of slots a borrower returns since nobody has used them for a while, and how many it wants. Pure.
+"""Decides which idle chunks of slots a borrower returns, and how many chunks it wants. Pure.
 
-It wants all that there may be, until one has been idle: from then on what it has, and more when there is too little
-room. It returns a chunk only where a whole chunk's room stays, and wants more only when less than half of one is left.
-So a use that does not change neither returns nor asks, and leases do not come and go.
+It wants as many chunks as possible until one was idle. From then on it wants what it has, and more if there is too
+little room. It returns a chunk only if a whole chunk's room stays, and wants more only if less than half of one is
+left. So under constant use it neither returns nor requests chunks, and leases do not oscillate.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from floodplain.leases.states import LeaseId
 
 CHECKS_PER_IDLE = 8
-"""So often it is looked in the time after which a chunk is idle: each costs a walk over the slots that are taken."""
+"""Checks in the time after which a chunk is idle: each costs a walk over the taken slots."""
 MOST_MORE = 4
-"""Chunks that are wanted at a time beyond those that are there."""
+"""The most chunks that are wanted beyond the present ones at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkUse:
-    """What is seen of a chunk at one moment.
+    """The use of a chunk at one moment.
 
     Attributes:
-        num_copies: That have begun to read or write there, ever.
-        num_kept: Of its slots, those in which something lies that somebody needs, or is being copied.
+        num_copies: Copies that have ever begun to read or write there.
+        num_kept: Its slots whose content is needed or being copied.
     """
 
     num_copies: int
@@ -32,12 +32,12 @@ class ChunkUse:
 
 
 class IdleChunks:
-    """See the module.
+    """Tracks the use of chunks, and chooses how many to have.
 
     Args:
         idle_s: Seconds without use after which a chunk is returned; 0 keeps all.
         chunk_slots: Slots of a chunk.
-        max_chunks: Chunks that can ever be.
+        max_chunks: The most chunks that there can be.
 
     Attributes:
         num_wanted: How many chunks there should be.
@@ -46,20 +46,20 @@ class IdleChunks:
     def __init__(self, idle_s: float, chunk_slots: int, max_chunks: int) -> None:
         self.num_wanted = max_chunks
         self._idle_s, self._chunk_slots, self._max_chunks = idle_s, chunk_slots, max_chunks
-        self._used: dict[LeaseId, tuple[int, float]] = {}  # copies when it was seen to be used last, and when that was
+        self._used: dict[LeaseId, tuple[int, float]] = {}  # the copies at its last noticed use, and when that was
         self._next_check_s = float("-inf")
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to look at the chunks."""
+        """Whether it is time to check the chunks."""
         return self._idle_s > 0 and now >= self._next_check_s
 
     def choose(self, now: float, chunks: Mapping[LeaseId, ChunkUse], is_needed: bool) -> list[LeaseId]:
-        """Leases to return now: of idle chunks, whose slots can all be given up at once.
+        """Return the leases of idle chunks to return now; all their slots can be given up at once.
 
         Args:
             now: The clock.
-            chunks: Those that are there to stay, by their leases: a chunk's number comes again, with other memory.
-            is_needed: Whether anybody needs anything in swap space. If so, room for one more chunk's slots stays.
+            chunks: Present chunks that are not recalled, by lease: a chunk's number is used again, with other memory.
+            is_needed: Whether any request needs swap space. If so, room for one more chunk's slots stays.
         """
         self._next_check_s = now + self._idle_s / CHECKS_PER_IDLE
         self._note_uses(now, chunks)
@@ -72,11 +72,11 @@ class IdleChunks:
         return returned
 
     def note_room(self, num_chunks: int, num_free: int, is_needed: bool) -> None:
-        """Want more, if what there is does not do.
+        """Want more chunks if the present room is too small.
 
         Args:
-            num_chunks: Those that are there.
-            num_free: Their slots that nobody needs.
+            num_chunks: Present chunks.
+            num_free: Their slots that are not needed.
             is_needed: As above.
         """
         if is_needed and 2 * num_free < self._chunk_slots:

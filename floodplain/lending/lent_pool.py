@@ -1,4 +1,4 @@
-"""Our own engine as one that lends: its load, and its KV pool that gives way and takes back a little at a time."""
+"""The KV pool of our own engine as a lender: it reports load, and shrinks and grows a little at each boundary."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from floodplain.runtime.loop import Loop
 logger = logging.getLogger(__name__)
 
 MOST_MOVED_BYTES = 16 * 2**20
-"""Moved at one boundary, or one quantum if that is more. Measured on one core of a CPU, per MiB: giving way 0.5 to
-0.7 ms (half of it unmapping, the rest giving pages back), taking back 0.9 to 1.1 (reserving pages, which zeroes them,
-and mapping them). So a step is delayed by 7 to 16 ms, where steps take 20 to 50 (docs/design/006-neighbours.md)."""
+"""The most at one boundary, or one quantum if that is more. Measured on one core of a CPU, per MiB: shrinking 0.5 to
+0.7 ms (half of it unmapping, the rest giving pages back), growing 0.9 to 1.1 (reserving pages, which zeroes them, and
+mapping them). So a step is delayed by 7 to 16 ms, where steps take 20 to 50 (docs/design/006-neighbours.md)."""
 
 
 class LentPool:
-    """Implements ``Northbound``.
+    """Implements ``Northbound`` with our own engine's KV pool.
 
     Args:
         pool: Of the engine, on the device that it lends of.
-        loop: Whose ledger is the pool's; its block tables follow the blocks that move.
+        loop: The step loop with the pool's ledger; its block tables follow the blocks that move.
         full_blocks: Of the pool while nothing is lent.
         least_blocks: The pool never has fewer: what the longest request needs.
         guest_bytes: What consumers' processes take of the device beside their leases.
         most_moved_bytes: At one boundary.
 
     Attributes:
-        guest_bytes: As above: so much is not put up.
+        guest_bytes: As above: so much is not offered.
         num_failed_growths: How often bytes that ought to be free were not.
     """
 
@@ -59,27 +59,27 @@ class LentPool:
 
     @property
     def full_bytes(self) -> int:
-        """See ``Northbound``."""
+        """Return the engine's bytes on the device while it lends nothing."""
         return self._full_bytes
 
     @property
     def quantum_bytes(self) -> int:
-        """See ``Northbound``."""
+        """Return the least bytes by which the pool shrinks or grows."""
         return self._pool.quantum_bytes
 
     @property
     def block_bytes(self) -> int:
-        """See ``Northbound``."""
+        """Return the bytes of one block."""
         return self._pool.block_bytes
 
     @property
     def own_bytes(self) -> int:
-        """See ``Northbound``."""
+        """Return the engine's bytes on the device now."""
         return self._device.num_owned_pages * self._device.page_bytes
 
     @property
     def foreign_bytes(self) -> int:
-        """What others hold of the device; may be asked on any thread.
+        """Return what others hold of the device; may be called on any thread.
 
         While the pool has its full size no lease can be held: what is in use beside it then (modules that the driver
         has loaded, processes outside of the protocol) is not counted.
@@ -92,17 +92,17 @@ class LentPool:
         return max(0, self._device.num_foreign_pages() * self._device.page_bytes - self.guest_bytes)
 
     def as_device(self, deadline_s: float) -> LentDevice:
-        """The device as its agent sees it.
+        """Return the device in the form that the agent takes.
 
         Args:
-            deadline_s: What consumers are given at a recall.
+            deadline_s: Seconds that consumers get at a recall.
         """
         return LentDevice(
             capacity_bytes=self.full_bytes, foreign_bytes=lambda: self.foreign_bytes, deadline_s=deadline_s
         )
 
     def report(self, now: float) -> PoolLoad:
-        """See ``Northbound``. Who is in swap space waits, too; who is on its way back does not."""
+        """Return the load at ``now``. Requests in swap space count as waiting; loading ones do not."""
         state, ledger = self._loop.state, self._ledger
         return PoolLoad(
             now=now,
@@ -114,7 +114,7 @@ class LentPool:
         )
 
     def give_way(self, to_bytes: int) -> None:
-        """See ``Northbound``. Prefixes that nobody uses are dropped where their memory goes."""
+        """Shrink the pool towards ``to_bytes``; idle prefixes in the pages that go are dropped."""
         num_blocks = min((self.own_bytes - to_bytes) // self.block_bytes, self._step_blocks)
         target_blocks = max(self._pool.num_blocks - num_blocks, self.least_blocks)
         if target_blocks >= self._pool.num_blocks:
@@ -125,7 +125,7 @@ class LentPool:
         self._device.release(shrunk.pages)
 
     def take_back(self, to_bytes: int) -> None:
-        """See ``Northbound``."""
+        """Grow the pool towards ``to_bytes``; if the bytes are not free, nothing changes."""
         missing = min(self.full_blocks - self._pool.num_blocks, self._step_blocks)
         num_blocks = self._affordable(missing, to_bytes - self.own_bytes)
         if num_blocks > 0 and not self._try_grow(num_blocks):
@@ -134,7 +134,7 @@ class LentPool:
                 logger.warning("others hold memory that should be free: the KV pool stays smaller, and tries again")
 
     def _affordable(self, num_blocks: int, num_bytes: int) -> int:
-        """As many of these blocks as the pool can get for so many bytes."""
+        """Return how many of these blocks ``num_bytes`` more memory is enough for."""
         num_pages = self._pool.count_growth_pages(num_blocks)
         if num_pages is not None and num_pages * self._device.page_bytes <= num_bytes:
             return num_blocks
@@ -143,13 +143,13 @@ class LentPool:
     def _try_grow(self, num_blocks: int) -> bool:
         try:
             return self._pool.grow(self._ledger, num_blocks) is not None
-        except UserError as error:  # the system's limit on mappings: others may give some back
+        except UserError as error:  # the system's limit on mappings: other processes may release some
             logger.debug("the KV pool cannot grow: %s", error)
             return False
 
 
 def open_lent_pool(pool: KVPool, loop: Loop, limits: PoolLimits, backend: Backend) -> LentPool:
-    """An engine's pool as one that lends. torch's own pool keeps out of what is lent.
+    """Return an engine's pool as a lender; torch's own pool is capped to leave lent memory alone.
 
     Raises:
         UserError: On a GPU no second process can compute, or torch has taken too much of it already.

@@ -1,7 +1,7 @@
-"""What the threads of one process share with its agent: its member's side of the lease protocol, behind a lock.
+"""The member's side of the lease protocol behind a lock: shared by the threads of a process and its agent.
 
-The engine's threads say what they want and what became of it; nothing here waits for the network. The agent collects
-what there is to say to the coordinator, and hands in the answers.
+The engine's threads state what they want and did; nothing here waits for the network. The agent collects the messages
+to send to the coordinator, and passes its answers in.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from floodplain.lending.clock import lease_clock
 from floodplain.lending.recall_times import RecallTimes
 
 DEADLINE_S = 10.0
-"""What consumers are given at a recall."""
+"""Seconds that consumers get at a recall."""
 MOST_MESSAGES = 256
-"""At a time: what there is to say beyond that is said with the next beats. Coordinators take some more."""
+"""In one exchange: what exceeds it is sent with the next beats. Coordinators take some more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class LentDevice:
 
     Attributes:
         capacity_bytes: All of it.
-        foreign_bytes: What others hold of it now, as seen on the device; called on the agent's thread.
-        deadline_s: What consumers are given at a recall.
+        foreign_bytes: Returns what others hold of it now, as measured on the device; called on the agent's thread.
+        deadline_s: Seconds that consumers get at a recall.
     """
 
     capacity_bytes: int
@@ -41,19 +41,19 @@ class LentDevice:
 
 
 class Membership:
-    """See the module. Implements ``LeaseClient``; safe to call from several threads.
+    """A process as member: a ``LeaseClient``, and a lender if it has a device. Safe to call from several threads.
 
     Args:
         name: Of the member: of its device.
         instance: Drawn at the start of the process.
         device: What it may lend; None lends nothing.
-        clock: See ``lease_clock``.
+        clock: For lives and deadlines (``lease_clock``).
         is_last: No process will have that name after this one.
 
     Attributes:
-        version: Raised by every answer that brought something new: an engine looks at its leases when it has changed.
-        on_change: Called when there is something to say that should not wait for the next beat.
-        on_news: Called on the agent's thread when an answer brought something new.
+        version: Raised by every answer with news: an engine checks its leases when it has changed.
+        on_change: Called when there is a message that should not wait for the next beat.
+        on_news: Called on the agent's thread when an answer brought news.
     """
 
     def __init__(
@@ -84,25 +84,25 @@ class Membership:
     # -- a consumer's: see LeaseClient -------------------------------------------------------------------------------
 
     def ask(self, shards: Sequence[Shard]) -> int:
-        """See ``LeaseClient.ask``."""
+        """Request all of these shards; return the request's number."""
         with self._lock:
             number = self._borrower.ask(shards)
         self.on_change()
         return number
 
     def cancel(self, number: int) -> None:
-        """See ``LeaseClient.cancel``."""
+        """Cancel a request; what it is granted is refused."""
         with self._lock:
             self._borrower.cancel(number)
             self._cancelled.add(number)
 
     def pending(self) -> Collection[int]:
-        """See ``LeaseClient.pending``."""
+        """Return numbers of requests that may still appear in ``to_allocate``."""
         with self._lock:
             return {*self._side.open_requests, *(lease.request for lease in self._grants())} - self._cancelled
 
     def to_allocate(self, others: Collection[int] = ()) -> Sequence[Lease]:
-        """See ``LeaseClient.to_allocate``."""
+        """Return leases to allocate now; until each is answered, no reports are sent."""
         with self._lock:
             leases = self._borrower.to_allocate(self._clock())
             leases = [lease for lease in leases if lease.request not in {*self._cancelled, *others}]
@@ -110,27 +110,27 @@ class Membership:
             return leases
 
     def allocated(self, lease_id: LeaseId) -> None:
-        """See ``LeaseClient.allocated``."""
+        """Record that the lease's bytes are allocated."""
         with self._lock:
             self._unanswered.discard(lease_id)
             self._borrower.allocated(lease_id, self._clock())
         self.on_change()
 
     def refused(self, lease_id: LeaseId, reason: str) -> None:
-        """See ``LeaseClient.refused``."""
+        """Record why the lease's bytes could not be allocated."""
         with self._lock:
             self._unanswered.discard(lease_id)
             self._borrower.refused(lease_id, reason)
         self.on_change()
 
     def to_free(self) -> Mapping[LeaseId, float]:
-        """See ``LeaseClient.to_free``."""
+        """Return allocated leases that must be freed, and the seconds left for each."""
         with self._lock:
             now = self._clock()
             return {lease_id: due_s - now for lease_id, due_s in self._borrower.to_free().items()}
 
     def freed(self, lease_id: LeaseId) -> None:
-        """See ``LeaseClient.freed``."""
+        """Record that the lease's bytes are free."""
         with self._lock:
             self._borrower.freed(lease_id)
         self.on_change()
@@ -138,13 +138,13 @@ class Membership:
     # -- a producer's ------------------------------------------------------------------------------------------------
 
     def claim(self, wanted_bytes: int, has_bytes: int) -> int:
-        """How much of the device its owner may take, of what it wants; that much is its own from now on.
+        """Return how many of the wanted bytes the device's owner may take; so many are its own from now on.
 
-        To grow, it claims first. After it has shrunk it claims what it has left, and the rest may be put up. What it
-        has, it keeps: an engine that starts while no coordinator answers takes what is free, and lends nothing yet.
+        To grow, the owner claims first. After it has shrunk it claims what it has left, and the rest may be offered. It
+        keeps what it has: an engine that starts while no coordinator answers takes what is free, and lends nothing yet.
 
         Args:
-            wanted_bytes: All that it would take, what it has included.
+            wanted_bytes: All that it would take, including what it has.
             has_bytes: What it has taken.
         """
         with self._lock:
@@ -154,7 +154,7 @@ class Membership:
             return self._own_bytes
 
     def lend(self, num_bytes: int) -> None:
-        """Want to lend so much from now on: more is put up as the owner gives way, what is too much is recalled."""
+        """Set how many bytes to lend: more is offered as the owner shrinks, what exceeds it is recalled."""
         with self._lock:
             assert self._lender is not None, "a member without a device lends nothing"
             is_new, self._lender.target_bytes = num_bytes != self._lender.target_bytes, num_bytes
@@ -163,14 +163,14 @@ class Membership:
 
     @property
     def promised_bytes(self) -> int:
-        """What the owner of the device must leave to others."""
+        """Return the bytes that the owner of the device must leave to others."""
         with self._lock:
             return 0 if self._lender is None else self._lender.promised_bytes
 
     # -- the agent's -------------------------------------------------------------------------------------------------
 
     def collect(self) -> tuple[list[Message], float]:
-        """All that there is to say now, and the time: the answer must be counted from before it was sent."""
+        """Return all messages to send now, and the time: the answer counts from before they were sent."""
         with self._lock:
             messages: list[Message] = [self._side.greeting()]
             if self._lender is not None and self._device is not None:
@@ -189,7 +189,7 @@ class Membership:
             return messages, self._clock()
 
     def learn(self, messages: Sequence[Message], replies: Sequence[Reply], ttl_s: float, sent_s: float) -> bool:
-        """Take in the answers; whether there may be more to say at once.
+        """Apply the answers; True if they brought news, so that there may be more to send at once.
 
         Args:
             messages: As collected.
@@ -213,7 +213,7 @@ class Membership:
         return is_new
 
     def retire(self) -> bool:
-        """From now on it lends nothing more, and wants nothing back; whether it may have something to say of that."""
+        """Stop lending more and recalling; True if there may be something to send about the device."""
         with self._lock:
             self._is_retiring = True
             row = self._side.row
@@ -221,12 +221,12 @@ class Membership:
 
     @property
     def has_retired(self) -> bool:
-        """Whether, as far as it has heard, nothing of its device is put up but what consumers count on."""
+        """Whether, as far as it knows, only bytes that consumers count on are offered of its device."""
         with self._lock:
             return self._lender is None or self._lender.has_said_all
 
     def farewell(self) -> list[Message]:
-        """The last words of a process that has freed everything."""
+        """Return the last messages of a process that has freed everything."""
         with self._lock:
             stamp = self._side.stamp
             leave = Leave(self.name, stamp.generation, self._is_last)
@@ -236,13 +236,13 @@ class Membership:
 
     @property
     def has_joined(self) -> bool:
-        """Whether the coordinator knows this process, as far as it has heard."""
+        """Whether the coordinator knows this process, as far as it has learned."""
         with self._lock:
             return self._side.has_joined
 
     @property
     def has_leases(self) -> bool:
-        """Whether it lends, borrows, offers or asks: then it beats often."""
+        """Whether it lends, borrows, offers or requests: then it beats often."""
         with self._lock:
             row = self._side.row
             return bool(self._side.known or self._side.open_requests or (row is not None and row.offered_bytes))
@@ -254,18 +254,18 @@ class Membership:
             return self._lender is not None and self._lender.returning_bytes > 0
 
     def lease_bytes(self) -> Mapping[tuple[str, str], int]:
-        """Bytes by (``producer`` or ``consumer``, the other end) of leases that have not ended."""
+        """Return bytes of leases that have not ended, by (``producer`` or ``consumer``, the other end)."""
         total: dict[tuple[str, str], int] = {}
         with self._lock:
             ends = [(("producer", lease.consumer), lease) for lease in self._side.lent()]
             ends += [(("consumer", lease.producer), lease) for lease in self._side.borrowed()]
         for end, lease in ends:
-            if not lease.has_ended:  # it is known until the next list comes
+            if not lease.has_ended:  # an ended one stays known until the next list arrives
                 total[end] = total.get(end, 0) + lease.num_bytes
         return total
 
     def take_recall_times(self) -> list[float]:
-        """Seconds that recalls took which ended since the last call."""
+        """Return the durations in seconds of the recalls that ended since the last call."""
         with self._lock:
             ended, self._recalls.ended = self._recalls.ended, []
             return ended
@@ -273,11 +273,11 @@ class Membership:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _grants(self) -> list[Lease]:
-        """Of this life, whether or not they may be allocated at this moment, and not answered."""
+        """Return unanswered grants of this life, whether or not they may be allocated at this moment."""
         return [lease for lease in self._side.borrowed() if self._borrower.is_untouched(lease)]
 
     def _counts_on(self, lease: Lease) -> bool:
-        """Whether a recall of it goes on: a producer's until the bytes were seen free, a consumer's until they are."""
+        """Whether its recall goes on: a producer's until the bytes are seen free, a consumer's until they are free."""
         return not (lease.is_owed and lease.consumer == self.name)
 
     def _known_rows(self) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
-"""What an engine borrows for its layers that stream: near copies, each in one lease on a neighbour.
+"""Near copies that an engine borrows for its streamed layers, each in one lease on another device.
 
-The copy at home is always complete. So a recall is obeyed at once, on whichever thread hears of it first, and with a
-lender that dies nothing is lost: loads come from home again.
+The copy in host memory is always complete. So a recall is obeyed at once, on the thread that learns of it first, and
+nothing is lost if a lender dies: loads read host memory again.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Copy:
-    """Memory of one lease: of a layer, or spare."""
+    """The memory of one lease: the copy of a layer, or spare."""
 
     extent: Extent
     layer: int | None = None
 
 
 class NearLayers:
-    """See the module. ``at_boundary`` and ``close`` are the step loop's; ``hurry`` is any thread's.
+    """Borrows memory for near copies. The step loop calls ``at_boundary`` and ``close``, any thread ``hurry``.
 
     Args:
         client: Of the coordinator; if others borrow, too, this one's share of it.
-        memory: Of the neighbours.
+        memory: Of other devices.
         slots: The layers.
-        count_wanted: How many copies there is use for now. Those that no layer has are spare.
-        on_count: Told at each look how many there are, and how many bytes per second the first of them brought when it
-            came; 0 before that.
-        look_s: Seconds between two looks at the leases.
+        count_wanted: Returns how many copies are of use now. Those without a layer are spare.
+        on_count: Called at each poll with the number of copies, and the bytes per second that were measured to the
+            first of them; 0 before that.
+        look_s: Seconds between two polls of the leases.
 
     Attributes:
-        totals: What happened since the start.
+        totals: Counts since the start.
     """
 
     def __init__(
@@ -64,20 +64,20 @@ class NearLayers:
         self._look_s = look_s
         self._next_look_s = float("-inf")
         self._pending: set[int] = set()
-        self._lock = threading.Lock()  # over what is held, and which layer has which
+        self._lock = threading.Lock()  # guards ``_held``, and which layer has which copy
         self._held: dict[LeaseId, _Copy] = {}
         self._bytes_s = 0.0
         self._order = stream_order(len(slots))
         self._words_shape = (slots.near.max_blocks, slots.near.block_bytes // torch.int32.itemsize)
 
     def at_boundary(self, now: float) -> None:
-        """Follow the coordinator and the layers: those that stream get copies. No step is outstanding."""
+        """Poll the leases if it is time: streamed layers get copies. No step is outstanding."""
         if now >= self._next_look_s:
             self._next_look_s = now + self._look_s
             self.look()
 
     def look(self) -> None:
-        """The same, however short ago the last look was."""
+        """Poll the leases and the layers, however short ago the last poll was."""
         self._use_grants()
         self.hurry()
         self._follow_layers()
@@ -86,14 +86,14 @@ class NearLayers:
         self._on_count(len(self._held), self._bytes_s)
 
     def hurry(self) -> float | None:
-        """Give back at once what is recalled; None: then nothing is due."""
+        """Return recalled leases at once; None, because nothing is due then."""
         for lease_id in self._client.to_free():
             if self._free(lease_id):
                 self.totals.num_returned += 1
         return None
 
     def close(self) -> None:
-        """Give everything back."""
+        """Cancel all requests and return all leases."""
         for number in self._pending:
             self._client.cancel(number)
         self._pending.clear()
@@ -101,7 +101,7 @@ class NearLayers:
             self._free(lease_id)
 
     def _free(self, lease_id: LeaseId) -> bool:
-        """On any thread: the memory of a lease goes; whether it was there."""
+        """Free the memory of a lease, on any thread; False if it was not held."""
         with self._lock:
             copy = self._held.pop(lease_id, None)
             if copy is None:
@@ -143,8 +143,7 @@ class NearLayers:
     # -- layers ------------------------------------------------------------------------------------------------------
 
     def _follow_layers(self) -> None:
-        """Copies of layers that stream no more are spare; spare ones go to layers that have none, in the order in which
-        layers begin to stream."""
+        """Mark copies of layers that no longer stream as spare; give spare ones to streamed layers, in stream order."""
         with self._lock:
             near = self._slots.near.layers
             for copy in self._held.values():
@@ -165,7 +164,7 @@ class NearLayers:
                 self.totals.num_returned += 1
 
     def _ask(self) -> None:
-        """Want a lease for each copy that is missing, a few at a time; none that there is no use for any more."""
+        """Request leases for missing copies, a few at a time; cancel requests that are not needed any more."""
         self._pending &= set(self._client.pending())
         num_missing = self._count_wanted() - len(self._held) - len(self._pending)
         for _ in range(min(-num_missing, len(self._pending))):

@@ -1,4 +1,4 @@
-"""What an engine has to do with its neighbours: the agent that speaks for it, and what it lends."""
+"""An engine's part in lending and borrowing: its agent, what it lends, and what it borrows."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from floodplain.lending.pool_lender import PoolLender
 from floodplain.web.bearer import read_secret
 
 MOST_RECALL_TIMES = 1000
-"""Of the last recalls; whoever counts them looks more often than that many take."""
+"""Durations that are kept, of the last recalls; metrics are read more often than so many recalls end."""
 _MOST_HOST_LETTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseFacts:
-    """What is seen of an engine's leases.
+    """Figures of an engine's leases.
 
     Attributes:
         num_bytes: By (``producer`` or ``consumer``, the other end) of leases that have not ended.
         num_recalls: Recalls that have ended.
         recall_times_s: How long the last of them took, at most ``MOST_RECALL_TIMES``.
-        num_failed_growths: How often bytes that ought to be free were not, when the pool wanted them back.
-        num_borrowed: Leases of a consumer by what became of them, since the start: ``granted`` and made slots,
-            ``refused`` for want of memory; of the granted, ``returned`` empty, or ``forced`` out of its hands at the
-            deadline.
+        num_failed_growths: How often bytes that ought to be free were not, when the pool was to grow.
+        num_borrowed: A consumer's leases by outcome, since the start: ``granted`` and made slots, ``refused`` for lack
+        of
+            memory; of the granted, ``returned`` empty, or ``forced`` at the deadline.
         failed_exchanges: Exchanges with the coordinator that failed, by problem (``LeaseAgent.failures``).
     """
 
@@ -50,18 +50,18 @@ class LeaseFacts:
 
 
 class Neighbours:
-    """See the module. ``close`` it when the engine's memory is given back.
+    """Runs an engine's agent, lender and borrowers. ``close`` it when the engine's memory is freed.
 
     Args:
         agent: Not yet started.
         lent_pool: What the engine lends of; None lends nothing.
-        lender: Who lends of it.
+        lender: Decides and moves what is lent.
         peer_tier: What the engine borrows for swapping; None borrows nothing for that.
         near_layers: What it borrows for layers that stream; None borrows nothing for these.
-        hurry: Called in the place of the tier's own, on a thread of its own, whenever there is news of leases.
+        hurry: Called in place of the borrowers' own, on a thread of its own, whenever there is news of leases.
 
     Attributes:
-        on_news: Called on the agent's thread whenever there is: a boundary should come soon.
+        on_news: Called on the agent's thread whenever there is news: a boundary should come soon.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Neighbours:
         self._recall_times_s: deque[float] = deque(maxlen=MOST_RECALL_TIMES)
         self._num_recalls = 0
         self._mutex = threading.Lock()
-        self._has_news = False  # set before ``on_news`` is called, so that the boundary that it brings finds it
+        self._has_news = False  # set before ``on_news``, so that the boundary it causes sees it
         self.on_news: Callable[[], None] = lambda: None
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class Neighbours:
         self.agent.start()
 
     def retire(self) -> None:
-        """Free what is borrowed and look after what was lent, before the engine's memory goes. Safe to call twice."""
+        """Free what is borrowed and settle what was lent, before the engine's memory is freed. Safe to call twice."""
         if self._watch is not None:
             self._watch.close()
         for borrower in self._borrowers:
@@ -106,19 +106,19 @@ class Neighbours:
         self.agent.retire()
 
     def close(self) -> None:
-        """Say goodbye, when the engine has given back its memory. Safe to call twice."""
+        """End the membership, when the engine has freed its memory. Safe to call twice."""
         self.retire()
         self.agent.close()
 
     @property
     def rest_s(self) -> float:
-        """So long the next boundary may wait, where no step brings one: not at all while each of them moves memory."""
+        """Return how long the next boundary may wait if no step causes one: 0 while boundaries move memory."""
         if self.lender is not None and self.lender.is_moving:
             return 0.0
         return LOOK_S if self.peer_tier is not None and self.peer_tier.is_leaving else float("inf")
 
     def at_boundary(self, now: float) -> None:
-        """No step is outstanding: whatever must be done to memory is done now. Seldom takes more than a microsecond."""
+        """Do everything that is due to memory; no step is outstanding. Seldom takes more than a microsecond."""
         if self.lender is not None:
             self.lender.at_boundary(now)
         has_news, self._has_news = self._has_news, False
@@ -128,7 +128,7 @@ class Neighbours:
             borrower.at_boundary(now)
 
     def facts(self) -> LeaseFacts:
-        """What is seen of leases now; may be asked on any thread."""
+        """Return figures of the leases now; callable on any thread."""
         membership = self.agent.membership
         with self._mutex:
             new = membership.take_recall_times()
@@ -160,7 +160,7 @@ class Neighbours:
 
 
 def open_client(addresses: str, token_file: str | None) -> CoordinatorClient:
-    """For the coordinators at these addresses, with commas between. Nothing is sent yet.
+    """Return a client of the coordinators at these addresses, with commas between. Nothing is sent yet.
 
     Raises:
         UserError: An address or the token's file is not usable.
@@ -170,6 +170,6 @@ def open_client(addresses: str, token_file: str | None) -> CoordinatorClient:
 
 
 def default_device_name() -> str:
-    """A name that no other engine has: host, process, and a few letters, since one process may run several."""
+    """Return a unique name: host, process, and a few letters, because one process may run several engines."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:_MOST_HOST_LETTERS].strip("._-")
     return f"{host or 'host'}-{os.getpid()}-{secrets.token_hex(2)}"

@@ -1,7 +1,7 @@
-"""The thread of an agent that waits at the coordinator for news of its leases, so that a recall is heard at once.
+"""The thread of an agent that long-polls for news of its leases, so that recalls are known at once.
 
-News is a hint: the agent exchanges then, as it does with every beat, and learns what there is to learn. Where there is
-none to be had, from an older coordinator, say, everything comes with the next beat.
+News is a hint: the agent then exchanges, as it does with every beat. If there is no news to get, for example from an
+older coordinator, everything arrives with the next beat.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from floodplain.lending.client import CoordinatorClient, CoordinatorUnreachable
 logger = logging.getLogger(__name__)
 
 WAIT_S = 20.0
-"""Of one request."""
+"""The longest wait of one request."""
 GAP_S = 0.02
 """Between two requests, however much news there is."""
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 30.0
-"""After a request that failed; each time twice as long."""
+"""The first pause after a failed request, which doubles with each failure, and the longest."""
 CLOSING_S = 1.0
-"""At most so long an agent that ends waits for the thread."""
+"""The most that an ending agent waits for the thread."""
 
 
 class NewsWatch:
-    """See the module. It begins when it is first wanted, and ``close`` ends it.
+    """Long-polls for news of a member's leases. It starts when first wanted, and ``close`` ends it.
 
     Args:
         client: Its own from now on.
@@ -43,7 +43,7 @@ class NewsWatch:
         self._thread = threading.Thread(target=self._run, name="lease-news", daemon=True)
 
     def want(self, is_wanted: bool) -> None:
-        """Whether there can be news. It waits for some while there can. One thread says so."""
+        """Set whether there can be news, and so whether to wait for it. To be called on one thread."""
         if not is_wanted:
             self._is_wanted.clear()
             if self._is_closing.is_set():
@@ -84,7 +84,7 @@ class NewsWatch:
         self._pause_s, self._problem = GAP_S, ""
 
     def _back_off(self, problem: str) -> None:
-        """Members that one coordinator has sent away come back at different times."""
+        """Pause for longer; at random, so that members refused together return at different times."""
         if problem != self._problem and not self._is_closing.is_set():
             logger.debug("%s hears of its leases with its beats for now: %s", self._name, problem)
         self._problem = problem

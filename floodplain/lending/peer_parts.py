@@ -1,4 +1,4 @@
-"""What the PEER tier is made of, beside the leases."""
+"""The parts of the PEER tier other than its leases: memory, slots, mover, and the swap tier."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from floodplain.memory.swap_space import SwapTier
 from floodplain.memory.transfer import BlockStore
 
 CHUNK_BYTES = 32 * 2**20
-"""Of a lease, about: a recall takes back no more than it must, and a chunk is quick to empty."""
+"""About the size of a lease: a recall takes back no more than it must, and a chunk is quick to empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerParts:
-    """See the module.
+    """The memory, slots and mover of one PEER tier.
 
     Attributes:
-        memory: Of the neighbours.
+        memory: Of other devices.
         slots: Without memory.
-        mover: Between them and the host's; started.
+        mover: Between these slots and the host's; started.
     """
 
     memory: PeerMemory
@@ -36,10 +36,10 @@ class PeerParts:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedLinks:
-    """What paces the copies of an engine on a CPU.
+    """The links that pace the copies of an engine on a CPU.
 
     Attributes:
-        near: To neighbours.
+        near: To lent memory.
         far: To host memory.
     """
 
@@ -56,11 +56,11 @@ def open_peer_parts(
         backend: Of the engine's device.
         pool: Of the engine.
         host: Its slots in host memory.
-        num_bytes: At most so much of the neighbours' memory.
+        num_bytes: The most lent memory.
         links: None lets copies run as fast as this machine does.
 
     Raises:
-        UserError: No device that this process sees can be borrowed from.
+        UserError: This process can borrow from none of the devices that it sees.
     """
     memory, slots = backend.open_peer_memory(), _make_slots(pool.layout, num_bytes)
     tier = backend.open_peer_tier(pool, slots, None if links is None else links.near)
@@ -69,6 +69,6 @@ def open_peer_parts(
 
 
 def _make_slots(layout: KVLayout, num_bytes: int) -> PeerSlots:
-    """For at most so much of the neighbours' memory, rounded down to whole chunks, but one at least."""
+    """Return slots for ``num_bytes``, rounded down to whole chunks, but at least one chunk."""
     chunk_slots = max(1, CHUNK_BYTES // layout.block_bytes)
     return PeerSlots(layout, chunk_slots, max(1, num_bytes // (chunk_slots * layout.block_bytes)))

@@ -1,7 +1,7 @@
-"""The PEER tier of an engine: leases become slots, and what is recalled is emptied and given back in time.
+"""The PEER tier of an engine: leases become slots; recalled ones are emptied and returned in time.
 
-Everything happens at iteration boundaries but the last resort: when a deadline comes and the step loop has not been
-there, a thread of its own gives the memory back. What lay in it is a miss then, and is computed again.
+All of it happens at iteration boundaries, except for the last resort: if a deadline comes before the step loop's next
+boundary, another thread frees the memory. Its content is a miss then, and is computed again.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from floodplain.runtime.relocations import Relocations
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.02
-"""Between two looks at the leases, by default: each may begin two relocations."""
+"""The default interval of polls of the leases: each poll may begin two relocations."""
 MOST_IN_FLIGHT = 2
 BLOCKS_PER_RELOCATION = 16
-"""A relocation shares the links with everything else: a small one holds nothing up for long."""
+"""A relocation shares the links with other copies: a small one delays nothing for long."""
 MARGIN_S = 0.25
-"""Before a deadline the memory goes, ready or not: a copy that is under way there must still end."""
+"""So long before a deadline the memory is freed even if not empty: a copy under way there must still end."""
 MOST_PENDING = 4
-"""Chunks that are asked for at a time."""
+"""The most chunks that are requested at a time."""
 
 
 @dataclass(slots=True)
 class PeerTotals:
-    """What happened since the start.
+    """Counts since the start.
 
     Attributes:
         num_granted: Leases that became slots.
         num_refused: Leases that could not be allocated.
-        num_returned: Leases that were emptied and given back.
-        num_forced: Leases whose memory went before it was empty.
+        num_returned: Leases that were emptied and returned.
+        num_forced: Leases whose memory was freed before it was empty.
     """
 
     num_granted: int = 0
@@ -52,7 +52,7 @@ class PeerTotals:
     num_forced: int = 0
 
     def by_outcome(self) -> dict[str, int]:
-        """The same by name, as metrics have it."""
+        """Return the counts by the names that metrics use."""
         return {
             "granted": self.num_granted,
             "refused": self.num_refused,
@@ -62,19 +62,19 @@ class PeerTotals:
 
 
 class PeerTier:
-    """See the module. ``at_boundary`` and ``close`` are the step loop's; ``hurry`` is any thread's.
+    """Borrows chunks of slots for swap space. The step loop calls ``at_boundary`` and ``close``, any thread ``hurry``.
 
     Args:
         client: Of the coordinator.
-        memory: Of the neighbours.
+        memory: Of other devices.
         slots: Without memory at first.
-        mover: Between these slots and the host's; started.
+        mover: Copies between these slots and the host's; started.
         relocations: Of the loop.
-        look_s: Seconds between two looks at the leases.
+        look_s: Seconds between two polls of the leases.
         idle_s: A chunk that was not used for so long is returned; 0 keeps all.
 
     Attributes:
-        totals: What happened since the start.
+        totals: Counts since the start.
     """
 
     def __init__(
@@ -94,18 +94,18 @@ class PeerTier:
         self._idle = IdleChunks(idle_s, slots.chunk_slots, slots.max_chunks)
         self._next_look_s = float("-inf")
         self._pending: set[int] = set()
-        self._lock = threading.Lock()  # over the two below, which the last resort changes too
+        self._lock = threading.Lock()  # guards the next two, which ``hurry`` changes, too
         self._held: dict[LeaseId, int] = {}
         self._forced: list[int] = []
         self._leaving: set[LeaseId] = set()
 
     @property
     def is_leaving(self) -> bool:
-        """Whether slots are being emptied, some with each look."""
+        """Whether slots are being emptied, some at each poll."""
         return bool(self._leaving)
 
     def at_boundary(self, now: float) -> None:
-        """Follow the coordinator: use what is granted, empty what is recalled. No step is outstanding."""
+        """Poll the leases if it is time: use granted ones, empty recalled ones. No step is outstanding."""
         if now >= self._next_look_s:
             self._next_look_s = now + self._look_s
             self.look()
@@ -113,7 +113,7 @@ class PeerTier:
                 self._return_idle(now)
 
     def look(self) -> None:
-        """The same, however short ago the last look was."""
+        """Poll the leases, however short ago the last poll was."""
         for relocation_id, lost in self._mover.poll():
             self._relocations.settle(relocation_id, lost)
         self._bury_forced()
@@ -123,7 +123,7 @@ class PeerTier:
         self._come_nearer()
 
     def hurry(self) -> float | None:
-        """Give back what is due, ready or not; seconds until the next deadline, None if nothing is recalled."""
+        """Free what is due, even if not empty; return seconds until the next deadline, None if nothing is recalled."""
         left_s = {lease_id: s for lease_id, s in self._client.to_free().items() if lease_id in self._held}
         for lease_id in [lease_id for lease_id, s in left_s.items() if s <= MARGIN_S]:
             del left_s[lease_id]
@@ -131,7 +131,7 @@ class PeerTier:
         return min(left_s.values()) - MARGIN_S if left_s else None
 
     def close(self) -> None:
-        """Give everything back."""
+        """Return all leases."""
         self._mover.close()
         for number in self._pending:
             self._client.cancel(number)
@@ -144,7 +144,7 @@ class PeerTier:
     # -- recalls -----------------------------------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        """Empty what is recalled, the most urgent first; give back what is empty."""
+        """Empty recalled leases, the most urgent first; return those that are empty."""
         left_s = self._client.to_free()
         with self._lock:
             leaving = sorted(self._held.keys() & left_s.keys(), key=lambda i: (left_s[i], i))
@@ -161,7 +161,7 @@ class PeerTier:
                 self._give_back(lease_id)
 
     def _evacuate(self, slots: range) -> bool:
-        """Begin to copy some more away; whether nothing is left."""
+        """Begin to copy more slots to the host; True if none is taken any more."""
         while self._relocations.num_in_flight < MOST_IN_FLIGHT:
             relocation = self._relocations.evacuate(Tier.PEER, slots, Tier.HOST, BLOCKS_PER_RELOCATION)
             if relocation is None:
@@ -179,7 +179,7 @@ class PeerTier:
         self._leaving.discard(lease_id)
 
     def _return_idle(self, now: float) -> None:
-        """Give back what nobody has used for a while. Prefixes there that nobody keeps are forgotten."""
+        """Return chunks that are idle. Prefixes there that no request keeps are dropped."""
         with self._lock:
             held = {lease_id: chunk for lease_id, chunk in self._held.items() if lease_id not in self._leaving}
         num_kept = Counter(slot // self._slots.chunk_slots for slot in self._relocations.kept_slots(Tier.PEER))
@@ -189,7 +189,7 @@ class PeerTier:
             self._give_back(lease_id)
 
     def _force(self, lease_id: LeaseId) -> None:
-        """On any thread: the memory goes now. What the loop believes to lie there is buried at its next boundary."""
+        """Free the memory now, on any thread; the loop drops what it believed to be there at its next boundary."""
         with self._lock:
             chunk = self._held.pop(lease_id, None)
             if chunk is None:
@@ -239,7 +239,7 @@ class PeerTier:
         self.totals.num_granted += 1
 
     def _free_chunk(self) -> int | None:
-        """A chunk without memory, of which the loop believes nothing any more."""
+        """Return a chunk without memory of which no slot is taken any more; None if there is none."""
         used = {*self._held.values(), *self._forced}
         chunks = (chunk for chunk in range(self._slots.max_chunks) if chunk not in used)
         is_free = (
@@ -248,7 +248,7 @@ class PeerTier:
         return next(is_free, None)
 
     def _ask(self) -> None:
-        """Want as many chunks as there is use for, a few at a time; none while somebody wants some back."""
+        """Request or cancel chunks up to the wanted number, a few at a time; none while some are recalled."""
         self._pending &= set(self._client.pending())
         if self._leaving:
             return
@@ -263,7 +263,7 @@ class PeerTier:
             self._pending.add(self._client.ask([shard]))
 
     def _come_nearer(self) -> None:
-        """In the background, what went to the host while the neighbours had no room comes back."""
+        """Start to copy blocks from the host back to the PEER tier if the links are otherwise idle."""
         if not self._leaving and not self._relocations.num_in_flight:
             relocation = self._relocations.bring_nearer(Tier.HOST, Tier.PEER, BLOCKS_PER_RELOCATION)
             if relocation is not None:

@@ -1,4 +1,4 @@
-"""The last resort: a thread that gives borrowed memory back at its deadline, whatever the step loop is doing."""
+"""The last resort: a thread that frees borrowed memory at its deadline, whatever the step loop is doing."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class PeerWatch:
-    """See the module. ``start`` it, and ``close`` it before what it hurries.
+    """Calls ``hurry`` at deadlines and news. ``start`` it, and ``close`` it before what ``hurry`` frees.
 
     Args:
-        hurry: Gives back what is due; returns the seconds until the next deadline, None if nothing is recalled.
+        hurry: Frees what is due; returns the seconds until the next deadline, None if nothing is recalled.
     """
 
     def __init__(self, hurry: Callable[[], float | None]) -> None:
@@ -20,11 +20,11 @@ class PeerWatch:
         self._thread = threading.Thread(target=self._run, name="peer-watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """There is news of leases: deadlines may have changed. Any thread may say so."""
+        """Call ``hurry`` soon, because deadlines may have changed. Callable on any thread."""
         self._has_news.set()
 
     def close(self) -> None:

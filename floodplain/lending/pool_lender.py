@@ -1,6 +1,6 @@
-"""The producer's side of an engine: what the policy wants to lend, the agent puts up and the engine gives way for.
+"""The producer's side of an engine: the policy sets how much to lend, the engine shrinks, and the agent offers it.
 
-``Northbound`` is all that an engine must report and obey, so that other engines can lend, too: docs/design/006.
+``Northbound`` is all that an engine must report and do, so that other engines can lend, too: docs/design/006.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ _AT_ONCE = float("-inf")
 class Northbound(Protocol):
     """A serving engine that lends. Called on the thread that launches its steps, while none is outstanding.
 
-    Bytes are its own on the device, parameters included. Whatever it is told, requests in flight go on.
+    Bytes are its own on the device, parameters included. No call ends requests in flight.
     """
 
     @property
     def full_bytes(self) -> int:
-        """Its bytes while it lends nothing. They never change."""
+        """The engine's bytes while it lends nothing. They never change."""
 
     @property
     def quantum_bytes(self) -> int:
-        """It gives way and takes back by so many; a smaller change may change nothing."""
+        """The unit by which it shrinks and grows; a smaller change may have no effect."""
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of the load that it reports."""
+        """Bytes of one block of the load that it reports."""
 
     @property
     def own_bytes(self) -> int:
-        """Its bytes now."""
+        """The engine's bytes now."""
 
     def report(self, now: float) -> PoolLoad:
-        """Its load, at ``now``."""
+        """Return its load at ``now``."""
 
     def give_way(self, to_bytes: int) -> None:
-        """Come nearer to ``to_bytes`` from above, by as much as delays no step by more than some milliseconds.
+        """Shrink towards ``to_bytes``, by as much as delays no step by more than some milliseconds.
 
-        It may stop above what it is told: requests keep their memory. What it gives is free when this returns.
+        It may stop above ``to_bytes``: requests keep their memory. What it releases is free when this returns.
         """
 
     def take_back(self, to_bytes: int) -> None:
-        """Come nearer to ``to_bytes`` from below, by as much, and never above it.
+        """Grow towards ``to_bytes`` by as much, and never beyond.
 
-        The bytes ought to be free. If they are not, nothing changes and it is told so again, later.
+        The bytes ought to be free. If they are not, nothing changes, and the call is repeated later.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LenderTimes:
-    """How often a lender looks.
+    """The intervals at which a lender checks and retries.
 
     Attributes:
-        look_s: Seconds between two looks at the load: a small part of the time that leads to a recall.
-        retry_s: Seconds until it tries again what did not succeed: others freed nothing, or copies held the blocks.
+        look_s: Seconds between two checks of the load: a small part of the time that leads to a recall.
+        retry_s: Seconds until it repeats what failed: others freed nothing, or copies held the blocks.
     """
 
     look_s: float = 0.05
@@ -71,15 +71,15 @@ class LenderTimes:
 
 
 class PoolLender:
-    """See the module. ``at_boundary`` costs two comparisons while there is nothing to do.
+    """Moves memory between an engine and its consumers at boundaries. Idle, a boundary costs a few comparisons.
 
     Args:
-        engine: Who lends.
-        policy: How much.
+        engine: That lends.
+        policy: Decides how much.
         membership: Of the engine's process.
-        can_offer: Whether a coordinator would hear of an offer. A recall is always said, whoever listens.
-        times: How often it looks.
-        guest_bytes: Of what the engine gives way, so much is not put up: what a consumer's process takes beside it.
+        can_offer: Whether an offer would reach a coordinator. A recall does not depend on it.
+        times: The intervals of checks and retries.
+        guest_bytes: Of what the engine releases, so much is not offered: consumers' contexts take it.
 
     Attributes:
         is_moving: Whether the last boundary moved bytes, so that the next one will, too: it should come soon.
@@ -108,11 +108,11 @@ class PoolLender:
 
     @property
     def target_bytes(self) -> int:
-        """What it wants to lend."""
+        """Return the bytes that it wants to lend."""
         return self._target_bytes
 
     def at_boundary(self, now: float) -> None:
-        """Look at the load and at what the coordinator says, if it is time, and move some bytes if that is due."""
+        """Check the load and the coordinator's answers if it is time, and move some bytes if that is due."""
         if self._version != self._membership.version:
             self._version = self._membership.version
             self._move_due_s = _AT_ONCE
@@ -151,7 +151,7 @@ class PoolLender:
         self._put_up()
 
     def _put_up(self) -> None:
-        """Tell the agent what there is to lend: what the engine has given way for, and no more than it wants to."""
+        """Tell the agent how much to lend: what the engine has released, and no more than the target."""
         given_bytes = max(0, self._engine.full_bytes - self._engine.own_bytes)
         put_up_bytes = max(0, min(self._target_bytes, given_bytes) - self._guest_bytes)
         if put_up_bytes != self._put_up_bytes:

@@ -1,4 +1,4 @@
-"""What the size of a KV pool allows, for an engine's life."""
+"""The limits that the size of a KV pool sets, for an engine's life."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Of one engine, for its life.
+    """The limits of one engine, for its life.
 
     Attributes:
         num_blocks: Of the pool while nothing is lent.

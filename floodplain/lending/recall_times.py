@@ -1,4 +1,4 @@
-"""How long recalls take, as a member sees them."""
+"""Measures the durations of recalls, as a member sees them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from floodplain.leases.states import Lease, LeaseId, LeaseState
 
 @dataclass(slots=True)
 class RecallTimes:
-    """How long recalls took: from hearing of one until the bytes were free (a consumer), or seen free (a producer)."""
+    """Durations of recalls: from learning of one until the bytes were free (consumer), or seen free (producer)."""
 
     began_s: dict[LeaseId, float] = field(default_factory=dict)
     ended: list[float] = field(default_factory=list)
 
     def update(self, leases: Collection[Lease], now: float) -> None:
-        """Take note of leases that are recalled, and of those that were and are no longer there."""
+        """Start timing newly recalled leases, and end the recalls of leases that are gone from ``leases``."""
         there = {lease.lease_id for lease in leases}
         for lease in leases:
             if lease.state is LeaseState.RECALLED:

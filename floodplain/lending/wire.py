@@ -1,8 +1,8 @@
 """Messages and answers as JSON. Standard library only: agents use it on bare GPU images.
 
-A message is an object of its fields with its ``kind`` beside them; stamps and shards are objects of theirs. An answer
-becomes values whose types and ranges are checked, or it is a ``WireError``: nothing else comes out of ``decode_...``.
-WireFields that are unknown here are left out: the coordinator may be newer.
+A message is an object of its fields and its ``kind``; stamps and shards are nested objects. ``decode_...`` returns
+values whose types and ranges are checked, or raises ``WireError``. Unknown fields are ignored: the coordinator may be
+newer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from floodplain.leases.states import Lease, LeaseEvent, LeaseId, LeaseState, Out
 from floodplain.lending.fields import IDENTITY, MARK, MAX_SECONDS, NAME, REASON, WireError, WireFields
 
 LEAST_TTL_S, MOST_TTL_S = 1e-3, 3600.0
-"""A coordinator takes members for dead after a time in this range."""
+"""The range of TTLs that a coordinator may have."""
 MAX_UNIX_S = 1e11
 """The year 5138."""
 
@@ -29,10 +29,10 @@ _STATES = {state.value: state for state in LeaseState}
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the coordinator says to a batch of messages.
+    """The coordinator's answer to a batch of messages.
 
     Attributes:
-        ttl_s: Seconds of silence after which it takes a member for dead.
+        ttl_s: Seconds of silence after which it considers a member dead.
         replies: In the order of the messages.
     """
 
@@ -42,11 +42,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Whether a member should ask for its leases now; see ``coordinator.news``.
+    """Whether a member should ask for its leases now (``coordinator.news``).
 
     Attributes:
         mark: To be sent with the next request for news.
-        has_news: Whether something that concerns it may have changed since the mark that it sent.
+        has_news: Whether a lease of the member may have changed since the mark that it sent.
     """
 
     mark: str
@@ -54,40 +54,40 @@ class News:
 
 
 def encode_news(news: News) -> dict[str, Any]:
-    """News as an object that ``json.dumps`` takes."""
+    """Return news as an object that ``json.dumps`` takes."""
     return asdict(news)
 
 
 def decode_news(value: object) -> News:
-    """News, as it was encoded.
+    """Return encoded news as a value.
 
     Raises:
-        WireError: It is no such value.
+        WireError: It is malformed.
     """
     news = WireFields(value, "the news")
     return News(news.text("mark", MARK), news.flag("has_news"))
 
 
 def encode_message(message: Message) -> dict[str, Any]:
-    """A message as an object that ``json.dumps`` takes."""
+    """Return a message as an object that ``json.dumps`` takes."""
     values = {name: value.value if isinstance(value, LeaseEvent) else value for name, value in asdict(message).items()}
     return {"kind": type(message).__name__.lower(), **values}
 
 
 def encode_member(member: Member) -> dict[str, Any]:
-    """A member's row."""
+    """Return a member's row as an object."""
     return {name: getattr(member, name) for name in _MEMBER_FIELDS}
 
 
 def encode_lease(lease: Lease) -> dict[str, Any]:
-    """A lease's row."""
+    """Return a lease's row as an object."""
     row = {name: getattr(lease, name) for name in _LEASE_FIELDS}
     row["state"] = lease.state.value
     return row
 
 
 def encode_reply(reply: Reply) -> dict[str, Any]:
-    """An answer."""
+    """Return a reply as an object."""
     return {
         "outcome": reply.outcome.value,
         "member": None if reply.member is None else encode_member(reply.member),
@@ -98,9 +98,9 @@ def encode_reply(reply: Reply) -> dict[str, Any]:
 
 
 def encode_replies(replies: Sequence[Reply]) -> list[dict[str, Any]]:
-    """Answers to a batch. Leases that several share (``LeaseBook.handle_all``) are written in the first of them.
+    """Return the replies to a batch. Leases that several share (``LeaseBook.handle_all``) are only in the first.
 
-    The others have ``leases_of``, its place.
+    The others have ``leases_of``, the place of that first one.
     """
     first: dict[int, int] = {}
     encoded = []
@@ -114,14 +114,14 @@ def encode_replies(replies: Sequence[Reply]) -> list[dict[str, Any]]:
 
 
 def decode_answer(value: object, names: Sequence[str]) -> Answer:
-    """The answer to a batch of messages.
+    """Return the answer to a batch of messages.
 
     Args:
         value: As it was parsed.
-        names: Of the members that the messages were from. A reply is about the member that it is for.
+        names: Of the members that the messages were from. A reply must be about its message's member.
 
     Raises:
-        WireError: It is no such answer.
+        WireError: It is malformed.
     """
     answer = WireFields(value, "the answer")
     replies: list[Reply] = []
@@ -141,10 +141,10 @@ def decode_answer(value: object, names: Sequence[str]) -> Answer:
 
 
 def decode_reply(value: object) -> Reply:
-    """What became of a message, as it was encoded.
+    """Return an encoded reply as a value.
 
     Raises:
-        WireError: It is no such value.
+        WireError: It is malformed.
     """
     reply = WireFields(value, "a reply")
     return Reply(
@@ -157,10 +157,10 @@ def decode_reply(value: object) -> Reply:
 
 
 def decode_member(value: object) -> Member:
-    """A member's row, as it was encoded.
+    """Return an encoded member's row as a value.
 
     Raises:
-        WireError: It is no such row.
+        WireError: It is malformed.
     """
     row = WireFields(value, "a member")
     return Member(
@@ -177,10 +177,10 @@ def decode_member(value: object) -> Member:
 
 
 def decode_lease(value: object) -> Lease:
-    """A lease's row, as it was encoded.
+    """Return an encoded lease's row as a value.
 
     Raises:
-        WireError: It is no such row.
+        WireError: It is malformed.
     """
     row = WireFields(value, "a lease")
     return Lease(
@@ -199,10 +199,10 @@ def decode_lease(value: object) -> Lease:
 
 
 def check_listing(value: object) -> Mapping[str, Any]:
-    """The same value, if it is a ``Listing``.
+    """Return the same value, if it is a ``Listing``.
 
     Raises:
-        WireError: It is none.
+        WireError: It is not.
     """
     listing = WireFields(value, "the listing")
     for one in listing.items("members"):

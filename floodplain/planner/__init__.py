@@ -1,1 +1,1 @@
-"""Where models are placed in a cluster, so that consumers of memory sit beside producers of it (AQUA, section 5)."""
+"""Places models so that consumers of memory share servers with producers (AQUA, section 5)."""

@@ -1,6 +1,6 @@
-"""Units that are alike, and servers that are alike: one integer stands for many of them.
+"""Classes of like units and groups of like servers: one integer stands for many of them.
 
-Interchangeable units and servers are what makes integer programs slow: a solver would try every renaming.
+Interchangeable units and servers make integer programs slow: a solver would try every renaming.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class UnitClass:
-    """Units between which no constraint and no equation tells.
+    """Units that every constraint and equation treats alike.
 
     Attributes:
         units: All of them.
         num_gpus: Of each.
         memory_bytes: R_m of each of its GPUs.
-        servers: Names of those that they may be on; None if all are allowed.
-        apart: Places in ``Cluster.apart`` of the sets that they belong to.
+        servers: Names of the allowed servers; None if all are allowed.
+        apart: Indices in ``Cluster.apart`` of the sets that they belong to.
         move_cost: Of moving one.
     """
 
@@ -45,16 +45,16 @@ class UnitClass:
         return (self.memory_bytes > 0) - (self.memory_bytes < 0)
 
     def may_be_on(self, server: Server) -> bool:
-        """Whether its pins and its shards allow that server."""
+        """Whether its pins and its number of shards allow that server."""
         return self.num_gpus <= server.num_gpus and (self.servers is None or server.name in self.servers)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerGroup:
-    """Servers between which no constraint and no equation tells.
+    """Servers that every constraint and equation treats alike.
 
     Attributes:
-        servers: Places in ``Cluster.servers``.
+        servers: Indices in ``Cluster.servers``.
         num_gpus: Of each.
         memory_bytes: Of each of their GPUs.
         allowed: For each class, whether its units may be there.
@@ -68,7 +68,7 @@ class ServerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A cluster in classes and groups.
+    """A cluster, with its units in classes and its servers in groups.
 
     Attributes:
         cluster: As it was given.
@@ -82,24 +82,24 @@ class Problem:
 
     @property
     def num_units(self) -> Counts:
-        """Of each class."""
+        """Return the number of units of each class."""
         return tuple(len(each.units) for each in self.classes)
 
     @property
     def num_free_gpus(self) -> int:
-        """GPUs that stay empty; below zero if there are too few."""
+        """Return how many GPUs stay empty; below zero if there are too few."""
         taken = sum(len(each.units) * each.num_gpus for each in self.classes)
         return sum(server.num_gpus for server in self.cluster.servers) - taken
 
     def balance(self, counts: Sequence[int]) -> tuple[int, int]:
-        """``mem_s`` and ``eq_s`` (Eq. 4 and 5) of a server with these units; each GPU counts, as in the paper."""
+        """Return ``mem_s`` and ``eq_s`` (Eq. 4 and 5) of a server with these units; each GPU counts, as in AQUA."""
         gpus = [(count * each.num_gpus, each) for count, each in zip(counts, self.classes, strict=True)]
         return sum(n * each.memory_bytes for n, each in gpus), sum(n * each.sign for n, each in gpus)
 
     def least(self) -> tuple[int, int]:
-        """Lower bounds of ``max mem_s`` and of ``max G_s eq_s``: a maximum is not below the mean.
+        """Return lower bounds of ``max mem_s`` and of ``max G_s eq_s``: a maximum is not below the mean.
 
-        Of the latter: if no G_s eq_s is above E, all eq_s together are at most E times the sum of 1 / G_s.
+        For the latter: if no G_s eq_s is above E, all eq_s together are at most E times the sum of 1 / G_s.
         """
         mem, eq = self.balance(self.num_units)
         servers = self.cluster.servers
@@ -108,11 +108,11 @@ class Problem:
         return math.ceil(Fraction(mem, len(servers))), math.ceil(eq / inverse)
 
     def objective(self, mixes: Sequence[Sequence[int]]) -> int:
-        """Eq. 6, in bytes, of a placement: the mix of each server, in their order."""
+        """Return Eq. 6, in bytes, of a placement: ``mixes`` has the mix of each server, in their order."""
         return sum(self.maxima(mixes))
 
     def maxima(self, mixes: Sequence[Sequence[int]]) -> tuple[int, int]:
-        """``max mem_s`` and ``max G_s eq_s`` of a placement; all are less than 2^63 (``inputs.py``)."""
+        """Return ``max mem_s`` and ``max G_s eq_s`` of a placement; all are less than 2^63 (``inputs.py``)."""
         counts = np.array(mixes, dtype=np.int64)
         mem = counts @ np.array([each.num_gpus * each.memory_bytes for each in self.classes], dtype=np.int64)
         eq = counts @ np.array([each.num_gpus * each.sign for each in self.classes], dtype=np.int64)
@@ -121,7 +121,7 @@ class Problem:
 
 
 def classify(cluster: Cluster) -> Problem:
-    """The classes and groups of a cluster."""
+    """Return the classes and groups of a cluster."""
     classes = _classes_of(cluster)
     of_kind = {(each.num_gpus, each.servers): each for each in classes}
     alike: defaultdict[tuple[int, int, tuple[bool, ...]], list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What is to be placed, and on what: servers, models, and rules about which may be where. Values.
+"""The values of a placement problem: servers, models, and rules on which model may be where.
 
 Memory is counted *producer positive*: a model that lends memory has a positive number of bytes, one that needs more a
 negative one. AQUA's section 5 uses both signs (its inputs and Eq. 5 this one, its text on Eq. 4 the other).
@@ -29,13 +29,13 @@ class Server:
     link: int = 0
 
     def device(self, gpu: int) -> str:
-        """The name of one of its GPUs, by which a coordinator knows the member that computes there."""
+        """Return the name of one of its GPUs, under which a coordinator knows the member that computes there."""
         return f"{self.name}-gpu{gpu}"
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Instances of one model that are served alike.
+    """A model, and how many equal instances of it are served.
 
     Attributes:
         name: Unique.
@@ -43,7 +43,7 @@ class Model:
         num_shards: Tensor-parallel shards of a stage: on one server, each on a GPU of its own.
         num_stages: Pipeline stages, which may be on different servers.
         memory_bytes: R_m of each GPU: what it lends if positive, what it needs if negative.
-        servers: Names of those that it may be on; None if all are allowed.
+        servers: Names of the allowed servers; None if all are allowed.
         move_cost: Of moving one of its units in a new placement.
     """
 
@@ -58,7 +58,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Unit:
-    """What is placed as one: the shards of one stage of one instance.
+    """The shards of one stage of one instance, which are placed as one.
 
     Attributes:
         model: Its model's name.
@@ -73,7 +73,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where a unit is.
+    """The place of a unit.
 
     Attributes:
         server: Its server's name.
@@ -92,8 +92,8 @@ class Cluster:
         servers: In their order.
         models: In their order.
         apart: Sets of models of which a server holds at most one unit.
-        current: Where units are now; units that are not there are new.
-        consumers_per_producer: Consumers that may share a producer's memory and link; 1 as in the paper.
+        current: Where units are now; units without an entry are new.
+        consumers_per_producer: The most consumers that share a producer's memory and link; 1 as in the paper.
         within: A new placement may be worse than the optimum by this part of it, in exchange for fewer moves.
     """
 
@@ -105,7 +105,7 @@ class Cluster:
     within: float = 0.05
 
     def units(self) -> Iterator[tuple[Unit, Model]]:
-        """Every unit and its model, in a fixed order."""
+        """Yield every unit and its model, in a fixed order."""
         for model in self.models:
             for instance in range(model.count):
                 for stage in range(model.num_stages):

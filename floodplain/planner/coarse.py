@@ -1,7 +1,7 @@
-"""Where models are too unlike for all mixes to be listed: R_m rounded down, so that units that differ little are alike.
+"""Places many unlike models: R_m is rounded down, so that units that differ little become alike.
 
-Rounded down, no ``mem_s`` is larger than it is, and no ``eq_s`` differs. So the bound of the rounded problem is a bound
-of the problem itself, and its placement is one with an objective that is larger by little.
+Rounding down lowers or keeps every ``mem_s``, and changes no ``eq_s``. So the bound of the rounded problem is a bound
+of the problem itself, and its placement is one whose objective is a little larger.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from floodplain.planner.model import Answer, MixProgram
 from floodplain.planner.solver import Deadline
 
 FINEST = 64
-"""The first step that is tried is this part of the largest R_m; then it is doubled until the mixes are few enough."""
+"""The first step of rounding is this part of the largest R_m; it is doubled until the mixes are few enough."""
 
 
 def place_coarsely(problem: Problem, deadline: Deadline, gap: float, max_mixes: int) -> Answer | None:
-    """A placement and a bound by rounding; None if even then there are more than ``max_mixes``, or time ends."""
+    """Return a placement and a bound by rounding; None if mixes stay more than ``max_mixes``, or time ends."""
     rounded = _round(problem, deadline, max_mixes)
     if rounded is None:
         return None
@@ -50,13 +50,13 @@ def _rounded(cluster: Cluster, step: int) -> Cluster:
 
 
 def _round_down(model: Model, step: int) -> Model:
-    """With its R_m a multiple of ``step``, or one byte: a producer stays one."""
+    """Return the model with R_m a multiple of ``step``, or one byte: a producer stays one."""
     rounded = model.memory_bytes // step * step
     return replace(model, memory_bytes=max(1, rounded) if model.memory_bytes > 0 else rounded)
 
 
 def _tell_apart(problem: Problem, coarse: Problem, mixes: Sequence[Counts]) -> tuple[Counts, ...]:
-    """Which of the units that were alike is where: those with the most bytes first, each where it balances best."""
+    """Assign the units of each rounded class: those with the most bytes first, each where it balances best."""
     class_of = {unit: place for place, each in enumerate(problem.classes) for unit in each.units}
     counts = np.zeros((len(mixes), len(problem.classes)), dtype=np.int64)
     surplus = np.zeros(len(mixes), dtype=np.int64)
@@ -72,6 +72,6 @@ def _tell_apart(problem: Problem, coarse: Problem, mixes: Sequence[Counts]) -> t
 
 
 def _choose(each: UnitClass, surplus: Integers, seats: Integers) -> int:
-    """Producers go where least is left over, consumers where most is."""
+    """Return the server for a unit: for a producer the one with the least left over, for a consumer the most."""
     worst = np.iinfo(np.int64).max
     return int(np.argmin(np.where(seats > 0, each.sign * surplus, worst)))

@@ -1,4 +1,4 @@
-"""Cover all units by mixes: how many servers of each group hold each mix (Eq. 1-3), so that most bytes are matched."""
+"""Covers all units by mixes: how many servers of each group hold each mix (Eq. 1-3), so that most bytes match."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from floodplain.planner.mixes import Integers, MixTable
 from floodplain.planner.solver import NOTHING_KNOWN, Deadline, Floats, Program, Solved, Status, solve
 
 NARROW = (300, 300, 600, 600)
-"""How many mixes are tried first, in each try: those that cost the least when servers may be divided."""
+"""The number of mixes in each of the first tries: those that cost the least if servers may be divided."""
 GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Mixes and how often each is used.
+    """Mixes, and how often each is used.
 
     Attributes:
         table: Mixes.
-        uses: Servers with each, [mix].
+        uses: Servers with each mix, [mix].
     """
 
     table: MixTable
@@ -30,11 +30,11 @@ class Cover:
 
     @property
     def matched_bytes(self) -> int:
-        """Of one-to-one pairs inside the servers."""
+        """Return the bytes that one-to-one pairs inside the servers match."""
         return int(self.uses @ self.table.matched_bytes)
 
     def mixes(self, problem: Problem) -> tuple[Counts, ...]:
-        """The mix of each server of the cluster, in their order."""
+        """Return the mix of each server of the cluster, in their order."""
         placed: dict[int, Counts] = {}
         left = [iter(group.servers) for group in problem.groups]
         for row in np.flatnonzero(self.uses).tolist():
@@ -46,7 +46,7 @@ class Cover:
 
 
 class Coverer:
-    """Solves such programs.
+    """Finds covers by linear and integer programs.
 
     Args:
         problem: What is to be placed.
@@ -62,13 +62,13 @@ class Coverer:
         return len(table) > 0 and self._solve(table, np.zeros(len(table)), False).status is not Status.INFEASIBLE
 
     def relax(self, table: MixTable) -> Solved:
-        """The most bytes that are matched, in minus GB, if servers may be divided."""
+        """Solve with divided servers; the cost is the most bytes that are matched, in minus GB."""
         return self._solve(table, -table.matched_bytes / GB, False)
 
     def find(self, table: MixTable, relaxed: Solved) -> tuple[Status, Cover | None]:
-        """A cover that matches many bytes, by those mixes first that ``relaxed`` prefers.
+        """Return a cover that matches many bytes; mixes that ``relaxed`` prefers are tried first.
 
-        The status is OPTIMAL only where ``relaxed`` shows that no cover matches more.
+        The status is OPTIMAL only if ``relaxed`` shows that no cover matches more.
         """
         cheapest = np.round(relaxed.reduced_costs, 6)
         for seed, width in enumerate(NARROW):
@@ -83,9 +83,9 @@ class Coverer:
         return status, cover
 
     def improve(self, table: MixTable, relaxed: Solved, than_bytes: int) -> tuple[Status, Cover | None]:
-        """The cover that matches the most bytes; INFEASIBLE if none matches more than ``than_bytes``.
+        """Return the cover that matches the most bytes; INFEASIBLE if none matches more than ``than_bytes``.
 
-        A mix that costs more, by its reduced cost, than there is to gain is in no such cover.
+        A mix whose reduced cost exceeds the possible gain is in no such cover.
         """
         slack = -than_bytes / GB - relaxed.bound
         kept = table.where(relaxed.reduced_costs <= slack + 1e-6)
@@ -121,7 +121,7 @@ class Coverer:
 
 
 def _rows(table: MixTable, num_rows: int) -> Integers:
-    """A row for each class, which counts its units, and one for each group, which counts its servers: [row, mix]."""
+    """Return a row for each class, which counts its units, and for each group, which counts servers: [row, mix]."""
     num_classes = table.counts.shape[1]
     groups = np.arange(num_rows - num_classes)[:, None] == table.group[None, :]
     return np.vstack([table.counts.T, groups.astype(np.int64)])

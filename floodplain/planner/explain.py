@@ -1,4 +1,4 @@
-"""Why there is no placement: a smallest set of models and rules that already has none, found by leaving things out."""
+"""Explains why there is no placement: a smallest set of models and rules without one, found by leaving things out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from floodplain.planner.per_server import PerServerProgram
 from floodplain.planner.solver import Deadline
 
 TRY_S = 2.0
-"""For each thing that is left out; one of which is not known after that whether it matters stays in."""
+"""The time for each thing that is left out; if it does not tell whether that matters, the thing stays in."""
 MAX_MIXES = 5_000
 ANY_GAP = 1e9
 """Any placement is good enough."""
@@ -25,9 +25,9 @@ Change = Callable[[Cluster], Cluster]
 
 
 def explain(cluster: Cluster, deadline: Deadline) -> str:
-    """One line that says which models and rules cannot hold together.
+    """Return one line that says which models and rules cannot hold together.
 
-    Each of them is needed for that: without any one, the others could hold. If the time ends, some may not be needed.
+    Each of them is necessary: without any one, the others can hold. If the time ends, some may not be necessary.
 
     Args:
         cluster: It has no placement.
@@ -48,7 +48,7 @@ def explain(cluster: Cluster, deadline: Deadline) -> str:
 
 
 def shrink(cluster: Cluster, deadline: Deadline) -> Cluster:
-    """The cluster without any model, pin or set kept apart that does not matter for there being no placement."""
+    """Return the cluster without models, pins and apart sets that do not matter for having no placement."""
     kept = replace(cluster, current={})
     for change in _changes(kept):
         if deadline.is_over:

@@ -1,4 +1,4 @@
-"""A placement by one pass over the units: the baseline, and what is left if the time ends before the solver does."""
+"""Places units in one pass: the baseline, and the result if the time ends before the solver has one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Kind = tuple[int, int, frozenset[str] | None, frozenset[int]]
 
 
 def place_greedily(problem: Problem) -> tuple[Counts, ...] | None:
-    """The mix of each server; None if some unit found no room.
+    """Return the mix of each server; None if a unit found no room.
 
-    Large units come first, then those that may be on few servers, then producers, then consumers; of each kind those
+    The order of units: large ones first, then those allowed on few servers, then producers before consumers, then those
     with the most bytes. Producers go where least is left over, consumers where most is. No deadline ends this pass,
     which is about linear in units and servers: without it there may be no placement at all.
     """
@@ -33,7 +33,7 @@ def _order(problem: Problem, place: int) -> tuple[int, float, int, int]:
 
 
 class _Servers:
-    """What servers hold; and for units of the kind that was seated last those with room, the best first.
+    """The units on each server; and for the kind of unit seated last the servers with room, the best first.
 
     Args:
         problem: What is to be placed.
@@ -50,7 +50,7 @@ class _Servers:
         self._best_first: list[tuple[int, int]] = []
 
     def seat(self, place: int) -> bool:
-        """Put a unit of a class on the first of the best servers; False if no server has room."""
+        """Place a unit of a class on the best server; False if no server has room."""
         each = self._problem.classes[place]
         self._turn_to(each)
         if not self._best_first:

@@ -1,4 +1,4 @@
-"""Reads a cluster from YAML: servers, models, and rules about which may be where. See docs/design/014-placement.md."""
+"""Reads a cluster from YAML: servers, models, and placement rules (docs/design/014-placement.md)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from floodplain.planner.yaml_fields import Fields
 
 MAX_BYTES, MAX_DEPTH = 2**22, 5
 MAX_GPUS = 2**18
-"""Of a cluster."""
+"""The most GPUs of a cluster."""
 MAX_SERVER_GPUS = 1024
 MAX_MEMORY_BYTES = 2**44
-"""Of a GPU. A cluster of as many GPUs as there may be has less than 2^63 bytes."""
+"""The most memory of a GPU. A cluster with the most GPUs then has less than 2^63 bytes."""
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster in a YAML file.
+    """Return the cluster in a YAML file.
 
     Raises:
-        UserError: It cannot be read, or says what makes no sense; one line that names the file and the field.
+        UserError: It cannot be read, or is inconsistent; one line that names the file and the field.
     """
     source = str(path)
     fields = Fields(read_yaml_mapping(path, MAX_BYTES, MAX_DEPTH), source)
@@ -44,7 +44,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _read_servers(rows: Sequence[Any], source: str) -> tuple[tuple[Server, ...], dict[str, list[str]]]:
-    """The servers, and the names of those that each row stands for, under the row's name."""
+    """Return the servers, and by the name of each row and server the names of the servers that it means."""
     servers: list[Server] = []
     groups: dict[str, list[str]] = {}
     for place, row in enumerate(rows):
@@ -84,7 +84,7 @@ def _read_model(fields: Fields, folder: Path, groups: dict[str, list[str]]) -> M
 
 
 def _read_memory(fields: Fields, name: str, folder: Path) -> int:
-    """R_m: lends, needs, or what profiles say, whose names are relative to the folder."""
+    """Return R_m: lends, needs, or what profiles say, whose paths are relative to the folder."""
     lends, needs = fields.size("lends", MAX_MEMORY_BYTES), fields.size("needs", MAX_MEMORY_BYTES)
     profiles = fields.names("profile")
     if lends and needs:
@@ -118,7 +118,7 @@ def _check_sizes(servers: Sequence[Server], models: Sequence[Model], source: str
 
 
 def _still_valid(spots: dict[Unit, Spot], servers: Sequence[Server], models: Sequence[Model]) -> dict[Unit, Spot]:
-    """Those spots that a unit can still have: its server is there, and it has as many shards as it had."""
+    """Return the spots that their units can keep: the server exists, and the number of shards is unchanged."""
     num_gpus = {server.name: server.num_gpus for server in servers}
     kinds = {model.name: model for model in models}
 

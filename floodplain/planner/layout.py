@@ -1,4 +1,4 @@
-"""From mixes of servers to units on GPUs: which unit is where, so that as few as possible move."""
+"""Assigns units to GPUs from the mixes of servers, so that as few units as possible move."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from floodplain.planner.solver import Deadline
 
 
 def lay_out(problem: Problem, mixes: Sequence[Counts]) -> dict[Unit, Spot]:
-    """Where every unit is. A unit whose server holds its class still keeps its GPUs.
+    """Return the spot of every unit. A unit whose server still holds its class keeps its GPUs.
 
     Args:
         problem: What is placed.
@@ -35,7 +35,7 @@ def lay_out(problem: Problem, mixes: Sequence[Counts]) -> dict[Unit, Spot]:
 
 
 def parties(problem: Problem, spots: Mapping[Unit, Spot]) -> tuple[list[Party], list[Party]]:
-    """GPUs that lend and GPUs that need memory."""
+    """Return the GPUs that lend and the GPUs that need memory."""
     servers = {server.name: server for server in problem.cluster.servers}
     memory = {unit: model.memory_bytes for unit, model in problem.cluster.units()}
     lend: list[Party] = []
@@ -49,7 +49,7 @@ def parties(problem: Problem, spots: Mapping[Unit, Spot]) -> tuple[list[Party], 
 
 
 def _seat(each: UnitClass, room: dict[str, int], current: Mapping[Unit, Spot]) -> dict[Unit, str]:
-    """The server of every unit of a class."""
+    """Return the server of every unit of a class."""
     seated: dict[Unit, str] = {}
     for unit in each.units:
         spot = current.get(unit)
@@ -76,9 +76,9 @@ def _give_gpus(
 
 
 def keep_in_place(problem: Problem, mixes: Sequence[Counts], deadline: Deadline) -> tuple[Counts, ...]:
-    """The same mixes on other servers of their groups, so that few units move; one server after the other chooses.
+    """Reassign the mixes within each group of servers so that few units move; servers choose one after the other.
 
-    When the time is over, any mix is good enough.
+    When the time is over, a server takes any mix.
     """
     now = count_current(problem)
     kept: dict[int, Counts] = {}
@@ -98,7 +98,7 @@ def _likeness(mix: Counts, now: Sequence[int]) -> tuple[int, Counts]:
 
 
 def count_current(problem: Problem) -> list[list[int]]:
-    """Units of each class that are on each server now: [server][class]."""
+    """Return the units of each class that are on each server now: [server][class]."""
     current = problem.cluster.current
     if not current:
         return [[0] * len(problem.classes)] * len(problem.cluster.servers)

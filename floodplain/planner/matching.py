@@ -1,9 +1,9 @@
-"""Which consumer borrows from which producer: a stable matching inside a domain, by need and link (AQUA, section 5).
+"""Pairs consumers with producers: a stable matching inside a domain, by need and link (AQUA, section 5).
 
-A consumer prefers the producer that gives it the most of what it needs, then the faster link, then its own server,
-then the tightest fit. A producer prefers the consumer that needs most, then the faster link, then its own server. The
-matching is *stable*: no producer and consumer would both rather have each other. Over equal links it also matches the
-most bytes that any one-to-one matching can.
+A consumer prefers the producer that gives it the most of its need, then the faster link, then its own server, then the
+tightest fit. A producer prefers the consumer that needs most, then the faster link, then its own server. The matching
+is *stable*: no producer and consumer would both prefer each other. Over equal links it also matches the most bytes that
+any one-to-one matching can.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Party:
 
     Attributes:
         device: Its name.
-        server: Its server's.
-        domain: Its server's: parties of two domains are never paired.
+        server: Its server's name.
+        domain: Its server's domain: parties of two domains are never paired.
         num_bytes: What it lends or needs; positive.
         link: Of its server: bytes per second.
     """
@@ -41,8 +41,8 @@ class Pair:
     Attributes:
         producer: Its device's name.
         consumer: Its device's name.
-        num_bytes: As much is matched.
-        link: Bytes per second that the consumer has of the producer's link, if all who share it use it.
+        num_bytes: The bytes that are matched.
+        link: Bytes per second that the consumer gets of the producer's link if all its consumers use it.
     """
 
     producer: str
@@ -52,15 +52,15 @@ class Pair:
 
 
 def match(producers: Sequence[Party], consumers: Sequence[Party], consumers_per_producer: int = 1) -> tuple[Pair, ...]:
-    """Stable pairs, by producer and consumer.
+    """Return stable pairs, sorted by producer and consumer.
 
-    With several consumers per producer, consumers that one round leaves alone are matched in a further one with what
-    is left of the producers' bytes. So sharing takes bandwidth from earlier pairs, and never bytes.
+    With several consumers per producer, consumers without a pair after one round are matched in another one with the
+    rest of the producers' bytes. So sharing takes bandwidth from earlier pairs, and never bytes.
 
     Args:
         producers: Their bytes are what they lend.
         consumers: Their bytes are what they need.
-        consumers_per_producer: At most so many share a producer.
+        consumers_per_producer: The most consumers that share a producer.
     """
     left = {party.device: party for party in producers}
     alone = {party.device: party for party in consumers}
@@ -81,7 +81,7 @@ def match(producers: Sequence[Party], consumers: Sequence[Party], consumers_per_
 
 
 def match_once(producers: Sequence[Party], consumers: Sequence[Party]) -> list[tuple[Party, Party]]:
-    """The stable one-to-one matching that is best for consumers (Gale and Shapley), in each domain.
+    """Return the stable one-to-one matching that is best for consumers (Gale and Shapley), in each domain.
 
     Consumers that need most propose first, so that over equal links no proposal is ever refused.
     """
@@ -111,7 +111,7 @@ def _by_server(producers: Sequence[Party]) -> defaultdict[tuple[str, str], list[
 
 
 def _offers(producers: Sequence[Party]) -> defaultdict[str, dict[int, Offers]]:
-    """Producers of each domain, by their links."""
+    """Return the producers of each domain, by their links."""
     alike: defaultdict[tuple[str, int], list[tuple[int, str]]] = defaultdict(list)
     for producer in producers:
         alike[producer.domain, producer.link].append((producer.num_bytes, producer.device))
@@ -126,7 +126,7 @@ def _would_take(producer: Party, consumer: Party, held: Mapping[str, Party]) -> 
 
 
 def rank_for(consumer: Party) -> Callable[[Party], tuple[object, ...]]:
-    """How a consumer ranks a producer: the least is the best."""
+    """Return a consumer's sort key of producers: the least is the best."""
 
     def rank(producer: Party) -> tuple[object, ...]:
         gets = min(producer.num_bytes, consumer.num_bytes)
@@ -136,7 +136,7 @@ def rank_for(consumer: Party) -> Callable[[Party], tuple[object, ...]]:
 
 
 def prefer(producer: Party, one: Party, other: Party) -> bool:
-    """Whether a producer would rather lend to ``one`` consumer than to the ``other``."""
+    """Whether a producer prefers ``one`` consumer to the ``other``."""
     return _rank_by(producer, one) < _rank_by(producer, other)
 
 
@@ -157,5 +157,5 @@ def _less(party: Party, num_bytes: int) -> Party:
 
 
 def matched_bytes(lent: Sequence[int], needed: Sequence[int]) -> int:
-    """The most bytes that one-to-one pairs can match: the largest with the largest, and so on."""
+    """Return the most bytes that one-to-one pairs can match: the largest with the largest, and so on."""
     return sum(map(min, sorted(lent, reverse=True), sorted(needed, reverse=True)))

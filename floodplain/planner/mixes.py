@@ -1,4 +1,4 @@
-"""Every mix of units that a server can hold, with what the equations say of each.
+"""Lists every mix of units that a server can hold, with the values that the equations give to each.
 
 One integer per mix says how many servers of a group hold it. So servers have no names in the program, and the maximum
 over servers of Eq. 6 is a maximum over the mixes that are used.
@@ -17,10 +17,10 @@ from floodplain.planner.classes import Counts, Problem, ServerGroup
 from floodplain.planner.solver import Deadline
 
 MAX_MIXES = 60_000
-"""More are not listed: then servers have integers of their own (``per_server.py``)."""
+"""The most mixes that are listed; with more, each server has its own integers (``per_server.py``)."""
 
 MAX_CELLS = 2**24
-"""Of a table of mixes: one for each class in each of them."""
+"""The most cells of a table of mixes: one for each class in each mix."""
 
 Integers = npt.NDArray[np.int64]
 
@@ -31,10 +31,10 @@ class MixTable:
 
     Attributes:
         counts: Units of each class, [mix, class].
-        group: Place of its group, [mix].
+        group: Index of its group, [mix].
         memory_bytes: ``mem_s`` (Eq. 4), [mix].
         weighted_bytes: ``G_s eq_s`` (Eq. 5, 6), [mix].
-        matched_bytes: Of one-to-one pairs inside such a server, [mix].
+        matched_bytes: By one-to-one pairs inside such a server, [mix].
     """
 
     counts: Integers
@@ -44,7 +44,7 @@ class MixTable:
     matched_bytes: Integers
 
     def where(self, keep: npt.NDArray[np.bool_] | Integers) -> MixTable:
-        """Some of the rows."""
+        """Return the table of some rows."""
         columns = (self.counts, self.group, self.memory_bytes, self.weighted_bytes, self.matched_bytes)
         return MixTable(*(column[keep] for column in columns))
 
@@ -53,7 +53,7 @@ class MixTable:
 
 
 def list_mixes(problem: Problem, deadline: Deadline, max_mixes: int = MAX_MIXES) -> MixTable | None:
-    """All mixes; None if they are more than ``max_mixes``, or the time ends before.
+    """Return all mixes; None if they are more than ``max_mixes``, or the time ends first.
 
     A server leaves at most as many GPUs empty as the cluster does.
     """
@@ -78,9 +78,9 @@ def list_mixes(problem: Problem, deadline: Deadline, max_mixes: int = MAX_MIXES)
 
 
 def _matched_bytes(problem: Problem, counts: Integers) -> Integers:
-    """Bytes that one-to-one pairs match in each mix, the largest with the largest.
+    """Return the bytes that one-to-one pairs match in each mix, the largest with the largest.
 
-    As many pairs match at least b bytes as there are GPUs that lend at least b, or that need it if those are fewer.
+    The number of pairs that match at least b bytes is that of GPUs that lend at least b, or that need it if fewer do.
     """
     lend, need, matched = (np.zeros(len(counts), dtype=np.int64) for _ in range(3))
     largest_first = sorted(enumerate(problem.classes), key=lambda pair: -abs(pair[1].memory_bytes))
@@ -93,9 +93,9 @@ def _matched_bytes(problem: Problem, counts: Integers) -> Integers:
 
 
 def _mixes_of(problem: Problem, group: ServerGroup, deadline: Deadline) -> Iterator[Counts]:
-    """Mixes of a server of the group, that obey Eq. 2 and 3, pins and sets that are kept apart; fewer if time ends.
+    """Yield a group's mixes that obey Eq. 2 and 3, pins and sets that are kept apart; fewer if time ends.
 
-    They come in the order of tuples, and without recursion: there may be thousands of classes.
+    Their order is that of tuples. There is no recursion, because there may be thousands of classes.
     """
     chosen, free = [0] * len(problem.classes), problem.num_free_gpus
     choices, path = _Choices(problem, group), list[int]()
@@ -118,11 +118,11 @@ def _mixes_of(problem: Problem, group: ServerGroup, deadline: Deadline) -> Itera
 
 
 class _Choices:
-    """Which class a mix may hold next, and how many units of it.
+    """Enumerates which class a mix may hold next, and how many units of it.
 
     Args:
         problem: What is to be placed.
-        group: On a server of these.
+        group: The group of the server.
     """
 
     def __init__(self, problem: Problem, group: ServerGroup) -> None:
@@ -133,7 +133,7 @@ class _Choices:
         self._fillable = list(accumulate(reversed(gpus)))[::-1]
 
     def after(self, place: int, left: int, held: frozenset[int]) -> Iterator[tuple[int, int, int, frozenset[int]]]:
-        """Each class from there on, its units, the GPUs left after them, and the sets kept apart that are held then."""
+        """Yield (class, units, GPUs left, apart sets held) for each choice from class ``place`` on."""
         for at in range(len(self._classes) - 1, place - 1, -1):
             each = self._classes[at]
             if left - self._fillable[at] > self._num_free or each.apart & held:

@@ -1,9 +1,9 @@
-"""The integer program of AQUA's section 5, with one integer for each mix of each group of like servers.
+"""The integer program of AQUA's section 5, with one integer per mix and group of like servers.
 
-Eq. 6 is minimised by trying pairs of caps, A for ``max mem_s`` (Eq. 4) and E for ``max G_s eq_s`` (Eq. 5): with both
-given, a mix may be used or not, and what is left is to cover all units by mixes (Eq. 1-3). Pairs are tried by the
-least A + E first. Whether the units are covered if servers may be divided is asked before: that is quick, and nearly
-always says what whole servers say. Among optima the one that matches the most bytes is taken.
+Eq. 6 is minimised by trying pairs of caps, A for ``max mem_s`` (Eq. 4) and E for ``max G_s eq_s`` (Eq. 5). The caps
+decide which mixes may be used; it remains to cover all units by mixes (Eq. 1-3). Pairs are tried by the least A + E
+first. A relaxed program with divided servers is solved before: it is quick, and nearly always gives the answer for
+whole servers. Among optima the one that matches the most bytes is taken.
 
 Signs: producers are positive, so ``mem_s`` is what is left over on a server, and ``t = 0`` for a model without any R_m.
 """
@@ -25,12 +25,12 @@ from floodplain.planner.solver import Deadline, Solved, Status
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is known of a problem.
+    """The result for a problem.
 
     Attributes:
         mixes: Of each server; None if there is no placement, or none was found in time.
         bound_bytes: No placement has a lower objective (Eq. 6); None if there is no placement at all.
-        is_most_matched: Whether no placement with as good an objective is known to be possible that matches more bytes.
+        is_most_matched: True if it is proven that no placement with as good an objective matches more bytes.
     """
 
     mixes: tuple[Counts, ...] | None
@@ -45,7 +45,7 @@ class _Caps:
     Attributes:
         value: A + E. No placement whose G_s eq_s are at most E has a lower objective.
         weighted: E.
-        is_sure: Whether the units are covered under them if servers may be divided; else A is a guess from below.
+        is_sure: Whether divided servers cover the units under these caps; else A is a guess from below.
     """
 
     value: int
@@ -54,7 +54,7 @@ class _Caps:
 
 
 class MixProgram:
-    """See the module.
+    """Solves the program for one table of mixes.
 
     Args:
         problem: What is to be placed.
@@ -70,11 +70,11 @@ class MixProgram:
         self._levels = [level for level in levels if level >= least_weighted]
 
     def minimise(self, gap: float = 0.0, most_bytes: int | None = None) -> Answer:
-        """Of the placements whose objective is above the bound by at most ``gap`` of it, one that matches the most.
+        """Return the placement that matches the most among those at most ``gap`` above the bound.
 
         Args:
-            gap: See above.
-            most_bytes: The objective of a placement that there is: a worse one is not good enough.
+            gap: As a part of the bound.
+            most_bytes: The objective of a known placement: a worse one is not good enough.
         """
         least = self._least_memory(self._levels[-1], self._least_bytes) if self._levels else None
         if least is None:
@@ -104,12 +104,12 @@ class MixProgram:
         return self._coverer.find(table, relaxed) if relaxed.status.has_solution else (relaxed.status, None)
 
     def _least_memory(self, weighted: int, at_least: int) -> int | None:
-        """The least A from there on with which the units are covered under E by divided servers; None if never."""
+        """Return the least A from ``at_least`` on with which divided servers cover the units under E; None if never."""
         possible = np.unique(self._table.memory_bytes[self._table.weighted_bytes <= weighted])
         possible = possible[possible >= at_least]
         first, step, last = 0, 1, len(possible) - 1
         while first <= last and not self._is_possible(int(possible[min(first + step, last)]), weighted):
-            first, step = first + step + 1, 2 * step  # small tables are quick: begin with them
+            first, step = first + step + 1, 2 * step  # small tables are quick, so they come first
         if first > last:
             return None
         last = min(first + step, last)
@@ -129,7 +129,7 @@ class MixProgram:
         return table.where((table.memory_bytes <= memory) & (table.weighted_bytes <= weighted))
 
     def _match_most(self, least: int, limit: int, bound: int, cover: Cover) -> Answer:
-        """Of all covers with an objective up to ``limit`` the one that matches the most bytes."""
+        """Return the cover with an objective up to ``limit`` that matches the most bytes."""
         rivals, is_most = self._rivals(least, limit)
         unit = int(np.gcd.reduce(self._table.matched_bytes))
         for table, relaxed in rivals:
@@ -142,7 +142,7 @@ class MixProgram:
         return Answer(cover.mixes(self._problem), bound, is_most)
 
     def _rivals(self, least: int, limit: int) -> tuple[Sequence[tuple[MixTable, Solved]], bool]:
-        """Every pair of caps of that objective, those first that may match the most; and whether these are all."""
+        """Return the tables of all pairs of caps within ``limit``, best first, and whether these are all."""
         tables = [self._within(limit - level, level) for level in self._levels if least + level <= limit]
         relaxed = [(table, self._coverer.relax(table)) for table in tables if len(table)]
         solved = [(table, each) for table, each in relaxed if each.status.has_solution]
@@ -151,5 +151,5 @@ class MixProgram:
 
 
 def _floor(value: float, unit: int) -> int:
-    """The largest multiple of ``unit`` that is at most ``value``, but for what a solver's arithmetic loses."""
+    """Return the largest multiple of ``unit`` up to ``value``, with a tolerance for the solver's rounding."""
     return math.floor(value / max(unit, 1) + 1e-6) * unit

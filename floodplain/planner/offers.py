@@ -1,7 +1,7 @@
-"""Producers of a domain that are reached over equally fast links, and which of them would take a consumer.
+"""Finds, among producers with equally fast links, the best one that takes a given consumer.
 
-A consumer on another server ranks all of them alike, and they rank it alike. So the first of them that would take it
-is found in logarithmic time: no consumer asks those in turn that would refuse it.
+A consumer on another server ranks all of them alike, and they rank it alike. So the first one that would take it is
+found in logarithmic time, without proposals to those that would refuse it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 Rank = tuple[int, int, bool, str]
-"""Of a consumer, by a producer: the least is the best."""
+"""A consumer's rank for a producer: the least is the best."""
 FREE: tuple[int] = (1,)
 """Above every rank, whose first number is negative: a free producer takes any consumer."""
 
 
 class Offers:
-    """See the module: a tree over the producers, each node of which knows the worst rank that is held below it.
+    """A tree over the producers, in which each node has the worst rank that is held below it.
 
     Args:
         producers: Bytes and device of each.
@@ -32,18 +32,18 @@ class Offers:
             self._worst[node] = max(self._worst[2 * node : 2 * node + 2])
 
     def hold(self, device: str, rank: Rank) -> None:
-        """A producer holds a consumer that it ranks so."""
+        """Record the rank of the consumer that a producer now holds."""
         node = self._size + self._place[device]
         self._worst[node] = rank
         while node := node // 2:
             self._worst[node] = max(self._worst[2 * node], self._worst[2 * node + 1])
 
     def best_for(self, num_bytes: int, rank: Rank) -> str | None:
-        """The device that a consumer on another server wants most, of those that would rather have it.
+        """Return the best device for a consumer on another server, of those that would take it; None if none would.
 
         Args:
             num_bytes: What it needs: the tightest fit is the best, then what gives it the most.
-            rank: What it is to these producers.
+            rank: Its rank for these producers.
         """
         enough = bisect_left(self._order, (num_bytes, ""))
         place = self._first(enough, rank)
@@ -53,12 +53,12 @@ class Offers:
         return None if place is None else self._order[place][1]
 
     def _first(self, start: int, rank: Rank) -> int | None:
-        """The first place from ``start`` on whose producer would rather have a consumer of that rank."""
+        """Return the first place from ``start`` on whose producer prefers a consumer of that rank."""
         node = self._size + start
         if start >= self._size:
             return None
         while self._worst[node] <= rank:
-            while node % 2:  # a right child: what follows is beside an ancestor
+            while node % 2:  # a right child: the next place is beside an ancestor
                 node //= 2
             if not node:
                 return None
@@ -68,7 +68,7 @@ class Offers:
         return node - self._size
 
     def _last_below(self, end: int, rank: Rank) -> int | None:
-        """The last place before ``end`` whose producer would rather have a consumer of that rank."""
+        """Return the last place before ``end`` whose producer prefers a consumer of that rank."""
         if not end:
             return None
         node = self._size + end - 1

@@ -1,7 +1,7 @@
-"""The integer program of AQUA's section 5 with integers of their own for each server: x[class, server].
+"""The integer program of AQUA's section 5 with separate integers for each server: x[class, server].
 
-For servers that hold too many mixes to list them, and for new placements of a cluster that runs: servers that hold
-different units are not alike there. Instances of one class are one integer.
+It serves servers that hold too many mixes to list, and new placements of a running cluster, where servers that hold
+different units are not alike. Instances of one class are one integer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from floodplain.planner.solver import NOTHING_KNOWN, Deadline, Floats, Program, 
 
 GB = 1e9
 SLACK_BYTES = 2_000
-"""What the solver's arithmetic may lose, in GB with tolerances of a millionth: a difference that means nothing."""
+"""What the solver's arithmetic may lose, in GB with tolerances of a millionth; smaller differences mean nothing."""
 
 
 class PerServerProgram:
-    """See the module.
+    """Minimises the objective, or the moves, server by server.
 
     Columns are x[class, server], then moves[class, server], then max mem_s and max G_s eq_s, in GB.
 
@@ -43,7 +43,7 @@ class PerServerProgram:
         self._constrain()
 
     def minimise(self, gap: float, start: Sequence[Counts] | None) -> Answer:
-        """Minimise Eq. 6; which of the optima is found is left to the solver."""
+        """Minimise Eq. 6; the solver chooses among optima."""
         cost = np.zeros(2 * self._size + 2)
         cost[-2:] = 1.0
         solved = self._solve(cost, gap, start)
@@ -57,7 +57,7 @@ class PerServerProgram:
         return Answer(mixes, bound)
 
     def fewest_moves(self, most_bytes: int, start: Sequence[Counts] | None) -> tuple[tuple[Counts, ...] | None, float]:
-        """The mixes with an objective up to ``most_bytes`` and the least cost of moves, and a lower bound of that."""
+        """Return the mixes of least move cost with an objective up to ``most_bytes``, and a bound of that cost."""
         cost = np.zeros(2 * self._size + 2)
         for place, each in enumerate(self._problem.classes):
             cost[self._size + place * self._num_servers : self._size + (place + 1) * self._num_servers] = each.move_cost
@@ -67,7 +67,7 @@ class PerServerProgram:
         return self._read(solved), max(0.0, solved.bound)
 
     def cost_of(self, mixes: Sequence[Counts]) -> int:
-        """What the moves to a placement cost: units that are on another server than now."""
+        """Return the cost of the moves to a placement: of units that are on another server than now."""
         return sum(
             each.move_cost * max(0, self._current[server][place] - mix[place])
             for place, each in enumerate(self._problem.classes)

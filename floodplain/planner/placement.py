@@ -1,6 +1,6 @@
-"""A placement as JSON: what an operator reads, what a coordinator allows, and where units are now.
+"""Placements as JSON: for operators, for coordinators, and as the present places of units.
 
-Of this the coordinator reads ``pairs`` (``coordinator/placement.py``).
+The coordinator reads ``pairs`` of it (``coordinator/placement.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from floodplain.planner.placer import Placement
 
 
 def to_document(cluster: Cluster, placement: Placement) -> dict[str, Any]:
-    """A placement, ready for ``json.dumps``. Sizes are in bytes, links in bytes per second."""
+    """Return a placement for ``json.dumps``. Sizes are in bytes, links in bytes per second."""
     models = dict(cluster.units())
     return {
         "kind": KIND,
@@ -39,10 +39,10 @@ def to_document(cluster: Cluster, placement: Placement) -> dict[str, Any]:
 
 
 def read_spots(path: Path) -> dict[Unit, Spot]:
-    """Where the units of an earlier placement are.
+    """Return the spots of the units of an earlier placement.
 
     Raises:
-        UserError: It cannot be read, or is no placement.
+        UserError: It cannot be read, or is not a placement.
     """
     document = read_json_object(path)
     if document.get("kind") != KIND or document.get("version") != VERSION:
@@ -90,7 +90,7 @@ def _server(server: Server, held: Iterable[tuple[Unit, Spot]], models: dict[Unit
 
 
 def _consumers(cluster: Cluster, placement: Placement) -> Iterable[dict[str, Any]]:
-    """What each GPU that needs memory gets."""
+    """Yield what each GPU that needs memory gets."""
     pair_of = {pair.consumer: pair for pair in placement.pairs}
     servers, models = {server.name: server for server in cluster.servers}, dict(cluster.units())
     for unit, spot in placement.spots.items():

@@ -1,4 +1,4 @@
-"""From a cluster to a placement: the optimum, or the best that was found in time, then pairs inside each domain."""
+"""Makes a placement of a cluster: the optimum, or the best found in time, then pairs inside each domain."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ DEFAULT_TIME_LIMIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A placement and what is proven of it.
+    """A placement, and what is proven of it.
 
     Attributes:
-        spots: Where each unit is.
-        pairs: Who may borrow from whom.
+        spots: Of each unit.
+        pairs: Which consumer may borrow from which producer.
         objective_bytes: Eq. 6.
-        bound_bytes: No placement has a lower one.
+        bound_bytes: No placement has a lower objective.
         num_moves: Units that are on other GPUs than now.
-        is_least_moved: Whether no placement as good as this one may be is known to be possible with cheaper moves.
+        is_least_moved: True if it is proven that no placement of the allowed quality has cheaper moves.
         is_most_matched: Whether no placement with as good an objective matches more bytes inside servers.
-        method: ``mixes``, ``servers`` or ``greedy``: what found it.
-        seconds: What that took.
+        method: The program that found it: ``mixes``, ``servers`` or ``greedy``.
+        seconds: The time that it took.
     """
 
     spots: Mapping[Unit, Spot]
@@ -51,7 +51,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """By how much of the larger one the objective is above the bound; 0 if it is proven optimal."""
+        """Return how far the objective is above the bound, as a part of the larger one; 0 if proven optimal."""
         scale = max(abs(self.objective_bytes), abs(self.bound_bytes))
         return (self.objective_bytes - self.bound_bytes) / scale if scale else 0.0
 
@@ -74,13 +74,13 @@ def place(
     max_mixes: int = MAX_MIXES,
     clock: Callable[[], float] = time.monotonic,
 ) -> Placement:
-    """The best placement of a cluster's models.
+    """Return the best placement of a cluster's models.
 
     Args:
-        cluster: What is to be placed, and on what.
+        cluster: Models and servers.
         time_limit_s: The best placement so far is returned after that, with its gap.
         gap: A placement is good enough if its objective is above the bound by at most this part of it.
-        max_mixes: See ``list_mixes``.
+        max_mixes: With more mixes, the program for each server is used.
         clock: Monotonic, in seconds.
 
     Raises:
@@ -128,7 +128,7 @@ def _find_best(problem: Problem, deadline: Deadline, gap: float, max_mixes: int)
 def _place_unlike(
     problem: Problem, deadline: Deadline, gap: float, max_mixes: int, greedy: tuple[Counts, ...] | None
 ) -> Answer:
-    """Where there are too many mixes: the program for each server, from the best start there is."""
+    """Solve a problem with too many mixes by the program for each server, from the best start there is."""
     coarse = place_coarsely(problem, deadline, gap, max_mixes)
     if coarse is None:
         coarse = Answer(None, sum(problem.least()))
@@ -145,7 +145,7 @@ def _place_unlike(
 
 
 def _move_little(problem: Problem, best: _Best, deadline: Deadline) -> _Best:
-    """The placement with the cheapest moves of those that are nearly as good as the best one."""
+    """Return the placement with the cheapest moves of those that are nearly as good as the best one."""
     objective = problem.objective(best.mixes)
     most = objective + math.floor(problem.cluster.within * abs(objective))
     program = PerServerProgram(problem, deadline)

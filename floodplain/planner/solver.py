@@ -1,4 +1,4 @@
-"""Linear and integer programs, solved by HiGHS: a thin wrapper that says what is known when the time is over."""
+"""Solves linear and integer programs by HiGHS, and returns what is known when the time is over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Places = npt.NDArray[np.int64]
 
 
 class Status(Enum):
-    """What is known of a program."""
+    """What is known about the solution of a program."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -37,7 +37,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Minimise ``cost @ x`` where ``lower <= A x <= upper`` and ``0 <= x <= most``; every x is at least 0.
+    """Minimise ``cost @ x`` where ``lower <= A x <= upper`` and ``0 <= x <= most``.
 
     Attributes:
         cost: [column].
@@ -48,7 +48,7 @@ class Program:
         lower: [row].
         upper: [row].
         integer: Whether each x is a whole number, [column].
-        least: Lower bounds in the place of 0, [column]; None if all are 0.
+        least: Lower bounds in place of 0, [column]; None if all are 0.
     """
 
     cost: Floats
@@ -64,13 +64,13 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What became of a program.
+    """The result of a program.
 
     Attributes:
-        status: See ``Status``; the rest counts only if there is a solution, but for ``bound``.
+        status: If it has no solution, only ``bound`` is valid.
         values: Of x.
         bound: No x has a lower cost; minus infinity if nothing is known.
-        reduced_costs: How much a unit of each x adds to the cost at least, if all x may be fractions.
+        reduced_costs: The least that a unit of each x adds to the cost, if all x may be fractions.
     """
 
     status: Status
@@ -80,7 +80,7 @@ class Solved:
 
 
 NOTHING_KNOWN = Solved(Status.UNKNOWN, np.zeros(0), -math.inf, np.zeros(0))
-"""Of a program for which there was no time."""
+"""The result of a program for which there was no time."""
 
 
 class Deadline:
@@ -98,7 +98,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds; 0 if it is over."""
+        """Return the seconds that are left; 0 if it is over."""
         return max(0.0, self._seconds - self.spent_s)
 
     @property
@@ -107,17 +107,17 @@ class Deadline:
         return not self.left_s
 
     def within(self, seconds: float) -> Deadline:
-        """A deadline for a part of the work: after as many seconds, and not after this one."""
+        """Return a deadline for a part of the work: in ``seconds``, but not after this one."""
         return Deadline(min(seconds, self.left_s), self._clock)
 
     @property
     def spent_s(self) -> float:
-        """Seconds since it was set."""
+        """Return the seconds since it was set."""
         return self._clock() - self._began_s
 
 
 def solve(program: Program, deadline: Deadline, gap: float = 0.0, start: Floats | None = None) -> Solved:
-    """Solve a program within its time.
+    """Solve a program until the deadline.
 
     Args:
         program: What to solve.

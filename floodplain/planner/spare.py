@@ -1,4 +1,4 @@
-"""R_m of a model from its profiles: what it lends or needs. See docs/design/014-placement.md."""
+"""Reads R_m of a model, what it lends or needs, from its profiles (docs/design/014-placement.md)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _LOADS, _SWAP = ("llm", "media"), "swap"
 
 
 def read_spare(paths: Iterable[Path], most_bytes: int, source: str) -> int:
-    """Bytes that each of the model's GPUs lends, or needs if below 0.
+    """Return the bytes that each of the model's GPUs lends, or needs if below 0.
 
-    A producer lends what its llm or media profile leaves free, and what its swap profile says is not asked, as in
-    section 4.1 of AQUA; any other model needs what its swap profile says, and nothing without one.
+    A producer lends what its llm or media profile leaves free; its swap profile is ignored, as in section 4.1 of AQUA.
+    Any other model needs what its swap profile says, and nothing without one.
 
     Args:
         paths: Profiles of one model: one of kind llm or media, one of kind swap, or both.
-        most_bytes: What a GPU can have.
+        most_bytes: The most that a GPU has.
         source: Where the profiles are named.
 
     Raises:

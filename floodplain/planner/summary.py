@@ -1,4 +1,4 @@
-"""A placement as tables for the terminal: like servers in one row, GPUs of one model in one row."""
+"""Formats a placement as tables for the terminal: like servers in one row, GPUs of one model in one row."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _GB = 1e9
 
 
 def describe(document: Mapping[str, Any]) -> str:
-    """Tables of servers and of consumers, and what is proven.
+    """Return tables of servers and of consumers, and what is proven.
 
     Args:
-        document: See ``to_document``.
+        document: A placement as ``to_document`` returns it.
     """
     consumers = _consumer_rows(document)
     needs = sum(row["needs_bytes"] for row in document["consumers"])
@@ -39,7 +39,7 @@ def _proof(document: Mapping[str, Any]) -> str:
 
 
 def _server_rows(document: Mapping[str, Any]) -> list[list[str]]:
-    """A row for all servers that hold the same."""
+    """Return a row for each set of servers that hold the same."""
     alike: defaultdict[tuple[tuple[str, int], ...], list[Mapping[str, Any]]] = defaultdict(list)
     for server in document["servers"]:
         held = Counter(unit["model"] for unit in server["units"])

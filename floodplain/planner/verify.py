@@ -1,4 +1,4 @@
-"""Whether a placement keeps every constraint, told without the solver, its classes or its mixes."""
+"""Checks a placement against every constraint, without the solver, its classes or its mixes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from floodplain.planner.placer import Placement
 
 
 def violations(cluster: Cluster, placement: Placement) -> list[str]:
-    """Everything that is wrong with a placement, a line each; empty if nothing is.
+    """Return all errors of a placement, a line each; empty if there are none.
 
     Args:
         cluster: What was to be placed.
-        placement: Where it is said to be.
+        placement: Its claimed placement.
     """
     models = dict(cluster.units())
     servers = {server.name: server for server in cluster.servers}
     wrong = list(_misplaced(models, servers, placement.spots))
-    if wrong:  # the equations say nothing where a unit is nowhere
+    if wrong:  # the equations need a place of every unit
         return wrong
     return [
         *_overfull(servers, placement.spots),
@@ -30,7 +30,7 @@ def violations(cluster: Cluster, placement: Placement) -> list[str]:
 
 
 def objective(cluster: Cluster, spots: Mapping[Unit, Spot]) -> int:
-    """Eq. 6, from Eq. 4 and 5, in bytes."""
+    """Return Eq. 6, from Eq. 4 and 5, in bytes."""
     models = dict(cluster.units())
     mem = dict.fromkeys((server.name for server in cluster.servers), 0)
     eq = dict(mem)
@@ -44,7 +44,7 @@ def objective(cluster: Cluster, spots: Mapping[Unit, Spot]) -> int:
 def _misplaced(
     models: Mapping[Unit, Model], servers: Mapping[str, Server], spots: Mapping[Unit, Spot]
 ) -> Iterator[str]:
-    """Eq. 1 and 2: every unit is on one server, and has a GPU of that server for each shard."""
+    """Yield violations of Eq. 1 and 2: every unit is on one server, with a GPU for each shard."""
     yield from (f"{_name(unit)} is not placed (Eq. 1)" for unit in models.keys() - spots.keys())
     yield from (f"{_name(unit)} is placed, and is not to be (Eq. 1)" for unit in spots.keys() - models.keys())
     for unit in models.keys() & spots.keys():
@@ -58,7 +58,7 @@ def _misplaced(
 
 
 def _overfull(servers: Mapping[str, Server], spots: Mapping[Unit, Spot]) -> Iterator[str]:
-    """Eq. 3: a GPU has one shard at most."""
+    """Yield violations of Eq. 3: a GPU has one shard at most."""
     used = Counter((spot.server, gpu) for spot in spots.values() for gpu in spot.gpus)
     yield from (f"{servers[name].device(gpu)} has {n} shards (Eq. 3)" for (name, gpu), n in used.items() if n > 1)
 

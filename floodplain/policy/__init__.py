@@ -1,1 +1,1 @@
-"""Floor 3: who runs next. Pure functions from a frozen view to a decision."""
+"""Floor 3: policies. Pure functions from a frozen view to a decision about the next step."""

@@ -1,19 +1,18 @@
-"""How the tokens of a step are divided between prompts and streams (AQUA, section 7: p prefill and d decode tokens)."""
+"""Divides a step's tokens between prompts and streams (AQUA, section 7: p prefill, d decode tokens)."""
 
 from __future__ import annotations
 
 from floodplain.core.view import SequenceView, View
 
 UNPRICED_PREFILL = 256
-"""Prompt tokens in a step beside decodes while no step has shown what they cost."""
+"""Most prompt tokens in a step with decodes while the price of prompt tokens is unknown."""
 
 
 class TokenBudget:
-    """Scratch state of one decision.
+    """Tokens of one step that are left; scratch state of one decision.
 
-    Every stream on the device gets its token. Prompts get the rest, but while streams wait for the step to end no more
-    than ``prefill_share`` of its time: "first tokens first" must not starve those that have had theirs. None: as much
-    as there is.
+    Every stream on the device gets its token, and prompts get the rest. In a step with streams, prompts get at most
+    ``prefill_share`` of its time: "first tokens first" must not starve streams. None: no such limit.
     """
 
     def __init__(self, view: View, prefill_share: float | None) -> None:
@@ -24,31 +23,31 @@ class TokenBudget:
             self._prefill = min(self._prefill, prefill_cap(view, prefill_share))
 
     def prefill_for(self, num_tokens: int) -> int:
-        """How many of these prompt tokens the step has room for."""
+        """How many of ``num_tokens`` prompt tokens fit into the step."""
         return max(0, min(num_tokens, self._prefill, self.num_left))
 
     def take_prefill(self, num_tokens: int) -> int:
-        """Put as many of these prompt tokens as there is room for into the step; return how many."""
+        """Take as many of ``num_tokens`` prompt tokens as fit into the step; return how many."""
         num_taken = self.prefill_for(num_tokens)
         self._prefill -= num_taken
         self.num_left -= num_taken
         return num_taken
 
     def take_decode(self) -> None:
-        """Put one more stream into the step."""
+        """Take one decode token."""
         self.num_left -= 1
 
 
 def wants_one_token(view: View, row: SequenceView) -> bool:
-    """Whether a running sequence is a stream that wants its next token, just back from swap space perhaps.
+    """Whether a running sequence has exactly one token to compute: a decode, or a resumed stream's chunk.
 
-    Whoever comes back whole computes one token as a chunk: that is a decode, and no prompt may take its place.
+    A stream that was swapped in completely computes one token as a chunk: it counts as a decode, ahead of prompts.
     """
     return view.step < row.end_step if row.is_decoding else row.num_remaining == 1
 
 
 def prefill_cap(view: View, prefill_share: float) -> int:
-    """Prompt tokens that take ``prefill_share`` of the time of a step with decodes; at least one block of them."""
+    """Prompt tokens that take ``prefill_share`` of the time of a step with decodes; at least one block."""
     prices = view.prices
     if not (prices.step_s and prices.prefill_token_s):
         return UNPRICED_PREFILL

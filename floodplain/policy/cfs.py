@@ -1,4 +1,4 @@
-"""AQUA's completely fair scheduler: time slices, and the least served go first (AQUA, section 7)."""
+"""AQUA's completely fair scheduler: time slices, least served requests first (AQUA, section 7)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from floodplain.policy.slices import slice_for
 
 
 class CfsPolicy(SharingPolicy):
-    """Every ``slice_steps`` steps, or when a request ends, the device is filled anew with those served least.
+    """Every ``slice_steps`` steps, or when a request ends, refills the device with the least served requests.
 
-    A newcomer has been served nothing and goes first. Between the ends of slices it comes only where there is room.
+    A newcomer has been served nothing and ranks first. Between the ends of slices it enters only if there is room.
     """
 
     name = "cfs"
 
     def rank(self, view: View, now: float) -> Ranking:
-        """Prompts before streams, and the least served first; nobody leaves before the slice ends."""
+        """Rank prompts before streams, the least served first; residents stay until the slice ends."""
         rows = sorted(live_rows(view), key=lambda row: (*service(row, view.step), row.order_key))
         current = slice_for(view, view.num_blocks, self.settings)
         slice_steps = self._lengthen(current.steps)
@@ -27,9 +27,9 @@ class CfsPolicy(SharingPolicy):
         return Ranking(rows, frozenset(staying), slice_steps, current.reason, refills=True)
 
     def _lengthen(self, num_steps: int) -> int:
-        """The asked slice, doubled until it has so many steps: ends of longer slices are then ends of shorter ones.
+        """The configured slice, doubled up to ``num_steps``: ends of longer slices are ends of shorter ones.
 
-        So a slice has its length, or half of it once, while the length that the link asks for wanders.
+        So while the length that the link needs varies, a slice has its length, or once half of it.
         """
         slice_steps = self.settings.slice_steps
         while slice_steps < num_steps:
@@ -38,18 +38,18 @@ class CfsPolicy(SharingPolicy):
 
 
 def service(row: SequenceView, step: int) -> tuple[bool, int]:
-    """(whether it has its first token, tokens generated; before that, of the prompt): the paper fills both parts apart.
+    """(whether it has its first token, generated tokens or before that prompt tokens), as in the paper.
 
-    One sum for both would make a long prompt wait, half computed, until every stream has been given as many tokens.
+    With one sum, a long prompt would wait, half computed, until every stream has been served as many tokens.
     """
     num_generated = row.num_generated(step)
     return (True, num_generated) if num_generated > 0 else (False, prefilled_tokens(row, step))
 
 
 def prefilled_tokens(row: SequenceView, step: int) -> int:
-    """Tokens of its prompt that were computed. Computing again is no gift, and a prefix that somebody left is no work.
+    """Prompt tokens computed for the request, without recomputed tokens and shared prefixes.
 
-    What a waiting request could restore others have computed; what one in swap space could, itself.
+    A waiting request's restorable prefix was computed by others; a swapped request computed its own.
     """
     if row.num_generated(step) > 0:
         return row.num_prompt

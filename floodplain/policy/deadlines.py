@@ -20,7 +20,7 @@ from floodplain.policy.ranking import live_rows
 from floodplain.policy.settings import SharingSettings
 
 UNKNOWN_OUTPUT = 100.0
-"""Tokens of an answer before the first one has ended."""
+"""Assumed tokens of an answer while none has ended."""
 
 FORESEEN = 0.7
 """Part of the mean answer: least number of output tokens for which a stream on time claims blocks."""

@@ -1,7 +1,7 @@
-"""Which instance gets a request: the freest one, as in Llumnix; a known prefix decides between almost equal ones.
+"""Chooses the freest instance for a request, as Llumnix does; a known prefix decides near ties.
 
-Freeness (Llumnix, OSDI'24, section 4.4) is what is left of an instance's blocks after the demand of all its requests,
-those that wait included, for each request there.
+Freeness (Llumnix, OSDI'24, section 4.4) is an instance's blocks less the demand of all its requests, waiting ones
+included, divided by the number of its requests.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NEARLY = 0.75
-"""An instance with this part of the best freeness is almost as free: a prefix that it has may count for more."""
+"""Part of the best freeness from which on an instance counts as almost as free, so that a known prefix decides."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """What is seen of an instance when a request is to be placed.
+    """Load of an instance when a request is to be placed.
 
     Attributes:
         epoch: Names the instance; higher ones joined later.
         num_blocks: Blocks of its KV pool.
-        num_demanded_blocks: Blocks that its requests need for the tokens that they have, running and waiting ones.
-        num_requests: How many these are.
+        num_demanded_blocks: Blocks for the known tokens of its running and waiting requests.
+        num_requests: Running and waiting requests.
         num_known_blocks: Leading blocks of the request that it has probably computed for an earlier one.
     """
 
@@ -33,12 +33,12 @@ class InstanceView:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody demands; below 0 if requests wait for blocks."""
+        """Blocks that no request demands; negative if demand exceeds the pool."""
         return self.num_blocks - self.num_demanded_blocks
 
 
 def freeness(view: InstanceView) -> float:
-    """Free blocks for each request; blocks that are missing count whole, so that a crowd does not hide them."""
+    """Free blocks per request; if blocks are missing, minus their number, undivided."""
     num_free = view.num_free_blocks
     return num_free / max(1, view.num_requests) if num_free > 0 else float(num_free)
 
@@ -46,7 +46,7 @@ def freeness(view: InstanceView) -> float:
 def choose_instance(views: Iterable[InstanceView], num_needed_blocks: int) -> int | None:
     """The epoch of the instance that gets a request; None if there is none.
 
-    A prefix counts only where the request fits beside the demand that is there. Ties go to fewer requests, then to the
+    A known prefix counts only if the request fits beside the instance's demand. Ties go to fewer requests, then to the
     instance that joined first.
 
     Args:

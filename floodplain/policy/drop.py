@@ -1,11 +1,11 @@
-"""Which instances drop layers together: the fewest merges that free enough memory, as even as can be. Pure.
+"""Plans which instances drop layers together: the fewest, most even merges that suffice. Pure.
 
 Merging two groups frees one copy of all layers, whatever their sizes; each request then runs through all stages of the
 new group, and the longest group is the slowest (KunServe, section 4.1). So the number of merges follows from the need,
 and the rest is balance: *longest processing time first* into as many bins as groups are left. The paper merges the two
 smallest groups again and again, which leaves longer groups: ``plan_greedily`` is that baseline.
 
-Memory helps where requests wait: every merged group has an overloaded one in it, and calm ones only as its partners.
+Memory helps where requests wait: each merge contains an overloaded group, and calm groups only as its partners.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MOST_STAGES = 4
-"""Instances in a group, at most, unless it is said otherwise: bubbles and small microbatches grow with each."""
+"""Default for the most instances in a group: each one more makes bubbles larger and microbatches smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropSizes:
-    """What parameters and KV take in each instance of one model.
+    """Sizes of parameters and KV in each instance of one model.
 
     Attributes:
         num_layers: Of the model.
@@ -37,11 +37,11 @@ class DropSizes:
 
     @property
     def copy_blocks(self) -> float:
-        """Blocks in place of one copy of all layers: what a merge frees at most."""
+        """Blocks that fit into the memory of one copy of all layers: the most that a merge frees."""
         return self.layer_bytes / self.block_bytes
 
     def group_blocks(self, pool_blocks: Sequence[int]) -> int:
-        """Blocks of a group: a block needs room in all members, so the member with the least memory says.
+        """Blocks of a group's pool, limited by the smallest member: a block needs room in all members.
 
         Layers are cut evenly, and the largest part counts for each member; an uneven cut has fewer blocks.
 
@@ -57,10 +57,10 @@ class DropSizes:
 
 @dataclass(frozen=True, slots=True)
 class GroupLoad:
-    """A group of instances, or one instance alone, and what its requests ask for.
+    """A group of instances, or a single instance, and the demand of its requests.
 
     Attributes:
-        epochs: Its members.
+        epochs: Epochs of its members.
         pool_blocks: KV pool of each member while it has all layers.
         num_demanded_blocks: Blocks for the tokens of its running requests and of those at the head of its line.
     """
@@ -71,7 +71,7 @@ class GroupLoad:
 
     @property
     def num_stages(self) -> int:
-        """Its members."""
+        """Number of members."""
         return len(self.epochs)
 
 
@@ -80,8 +80,8 @@ class DropPlan:
     """Groups to make.
 
     Attributes:
-        merges: What each new group is made of; two or more loads each.
-        num_gained_blocks: Blocks that these have more than their parts had.
+        merges: The groups that each new group merges, two or more.
+        num_gained_blocks: Blocks of the new groups beyond those of the groups that they merge.
     """
 
     merges: tuple[tuple[GroupLoad, ...], ...]
@@ -104,32 +104,32 @@ class DropPlan:
 
 
 def count_stages(parts: Iterable[GroupLoad]) -> int:
-    """Stages of a group that is made of these."""
+    """Number of stages of the group that merges these."""
     return sum(part.num_stages for part in parts)
 
 
 def excess_blocks(load: GroupLoad, sizes: DropSizes) -> int:
-    """Blocks that are demanded and not there; below 0 if blocks are free."""
+    """Demanded blocks beyond the group's pool; negative if blocks are free."""
     return load.num_demanded_blocks - sizes.group_blocks(load.pool_blocks)
 
 
 def find_need(loads: Iterable[GroupLoad], sizes: DropSizes) -> int:
-    """Blocks that are missing in all overloaded groups together, now."""
+    """Sum of the missing blocks of all overloaded groups."""
     return sum(max(0, excess_blocks(load, sizes)) for load in loads)
 
 
 def plan_drop(
     loads: Sequence[GroupLoad], need_blocks: int, sizes: DropSizes, most_stages: int = MOST_STAGES
 ) -> DropPlan | None:
-    """Groups whose merge gains what is needed; None if none do within ``most_stages``, or if nothing is needed.
+    """The plan with the fewest merges that gains ``need_blocks``; None if none does, or if nothing is needed.
 
-    With one merge fewer the same rule gains too little. If no group is overloaded yet, all of them count as such.
+    With one merge fewer the same rule gains too little. If no group is overloaded yet, all groups count as overloaded.
 
     Args:
         loads: All groups that may take part, single instances included.
-        need_blocks: Blocks to gain, at least: now missing, or predicted to be.
+        need_blocks: Least blocks to gain: missing now, or predicted to be.
         sizes: Of the model.
-        most_stages: Instances in one group, at most.
+        most_stages: Most instances in one group.
     """
     if need_blocks <= 0:
         return None
@@ -151,7 +151,7 @@ def plan_drop(
 
 
 def plan_largest(loads: Sequence[GroupLoad], sizes: DropSizes, most_stages: int = MOST_STAGES) -> DropPlan | None:
-    """Groups that gain the most within ``most_stages``, for a need that no plan covers; None if nothing is gained."""
+    """The plan within ``most_stages`` that gains most, for a need that no plan covers; None if none gains."""
     overloaded, calm = _rank(loads, sizes)
     low, high = 1, len(loads) - 1
     found: DropPlan | None = None
@@ -170,7 +170,7 @@ def plan_largest(loads: Sequence[GroupLoad], sizes: DropSizes, most_stages: int 
 def plan_greedily(
     loads: Sequence[GroupLoad], need_blocks: int, sizes: DropSizes, most_stages: int = MOST_STAGES
 ) -> DropPlan | None:
-    """The paper's plan (Algorithm 6): merge the two groups of the fewest members until enough is gained."""
+    """The paper's plan (Algorithm 6): merge the two groups with the fewest members until enough is gained."""
     if need_blocks <= 0:
         return None
     heap: list[tuple[int, int, tuple[GroupLoad, ...]]]
@@ -198,7 +198,7 @@ def _rank(loads: Sequence[GroupLoad], sizes: DropSizes) -> tuple[list[GroupLoad]
 
 
 def _fewest_merges(loads: Iterable[GroupLoad], need_blocks: int, sizes: DropSizes) -> int:
-    """No plan has fewer: no merge gains more than a copy, and what groups lost by rounding before."""
+    """Lower bound of the merges: each gains at most one copy, plus what groups lost by rounding before."""
     ideal_blocks = (sum(load.pool_blocks) + (load.num_stages - 1) * sizes.copy_blocks for load in loads)
     lost_blocks = sum(ideal_blocks) - sum(sizes.group_blocks(load.pool_blocks) for load in loads)
     return max(1, math.ceil((need_blocks - lost_blocks) / sizes.copy_blocks - 1e-9))
@@ -207,7 +207,7 @@ def _fewest_merges(loads: Iterable[GroupLoad], need_blocks: int, sizes: DropSize
 def _plan_merges(
     overloaded: Sequence[GroupLoad], calm: Sequence[GroupLoad], num_merges: int, sizes: DropSizes
 ) -> DropPlan:
-    """The most even groups of so many merges, without those that relieve no overloaded one.
+    """The most even plan of ``num_merges``, without merges that contain no overloaded group.
 
     Args:
         overloaded: The most overloaded one first.
@@ -231,7 +231,7 @@ def _plan_merges(
 
 
 def _gain(parts: Sequence[GroupLoad], sizes: DropSizes) -> int:
-    """Blocks that the group of these has more than they had."""
+    """Blocks that the merged group gains over its parts."""
     if len(parts) == 1:
         return 0
     pool_blocks = [blocks for part in parts for blocks in part.pool_blocks]

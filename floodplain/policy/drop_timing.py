@@ -1,9 +1,9 @@
-"""When instances drop layers, and when these come back. Pure.
+"""When instances drop layers, and when they restore them. Pure.
 
-*Drop*: the head of the line has needed more than what is free for a while, and the lack is predicted to outlast what a
-drop costs. The prediction is a straight line through the demand of the last window, drawn one window ahead. *Restore*:
-demand has taken less than half of the pools as they are without drops for a longer while. Moves lie at least a gap
-apart, and a drop needs a restore before it, so nothing flaps.
+*Drop*: for a while, requests at heads of lines needed more blocks than are free, and the shortage is predicted to last
+longer than a drop takes. The prediction is a straight line through the demand of the last window, extended by one
+window. *Restore*: for a longer while, demand took less than half of the undropped pools. Moves are at least a gap
+apart, and drops between two restores are limited, so decisions do not flap.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from floodplain.core.errors import InvariantError
 
 
 class DropMove(Enum):
-    """What to do."""
+    """A change of the cluster's groups."""
 
     STAY = "stay"
-    """As it is."""
+    """Change nothing."""
     DROP = "drop"
-    """Make a plan for the blocks that are missing, and carry it out."""
+    """Plan a drop that gains the missing blocks, and carry it out."""
     RESTORE = "restore"
-    """Every group becomes single instances again."""
+    """Split every group into single instances again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLoad:
-    """What is seen of all instances at one moment.
+    """Load of all instances at one moment.
 
     Attributes:
         now: Seconds of any monotonic clock.
         num_used_blocks: Blocks that running requests hold.
-        num_head_blocks: Blocks that requests at the heads of lines need and do not get; 0 if none waits.
+        num_head_blocks: Blocks that the waiting requests at heads of lines need; 0 if none waits.
         num_blocks: Blocks of all pools, as they are now.
         undropped_blocks: Blocks of all pools if no layer is dropped.
         is_grouped: Whether any instance has dropped layers.
@@ -63,13 +63,13 @@ class ClusterLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropTimingSettings:
-    """When it moves.
+    """Times and limits of drops and restores.
 
     Attributes:
         overload_s: Seconds for which the head of the line did not fit before a drop.
-        window_s: Seconds of demand that the prediction is drawn through, and for which it is drawn ahead.
-        low: Part of the undropped pools that demand may take before a restore.
-        calm_s: Seconds for which it did not take more.
+        window_s: Seconds of demand that the prediction is fitted to, and by which it is extended.
+        low: Part of the undropped pools below which demand allows a restore.
+        calm_s: Seconds for which demand must stay below that part.
         gap_s: Seconds between two moves, at least.
         most_drops: Drops between two restores; each after the first one merges groups.
     """
@@ -90,10 +90,10 @@ class DropTimingSettings:
 
 @dataclass(frozen=True, slots=True)
 class DropMoment:
-    """What to do now.
+    """A decision about drops.
 
     Attributes:
-        move: See ``DropMove``.
+        move: The change to make.
         need_blocks: Of a drop: blocks to gain, the larger of those missing now and those predicted to be.
         lasts_s: Seconds for which blocks are predicted to be missing; infinite if demand does not fall.
     """
@@ -104,9 +104,9 @@ class DropMoment:
 
 
 class DropTiming:
-    """See the module. Equal loads in equal order give equal moments.
+    """Decides when to drop and restore. Equal loads in equal order give equal decisions.
 
-    A move that was not carried out shows in the next loads, and may be made again after a gap.
+    A move that was not carried out shows in the next loads, and may be decided again after a gap.
     """
 
     def __init__(self, settings: DropTimingSettings = DropTimingSettings()) -> None:
@@ -118,11 +118,11 @@ class DropTiming:
         self._num_drops = 0
 
     def decide(self, load: ClusterLoad, transition_s: float) -> DropMoment:
-        """What to do, from a look at the load; looks may come at any times, but in order.
+        """The move to make under this load; calls may be at any times, but in order of ``load.now``.
 
         Args:
             load: Of all instances.
-            transition_s: What a drop would cost now: remapping, and the exchange of KV.
+            transition_s: Seconds that a drop would take now: remapping, and the exchange of KV.
         """
         self._note(load)
         if load.is_changing or load.now - self._moved_s < self.settings.gap_s:
@@ -162,7 +162,7 @@ class DropTiming:
 
 
 def find_slope(points: Iterable[tuple[float, float]]) -> float:
-    """By how much the second number rises per unit of the first one: least squares; 0 through a single point."""
+    """Least-squares slope of the second number over the first one; 0 for a single point."""
     points = list(points)
     middle = sum(x for x, _ in points) / len(points)
     level = sum(y for _, y in points) / len(points)
@@ -171,7 +171,7 @@ def find_slope(points: Iterable[tuple[float, float]]) -> float:
 
 
 def _first_seen(since_s: float | None, is_seen: bool, now: float) -> float | None:
-    """When something began that is seen without a break since; None if it is not seen now."""
+    """Time since when a condition has held without a break; None if it does not hold now."""
     return (now if since_s is None else since_s) if is_seen else None
 
 

@@ -1,11 +1,11 @@
-"""How many layers of the KV cache stream: as many as load needs, and as copies hide behind compute. Pure.
+"""How many layers of the KV cache stream: as many as load needs and as overlap with compute. Pure.
 
-*Up* while memory is short and copies would hide. *Down* when compute waits, or when memory is not needed. Each recent
-step is judged by itself: a mean step that hides the mean load is not enough, since steps of decodes alone are shorter
-than the mean, and the time that a long step leaves cannot be used in a short one. What a step would wait is predicted
-from its time without stalls, what a load takes, and which layers stream (``cost.expansion``).
+*Up* while memory is short and copies would overlap with compute. *Down* when compute waits, or when memory is not
+needed. Each recent step is judged by itself: steps of decodes alone are shorter than the mean, and spare time of a long
+step cannot be used in a short one. The stall of a step is predicted from its time without stalls, the time of a load,
+and which layers stream (``cost.expansion``).
 
-Pie (arXiv 2411.09317) finds the same by trying: ``policy.pie_expansion``.
+Pie (arXiv 2411.09317) finds the number by trial: ``policy.pie_expansion``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from floodplain.core.layer_places import LayerPlaces
 from floodplain.cost.expansion import step_stall_s
 
 LEAST_GAIN = 1.02
-"""Tokens per second, over those without streams, below which ``auto`` lets no layer stream."""
+"""Ratio of tokens per second with and without streamed layers, below which ``auto`` streams no layer."""
 
 _GROSS_STALL = 4.0
-"""Measured stalls count when they are so many times the most that is allowed: then the prediction is wrong. Below that
-they are noise: fewer streams would cost more."""
+"""Measured stalls above so many times ``most_stall`` mean that the prediction is wrong. Below that they are noise:
+fewer streamed layers would cost more."""
 
 
 class ExpansionLimit(Enum):
@@ -39,12 +39,12 @@ class ExpansionLimit(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpansionView:
-    """What is seen at a boundary between two steps.
+    """Measurements at a boundary between two steps.
 
     Attributes:
         step_s: Time of the step that has ended, without stalls; 0 if the boundary follows no step.
         stall_s: Time for which its compute waited for loads.
-        copy_s: Link time that the load of one streamed layer takes for what the step read, or would take.
+        copy_s: Link time to load what the step reads of one layer, measured or, without streams, estimated.
         num_streamed: Layers that stream.
         num_held_blocks: Blocks that sequences hold.
         num_blocks: Blocks of the pool.
@@ -68,14 +68,14 @@ class ExpansionSettings:
     """When the number of streamed layers changes.
 
     Attributes:
-        hold_steps: Steps between two changes, at least; all is reviewed once in as many.
+        hold_steps: Least steps between two changes, and the steps between two reviews.
         window_steps: Recent steps that are judged.
-        calm_steps: Steps in which memory was never short before it is taken for not needed.
-        retry_steps: Steps for which no more layers stream again after compute had to wait for so many.
-        most_stall: Part of the time for which compute may wait. From half of it on, nothing more streams.
-        margin: More layers stream only if copies would hide when they took longer by this part.
+        calm_steps: Steps without a shortage of memory after which the number may shrink.
+        retry_steps: Steps after a stall during which so many layers do not stream again.
+        most_stall: Part of the time for which compute may wait. Above half of it, the number does not grow.
+        margin: The number grows only if copies would still overlap if they took longer by this part.
         room: Part of a smaller pool that the peak of the calm steps may take.
-        most_growth: Blocks after a change upwards over those before, at most, unless one layer is more.
+        most_growth: Most ratio of blocks after and before a growth, unless one layer is more.
 
     Raises:
         InvariantError: They contradict each other.
@@ -99,10 +99,10 @@ class ExpansionSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExpansionDecision:
-    """How many layers are to stream from now on.
+    """How many layers stream from now on.
 
     Attributes:
-        num_streamed: Of one of the places that may be chosen.
+        num_streamed: That of one of the allowed places.
         limited: Why it is not more; None while it grows.
     """
 
@@ -111,10 +111,10 @@ class ExpansionDecision:
 
 
 class ExpansionPolicy:
-    """See the module. Equal views in equal order give equal decisions.
+    """Decides how many layers stream. Equal views in equal order give equal decisions.
 
     Args:
-        places: What may be chosen, by ascending expansion. It begins with the first, and always comes back to it.
+        places: The allowed places, by ascending expansion. It begins with the first, and can always return to it.
         base_blocks: Blocks of the pool while no layer streams.
         settings: Margins and times.
     """
@@ -129,14 +129,14 @@ class ExpansionPolicy:
         self._steps: deque[ExpansionView] = deque(maxlen=settings.calm_steps)
         self._decided = ExpansionDecision(self._places[0].num_streamed, ExpansionLimit.MEMORY_SUFFICES)
         self._num_unreviewed = 0
-        self._waited_at = len(self._places)  # a place whose copies showed,
+        self._waited_at = len(self._places)  # the last place at which compute waited for copies,
         self._retry_steps = 0  # and the steps until it is tried again
 
     def decide(self, view: ExpansionView) -> ExpansionDecision:
-        """What is to stream, at every boundary; between two reviews it stays.
+        """The number of layers to stream from this boundary on; it is constant between two reviews.
 
         Raises:
-            InvariantError: The engine has places that may not be chosen.
+            InvariantError: The view's ``num_streamed`` is that of none of the places.
         """
         here = self._index.get(view.num_streamed)
         if here is None:
@@ -168,7 +168,7 @@ class ExpansionPolicy:
             return needed, ExpansionLimit.MEMORY_SUFFICES
         return self._find_larger(here)
 
-    # -- what steps tell -------------------------------------------------------------------------------------------
+    # -- measurements of steps -------------------------------------------------------------------------------------
 
     @property
     def _low_stall(self) -> float:
@@ -179,17 +179,17 @@ class ExpansionPolicy:
         return list(islice(reversed(self._steps), num_steps))
 
     def _forget_all_but(self, num_steps: int) -> None:
-        """What was is no more: only the latest steps count."""
+        """Keep only the latest ``num_steps`` steps: older ones no longer predict stalls."""
         self._steps = deque(islice(self._steps, max(0, len(self._steps) - num_steps), None), self._steps.maxlen)
 
     def _stall_share(self, index: int, num_steps: int, longer: float = 1.0) -> float:
-        """Part of the time of recent steps that they would have waited, with copies so many times as long."""
+        """Predicted stalled part of recent steps' time at place ``index``, with copies ``longer`` times as long."""
         steps = self._recent(num_steps)
         waited_s = sum(self._predict_stall_s(index, step, longer) for step in steps)
         return waited_s / (waited_s + sum(step.step_s for step in steps))
 
     def _predict_stall_s(self, index: int, step: ExpansionView, longer: float) -> float:
-        """Where memory is short a larger pool is as full; else its load stays. More KV makes no step seem longer."""
+        """Predicted stall of a step: KV grows with the pool if memory is short, else it stays; ``step_s`` stays."""
         num_blocks = self._num_blocks[index]
         if step.is_binding:
             factor = num_blocks / max(1, step.num_blocks)
@@ -204,7 +204,7 @@ class ExpansionPolicy:
         )
 
     def _measured_share(self, here: int) -> float:
-        """Part of the time that recent steps did wait; 0 while too few of them had these places."""
+        """Measured stalled part of the time of recent steps; 0 if fewer than half of them had place ``here``."""
         num_streamed = self._places[here].num_streamed
         steps = [one for one in self._recent(self.settings.window_steps) if one.num_streamed == num_streamed]
         if len(steps) < self.settings.window_steps // 2:
@@ -217,10 +217,10 @@ class ExpansionPolicy:
         steps = self._recent(self.settings.hold_steps)
         return 2 * sum(step.is_binding for step in steps) >= len(steps)
 
-    # -- what follows ----------------------------------------------------------------------------------------------
+    # -- decisions -------------------------------------------------------------------------------------------------
 
     def _find_needed(self, here: int) -> int:
-        """The least that would have done in the calm steps, with room to spare; ``here`` if memory was short in any."""
+        """The smallest place that holds the peak of the calm steps within ``room``; ``here`` if memory was short."""
         if len(self._steps) < self.settings.calm_steps or any(step.is_binding for step in self._steps):
             return here
         peak = max(step.num_held_blocks for step in self._steps)
@@ -242,7 +242,7 @@ class ExpansionPolicy:
         return here, ExpansionLimit.COPIES_SHOW if is_least_larger else ExpansionLimit.LITTLE_GAIN
 
     def _find_least_larger(self, here: int) -> int | None:
-        """The next places; from no streams on, the first that gain enough. None if no places do."""
+        """The next larger place; if no layer streams yet, the first that gains enough. None if none does."""
         if self._places[here].num_streamed or len(self._places) == 1:
             return here + 1
         return next((index for index in range(1, len(self._places)) if self._gain(index) >= LEAST_GAIN), None)
@@ -256,7 +256,7 @@ class ExpansionPolicy:
         return self._stall_share(index, self.settings.calm_steps, 1 + self.settings.margin) <= self._low_stall
 
     def _gain(self, index: int) -> float:
-        """Tokens per second under places, over those without streams, if no step waited."""
+        """Predicted ratio of tokens per second at place ``index`` and without streams, if no step stalls."""
         steps = self._recent(self.settings.window_steps)
         step_s = sum(step.step_s for step in steps)
         fixed_s = sum(step.step_s if step.fixed_s is None else min(step.step_s, step.fixed_s) for step in steps)

@@ -1,13 +1,13 @@
-"""Fair shares: who has been given the least goes next, and nobody's past or absence is an advantage.
+"""Fair shares: the request, or the API key, with the least served work runs next.
 
 Served work is counted for each request, or for each API key and within it for each request, and lifted to the active
-minimum at arrival and on return from idle (``core.served``). So newcomers go first only as far as the least served of
-those before them have come: the old are not starved by a stream of new ones, which is what ``cfs`` does.
+minimum at arrival and on return from idle (``core.served``). So new requests start level with the least served active
+one, and a stream of new requests does not starve old ones, as it does under ``cfs``.
 
-Bound: between two turns of a request another one takes at most D // s + 1, if it had been given D tokens less when the
-first left and a turn is worth s; beside those turns that its prompt takes. Where one leaves for one, nobody leaves more
-than a slice above the least, and that is two. Nobody who arrives later has a first turn before, unless a copy that was
-begun for somebody else brings what a request needs.
+Bound: between two turns of request A, request B takes at most D // s + 1 turns, if B had D tokens less when A was
+preempted and a turn is worth s tokens; turns for B's prompt come on top. If requests are exchanged one for one, none is
+preempted more than a slice above the least served, so the bound is two. First turns are in order of arrival, except
+that a request may have to wait for a copy that another request began.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from floodplain.policy.slices import slice_for
 
 
 class FairPolicy(SharingPolicy):
-    """See the module's docstring."""
+    """Ranks requests by least served work, for each request or for each API key."""
 
     name = "fair"
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
-        """Between keys, their turns: else a key with a long line would hide the others' requests behind it."""
+        """By key, the key's place in line: else one key's long line would hide other keys' requests."""
         return (0, seq.place, seq.seq_id) if self.settings.fair_by == "key" else super().waiting_key(seq)
 
     def rank(self, view: View, now: float) -> Ranking:
-        """The least work first, and of those the first that arrived: priority is a weight of work, and nothing else."""
+        """Rank by least work, ties by arrival; priority acts only as a weight of work."""
         count = work_by_key if self.settings.fair_by == "key" else work_by_request
         current = slice_for(view, view.num_blocks, self.settings)
         work = count(view, current.steps)
@@ -43,14 +43,14 @@ class FairPolicy(SharingPolicy):
 
 
 def work_by_request(view: View, slice_steps: int) -> dict[int, float]:
-    """Each request counts for itself, by what it generated."""
+    """Served work of each request by id: its credit and its weighted generated tokens."""
     return {row.seq_id: row.credit + _work(row, view.step, num_prompt=0) for row in live_rows(view)}
 
 
 def work_by_key(view: View, slice_steps: int) -> dict[int, float]:
-    """All requests of a key count together, and within a key each for itself.
+    """Rank value of each request by id: the work of all its key's requests, least served within a key first.
 
-    The second request of a key ranks as if the first had had its turn, and so on: keys alternate within one step.
+    The second request of a key ranks as if the first had had its slice, and so on: keys alternate within one step.
     """
     own = work_by_request(view, slice_steps)
     by_key: dict[str, list[SequenceView]] = defaultdict(list)

@@ -1,9 +1,9 @@
 """First come, first served, as vLLM V1 does it: the honest baseline.
 
 One token budget per step is shared by decodes and prefill chunks. When a running sequence finds no free block, the
-latest arrival is preempted and will recompute; nothing new starts in such a step. Otherwise waiting requests start in
-order of arrival, until the first one that does not fit. With swap space, a prefix that lies there is a hit, too.
-Where several steps may be outstanding, each has its share of all work (see ``policy.microbatch``).
+latest arrival is preempted and will recompute; no waiting request starts in such a step. Otherwise waiting requests
+start in order of arrival, until the first one that does not fit. A prefix in swap space is a hit, too. If several
+steps may be outstanding, each computes its share of all work (see ``policy.microbatch``).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class FcfsPolicy:
     """First come, first served (lower ``priority`` first), with recompute preemption of the latest arrival.
 
     Args:
-        saves_prefixes: Whether cached prefixes that the device is about to forget go to swap space, if there is some.
-        microbatches: How work is divided where several steps may be outstanding.
+        saves_prefixes: Whether cached prefixes that are about to be evicted are backed up, if there is swap space.
+        microbatches: How work is divided if several steps may be outstanding.
     """
 
     name = "fcfs"
@@ -40,7 +40,7 @@ class FcfsPolicy:
         self._microbatches = microbatches or MicrobatchRule()
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
-        """(priority, arrival, id): a preempted request is older than those that wait, so it is first again."""
+        """(priority, arrival, id): a preempted request is older than waiting ones, so it is first again."""
         return seq.order_key
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
@@ -58,7 +58,7 @@ class FcfsPolicy:
 
 
 class _Step:
-    """Scratch state of one decision: what is left of the token budget and of the blocks."""
+    """Scratch state of one decision: the token budget and the blocks that are left."""
 
     def __init__(self, view: View, rule: MicrobatchRule) -> None:
         self._view = view
@@ -70,11 +70,11 @@ class _Step:
         self._admissions: list[Chunk] = []
         self._preemptions: list[Preemption] = []
         self._resumptions: list[Resumption] = []
-        self._coming: set[BlockKey] = set()  # what they bring first
+        self._coming: set[BlockKey] = set()  # first content that each of these resumptions copies in
         self.is_short_of_blocks = False
 
     def decision(self) -> Decision:
-        """What was decided."""
+        """The decision made so far."""
         return Decision(
             preemptions=tuple(self._preemptions),
             resumptions=tuple(self._resumptions),
@@ -84,7 +84,7 @@ class _Step:
         )
 
     def schedule_running(self) -> None:
-        """Give every running sequence its next token or chunk, oldest first, making room at the expense of the last."""
+        """Give every running sequence its next token or chunk, oldest first, preempting the last ones at need."""
         step, decodes, budget = self._view.step, self._decodes, self._budget
         rows: Iterable[tuple[int, SequenceView]] = enumerate(self._view.running)
         if self._view.outstanding:
@@ -95,7 +95,7 @@ class _Step:
             if not row.is_decoding:
                 self._schedule_chunk(index, row)
             elif budget.is_shared and not budget.has_stream_room:
-                continue  # the next step's
+                continue  # a later step computes it
             elif step < row.end_step and (step < row.block_due_step or self._can_take(1, index)):
                 decodes.append(row.seq_id)
                 if budget.is_shared:
@@ -120,9 +120,9 @@ class _Step:
             self._admissions.append(Chunk(row.seq_id, num_tokens))
 
     def _fetch(self, row: SequenceView) -> bool:
-        """Let its prefix come from swap space; the rest is computed when it is there. False: too few blocks.
+        """Fetch a waiting request's prefix from swap space; the rest is computed later. False: too few blocks.
 
-        If somebody else brings it, it is shared when it is there: until then the room is kept.
+        If another request's copy brings the prefix, only room is kept: the request shares the blocks when they arrive.
         """
         num_blocks = self._blocks_for(row.num_restorable_tokens) - row.num_shared_blocks
         if num_blocks > self._blocks:
@@ -136,7 +136,7 @@ class _Step:
         return True
 
     def _schedule_chunk(self, index: int, row: SequenceView) -> None:
-        """Decodes that come later keep their tokens: a long prompt must not stop the streams, whatever its priority."""
+        """Schedule a chunk beside the later rows' decodes: a long prompt of any priority must not stop streams."""
         others = self._view.running[index + 1 :]
         num_decodes = sum(later.is_decoding and can_go_on(self._view, later) for later in others)
         num_tokens = self._budget.most(row.num_scheduled, row.num_remaining, num_decodes)
@@ -146,10 +146,10 @@ class _Step:
             self._budget.pay(row.num_scheduled, num_tokens)
 
     def _can_take(self, num_blocks: int, index: int) -> bool:
-        """Take blocks for running sequence ``index``, preempting later ones at need, in the end itself.
+        """Allocate blocks to running sequence ``index``, preempting later ones at need, in the end itself.
 
-        It pauses where a copy under way will give blocks back, or the latest arrival is still on its way in and so
-        cannot leave: nobody loses work for those few steps.
+        False without a preemption, so that no sequence loses work for a few steps, if a copy in flight will free
+        blocks, or if the latest arrival is loading and cannot be preempted yet.
         """
         while num_blocks > self._blocks:
             self.is_short_of_blocks = True
@@ -158,7 +158,7 @@ class _Step:
             self._num_kept -= 1
             victim = self._view.running[self._num_kept]
             if victim.seq_id in self._view.outstanding:
-                return False  # it cannot leave now; nothing later is scheduled, so it can at one of the next steps
+                return False  # cannot be preempted now; no later row is scheduled, so it can be in a coming step
             self._preemptions.append(Preemption(victim.seq_id, PreemptionMode.RECOMPUTE, Reason.POOL_EXHAUSTED))
             self._blocks += victim.exclusive_blocks
             if self._num_kept == index:
@@ -167,7 +167,7 @@ class _Step:
         return True
 
     def _is_latest_loading(self) -> bool:
-        """Whether somebody is on its way in who came after all that run and could still leave."""
+        """Whether a loading sequence arrived later than every running one that can still be preempted."""
         latest = self._view.running[self._num_kept - 1]
         return any(row.order_key > latest.order_key for row in self._view.loading)
 

@@ -1,4 +1,4 @@
-"""The gate before every policy that takes turns: while everybody fits, first come, first served."""
+"""The gate before every time-slicing policy: FCFS decides while all live requests fit on the device."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from floodplain.policy.turn import share
 class GatedPolicy:
     """FCFS while all live requests fit, with their growth over one slice; else ``inner`` (AQUA's Figure 8 does so).
 
-    The gate opens when they stop fitting. It closes when nobody is in swap space any more, and whoever comes back from
-    there must fit together with the growth of a slice: between the two lies the hysteresis. Without swap space it stays
-    closed: a turn that costs a prompt is worse than waiting. So it does while swap space is too slow, and says so
-    (AQUA, end of §7: FCFS when tensors are on DRAM; here the measured prices decide). While everybody fits, prefixes
-    that the device is about to forget go to swap space.
+    The gate opens when requests stop fitting. It closes when no request is in swap space and all fit with the growth
+    of a slice, which is the hysteresis. Without swap space it stays closed: a turn that costs a prompt is worse than
+    waiting. It also stays closed while swap space is too slow, with that as the decision's reason (AQUA, end of §7:
+    FCFS when tensors are on DRAM; here the measured prices decide). While all requests fit, prefixes that are about to
+    be evicted are backed up in swap space.
     """
 
     def __init__(self, inner: SharingPolicy) -> None:
@@ -38,7 +38,7 @@ class GatedPolicy:
         self._slice_steps = inner.gate_steps
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
-        """As the inner policy."""
+        """The inner policy's key."""
         return self._inner.waiting_key(seq)
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:
@@ -55,7 +55,7 @@ class GatedPolicy:
         return self._wait_in_line(view, now, rng)
 
     def _wait_in_line(self, view: View, now: float, rng: Random) -> Decision:
-        """FCFS. Who is in swap space already comes back by arrival, as there is room: nobody is sent away for it."""
+        """FCFS; swapped requests are resumed by arrival when there is room, without preempting residents."""
         if not (view.swapped or view.loading):
             return replace(self._fcfs.decide(view, now, rng), reason=Reason.SWAP_SLOW)
         rows = sorted(live_rows(view), key=attrgetter("order_key"))

@@ -1,4 +1,4 @@
-"""What requests are promised: their own goals within limits, else the server's, else by step prices."""
+"""TTFT and TPOT goals of requests: their own within limits, else the server's, else from prices."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from floodplain.core.view import SequenceView, View
 from floodplain.policy.growth import blocks_held
 
 TIGHTEST, LOOSEST = 0.25, 2.0
-"""A request's own goal counts within these times the server's, since a client can ask for anything."""
+"""A request's own goal is clamped to between these times the server's, since a client can ask for anything."""
 
 GAP_TOKENS = 48
-"""Without a limit in seconds, no stream should be silent for longer than so many tokens take at the TPOT goal."""
+"""Longest silence of a stream without a limit in seconds: the time of so many tokens at the TPOT goal."""
 
 GRACE_TOKENS = 16
 """A stream is late when it is more than so many tokens behind its TPOT goal."""
 
 
 def due_s(view: View, row: SequenceView, ttft_goal_s: float | None) -> float:
-    """When a newcomer counts as arrived: sooner or later by what its own TTFT goal differs from the server's.
+    """Arrival time in seconds, shifted by the difference of the request's own TTFT goal from the server's.
 
     Args:
         view: Prices of steps.
-        row: Without a first token; its order key has its arrival.
+        row: A request without a first token; its order key has its arrival.
         ttft_goal_s: The server's; None: what this prompt takes without load, times ``UNLOADED_FACTOR``.
     """
     arrival_s, own_s = row.order_key[1], row.goals.ttft_s
@@ -33,7 +33,7 @@ def due_s(view: View, row: SequenceView, ttft_goal_s: float | None) -> float:
 
 
 class PaceGoals:
-    """TPOT goals as of one view, in seconds per token after the first one; inf while nothing says one.
+    """TPOT goals in seconds per token after the first; inf while no goal or price is known.
 
     Args:
         view: Prices of steps.
@@ -48,7 +48,7 @@ class PaceGoals:
         self.usual_s = tpot_goal_s or UNLOADED_FACTOR * view.prices.lone_step_s or inf
 
     def most_silence_s(self, max_gap_s: float | None) -> float:
-        """``max_gap_s``; if that is None, what ``GAP_TOKENS`` take at the server's goal."""
+        """``max_gap_s``; if that is None, the time of ``GAP_TOKENS`` at the server's goal."""
         return GAP_TOKENS * self.usual_s if max_gap_s is None else max_gap_s
 
     def of(self, row: SequenceView) -> float:
@@ -59,15 +59,15 @@ class PaceGoals:
         return own_s if self.usual_s == inf else _within_limits(own_s, self.usual_s)
 
     def is_late(self, row: SequenceView, now: float) -> bool:
-        """Whether a stream has fewer tokens than its goal says, by ``GRACE_TOKENS``; tokens that came early count."""
+        """Whether a stream is more than ``GRACE_TOKENS`` behind its goal; early tokens count in its favour."""
         if row.first_token_s is None:
             return False
         return now - row.first_token_s > (row.num_generated(self._view.step) + GRACE_TOKENS) * self.of(row)
 
     def fit_into(self, share: float, rows: Iterable[SequenceView]) -> bool:
-        """Whether this share of the device is enough for all goals; False while steps have no price.
+        """Whether this share of the device is enough for all TPOT goals; False while steps have no price.
 
-        A stream must be on the device for step time over goal of the time, with its blocks or its place.
+        A stream needs its blocks, or its place, for the part ``step time / goal`` of the time.
         """
         view, step_s = self._view, self._view.prices.step_s
         if not step_s:

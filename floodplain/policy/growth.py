@@ -12,7 +12,7 @@ def blocks_for(view: View, num_tokens: int) -> int:
 
 
 def blocks_due(view: View, row: SequenceView, num_steps: int) -> int:
-    """Blocks that a running sequence needs beyond its own for all its tokens and those of ``num_steps`` steps."""
+    """Additional blocks that a running sequence needs for all its tokens and those of ``num_steps`` steps."""
     if not row.is_decoding:
         return max(0, blocks_for(view, row.num_tokens + num_steps) - row.num_blocks)
     end_step = min(view.step + num_steps, row.end_step)
@@ -27,7 +27,7 @@ def blocks_held(view: View, row: SequenceView) -> int:
 
 
 def count_spare_blocks(view: View, num_steps: int) -> int:
-    """At least so many blocks stay free when all live requests are on the device for ``num_steps`` more steps.
+    """Lower bound of free blocks if all live requests are resident for ``num_steps`` more steps.
 
     Negative: they do not fit.
     """
@@ -42,7 +42,7 @@ def count_spare_blocks(view: View, num_steps: int) -> int:
         num_free -= blocks_for(view, row.num_tokens + num_steps) - row.num_blocks
     num_most = len(view.running) * (1 + num_steps // view.block_tokens)
     if num_free >= num_most and _only_decodes(view):
-        return num_free - num_most  # the quick answer for a pool with room: streams cannot grow faster than that
+        return num_free - num_most  # fast path for a pool with room: streams cannot grow by more than num_most
     return num_free - sum(blocks_due(view, row, num_steps) for row in view.running)
 
 

@@ -1,11 +1,10 @@
-"""How much of its KV pool an engine lends: what its recent load does not need, and nothing as soon as it rises.
+"""How much of its KV pool an engine lends: what recent load does not need; nothing when load rises.
 
-Two moves only. *Offer*: after a calm time, all that the peak of the recent past leaves, judged by the pool that is left
-then. *Recall*: everything at once, when requests wait, the pool fills, or more requests come than when it offered
-(AQUA, section 6). Offers lie at least a calm time apart, and a recall needs an offer before it, so nothing flaps.
-
-A profile stands for the calm before the first offer, and for a load that is to be expected: as long as it is not
-exceeded nothing is recalled.
+There are two moves. *Offer*: after a calm time, lend all that the recent peak leaves, judged by the pool that remains.
+*Recall*: take everything back at once, when requests wait, the pool fills, or the arrival rate is above that of the
+offer (AQUA, section 6). Offers are at least a calm time apart, and a recall needs an offer before it, so the policy
+does not flap. With a profile, the first offer needs no calm time, and an arrival rate is too high only above the
+profile's.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from floodplain.core.errors import InvariantError
 
 
 class LendingReason(Enum):
-    """Why it lends what it lends."""
+    """Why a lending decision was made."""
 
     STEADY = "steady"
     """Nothing changes."""
     CALM = "calm"
-    """More can be spared: it offers."""
+    """More can be spared: offer it."""
     WAITING = "waiting"
-    """Requests wait: it recalls everything, as for the two that follow."""
+    """Requests wait: recall everything, as for the two reasons below."""
     POOL_FULL = "pool_full"
-    """What is in use passes the high watermark."""
+    """Used blocks pass the high watermark."""
     RATE_RISEN = "rate_risen"
-    """More requests come than when it offered, or than the profile says."""
+    """The arrival rate is above that of the offer or of the profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """What an engine reports of its load, at one moment.
+    """An engine's load at one moment.
 
     Attributes:
         now: Seconds of any monotonic clock.
         num_waiting: Live requests that are not on the device, although they could run.
-        num_used_blocks: Blocks that live requests hold; prefixes that nobody uses do not count.
+        num_used_blocks: Blocks that live requests hold; cached prefixes do not count.
         num_blocks: Blocks that the pool has.
         full_blocks: Blocks that it would have if nothing were lent; always the same.
         num_arrived: Requests since the start.
-        can_offer: Whether anybody would hear of an offer.
+        can_offer: Whether an offer would reach the coordinator now.
     """
 
     now: float
@@ -58,7 +57,7 @@ class PoolLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendingSettings:
-    """When it offers, and when it recalls.
+    """Watermarks and times of offers and recalls.
 
     Attributes:
         low: Part of the pool that the recent peak may take after an offer. With ``high`` it makes the hysteresis: load
@@ -66,15 +65,15 @@ class LendingSettings:
         high: Part of the pool in use from which on it recalls: above it, requests are about to wait.
         calm_s: Seconds of calm before an offer, and between two of them: copying back and forth costs a consumer more
             than it gains in a shorter time.
-        busy_s: Seconds of trouble before a recall. One look that sees a request wait for the next step is none.
+        busy_s: Seconds of trouble before a recall, so that one look at a request that waits for a step is not enough.
         window_s: Seconds whose peak counts, and whose rate is that of the offer: long enough for a whole request.
-        rate_window_s: Seconds over which arrivals are counted to see whether they have become more.
-        rise: They have if they are so many times as many as at the offer,
-        rise_sigmas: and by so many standard deviations of a Poisson count: then it is hardly chance.
+        rate_window_s: Seconds over which arrivals are counted to detect a rise.
+        rise: The rate has risen if arrivals are so many times those expected from the offer's rate,
+        rise_sigmas: and exceed them by so many standard deviations of a Poisson count, so that it is hardly chance.
         least_part: Part of the pool below which a change is not worth the messages.
-        profiled_rate: Requests per second of the steady state, from a profile; None takes that of the offer.
-        profiled_peak_blocks: In use at that rate. They always fit under ``high``, and the first offer waits for no
-            calm; None knows nothing of the load to come.
+        profiled_rate: Requests per second of the steady state, from a profile; None: the rate at the offer counts.
+        profiled_peak_blocks: Blocks in use at that rate. Lending always leaves room for them under ``high``, and the
+            first offer needs no calm time; None: no profile.
     """
 
     low: float = 0.6
@@ -96,7 +95,7 @@ class LendingSettings:
             raise InvariantError(f"a recall must come sooner than an offer: {self.busy_s} s, {self.calm_s} s")
 
     def at_calm(self, calm_s: float) -> LendingSettings:
-        """The same with so many seconds of calm before an offer, and every other time in proportion."""
+        """The same settings with ``calm_s`` seconds before an offer, and every other time in proportion."""
         factor = calm_s / self.calm_s
         return replace(
             self,
@@ -121,12 +120,12 @@ class LendingDecision:
 
 
 class LendingPolicy:
-    """See the module. Equal loads in equal order give equal decisions.
+    """Decides how many blocks to lend. Equal loads in equal order give equal decisions.
 
     Args:
         settings: Watermarks and times.
         least_blocks: Blocks that the pool always keeps: what the longest request needs.
-        most_blocks: Blocks that it lends at most; None leaves it to the load.
+        most_blocks: Most blocks to lend; None: as the load allows.
     """
 
     def __init__(self, settings: LendingSettings, least_blocks: int, most_blocks: int | None = None) -> None:
@@ -143,7 +142,7 @@ class LendingPolicy:
         self._arrivals: deque[tuple[float, int]] = deque()  # (when, arrived so far); the first is as old as the window
 
     def decide(self, load: PoolLoad) -> LendingDecision:
-        """What to lend, from a look at the load; looks may come at any times, but in order."""
+        """The blocks to lend under this load; calls may be at any times, but in order of ``load.now``."""
         self._note(load)
         trouble = self._find_trouble(load)
         if trouble is not None:
@@ -160,7 +159,7 @@ class LendingPolicy:
             return LendingDecision(self._target)
         return self._offer(spare, load.now)
 
-    # -- what there is to see --------------------------------------------------------------------------------------
+    # -- observed load ---------------------------------------------------------------------------------------------
 
     def _note(self, load: PoolLoad) -> None:
         while self._peaks and self._peaks[-1][1] <= load.num_used_blocks:
@@ -191,7 +190,7 @@ class LendingPolicy:
         return count - expected > max((settings.rise - 1) * expected, chance)
 
     def _count_arrivals(self, now: float, window_s: float) -> tuple[int, float]:
-        """Requests of the last ``window_s``, or a little more, and the seconds that they really are."""
+        """(requests of the last ``window_s`` or a little more, the exact seconds)."""
         then_s, before = self._arrivals[0]
         for when_s, arrived in reversed(self._arrivals):
             then_s, before = when_s, arrived
@@ -204,14 +203,14 @@ class LendingPolicy:
         return count / elapsed_s if elapsed_s > 0 else 0.0
 
     def _is_calm(self, load: PoolLoad) -> bool:
-        """Whether the pool has more than enough. Between the watermarks nothing changes."""
+        """Whether use is below the low watermark. Between the watermarks nothing changes."""
         return load.num_used_blocks <= self.settings.low * self._room(load)
 
     def _room(self, load: PoolLoad) -> int:
-        """Blocks that the load may count on: what is lent will go, and what was lent may not be back yet."""
+        """Blocks that the load can count on: without those that are to be lent, or are not returned yet."""
         return min(load.num_blocks, load.full_blocks - self._target)
 
-    # -- what follows ----------------------------------------------------------------------------------------------
+    # -- decisions -------------------------------------------------------------------------------------------------
 
     def _bear(self, trouble: LendingReason, now: float) -> LendingDecision:
         self._calm_since_s = None
@@ -224,7 +223,7 @@ class LendingPolicy:
         return LendingDecision(0, trouble)
 
     def _forget_trouble(self, now: float) -> None:
-        """Trouble that comes and goes between two looks is one trouble."""
+        """Treat trouble that is interrupted for less than ``busy_s`` as one trouble."""
         if now - self._troubled_s >= self.settings.busy_s:
             self._busy_since_s = None
 
@@ -237,9 +236,9 @@ class LendingPolicy:
         return LendingDecision(spare, LendingReason.CALM)
 
     def _spare_blocks(self, load: PoolLoad) -> int:
-        """What may go so that the recent peak takes ``low`` of the rest, and that of the profile ``high``."""
+        """Blocks to lend so that the recent peak takes ``low`` of the rest, and the profile's peak ``high``."""
         settings = self.settings
-        profiled = int((settings.profiled_peak_blocks or 0) / settings.high) + 1  # so that rounding passes nothing
+        profiled = int((settings.profiled_peak_blocks or 0) / settings.high) + 1  # rounding must not pass ``high``
         kept = max(self._least_blocks, profiled, ceil(self._peaks[0][1] / settings.low))
         spare = max(0, load.full_blocks - kept)
         return spare if self._most_blocks is None else min(spare, self._most_blocks)

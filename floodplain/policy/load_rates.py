@@ -1,4 +1,4 @@
-"""What a cluster's load is, and how fast it serves: learned from what instances say of themselves. Pure."""
+"""A cluster's arrival rate and step time, learned from the reports of its instances. Pure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from floodplain.cost.relief import StreamStep
 from floodplain.policy.drop_timing import find_slope
 
 MOST_SAMPLES = 600
-"""Intervals of all instances that a step's time is learned from: a minute of two instances."""
+"""Most intervals, of all instances, from which a step's time is learned: a minute of two instances."""
 
 BLIND_BASE = 0.5
-"""Part of a step's time that no stream adds to, while steps of one size alone were seen."""
+"""Assumed part of a step's time that does not depend on streams, while all steps seen have about one size."""
 
 LEAST_SPREAD, LEAST_SAMPLES = 1.5, 20
-"""Most streams over fewest in the samples, and samples, from which on a line through them means something."""
+"""Least ratio of most to fewest streams, and least number of samples, for a line through the samples."""
 
 RECENT_S, LONG_S = 5.0, 120.0
 """Windows for arrivals now, and in the long run."""
 
 MOST_ARRIVALS = 10_000
 FIRST_OUTPUT_TOKENS = 128.0
-"""Of a request, while none has ended."""
+"""Assumed output tokens of a request while none has ended."""
 
 FORGETTING = 0.05
 """Weight of the last request's output in the mean."""
@@ -30,7 +30,7 @@ FORGETTING = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What an instance has done up to a moment.
+    """Counters of an instance at one moment.
 
     Attributes:
         now: Seconds of any monotonic clock.
@@ -46,14 +46,14 @@ class Progress:
 
 
 class StepMeter:
-    """Learns the time of a step from what passes between two looks at an instance that was busy all the while."""
+    """Learns the time of a step from the differences of two reports between which an instance was busy."""
 
     def __init__(self) -> None:
         self._last: dict[int, Progress] = {}
         self._samples: deque[tuple[float, float]] = deque(maxlen=MOST_SAMPLES)
 
     def note(self, instance: int, progress: Progress) -> None:
-        """Another look; an instance whose counters fell began anew."""
+        """Add a report. If counters fell, the instance was restarted: the report only starts a new interval."""
         last = self._last.get(instance)
         self._last[instance] = progress
         if last is None or not (last.num_running and progress.num_running):
@@ -63,11 +63,11 @@ class StepMeter:
             self._samples.append((num_tokens / num_steps, (progress.now - last.now) / num_steps))
 
     def forget(self, instance: int) -> None:
-        """Its life is over, or it has joined a group: its steps are others'."""
+        """Drop the last report of an instance that has ended or joined a group."""
         self._last.pop(instance, None)
 
     def step(self) -> StreamStep | None:
-        """The time of a step by its streams; None before any was seen."""
+        """The time of a step as a function of its streams; None without samples."""
         if not self._samples:
             return None
         streams = [one for one, _ in self._samples]
@@ -80,25 +80,25 @@ class StepMeter:
 
 
 class ArrivalMeter:
-    """Learns how many output tokens arrive, as requests, per second."""
+    """Learns the arrival rate of requests, in output tokens per second."""
 
     def __init__(self) -> None:
         self.output_tokens = FIRST_OUTPUT_TOKENS
-        """Mean of the requests that ended lately."""
+        """Mean output tokens of recently ended requests."""
         self._arrivals: deque[float] = deque(maxlen=MOST_ARRIVALS)
         self._begun_s: float | None = None
 
     def note_arrival(self, now: float) -> None:
-        """A request arrives."""
+        """Count an arrival."""
         self._begun_s = now if self._begun_s is None else self._begun_s
         self._arrivals.append(now)
 
     def note_end(self, num_output_tokens: int) -> None:
-        """A request ends."""
+        """Learn from the output of a request that ended."""
         self.output_tokens += FORGETTING * (num_output_tokens - self.output_tokens)
 
     def tokens_per_s(self, now: float, window_s: float) -> float:
-        """That arrived in the last ``window_s``, or since the first request."""
+        """Output tokens that arrived per second in the last ``window_s``, or since the first request."""
         seen_s = min(window_s, now - (now if self._begun_s is None else self._begun_s))
         count = sum(arrival > now - window_s for arrival in self._arrivals)
         return count / max(seen_s, 1.0) * self.output_tokens

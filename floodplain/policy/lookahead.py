@@ -1,7 +1,7 @@
-"""Parts of equal cost out of all work that waits: microbatches between which a pipeline has no bubbles (KunServe, 4.3).
+"""Cuts work into microbatches of equal cost, so that a pipeline has no bubbles (KunServe, 4.3).
 
-A pipeline is as slow as its dearest microbatch. Tokens do not say what one costs: attention reads all tokens before a
-chunk, so that the late chunks of a long prompt are the dear ones. Work is cut in its order, and inside a prompt.
+A pipeline is as slow as its costliest microbatch. The token count is not the cost: attention reads all tokens before a
+chunk, so the late chunks of a long prompt cost most. Work is cut in its order, and also inside a prompt.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 ChunkCost = Callable[[int, int], float]
-"""``cost(prefix, num_tokens)``: what computing so many tokens costs whose sequence has ``prefix`` tokens before them.
+"""``cost(prefix, num_tokens)``: cost of computing ``num_tokens`` that follow ``prefix`` tokens of their sequence.
 
-In any unit; it rises with both. The cost of a microbatch is the sum, but for a constant, which evens out.
+In any unit; it rises with both. A microbatch costs the sum plus a constant, which is the same for all.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one sequence could compute.
+    """Tokens that one sequence could compute.
 
     Attributes:
-        prefix: Tokens of the sequence that come before, and that attention reads.
+        prefix: Earlier tokens of the sequence, which attention reads.
         num_tokens: Tokens to compute; 1 for a decode.
     """
 
@@ -30,12 +30,12 @@ class Piece:
 
 
 def count_parts(num_tokens: int, depth: int, least_tokens: int) -> int:
-    """How many microbatches so many tokens are to be: one for each stage at least, and else of ``least_tokens``."""
+    """Number of microbatches: one per ``least_tokens``, but at least ``depth`` (one per stage)."""
     return max(depth, num_tokens // least_tokens)
 
 
 def total_cost(pieces: Iterable[Piece], cost: ChunkCost) -> float:
-    """What all of them cost together."""
+    """Sum of the costs of all pieces."""
     return sum(cost(piece.prefix, piece.num_tokens) for piece in pieces)
 
 
@@ -51,7 +51,7 @@ def most_tokens(prefix: int, num_tokens: int, limit: float, cost: ChunkCost) -> 
 
 
 def cut(pieces: Sequence[Piece], limit: float, cost: ChunkCost) -> tuple[list[Piece], list[Piece]]:
-    """A first part that costs no more than ``limit``, and the rest. The part has one token at least.
+    """Split off a first part that costs at most ``limit`` but has at least one token; return both.
 
     Args:
         pieces: In their order; the one at the cut is divided.
@@ -70,9 +70,9 @@ def cut(pieces: Sequence[Piece], limit: float, cost: ChunkCost) -> tuple[list[Pi
 
 
 def halve(pieces: Sequence[Piece], least_tokens: int, cost: ChunkCost) -> list[Piece]:
-    """The first part of the paper's recursive halving: half of the cost, again and again while tokens are enough.
+    """The first part of the paper's recursive halving by cost, which stops below ``least_tokens``.
 
-    The published baseline. Halves stop at different depths, so its parts differ by a factor of two and more.
+    The published baseline. Halving stops at different depths, so its parts differ by a factor of two and more.
 
     Args:
         pieces: In their order.

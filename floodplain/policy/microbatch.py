@@ -1,9 +1,9 @@
-"""What one step may compute where several may be outstanding: its share of all work.
+"""The share of all work that one step may compute if several steps may be outstanding.
 
-The batch of one outstanding step is a microbatch, and a pipeline is as slow as the dearest one. Streams of outstanding
-steps are skipped, since their next token is not known, but stay in the view: a policy that does not see all of them
-takes the wrong one for the latest, and two sequences can preempt each other for ever. A prompt needs no token that is
-not known: its chunks may follow each other through the stages.
+The batch of one outstanding step is a microbatch, and a pipeline is as slow as the costliest one. Streams of
+outstanding steps are skipped, since their next token is unknown, but stay in the view: else a policy would take the
+wrong sequence for the latest, and two sequences could preempt each other for ever. A prompt's tokens are all known:
+its chunks may follow each other through the stages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from floodplain.policy.lookahead import ChunkCost, Piece, count_parts, halve, mo
 Split = Literal["even", "halving", "tokens"]
 
 _SLACK = 1e-9
-"""Of a share: sums of floats that should be equal are not."""
+"""Part of a share that counts as spent: float sums that should be equal differ slightly."""
 
 
 def count_tokens(prefix: int, num_tokens: int) -> float:
-    """The token-count rule as a price: a token is a token, wherever it stands."""
+    """The token-count rule as a cost: every token costs 1, at any position."""
     return float(num_tokens)
 
 
@@ -33,8 +33,8 @@ class MicrobatchRule:
 
     Attributes:
         split: ``even`` makes parts of equal cost, ``tokens`` of equal tokens, ``halving`` is the paper's.
-        chunk_cost: What a piece costs; ``tokens`` does not ask.
-        least_tokens: More than one part for each stage only if parts have as many tokens.
+        chunk_cost: Cost of a piece; unused with ``tokens``.
+        least_tokens: Least tokens of a part if there are more parts than stages.
     """
 
     split: Split = "tokens"
@@ -43,15 +43,14 @@ class MicrobatchRule:
 
     @property
     def crumb_tokens(self) -> int:
-        """A prompt is not cut if fewer tokens would be left of it: they would cost a step of their own."""
+        """Fewest tokens that a cut may leave of a prompt: fewer would cost a step of their own."""
         return self.least_tokens // 8
 
     def open_budget(self, view: View) -> Budget:
-        """What the next step may compute: all of ``max_batched_tokens`` if no other step may be outstanding.
+        """The next step's budget: ``max_batched_tokens``, and with ``depth`` above 1 a share of all work.
 
-        Else its share: of streams one part for each step that may be outstanding, since each stream is in one of them;
-        of prompts as many parts as they are worth. What outstanding steps compute is counted, too, so that streams stay
-        evenly divided.
+        Streams are divided into ``depth`` parts, since each stream is in one step; prompts into ``count_parts`` parts.
+        The work of outstanding steps is counted, too, so that streams stay evenly divided.
         """
         if view.depth == 1:
             return Budget(view.max_batched_tokens)
@@ -71,18 +70,18 @@ class MicrobatchRule:
 
 
 class Budget:
-    """What is left of one step.
+    """Tokens and cost that are left of one step.
 
     Args:
         num_tokens: Most tokens.
         share: Most cost; the last stream may exceed it.
-        stream_share: The part of it that is for streams, and their most.
+        stream_share: The most cost of streams, part of ``share``.
         cost: Of a piece.
         crumb_tokens: See ``MicrobatchRule``.
 
     Attributes:
-        num_tokens: Tokens that it may still compute; 0 when its share is spent.
-        is_shared: Whether there is a share: a stream must then be paid for by ``pay_stream``, not by its token alone.
+        num_tokens: Tokens that may still be computed; 0 when the share is spent.
+        is_shared: Whether there is a share: streams must then use ``pay_stream`` instead of lowering ``num_tokens``.
     """
 
     __slots__ = ("_cost", "_crumb_tokens", "_least", "_share", "_stream_share", "is_shared", "num_tokens")
@@ -107,12 +106,12 @@ class Budget:
         return self.num_tokens > 0 and self._stream_share > self._least
 
     def pay_stream(self, prefix: int) -> None:
-        """A stream computes its next token."""
+        """Pay for the next token of a stream."""
         self._stream_share -= self._cost(prefix, 1)
         self.pay(prefix, 1)
 
     def pay(self, prefix: int, num_tokens: int) -> None:
-        """A sequence computes so many tokens."""
+        """Pay for ``num_tokens`` of a sequence."""
         self.num_tokens -= num_tokens
         if self.is_shared:
             self._share -= self._cost(prefix, num_tokens)
@@ -120,12 +119,12 @@ class Budget:
                 self.num_tokens = 0
 
     def most(self, prefix: int, wanted: int, num_reserved: int = 0) -> int:
-        """How many of the ``wanted`` tokens of a prompt it may compute.
+        """How many of the ``wanted`` tokens of a prompt the step may compute.
 
         Args:
             prefix: Tokens before them.
             wanted: All that are left of the prompt.
-            num_reserved: Streams that come later, and whose share is kept.
+            num_reserved: Streams later in the order, whose share is kept.
         """
         if not self.is_shared:
             return max(0, min(wanted, self.num_tokens - num_reserved))
@@ -138,26 +137,26 @@ class Budget:
 
 
 def can_go_on(view: View, row: SequenceView) -> bool:
-    """Whether a running sequence can compute beside the outstanding steps: a stream of one waits for its token."""
+    """Whether a running sequence can compute now: False for a stream in an outstanding step of several."""
     return not (row.is_decoding and row.seq_id in view.outstanding and view.depth > 1)
 
 
 def _stream_pieces(view: View) -> Iterator[Piece]:
-    """Streams that have a token to compute, whether a step is outstanding for them or not."""
+    """Streams that have a token to compute, including those in outstanding steps."""
     for row in view.running:
         if row.is_decoding and (view.step < row.end_step or row.seq_id in view.outstanding):
             yield Piece(row.num_scheduled, 1)
 
 
 def _prompt_pieces(view: View) -> Iterator[Piece]:
-    """What is left of prompts that have begun."""
+    """Remaining tokens of prompts that have begun."""
     for row in view.running:
         if not row.is_decoding:
             yield Piece(row.num_scheduled, row.num_remaining)
 
 
 def _waiting_pieces(view: View) -> Iterator[Piece]:
-    """Prompts that can start now: places and blocks are there."""
+    """Prompts that can start now, because places and blocks are free."""
     num_free_seqs = max(0, view.max_num_seqs - len(view.running) - len(view.loading))
     num_blocks = view.num_available_blocks
     for row in view.waiting[:num_free_seqs]:

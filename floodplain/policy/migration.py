@@ -1,8 +1,8 @@
-"""Which running request moves where, with its KV: Llumnix's rescheduling (OSDI'24, sections 4.2 and 4.4). Pure.
+"""Chooses migrations of running requests: Llumnix's rescheduling (OSDI'24, sections 4.2 and 4.4). Pure.
 
-A request leaves the instance with the least freeness (``policy.dispatch``) for the freest one, if the former is below
-``LOW_FREENESS`` and the latter is still above ``HIGH_FREENESS`` afterwards. So an instance that was given a request is
-no source before its own load has grown, and requests do not move to and fro under a constant load.
+A request migrates from the instance with the least freeness (``policy.dispatch``) to the freest one, if the former is
+below ``LOW_FREENESS`` and the latter is still at ``HIGH_FREENESS`` or above afterwards. So a target becomes a source
+only after its load has grown, and requests do not move to and fro under a constant load.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from floodplain.policy.dispatch import InstanceView, freeness
 
 LOW_FREENESS = 8.0
-"""Free blocks for each request below which an instance gives requests away."""
+"""Free blocks per request below which an instance is a source."""
 HIGH_FREENESS = 16.0
-"""Free blocks for each request that the target has with the request, at least."""
+"""Least free blocks per request of the target, the migrated request included."""
 COOL_S = 5.0
-"""Seconds for which a request that was moved, or could not be, stays where it is."""
+"""Seconds after the beginning of a migration, even a failed one, before the same request may migrate again."""
 MOST_UNDER_WAY = 4
-"""Requests that move at the same time: each copies KV, and holds its blocks twice."""
+"""Most migrations at the same time: each copies KV, and holds its blocks twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovableRequest:
-    """A request that runs.
+    """A running request that may migrate.
 
     Attributes:
-        number: The front's.
+        number: The front's number of the request.
         num_blocks: Of its known tokens and the next one.
         tried_s: When its last move began; None if it never moved.
     """
@@ -39,12 +39,12 @@ class MovableRequest:
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """A request is to move.
+    """One migration to begin.
 
     Attributes:
-        request: Its number.
+        request: Number of the request.
         source: Epoch of its instance.
-        target: Epoch of the one that is to go on with it.
+        target: Epoch of the instance that is to resume it.
     """
 
     request: int
@@ -55,12 +55,12 @@ class MovePlan:
 def choose_move(
     views: Iterable[InstanceView], requests: Mapping[int, Iterable[MovableRequest]], num_under_way: int, now: float
 ) -> MovePlan | None:
-    """The next move; None if none is worth it. Ask again with the move applied (``apply_move``).
+    """The next migration; None if none is worth it. Call again with the move applied (``apply_move``).
 
     Args:
-        views: Instances that take requests; requests under way count where they are going.
-        requests: By epoch: those that run there and are not under way.
-        num_under_way: How many are.
+        views: Instances that take requests; migrating requests count at their targets.
+        requests: By epoch, the running requests there that are not migrating.
+        num_under_way: Migrations under way.
         now: Seconds, on the clock of ``tried_s``.
     """
     some = sorted(views, key=lambda view: (freeness(view), view.epoch))
@@ -75,7 +75,7 @@ def choose_move(
 
 
 def apply_move(source: InstanceView, target: InstanceView, num_blocks: int) -> tuple[InstanceView, InstanceView]:
-    """Both instances when a request of so many blocks has moved."""
+    """Views of (source, target) after a request of ``num_blocks`` has migrated."""
     return _add(source, -num_blocks, -1), _add(target, num_blocks, 1)
 
 

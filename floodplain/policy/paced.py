@@ -1,26 +1,25 @@
-"""The default: first tokens soon, then as many streams at their pace as can be, while work finishes by arrival.
+"""The default policy: early first tokens, most streams at their TPOT goal, oldest finished first.
 
-The device, its pool and its places (``max_num_seqs``) alike, is divided. One part, the *core*, runs the oldest streams
-to their end, as FCFS does, so that work finishes. The rest is for *visitors*: all other streams, in short turns. While
-the TPOT goals of all live requests can be kept by sharing the device, the visitors' part is large, for a core that is
-far ahead of its goals helps no request. When they cannot, it is small: equal shares would make all of them late. The
-order is
+The device is divided, both its pool and its places (``max_num_seqs``). One part, the *core*, runs the oldest streams
+to their end, as FCFS does, so that work finishes. The rest is time-sliced between *visitors*, all other streams. While
+sharing can keep the TPOT goals of all live requests, the visitors' part is large: a core that is far ahead of its
+goals helps no request. Otherwise it is small, because equal shares would make all streams late. The order is
 
-1. newcomers, which have no first token yet, by arrival (a TTFT goal of their own moves them within limits);
+1. newcomers, which have no first token yet, by arrival (a request's own TTFT goal shifts it within limits);
 2. the core, by arrival;
-3. visitors: the overdue ones (silent for ``OVERDUE`` of ``max_gap_s``), the longest silence first; then those on time
-   for their TPOT goal; then the late ones. Of each kind those with fewer tokens go first, in rounds that double, for a
-   pause costs the mean of a short answer most and a short answer ends soonest; in one round they go by arrival.
+3. visitors: overdue ones (silent for ``OVERDUE`` of ``max_gap_s``), the longest silence first; then those on time for
+   their TPOT goal; then late ones. Within each kind, streams with fewer tokens go first, in rounds that double: a
+   pause costs the mean of a short answer most, and a short answer ends soonest. Within a round the order is arrival.
 
-If one of the overdue does not fit into the visitors' part, the core's youngest make room for it. Newcomers wait, as
-under FCFS, while the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``), while swap space
-could not take one more, and, without a TTFT goal of the operator's, while the load is *prompt bound*: prompts are so
-large a part of the work that first tokens first costs the others more than it brings.
+If the first overdue visitor does not fit into the visitors' part, the youngest of the core make room for it. Newcomers
+wait, as under FCFS, in three cases: the device is *crowded* (a visitor has been silent for longer than ``max_gap_s``);
+swap space could not take one more; or the server has no TTFT goal and the load is *prompt bound*: prompts are so large
+a part of the work that serving first tokens first costs other requests more than it gains.
 
 Bounds, for steps of at most t seconds with turns of s steps and visitors that need V blocks in a part of P blocks (or V
 places of P): a visitor is silent for at most ``OVERDUE * max_gap_s + (V / P + 1) * (s + 3) * t`` seconds, V / P rounded
-up: blocks are taken for three steps beside a turn, until copies are there and gone. One that is larger than the part
-counts for as long as it takes all that are to have their turns. Newcomers add to V only while no visitor has been
+up: beside a turn, swap-in and swap-out hold the blocks for three more steps. A visitor that is larger than the part
+counts for the time in which all such visitors get their turns. Newcomers add to V only while no visitor has been
 silent for more than ``max_gap_s``, so silence grows beyond it only with the visitors' own contexts.
 """
 
@@ -45,29 +44,29 @@ from floodplain.policy.slices import Slice, blocks_in_slice, slice_for
 from floodplain.policy.swap import quick_tiers
 
 OVERDUE = 0.8
-"""Of ``max_gap_s``: visitors that have been silent for longer go first, so that newcomers seldom have to wait."""
+"""Part of ``max_gap_s``: visitors that are silent for longer go first, so that newcomers seldom have to wait."""
 
 STEPS_BESIDE = 3
-"""A turn holds its blocks for so many steps more than its slice has, until copies are there and gone."""
+"""Steps for which a turn holds blocks beyond its slice: those of its swap-in and swap-out."""
 
 SLOTS_PER_BLOCK = 8
-"""Swap slots for each block of the visitors' part: those that take turns in it lie there, and so do newcomers."""
+"""Swap slots for each block of the visitors' part: swapped visitors and newcomers lie there."""
 
 LEAST_SHARE = 0.07
-"""Of the device, however small swap space is: enough that turns go on at all."""
+"""Least visitors' part of the device, however small swap space is: enough that turns go on at all."""
 
 WIDE_SHARE = 0.6
-"""The visitors' part of the device at most, while the goals of all live requests fit into ``FULL_SHARE`` of it."""
+"""Most visitors' part of the device while the goals of all live requests fit into ``FULL_SHARE`` of it."""
 
 FULL_SHARE = 0.8
-"""Of the device, for streams by their goals: the rest is for prompts, and for turns that do not fill it."""
+"""Part of the device that streams may claim by their goals; the rest is for prompts and for unfilled turns."""
 
 _BY_ARRIVAL = attrgetter("order_key")
 
 
 @dataclass(frozen=True, slots=True)
 class _Newcomers:
-    """Requests without a first token: those that go before all, those that wait, and why they do."""
+    """Requests without a first token: those ranked first, those held back, and the reason."""
 
     welcome: Seq[SequenceView]
     held: Seq[SequenceView] = ()
@@ -76,7 +75,7 @@ class _Newcomers:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The core by arrival, the visitors in their order, and a visitor's turn."""
+    """The core by arrival, the visitors in rank order, and the slice of a visitor's turn."""
 
     core: Seq[SequenceView]
     visitors: Seq[SequenceView]
@@ -84,17 +83,17 @@ class Division:
 
 
 class PacedPolicy(SharingPolicy):
-    """See the module's docstring."""
+    """Ranks newcomers, a core of the oldest streams, then visitors in turns (see module docstring)."""
 
     name = "paced"
     keeps_goals = True
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
-        """(priority, arrival, id): as everywhere in this policy."""
+        """(priority, arrival, id)."""
         return seq.order_key
 
     def rank(self, view: View, now: float) -> Ranking:
-        """Newcomers, the core, visitors; newcomers that are held back last of all."""
+        """Rank newcomers, the core, visitors, and last the newcomers that are held back."""
         streams, fresh = _split(view, self.settings.ttft_goal_s)
         parts = divide(view, streams, now, self.settings)
         newcomers = _judge(view, now, fresh, parts.visitors, self.settings)
@@ -106,7 +105,7 @@ class PacedPolicy(SharingPolicy):
 
 
 def visitor_share(view: View, goals: PaceGoals, settings: SharingSettings) -> float:
-    """The visitors' part of the device, by goals and settings, as far as the link and swap space allow."""
+    """The visitors' part of the device (0 to 1), by goals and settings, limited by the link and swap space."""
     share = settings.visitor_share
     if share < WIDE_SHARE and goals.fit_into(FULL_SHARE, live_rows(view)):
         share = max(share, min(WIDE_SHARE, blocks_in_slice(view, settings, STEPS_BESIDE) / view.num_blocks))
@@ -115,9 +114,9 @@ def visitor_share(view: View, goals: PaceGoals, settings: SharingSettings) -> fl
 
 
 def divide(view: View, streams: Seq[SequenceView], now: float, settings: SharingSettings) -> Division:
-    """Divide streams, given in order of arrival.
+    """Divide streams, given in order of arrival, into the core and the visitors.
 
-    While a visitor is overdue, the core's youngest make room for it if the visitors' part is too small.
+    If a visitor is overdue and the visitors' part is too small for it, the youngest of the core become visitors.
     """
     goals = PaceGoals(view, settings.tpot_goal_s)
     share = visitor_share(view, goals, settings)
@@ -134,13 +133,13 @@ def divide(view: View, streams: Seq[SequenceView], now: float, settings: Sharing
 
 
 def longest_silence_s(rows: Iterable[SequenceView], now: float) -> float:
-    """Seconds since the last token of the stream that has gone without one for longest; 0 if all get tokens."""
+    """Longest time in seconds since the last token of a stream; 0 if all streams decode."""
     last_s = [row.last_token_s for row in rows if not row.is_decoding and row.last_token_s is not None]
     return now - min(last_s, default=now)
 
 
 def _by_silence(rows: Iterable[SequenceView], limit_s: float) -> list[SequenceView]:
-    """Streams without a token since ``limit_s``, the longest silence first."""
+    """Streams whose last token is older than time ``limit_s``, the longest silence first."""
     silent = [
         (row.last_token_s, row.order_key, row)
         for row in rows
@@ -150,13 +149,13 @@ def _by_silence(rows: Iterable[SequenceView], limit_s: float) -> list[SequenceVi
 
 
 def _visitor_key(view: View, row: SequenceView, now: float, goals: PaceGoals) -> tuple[int, bool, int, OrderKey]:
-    """(priority, whether it is late, round, arrival); the round is the number of binary digits of its tokens."""
+    """(priority, whether late, round, arrival); the round is the bit length of its tokens plus one."""
     num_digits = (max(0, row.num_generated(view.step)) + 1).bit_length()
     return row.order_key[0], goals.is_late(row, now), num_digits, row.order_key
 
 
 def _split(view: View, ttft_goal_s: float | None) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(streams by arrival, requests without a first token by when they count as arrived)."""
+    """(streams by arrival, requests without a first token by ``due_s``)."""
     streams: list[SequenceView] = []
     fresh: list[SequenceView] = []
     for row in sorted(live_rows(view), key=_BY_ARRIVAL):
@@ -168,7 +167,7 @@ def _split(view: View, ttft_goal_s: float | None) -> tuple[list[SequenceView], l
 
 
 def _cut(view: View, streams: Seq[SequenceView], share: float) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(the first that fit beside a part of the device for visitors, the others)."""
+    """(leading streams that fit beside ``share`` of the device, the others)."""
     num_blocks = view.num_blocks - share * view.num_blocks
     return _split_at(view, streams, num_blocks, view.max_num_seqs - ceil(share * view.max_num_seqs))
 
@@ -176,7 +175,7 @@ def _cut(view: View, streams: Seq[SequenceView], share: float) -> tuple[list[Seq
 def _split_at(
     view: View, streams: Seq[SequenceView], num_blocks: float, num_seats: int
 ) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(the first that fit into so many blocks and places, the others)."""
+    """(leading streams that fit into ``num_blocks`` and ``num_seats``, the others)."""
     for index, row in enumerate(streams):
         num_blocks -= blocks_held(view, row)
         if num_blocks < 0 or index >= num_seats:
@@ -187,16 +186,16 @@ def _split_at(
 def _let_in(
     view: View, first: SequenceView, core: Seq[SequenceView], num_steps: int
 ) -> tuple[list[SequenceView], list[SequenceView]]:
-    """(what of the core leaves room for this visitor's turn, the others: its youngest)."""
+    """(oldest of the core that leave room for a turn of ``first``, the younger ones)."""
     num_blocks = view.num_blocks - min(blocks_for(view, first.num_tokens + num_steps), view.num_blocks)
     return _split_at(view, core, num_blocks, view.max_num_seqs - 1)
 
 
 def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
-    """Whether first tokens first costs more than it brings.
+    """Whether serving first tokens first costs more than it gains.
 
-    What a request has cost before its first token is then much of what it costs: if requests finish in order of
-    arrival, fewer of them wait. And a part of a step's time is too little for prompts that are more of the work.
+    Then most of a request's cost is before its first token, so fewer requests wait if they finish in order of arrival.
+    Also, prompts are a larger part of the work than the part of a step's time that they may get.
     """
     return settings.ttft_goal_s is None and view.prices.prompt_share > settings.prompt_share
 
@@ -204,9 +203,9 @@ def _is_prompt_bound(view: View, settings: SharingSettings) -> bool:
 def _judge(
     view: View, now: float, fresh: Seq[SequenceView], visitors: Seq[SequenceView], settings: SharingSettings
 ) -> _Newcomers:
-    """All newcomers are held back while the load is prompt bound or a visitor is silent too long.
+    """Hold back all newcomers while the load is prompt bound or a visitor has been silent for too long.
 
-    Else they are held back one by one, when swap space could not take them too.
+    Otherwise admit them by arrival until swap space could not take the next one; hold back the rest.
     """
     is_waiting = any(row.status is Status.WAITING for row in fresh)
     if fresh and _is_prompt_bound(view, settings):

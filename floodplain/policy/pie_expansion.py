@@ -1,9 +1,9 @@
 """Pie's adaptive expansion (arXiv 2411.09317, section 3.4.2): the baseline for ``policy.expansion``. Pure.
 
-It predicts nothing. Where layers need no more copies while a step still computes, the expansion is too small: one more
-layer. Where compute waits, it is too large: one less. Whether more memory serves more is tried: what one expansion
-serves is compared with the records of the one before it, and where nothing was gained the larger one is given up, to be
-tried again later.
+It predicts nothing. If the link is idle while a step still computes, the expansion is too small: one layer more
+streams. If compute waits, it is too large: one layer less. Whether more memory serves more is tried: the throughput of
+an expansion is compared with the record of the smaller one before it. Without a gain, the smaller one is used again,
+and the larger one is retried later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PieSettings:
         trial_steps: Steps after which an expansion is judged ("records").
         violations: Part of these steps in which the link was idle, or compute waited, that triggers a change ("a preset
             ratio"); less is tolerated as interference.
-        least_scaling: Served by an expansion over what the smaller one before it served; less is no scaling.
+        least_scaling: Least throughput of an expansion over that of the smaller one before it; less is no scaling.
         probe_trials: Trials after which an expansion that did not scale is tried again ("periodically").
         least_wait: Part of a step that counts as waiting.
 
@@ -44,10 +44,10 @@ class PieSettings:
 
 
 class PieExpansion:
-    """See the module; it is asked as ``ExpansionPolicy`` is.
+    """Pie's rule with the interface of ``ExpansionPolicy``.
 
-    What an expansion serves is taken from the blocks held per second: with requests of one kind, each step makes one
-    token for so many of them.
+    Throughput is measured as held blocks per second: with requests of one kind, each step generates one token per so
+    many blocks.
 
     Args:
         places: What may be chosen, by ascending expansion. It begins with the first.
@@ -65,10 +65,10 @@ class PieExpansion:
         self._decided = ExpansionDecision(self._places[0].num_streamed)
 
     def decide(self, view: ExpansionView) -> ExpansionDecision:
-        """What is to stream, at every boundary; within a trial it stays.
+        """The number of layers to stream from this boundary on; it is constant within a trial.
 
         Raises:
-            InvariantError: The engine has places that may not be chosen.
+            InvariantError: The view's ``num_streamed`` is that of none of the places.
         """
         here = self._index.get(view.num_streamed)
         if here is None:
@@ -111,7 +111,7 @@ class PieExpansion:
         return self._is_often([step.stall_s > self.settings.least_wait * step.step_s for step in self._trial])
 
     def _is_link_idle(self) -> bool:
-        """Whether all layers of a step were there while it still computed."""
+        """Whether the loads of all streamed layers often ended while the step still computed."""
         return self._is_often([step.num_streamed * step.copy_s < step.step_s for step in self._trial])
 
     def _is_often(self, seen: list[bool]) -> bool:

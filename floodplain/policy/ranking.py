@@ -1,4 +1,4 @@
-"""Who should be on the device, in order: what policies that take turns differ in."""
+"""Rankings: the order in which live requests should be on the device, which each policy defines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Ranking:
     """All live requests in the order in which they should be on the device.
 
     Attributes:
-        rows: First the ones that should be there most.
-        staying: Those of them that are there and may not be sent away yet for others: their slice has just begun.
-        slice_steps: Steps that whoever comes now stays at least.
-        reason: Why it is not the ranking that the policy would like.
-        refills: Whether room is made for all that shall come at once; else for one after the other, as blocks that
-            must be copied first become free, so that copies spread out.
-        caps_prompts: Whether prompts get no more than their part of a step; else what streams leave of it, as in FCFS.
-        prefill_share: That part; None: as the settings say.
+        rows: The requests, highest rank first.
+        staying: Residents that may not be preempted for other requests yet, because their slice is not over.
+        slice_steps: Least steps for which a request that enters now stays.
+        reason: What limits the ranking, if the policy could not rank as it would like; else None.
+        refills: Whether room is made at once for all requests that should enter; else for one after the other, as
+            their victims' blocks are copied and become free, so that copies spread out.
+        caps_prompts: Whether prompts get at most ``prefill_share`` of a step; else all that streams leave, as in FCFS.
+        prefill_share: Part of a step's time for prompts; None: that of the settings.
     """
 
     rows: Seq[SequenceView]
@@ -35,11 +35,11 @@ class Ranking:
 
 
 def live_rows(view: View) -> list[SequenceView]:
-    """Every live request that the view shows."""
+    """All live requests that the view shows: running, loading, swapped, waiting."""
     return [*view.running, *view.loading, *view.swapped, *view.waiting]
 
 
 def rows_in_slice(view: View, slice_steps: int) -> list[SeqId]:
-    """Those on the device whose slice is not over."""
+    """Ids of running sequences whose slice is not over."""
     begun = view.step - slice_steps
     return [row.seq_id for row in view.running if row.entered_step > begun]

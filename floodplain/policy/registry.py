@@ -24,7 +24,7 @@ POLICIES = ("fcfs", *_SHARING)
 
 
 def make_policy(name: str, settings: SharingSettings | None = None) -> Policy:
-    """A new policy object; those that take turns stand behind the gate. Without ``settings`` it has its own defaults.
+    """Make a policy; time-slicing ones are wrapped in the gate. ``settings`` defaults to the policy's own.
 
     Raises:
         SettingRefused: There is no policy of that name.

@@ -1,13 +1,12 @@
-"""What relieves an overload: waiting, turns, streamed layers, or dropped ones. One decision, by price. Pure.
+"""Chooses what relieves an overload, by price: waiting, turns, streamed layers, or dropped layers. Pure.
 
-The price is in *token-seconds*: output tokens that wait, times how long, from now until none waits. It is the area
-under the line of waiting tokens, which grows by what arrives and falls by what is generated (a lever's rate; nothing in
-its pause). Divided by the tokens it is their mean wait, so it is E2E latency and throughput in one number.
+The price is in *token-seconds*: waiting output tokens times the time that they wait, until none waits. It is the area
+under the curve of waiting tokens, which rises with arrivals and falls with generation (at a lever's rate; not during
+its pause). Divided by the tokens it is their mean wait, so it covers E2E latency and throughput in one number.
 
-By that number turns gain nothing: the same memory makes the same tokens, for whichever requests. They are for goals:
-first tokens come early, and silences are bounded. So turns are preferred to waiting as long as their copies cost
-little, and levers that make more tokens must gain so much that goals are worth less: in a group, and while all
-layers stream, requests are served first come first served.
+By that price turns gain nothing: the same memory generates the same tokens. Turns serve goals: first tokens are early,
+and silences are bounded. So turns are preferred to waiting while their copies cost little, and levers with more memory
+must gain enough to outweigh goals: in a group, and while all layers stream, requests are served by FCFS.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from dataclasses import dataclass
 from enum import Enum
 
 LEAST_GAIN = 1.25
-"""Token-seconds of the best lever without more memory, over those of one with more, from which on the latter is taken.
+"""A lever with more memory is chosen if the best one without costs at least so many times its token-seconds.
 
 Rates are known to about 5 % (docs/design/017), and small differences of rates make large ones of areas.
 """
 
 TURN_LIMIT = 1.25
-"""Token-seconds of turns over those of waiting, at most: so much may goals cost."""
+"""Most ratio of the token-seconds of turns and of waiting: the price that goals may have."""
 
 MOST_S = 300.0
-"""Seconds that are looked ahead, at most: by then an autoscaler has started another instance."""
+"""Longest time in seconds that is predicted: by then an autoscaler has started another instance."""
 
 CALM_PART = 0.5
-"""Part of the streams that are there when layers come back (``DropTimingSettings.low``)."""
+"""Part of the streams that are live when layers are restored (``DropTimingSettings.low``)."""
 
 
 class Lever(Enum):
@@ -68,10 +67,10 @@ class Overload:
     """More requests than memory holds. Tokens are output tokens.
 
     Attributes:
-        waiting_tokens: That the waiting requests will generate.
-        resident_tokens: That requests in memory still have to generate.
-        arriving_tokens_per_s: That arrive now, as requests.
-        later_tokens_per_s: That arrive when the burst is over.
+        waiting_tokens: Tokens that the waiting requests will generate.
+        resident_tokens: Tokens that requests in memory still have to generate.
+        arriving_tokens_per_s: Arrival rate during the burst.
+        later_tokens_per_s: Arrival rate after the burst.
         lasts_s: Seconds for which the burst is expected to last.
     """
 
@@ -84,12 +83,12 @@ class Overload:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A lever, and what it would do here.
+    """A lever and its predicted effect.
 
     Attributes:
-        lever: Which.
-        tokens_per_s: Generated while requests wait.
-        pause_s: For which nothing is generated, at first.
+        lever: The lever.
+        tokens_per_s: Tokens generated per second while requests wait.
+        pause_s: Seconds at the start in which no token is generated.
         undo_s: The same when the overload is over.
     """
 
@@ -115,15 +114,15 @@ class ReliefDecision:
 
 
 def expect_s(lasted_s: float, least_s: float = 1.0) -> float:
-    """How long an overload will last of which only is known how long it has: as long again (Gott's rule, median)."""
+    """Expected seconds that an overload still lasts: as long as it has lasted (Gott's rule, median)."""
     return max(least_s, lasted_s)
 
 
 def token_seconds(overload: Overload, offer: Offer) -> float:
-    """What an offer costs; see the module. Looks ``MOST_S`` ahead, and what waits then has waited so long.
+    """The price of an offer in token-seconds, over the next ``MOST_S`` seconds and its undo pause.
 
     Args:
-        overload: What waits and what comes.
+        overload: Waiting and arriving tokens.
         offer: A lever.
     """
     waiting, area, now = overload.waiting_tokens, 0.0, 0.0
@@ -139,11 +138,11 @@ def token_seconds(overload: Overload, offer: Offer) -> float:
 
 
 def choose_relief(overload: Overload, offers: Iterable[Offer]) -> ReliefDecision:
-    """The lever with the fewest token-seconds, but for the preferences of the module.
+    """Choose the lever with the fewest token-seconds, subject to ``TURN_LIMIT`` and ``LEAST_GAIN``.
 
     Args:
-        overload: What waits and what comes.
-        offers: What is possible here; WAIT is one of them.
+        overload: Waiting and arriving tokens.
+        offers: The possible levers; WAIT is one of them.
     """
     prices = {offer.lever: token_seconds(overload, offer) for offer in offers}
     waited = prices[Lever.WAIT]
@@ -158,14 +157,14 @@ def choose_relief(overload: Overload, offers: Iterable[Offer]) -> ReliefDecision
 
 
 def _cheapest(prices: Mapping[Lever, float], levers: Iterable[Lever]) -> Lever | None:
-    """Ties go to the lever that stands last in ``Lever``: of two kinds of turns to the faster link."""
+    """The cheapest offered lever of ``levers``; ties go to the last in ``Lever``, the faster link."""
     order = list(Lever)
     possible = [lever for lever in levers if lever in prices]
     return min(possible, key=lambda lever: (prices[lever], -order.index(lever)), default=None)
 
 
 def _let_pass(waiting: float, rise: float, seconds: float) -> tuple[float, float]:
-    """What waits after so many seconds in which it rises at a rate, and the area below it. It does not fall below 0."""
+    """(tokens that wait after ``seconds`` at rate ``rise`` per second, at least 0; area under that line)."""
     if waiting + rise * seconds >= 0:
         return waiting + rise * seconds, (waiting + rise * seconds / 2) * seconds
     return 0.0, waiting * waiting / (-2 * rise)

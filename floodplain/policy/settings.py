@@ -1,4 +1,4 @@
-"""What the policies that share the device in turns can be told."""
+"""Settings of the policies that time-slice the device, with defaults for each policy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from floodplain.core.errors import SettingRefused
 
 FAIR_BY = ("request", "key")
-"""Whose work ``fair`` can count."""
+"""What ``fair`` can count work by: each request, or each API key."""
 
 SLICE_STEPS = {"cfs": 16, "fair": 12, "paced": 3, "timely": 10}
-"""Steps of a slice under each policy, if nobody asks for others. Under ``cfs`` and ``fair`` nearly everybody takes
-turns, so there must be few; under ``paced`` the core never leaves, and visitors come for a few tokens; under ``timely``
-streams that have lost a goal leave for longer. ``timely`` takes turns of ``paced``'s length while all goals fit."""
+"""Default steps of a slice under each policy. Under ``cfs`` and ``fair`` nearly all requests take turns, so turns must
+be rare; under ``paced`` the core stays resident, and visitors run for a few tokens; under ``timely`` streams that have
+missed a goal are swapped out for longer. ``timely`` uses ``paced``'s slice while all goals fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,22 +21,22 @@ class SharingSettings:
     """Settings of the policies that take turns; each ignores what is not for it.
 
     Attributes:
-        slice_steps: Steps that whoever comes onto the device stays at least (``--slice``); ``cfs``: of all slices.
-            What is here is for ``paced``; ``settings_for`` knows each policy's.
+        slice_steps: Least steps for which a sequence stays after it is put on the device (``--slice``); ``cfs``:
+            steps of all slices. The default here is that of ``paced``; ``settings_for`` has each policy's.
         ttft_goal_s: ``paced``, ``timely``: seconds to a first token that users were promised (``--ttft-goal``). Under
-            ``paced`` newcomers then go first even where prompts are most of the work.
+            ``paced``, newcomers then go first even if prompts are most of the work.
         tpot_goal_s: ``paced``, ``timely``: seconds per token after the first one that users were promised
             (``--tpot-goal``, ``--pace``); None: five times what a token takes without load, by step prices.
         max_gap_s: ``paced``, ``timely``: newcomers wait while a stream has been silent for longer (``--max-gap``);
-            None: for as long as ``GAP_TOKENS`` take at the TPOT goal, so that it follows step prices where that does.
-        line_patience: ``timely``: a request that cannot have its first token in time waits at most so many times as
-            long as the longest wait under FCFS (``--line-patience``).
+            None: the time of ``GAP_TOKENS`` at the TPOT goal, so that it follows step prices if the goal does.
+        line_patience: ``timely``: a request that cannot meet its TTFT goal waits at most so many times as long as the
+            longest wait under FCFS (``--line-patience``).
         visitor_share: ``paced``: this part of the device serves turns while TPOT goals cannot all be kept; the rest
             finishes requests by arrival.
-        prefill_share: At most this part of a step's time goes to prompts while streams wait for it.
+        prefill_share: Most part of a step's time for prompts in a step with decodes.
         prompt_share: ``paced``: newcomers go first while prompts are at most this part of the work.
-        fair_by: ``fair``: whose work is counted, each request's or each API key's.
-        is_synchronous: AQUA's switch (a baseline): write nothing behind, compute nothing while copies are under way.
+        fair_by: ``fair``: whether work is counted for each request or for each API key.
+        is_synchronous: AQUA's switch (a baseline): no backups ahead, no compute while copies are under way.
 
     Raises:
         SettingRefused: A value is out of its range.
@@ -72,9 +72,9 @@ class SharingSettings:
 
 
 def settings_for(policy: str, **changes: Any) -> SharingSettings:
-    """A policy's defaults, with ``changes``, fields of ``SharingSettings`` by name; ``fcfs`` reads none of them.
+    """A policy's default settings, with ``changes`` to fields of ``SharingSettings``; ``fcfs`` reads none.
 
-    ``pace``, in tokens per second, is another name of the TPOT goal: its inverse.
+    ``changes`` may have ``pace`` in tokens per second, the inverse of the TPOT goal, instead of ``tpot_goal_s``.
 
     Raises:
         SettingRefused: A value is out of its range.

@@ -1,4 +1,4 @@
-"""Policies that share the device: each ranks all live requests, and ``turn`` does the rest, the same for all."""
+"""Base of time-slicing policies: each ranks live requests; ``turn`` fits the ranking into memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from floodplain.policy.turn import share
 
 
 class SharingPolicy(ABC):
-    """What the policies that take turns have in common: each is a ranking.
+    """Base class of time-slicing policies; subclasses implement ``rank``.
 
     Attributes:
         gate_steps: FCFS decides while all requests fit with their growth over so many steps.
@@ -31,7 +31,7 @@ class SharingPolicy(ABC):
         self.gate_steps = settings.slice_steps
 
     def waiting_key(self, seq: Sequence) -> OrderKey:
-        """(0, arrival, id): where priority is a weight or breaks ties, it is no place in line."""
+        """(0, arrival, id): priority is a weight or breaks ties here, so it does not order the queue."""
         return (0, *seq.order_key[1:])
 
     def decide(self, view: View, now: float, rng: Random) -> Decision:

@@ -1,4 +1,4 @@
-"""How long a slice must be so that the copies of the next one hide behind it."""
+"""The length of slices, such that the copies of the next slice overlap with the current one."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from floodplain.core.view import View
 from floodplain.policy.settings import SharingSettings
 
 LINK_USE = 0.85
-"""Of the link's time, at most, that taking turns may plan with: the rest is for prompts' backups and for jitter."""
+"""Most part of the link's time that turns may use; the rest is for backups of prompts and for jitter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Steps of a slice, and why they are more than was asked."""
+    """Steps of a slice, and the reason if they are more than the settings say."""
 
     steps: int
     reason: Reason | None = None
 
 
 def slice_for(view: View, num_blocks: int, settings: SharingSettings, num_steps_beside: int = 0) -> Slice:
-    """The slice that was asked for, or as many steps as it takes to bring ``num_blocks`` in over the nearest link.
+    """The configured slice, lengthened if needed to swap ``num_blocks`` in over the nearest link.
 
     Args:
         view: Has the prices of links and steps.
-        num_blocks: All that takes turns.
-        settings: Has the slice that was asked for.
-        num_steps_beside: Steps for which a block that takes turns is held beside each slice: the link has these, too.
+        num_blocks: All blocks that are swapped in turns.
+        settings: Has the configured slice.
+        num_steps_beside: Steps beside each slice for which blocks are held for copies; the link can use them, too.
     """
     prices = view.prices
     if not view.tiers or not prices.step_s:
@@ -41,7 +41,7 @@ def slice_for(view: View, num_blocks: int, settings: SharingSettings, num_steps_
 
 
 def blocks_in_slice(view: View, settings: SharingSettings, num_steps_beside: int = 0) -> float:
-    """The blocks that the nearest link brings in within the slice that was asked for; inf without a link or prices."""
+    """Blocks that the nearest link swaps in within the configured slice; inf without a link or prices."""
     if not view.tiers or not view.prices.step_s:
         return math.inf
     slice_s = (settings.slice_steps + num_steps_beside) * view.prices.step_s

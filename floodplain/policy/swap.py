@@ -1,4 +1,4 @@
-"""Where a victim's KV goes, and what is written behind before anybody leaves."""
+"""Chooses where a victim's KV goes, and which full blocks are backed up ahead of preemptions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from floodplain.core.tiers import Tier
 from floodplain.core.view import SequenceView, TierView, View
 
 SLOTS_FOR_TURNS = 0.25
-"""This part of a tier's slots is left by writing behind to those that really leave."""
+"""Part of a tier's slots that backups leave to swap-outs."""
 
 
 class SwapBudget:
     """Scratch state of one decision: free slots and links of each tier, nearest first.
 
     Attributes:
-        reason: Why somebody had to leave without its KV or to wait, if somebody had.
-        is_short: Whether somebody stays, though its slice is over, for want of slots.
+        reason: Why a victim lost its KV, or a request must wait; None if neither happened.
+        is_short: Whether a resident stays after its slice because swap space lacks slots.
     """
 
     def __init__(self, view: View) -> None:
@@ -32,13 +32,13 @@ class SwapBudget:
         return max(0, row.num_blocks - row.num_backed_blocks)
 
     def loses_kv(self, row: SequenceView) -> bool:
-        """Whether it will have to compute again when its turn ends."""
+        """Whether a preemption would drop its KV, because recomputing is cheaper than any copy."""
         return not any(self._copying_pays(row, tier) for tier in self._view.tiers)
 
     def can_keep(self, row: SequenceView, num_slots: int) -> bool:
-        """Whether somebody's turn may end now, if ``num_slots`` are needed so far: it costs a copy, not a prompt.
+        """Whether a resident's turn may end now without losing KV; ``num_slots`` are needed by all chosen so far.
 
-        It may also cost a prompt where that is the cheaper way, or where there is no swap space at all.
+        True, too, if recomputing is cheaper than copying, or if there is no swap space.
         """
         tiers = [tier.tier for tier in self._view.tiers if self._copying_pays(row, tier)]
         if not tiers or any(self._free[tier] >= num_slots for tier in tiers):
@@ -47,21 +47,21 @@ class SwapBudget:
         return False
 
     def can_hold_prefix(self, row: SequenceView) -> bool:
-        """Whether the slots where a request's prefix lies are not promised to somebody who leaves.
+        """Whether no preemption of this decision needs the slots where a request's prefix lies.
 
-        They count as free while nobody holds them. That others may hold some of them already is not seen here.
+        Slots of idle backups count as free. The view does not say whether other requests keep some of them already.
         """
         return sum(self._free.values()) >= row.num_backed_blocks
 
     def hold_prefix(self, row: SequenceView) -> None:
-        """A request fetches its prefix: the slots where that lies do not give way to others any more."""
+        """Count the slots of a prefix that a request fetches as taken."""
         missing = row.num_backed_blocks
-        for tier, num_free in self._free.items():  # where it lies is not seen here: the nearest first
+        for tier, num_free in self._free.items():  # the view does not say in which tier: the nearest first
             self._free[tier] -= min(num_free, missing)
             missing -= min(num_free, missing)
 
     def preempt(self, row: SequenceView, reason: Reason) -> tuple[Preemption, int]:
-        """How a victim leaves, and how many blocks are free only when they are copied."""
+        """Returns (the preemption of a victim, its blocks that are free only after they are copied)."""
         num_copied = self.num_copied(row)
         tier = self._choose_tier(row, num_copied)
         if tier is None:
@@ -81,16 +81,16 @@ class SwapBudget:
         return None
 
     def _copying_pays(self, row: SequenceView, tier: TierView) -> bool:
-        """Whether its KV comes back sooner than it is computed; yes while prices are unknown."""
+        """Whether swapping its KV in from ``tier`` is faster than recomputing it; True while prices are unknown."""
         compute_s = num_computed(self._view, row) * self._view.prices.prefill_token_s
         return not compute_s or row.num_blocks * tier.block_s + tier.latency_s < compute_s
 
     # -- behind ----------------------------------------------------------------------------------------------------
 
     def write_behind(self, victims: Iterable[SequenceView]) -> tuple[BackupOrder, ...]:
-        """Back up full blocks, likeliest victims first, as far as the link can carry within a step.
+        """Back up full blocks, likeliest victims first, at most as many as the link carries within a step.
 
-        Not of those that would compute again all the same: a copy holds blocks up until it ends.
+        Sequences that would be recomputed anyway are skipped: a copy holds blocks until it ends.
         """
         tier = next((tier for tier in self._view.tiers if self._num_spare(tier) >= 1), None)
         if tier is None:
@@ -107,19 +107,19 @@ class SwapBudget:
         return tuple(orders)
 
     def _num_spare(self, tier: TierView) -> int:
-        """Free slots of a tier that need not be left to those that really leave."""
+        """Free slots of a tier beyond those that backups must leave to swap-outs."""
         return self._free[tier.tier] - int(SLOTS_FOR_TURNS * tier.num_slots)
 
     def _link_budget(self, tier: TierView) -> int:
-        """Blocks that go over the link while a step runs, less those that are still on it or about to leave."""
+        """Blocks that the link carries out within a step, less outbound ones that are in flight or decided now."""
         return blocks_per_step(self._view, tier) - self._outbound[tier.tier]
 
 
 def copying_pays(view: View) -> bool:
-    """Whether some tier gives a block back sooner than it is computed; yes while prices are unknown.
+    """Whether swapping a block in from some tier is faster than computing it; True while prices are unknown.
 
-    A hysteresis pair: turns begin only where a copy takes at most half as long as computing, and go on, while somebody
-    is in swap space, until it takes as long. They do not begin where only slower tiers have room.
+    With hysteresis: turns begin only if a copy takes at most half the time of computing, and go on, while sequences
+    are swapped, until it takes as long. They do not begin if only slower tiers have free slots.
     """
     if view.swapped:
         return bool(quick_tiers(view))
@@ -129,7 +129,7 @@ def copying_pays(view: View) -> bool:
 
 
 def quick_tiers(view: View, margin: float = 1.0) -> list[TierView]:
-    """Those that give a block back ``margin`` times sooner than it is computed; all while prices are unknown."""
+    """Tiers that return a block ``margin`` times faster than it is computed; all while prices are unknown."""
     compute_s = view.block_tokens * view.prices.prefill_token_s
     return [tier for tier in view.tiers if not compute_s or tier.block_s * margin < compute_s]
 

@@ -80,7 +80,7 @@ _BY_ARRIVAL = attrgetter("order_key")
 
 
 class TimelyPolicy(SharingPolicy):
-    """See the module's docstring."""
+    """Ranks by ``paced`` while all goals fit, else by deadlines (rules: module docstring)."""
 
     name = "timely"
     keeps_goals = True

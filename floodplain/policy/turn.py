@@ -1,7 +1,6 @@
-"""Taking turns, whatever the order: who leaves so that who is next can come.
+"""Fits a ranking of all live requests into memory: which sequences are preempted, resumed and scheduled.
 
-It fits a ranking of all live requests into memory, gives everybody on the device a token, and sends somebody away only
-where the ranking asks for somebody else.
+Every resident sequence gets a token or a chunk. A sequence is preempted only to make room for a higher-ranked one.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from floodplain.policy.swap import SwapBudget
 
 
 def share(view: View, ranking: Ranking, settings: SharingSettings) -> Decision:
-    """Fit a ranking into memory for one step."""
+    """Decide one step that brings the device as close to ``ranking`` as memory allows."""
     if settings.is_synchronous and (view.loading or any(row.is_leaving for row in view.swapped)):
-        return Decision()  # AQUA's switch: nothing is computed before everything has moved
+        return Decision()  # AQUA's switch: nothing computes before all copies have ended
     turn = _Turn(view, ranking, settings)
     turn.exchange()
     if settings.is_synchronous and turn.moves_kv:
@@ -35,11 +34,10 @@ def share(view: View, ranking: Ranking, settings: SharingSettings) -> Decision:
 
 
 class _Turn:
-    """Scratch state of one decision: what is left of blocks, tokens, slots and places on the device.
+    """Scratch state of one decision: blocks, tokens, swap slots and places that are left.
 
-    ``free`` blocks can be given now; ``draining`` ones when copies are done; ``reserved`` ones of the free are for what
-    the residents, and those on their way in, will need within a slice, so that nobody comes who would push another one
-    out at once.
+    ``free`` blocks can be allocated now, ``draining`` ones when copies have ended. ``reserved`` of the free blocks are
+    for the growth of running and loading sequences within a slice: else an admission would cause a preemption at once.
     """
 
     def __init__(self, view: View, ranking: Ranking, settings: SharingSettings) -> None:
@@ -66,16 +64,16 @@ class _Turn:
         ]
         self._swap = SwapBudget(view)
         self._gone: set[SeqId] = set()
-        self._has_shared = False  # somebody comes who counts on blocks that others hold: now nobody may leave
+        self._has_shared = False  # an entering sequence counts on blocks that residents hold: no more preemptions
         self._preemptions: list[Preemption] = []
         self._resumptions: list[Resumption] = []
-        self._coming: set[BlockKey] = set()  # what they bring first
+        self._coming: set[BlockKey] = set()  # first content that each of these resumptions copies in
         self._chunks: list[Chunk] = []
         self._admissions: list[Chunk] = []
         self._decodes: set[SeqId] = set()
 
     def decision(self) -> Decision:
-        """What was decided."""
+        """The decision made so far."""
         staying = [row for row in self._residents if row.seq_id not in self._gone]
         return Decision(
             preemptions=tuple(self._preemptions),
@@ -87,21 +85,21 @@ class _Turn:
             reason=self._reason or self._swap.reason,
         )
 
-    # -- those that want to come -----------------------------------------------------------------------------------
+    # -- absent sequences ------------------------------------------------------------------------------------------
 
     def exchange(self) -> None:
-        """Let the absent come in the order of the ranking, at the expense of residents that rank below them.
+        """Resume or admit absent sequences in rank order, preempting residents that rank below them.
 
-        The first that finds no room ends it: a small request must not pass a large one for ever. Nobody is sent away
-        for another one because swap space is full: a turn that costs a prompt is none. Only who is cheaper to compute
-        again than to copy back leaves without its KV. So newcomers may have to wait for swap space, one and all; those
-        that are there already take turns meanwhile. What somebody shares may be gone with those who leave: then its
-        room is kept, and it comes in the next step, when that is certain. Room is kept, too, as far as there is some,
-        for whoever needs what somebody else brings.
+        The first one without room ends the loop: a small request must not pass a large one for ever. If swap space is
+        full, no resident is preempted for another request, because a turn that costs a prompt gains nothing; only KV
+        that is cheaper to recompute than to copy back is dropped. So all waiting requests may have to wait for swap
+        space, while swapped and running ones still take turns. If the entering sequence shares blocks and residents
+        were preempted, those blocks may be gone: its room is kept, and it enters in the next step. If another sequence
+        already brings the content that it needs, room is kept for it, if there is any.
         """
         for row in self._absent:
             if row.is_leaving or not self._can_begin(row):
-                continue  # its last copy is not whole yet, or no token of it fits into this step
+                continue  # its swap-out has not ended, or none of its tokens fits into this step
             num_blocks = self._blocks_to_enter(row)
             if self._needs_copy(row) and self._is_coming(row):
                 if self._has_room(num_blocks):
@@ -123,34 +121,34 @@ class _Turn:
             self._num_seats -= 1
 
     def _can_begin(self, row: SequenceView) -> bool:
-        """Whether it has something to do on the device: a copy, or tokens for which the step has room."""
+        """Whether the sequence can start now: with a copy, or with tokens for which the step has room."""
         if row.status is Status.SWAPPED:
             return True
         return not self._swap.is_short and (self._needs_copy(row) or self._tokens_to_begin(row) > 0)
 
     def _needs_copy(self, row: SequenceView) -> bool:
-        """Whether it comes by a copy: its KV, or a prefix, unless somebody leaves for the slots where that lies."""
+        """Whether it enters by a copy: a swapped sequence's KV, or a waiting one's prefix if its slots are kept."""
         if row.status is Status.SWAPPED:
             return True
         return pays_to_fetch(self._view, row) and (self._is_coming(row) or self._swap.can_hold_prefix(row))
 
     def _is_coming(self, row: SequenceView) -> bool:
-        """Whether somebody else brings what it needs first: it can share that when it is there."""
+        """Whether another sequence's copy brings the first content that it needs, so that it can share it then."""
         return row.is_arriving or row.next_copy in self._coming
 
     def _tokens_to_begin(self, row: SequenceView) -> int:
-        """Tokens for which the step has room when prompts that are there already and rank above have theirs."""
+        """Prompt tokens that fit into the step after those of resident prompts that rank above ``row``."""
         num_ahead = sum(num_tokens for rank, num_tokens in self._prompts if rank < self._rank[row.seq_id])
         num_tokens = row.num_remaining - row.num_cached_tokens
         return max(0, self._tokens.prefill_for(num_ahead + num_tokens) - num_ahead)
 
     def _blocks_to_enter(self, row: SequenceView) -> int:
-        """For all its tokens and one slice, but never more than the pool has."""
+        """Blocks to allocate for all its tokens and one slice, at most the pool's, less those it shares."""
         num_blocks = blocks_for(self._view, row.num_tokens + self._slice)
         return min(num_blocks, self._view.num_blocks) - row.num_shared_blocks
 
     def _enter(self, row: SequenceView) -> None:
-        """It comes; or in the next step, if who leaves for it took the slots of its prefix and no token of it fits."""
+        """Resume or admit it; no-op if preemptions took its prefix's slots and no token of it fits."""
         if row.status is Status.SWAPPED:
             self._resume(row, Reason.SLICE_BEGINS)
         elif self._needs_copy(row):
@@ -167,17 +165,17 @@ class _Turn:
 
     @property
     def moves_kv(self) -> bool:
-        """Whether copies begin with this decision."""
+        """Whether the decision begins swap-ins or swap-outs."""
         return bool(self._resumptions) or any(order.mode is PreemptionMode.SWAP for order in self._preemptions)
 
     def begin_nothing(self) -> None:
-        """Nobody computes beside these copies: who was to begin with a chunk does so when they are done."""
+        """Drop all admissions: in synchronous mode nothing computes before the copies of this step have ended."""
         self._admissions.clear()
 
-    # -- those that are there --------------------------------------------------------------------------------------
+    # -- residents -------------------------------------------------------------------------------------------------
 
     def schedule_residents(self) -> None:
-        """A token or a chunk for each, in the order of the ranking; who finds no block makes the last ones leave."""
+        """Give each resident a token or a chunk, in rank order; if blocks run out, preempt the lowest-ranked."""
         step = self._view.step
         for row in self._residents:
             if row.seq_id in self._gone:
@@ -201,9 +199,9 @@ class _Turn:
             self._tokens.take_prefill(num_tokens)
 
     def _take(self, num_blocks: int, row: SequenceView) -> bool:
-        """Take blocks for a resident: at the expense of those below it, in the end its own. False: it pauses."""
+        """Allocate blocks to a resident, preempting those below it, then itself. False: it is not scheduled."""
         if num_blocks > self._free + self._draining:
-            self._reserved = 0  # who is there goes before who will need more
+            self._reserved = 0  # the need of this step goes before growth later in the slice
             if not self._make_room(num_blocks, row, self._below(row), Reason.POOL_EXHAUSTED) and self._can_leave(row):
                 self._send_away(row, Reason.POOL_EXHAUSTED)
         if num_blocks > self._free or row.seq_id in self._gone:
@@ -217,14 +215,14 @@ class _Turn:
         return num_blocks <= self._free - self._reserved and self._num_seats > 0
 
     def _keep_room(self, num_blocks: int) -> None:
-        """Keep room for somebody who comes when copies are done: of what they free, and of what is free if need be."""
+        """Keep room for a sequence that enters when copies have ended: draining blocks first, then free ones."""
         num_drained = min(num_blocks, self._draining)
         self._draining -= num_drained
         self._free -= num_blocks - num_drained
         self._num_seats -= 1
 
     def _below(self, row: SequenceView) -> Iterable[SequenceView]:
-        """Residents that rank below ``row`` and can leave, the last first."""
+        """Residents that rank below ``row`` and can be preempted, the lowest-ranked first."""
         for victim in reversed(self._residents):
             if self._rank[victim.seq_id] <= self._rank[row.seq_id]:
                 return
@@ -232,9 +230,9 @@ class _Turn:
                 yield victim
 
     def _turned_out(self, row: SequenceView) -> Iterable[SequenceView]:
-        """Those of them whose slice is over, as long as swap space takes what is not backed up.
+        """Residents below ``row`` whose slice is over, while swap space takes their blocks without a backup.
 
-        Who will have to compute again stays until it has got a token for what it computed: else nobody ever would.
+        A sequence that would lose its KV stays until it decodes: else recomputed prompts might never give a token.
         """
         num_slots = 0
         for victim in self._below(row):
@@ -249,7 +247,7 @@ class _Turn:
         return not (is_busy or self._has_shared or row.seq_id in self._gone)
 
     def _make_room(self, num_blocks: int, row: SequenceView, victims: Iterable[SequenceView], reason: Reason) -> bool:
-        """Send victims away if that makes room for ``row``, now or when copies are done; else nobody leaves."""
+        """Preempt victims if that makes room for ``row``, now or when copies have ended; else preempt none."""
         num_there, reserved = self._free + self._draining, self._reserved
         missing_seats = 0 if row.status is Status.RUNNING else 1 - self._num_seats
         chosen: list[SequenceView] = []

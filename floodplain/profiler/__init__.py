@@ -1,1 +1,1 @@
-"""What a model needs or can spare: the highest rate within goals, batches, steps and swap space (AQUA, section 4)."""
+"""Profiles what a model needs or can spare: rates within goals, batches, steps and swap space (AQUA, section 4)."""

@@ -1,4 +1,4 @@
-"""An engine in this process, as a target to profile."""
+"""Opens an engine in this process as a target to profile."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LOOK_S = 0.1
 
 @asynccontextmanager
 async def open_engine(config: EngineConfig) -> AsyncIterator[Opened]:
-    """An engine that has started; it is closed when the context ends.
+    """Start an engine, and close it when the context ends.
 
     Raises:
         UserError: A flag or a file is bad.
     """
-    # The load waits in line, not at the door: nothing is refused for the length of the queue.
+    # All requests are queued: none is refused because of the queue's length.
     engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
 
     async def read() -> KvUse:
@@ -46,7 +46,7 @@ async def open_engine(config: EngineConfig) -> AsyncIterator[Opened]:
 
 
 def use_of(stats: EngineStats) -> KvUse:
-    """What an engine's statistics say of its KV."""
+    """Return the KV use that an engine's statistics state."""
     pool_bytes = stats.kv_bytes["local"]
     return KvUse(
         used_bytes=pool_bytes * stats.num_used_blocks // max(1, stats.num_blocks),

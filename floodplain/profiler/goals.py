@@ -1,4 +1,4 @@
-"""What a try must be like to meet the goals: a share of its requests, and of the gaps in its streams, within limits."""
+"""Judges whether a try meets its goals: a share of its requests, and of the gaps in its streams, within limits."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Answer:
 
     Attributes:
         sent_s: When it was sent.
-        token_times_s: When each output token came.
-        is_whole: It came to its end. A request that fails is not within any goals.
-        cut_s: When a try was cut in which it was under way: what it had by then is all that is judged.
+        token_times_s: When each output token arrived.
+        is_whole: Whether it finished. A failed request is not within any goals.
+        cut_s: When the try was cut, if the request was still under way: it is judged by what it had by then.
     """
 
     sent_s: float
@@ -35,17 +35,17 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token; infinite if there was none, or how long it had waited when it was cut."""
+        """Return the time to the first token; without one the wait until the cut, or infinity."""
         ttft_s = time_to_first_token_s(self.sent_s, self.token_times_s)
         return ttft_s if ttft_s is not None else math.inf if self.cut_s is None else self.cut_s - self.sent_s
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a try went.
+    """The result of a try.
 
     Attributes:
-        meets: It met the goals.
+        meets: Whether it met the goals.
         good_share: Requests within their limits, as a part of all.
         gap_share: Gaps between tokens within theirs, as a part of those of all requests; None without such a goal.
         ttft_p99_s: 99 of 100 requests had their first token by then; None if more had none.
@@ -71,10 +71,10 @@ class TryGoals:
     Attributes:
         share: This part of the requests, and of the gaps, must be within the limits.
         limits_s: Of one request, by name: ``ttft``, ``tpot``, ``e2el``.
-        gap_s: Of one gap between two tokens; None: there is no limit.
+        gap_s: The longest gap between two tokens; None: there is no limit.
 
     Raises:
-        UserError: The share is no part.
+        UserError: The share is not above 0 and at most 1.
     """
 
     share: float = P99
@@ -86,7 +86,7 @@ class TryGoals:
             raise UserError(f"the share of requests within the goals must be above 0 and at most 1, not {self.share}")
 
     def allow(self, count: int) -> int:
-        """How many of so many may be beyond their limit."""
+        """Return how many of ``count`` may be beyond their limit."""
         return allowed_misses(self.share, count)
 
     def is_within(self, answer: Answer) -> bool:
@@ -98,8 +98,8 @@ class TryGoals:
         """Whether a request is beyond a limit.
 
         Args:
-            answer: What came of it; so far, if ``max_tokens`` is given: then no later token makes it untrue.
-            max_tokens: Most tokens that it may come to.
+            answer: Of the request; if ``max_tokens`` is given, so far: then no later token makes the result untrue.
+            max_tokens: The most tokens that it may get.
         """
         times_s = answer.token_times_s
         tpot_s = time_per_output_token_s(times_s) or 0.0  # 0 for one token, as in vLLM
@@ -117,7 +117,7 @@ class TryGoals:
 
         Args:
             answers: One for each request, at least one; in a try that was cut, for each that was sent.
-            is_cut: It ended when the goals were out of reach.
+            is_cut: Whether it ended because the goals were out of reach.
         """
         good = sum(map(self.is_within, answers))
         gaps_s = [gap for answer in answers for gap in inter_token_latencies_s(answer.token_times_s)]
@@ -134,12 +134,12 @@ class TryGoals:
 
 
 def allowed_misses(share: float, count: int) -> int:
-    """How many of ``count`` may be beyond a limit if a share must be within it."""
+    """Return how many of ``count`` may be beyond a limit if ``share`` of them must be within it."""
     return math.floor((1 - share) * count + 1e-9)
 
 
 def percentile_99(values: Sequence[float]) -> float | None:
-    """The least value that at most 1 of 100 exceed: so few are above a limit exactly if this is not.
+    """Return the least value that at most 1 of 100 exceed: it is above a limit exactly if more than 1 of 100 are.
 
     None for no values, and if it is infinite.
     """

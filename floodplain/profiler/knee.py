@@ -1,8 +1,8 @@
-"""Which batch to serve a model with: the smallest whose throughput a larger one hardly raises (AQUA, section 4).
+"""Finds the batch to serve a model with: the smallest whose throughput a larger one hardly raises (AQUA, section 4).
 
-The batch is doubled until throughput has saturated, which two doublings in a row must show, or until a batch does not
-fit into memory, or the largest allowed batch. Then the knee is bisected: the smallest batch whose throughput is within
-the tolerance of the highest. Pure: readings in, the next batch out.
+The batch is doubled until two doublings in a row show that throughput has saturated, or a batch does not fit into
+memory, or the largest allowed batch is reached. Then the knee is bisected: the smallest batch whose throughput is
+within the tolerance of the highest. Pure: readings in, the next batch out.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from floodplain.core.errors import UserError
 Readings = Mapping[int, float | None]
 """Throughput by batch; None if the batch does not fit into memory."""
 _CONFIRMED = 2
-"""Doublings in a row that gain less than the tolerance: one may be noise, or a batch that fills no more hardware."""
+"""Doublings in a row that must gain less than the tolerance: one may be noise, or fill no more hardware."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KneeSettings:
-    """How the knee is searched for.
+    """Settings of the search for the knee.
 
     Attributes:
         tolerance: Throughput has saturated when a doubling of the batch gains less than this part.
         max_batch: No larger batch is tried.
-        resolution: The knee, and the largest batch that fits, are found up to this part of themselves, or one.
+        resolution: The knee, and the largest batch that fits, are found to within this part of themselves, or one.
 
     Raises:
         UserError: One of them is out of its range.
@@ -47,7 +47,7 @@ class KneeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Knee:
-    """What the readings come to.
+    """The result of the readings.
 
     Attributes:
         batch: The smallest whose throughput is within the tolerance of the highest.
@@ -64,7 +64,7 @@ class Knee:
 
 
 def next_batch(readings: Readings, settings: KneeSettings) -> int | None:
-    """The batch to measure next; None when the readings suffice."""
+    """Return the batch to measure next; None when the readings suffice."""
     fits, limit = _fits(readings), _limit(readings)
     if not fits:
         return 1 if limit is None else None
@@ -79,7 +79,7 @@ def next_batch(readings: Readings, settings: KneeSettings) -> int | None:
 
 
 def find_knee(readings: Readings, settings: KneeSettings) -> Knee | None:
-    """The knee, once ``next_batch`` asks for nothing more; None if no batch fits into memory."""
+    """Return the knee, once ``next_batch`` returns None; None if no batch fits into memory."""
     fits = _fits(readings)
     if not fits:
         return None
@@ -96,7 +96,7 @@ def _limit(readings: Readings) -> int | None:
 
 
 def _gains(fits: Mapping[int, float], settings: KneeSettings) -> list[bool]:
-    """Whether each doubling that was measured gained the tolerance, by the batch."""
+    """Return for each measured doubling, by batch, whether it gained the tolerance."""
     doubled = [batch for batch in fits if batch & (batch - 1) == 0]
     return [fits[b] >= (1 + settings.tolerance) * fits[a] for a, b in pairwise(doubled) if b == 2 * a]
 
@@ -118,7 +118,7 @@ def _within(fits: Mapping[int, float], settings: KneeSettings) -> int:
 
 
 def _refine(fits: Mapping[int, float], settings: KneeSettings) -> int | None:
-    """A batch between the knee and the next smaller one that was measured; None if they are close enough."""
+    """Return a batch between the knee and the next smaller measured one; None if they are close enough."""
     knee = _within(fits, settings)
     return _between(max((batch for batch in fits if batch < knee), default=0), knee, settings)
 

@@ -1,4 +1,4 @@
-"""How much KV a target has in use, looked at over and over while a try runs."""
+"""Polls how much KV of a target is in use while a try runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from floodplain.core.errors import UserError
 
 IDLE_S = 30.0
-"""A target must be idle within so many seconds before each try."""
+"""The most seconds before each try in which a target must become idle."""
 _POLL_S = 0.05
 
 
@@ -34,20 +34,20 @@ ReadUse = Callable[[], Awaitable[KvUse]]
 
 @dataclass(slots=True)
 class PeakUse:
-    """The most that was in use at any look."""
+    """The most that was in use at any poll."""
 
     used_bytes: int = 0
     pool_bytes: int = 0
 
     def note(self, use: KvUse) -> None:
-        """Take in a look."""
+        """Include the result of a poll."""
         self.used_bytes = max(self.used_bytes, use.used_bytes)
         self.pool_bytes = max(self.pool_bytes, use.pool_bytes)
 
 
 @asynccontextmanager
 async def watching(read: ReadUse, period_s: float) -> AsyncIterator[PeakUse]:
-    """Look every ``period_s`` seconds while the context is open, and once before.
+    """Poll once, and then every ``period_s`` seconds while the context is open.
 
     Raises:
         UserError: From ``read``; the context then ends with it.

@@ -1,4 +1,4 @@
-"""A try while it runs: ends as soon as its goals are out of reach, instead of waiting until a long line is served."""
+"""Runs a try, and ends it as soon as its goals are out of reach."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from floodplain.workload.client import run_load
 from floodplain.workload.records import LoadRequest, LoadTarget, RequestFailed, RequestRecord, TokenChunk
 
 LOOK_S = 0.1
-"""Between two looks at whether the goals are out of reach."""
+"""The interval of checks whether the goals are out of reach."""
 
 
 @dataclass(slots=True)
@@ -37,15 +37,15 @@ class _Live:
 
 
 class LiveTry:
-    """Counts what is beyond the goals for certain, token by token.
+    """Counts token by token what is certainly beyond the goals.
 
     Args:
         goals: Of the try.
         num_requests: All that will be sent.
-        max_gaps: Most gaps between tokens that their answers can have.
+        max_gaps: The most gaps between tokens that their answers can have.
 
     Attributes:
-        error: Why the first request that failed did.
+        error: Of the first request that failed.
     """
 
     def __init__(self, goals: TryGoals, num_requests: int, max_gaps: int) -> None:
@@ -58,11 +58,11 @@ class LiveTry:
         self.error: str | None = None
 
     def begin(self, request_id: str, max_tokens: int, now_s: float) -> None:
-        """A request is sent."""
+        """Record that a request is sent."""
         self._live[request_id] = _Live(now_s, max_tokens)
 
     def receive(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """So many tokens come at once."""
+        """Record that tokens arrive together."""
         one = self._live[request_id]
         limit_s = self._goals.gap_s
         if limit_s is not None and num_tokens and one.token_times_s and now_s - one.token_times_s[-1] > limit_s:
@@ -70,7 +70,7 @@ class LiveTry:
         one.token_times_s += [now_s] * num_tokens
 
     def end(self, request_id: str, error: str | None = None) -> None:
-        """A request has come to its end, or failed."""
+        """Record that a request has finished, or failed."""
         one = self._live[request_id]
         one.is_over, one.is_whole = True, error is None
         self.error = self.error or error
@@ -78,14 +78,14 @@ class LiveTry:
             self._missed.add(request_id)
 
     def is_lost(self, now_s: float) -> bool:
-        """Whether the try misses its goals, whatever comes from now on."""
+        """Whether the try misses its goals, whatever arrives from now on."""
         under_way = {key: one for key, one in self._live.items() if not one.is_over and key not in self._missed}
         beyond = [key for key, one in under_way.items() if self._goals.is_beyond(one.answer(now_s), one.max_tokens)]
         self._missed.update(beyond)
         return len(self._missed) > self._may_miss or self._num_late_gaps > self._may_be_late
 
     def answers(self, now_s: float) -> list[Answer]:
-        """Of all requests that were sent, so far."""
+        """Return the answers of all sent requests, so far."""
         return [one.answer(now_s) for one in self._live.values()]
 
 
@@ -97,7 +97,7 @@ class WatchedTarget:
         self._live = live
 
     async def send(self, request: LoadRequest) -> AsyncGenerator[TokenChunk, None]:
-        """See ``LoadTarget.send``."""
+        """Send a request, and record its tokens and its end."""
         self._live.begin(request.request_id, request.max_tokens, time.monotonic())
         try:
             async with aclosing(self._target.send(request)) as chunks:
@@ -111,7 +111,7 @@ class WatchedTarget:
 
 
 def _count_tokens(chunk: TokenChunk) -> int:
-    """At least as many as it holds: one that does not tell has one, so that no gap seems longer than it is."""
+    """Return at least 1 token without IDs, so that no gap seems too long; 0 for a usage chunk."""
     if chunk.usage is not None:
         return 0
     return 1 if chunk.token_ids is None else len(chunk.token_ids)
@@ -123,7 +123,7 @@ async def run_try(
     """Send the requests at their times, until all are answered or the goals are out of reach.
 
     Returns:
-        What came of the requests; whether the try was cut; why the first request that failed did.
+        The answers; whether the try was cut; the error of the first request that failed.
     """
     live = LiveTry(goals, len(requests), sum(request.max_tokens - 1 for request in requests))
     load = asyncio.create_task(run_load(WatchedTarget(target, live), requests, progress=False))

@@ -1,4 +1,4 @@
-"""The flags of ``floodplain profile llm``, and which of them contradict each other or those of engine and workload."""
+"""The flags of ``floodplain profile llm``, and checks against engine and workload flags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VIRTUAL_FLAGS = (
     "fair_by", "kv_memory", "block_tokens", "max_batched_tokens", "max_num_seqs", "max_model_len",
     "enable_prefix_caching", "swap", "swap_memory", "hardware",
 )  # fmt: skip
-"""Flags of an engine that say something of a server, or of the loop in virtual time."""
+"""Flags of an engine that apply to a server, or to the loop in virtual time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class LlmProfileConfig:
                 raise UserError(f"--{name.replace('_', '-')} is of a server: give its address with --base-url")
 
     def check_engine(self, engine: EngineConfig) -> None:
-        """Refuse flags of an engine that say nothing of what is profiled.
+        """Refuse flags of an engine that do not apply to what is profiled.
 
         Raises:
             UserError: There is one.
@@ -107,7 +107,7 @@ class LlmProfileConfig:
 
 
 def check_virtual_engine(engine: EngineConfig) -> None:
-    """Refuse flags of an engine that say nothing in virtual time.
+    """Refuse flags of an engine that do not apply in virtual time.
 
     Raises:
         UserError: There is one, or the size of the KV pool is missing.

@@ -1,4 +1,4 @@
-"""AQUA-PROFILER for a language model (AQUA, section 4.1): its highest rate within the goals, and the KV it leaves idle.
+"""AQUA-PROFILER for a language model (AQUA, section 4.1): its highest rate within the goals, and the KV it leaves free.
 
 Free bytes are those of the KV pool that no request held at that rate. Memory of the device outside the pool is not
 counted: an engine lends pages of its pool alone.
@@ -24,14 +24,14 @@ MOST_TRY_S = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What is searched for, and how surely.
+    """The range, goals and certainty of a search.
 
     Attributes:
         rates: The lowest and the highest, in requests per second.
         rate_step: Between two rates.
         try_s: Seconds in which the requests of a try arrive.
-        tries: Most tries of a rate.
-        confidence: A result that says it is sure is wrong with at most the rest of the probability.
+        tries: The most tries of a rate.
+        confidence: A result that is called sure is wrong with at most the rest of the probability.
         seed: Of the first try.
         goals: Of a try.
 
@@ -57,13 +57,13 @@ class Search:
 
     @property
     def test(self) -> RepeatedTries:
-        """Of one rate. The answer rests on two of them, so each has half of the error."""
+        """Return the test of one rate. The answer depends on two of them, so each has half of the error."""
         return RepeatedTries(self.tries, (1 - self.confidence) / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One try, and how it went."""
+    """One try and its result."""
 
     rate: float
     seed: int
@@ -71,7 +71,7 @@ class Try:
     score: Score
 
     def row(self) -> dict[str, Any]:
-        """As a profile has it. Latencies of a try that was cut are those until then, waits included."""
+        """Return its row of a profile. Latencies of a try that was cut are those until then, waits included."""
         return {
             "rate_rps": self.rate,
             "seed": self.seed,
@@ -90,8 +90,8 @@ class Profiler:
     """Tries a target until its highest rate is found.
 
     Args:
-        target: What is tried.
-        search: What for.
+        target: What is profiled.
+        search: The range and the goals.
         progress: Show a line on standard error.
     """
 
@@ -102,7 +102,7 @@ class Profiler:
         self._progress = progress
 
     def run(self) -> Found:
-        """Search."""
+        """Search for the highest rate, and return it."""
         search = self._search
         with tqdm(unit="try", disable=not self._progress) as bar:
             return find_rate(rate_grid(*search.rates, search.rate_step), lambda rate: self._try(rate, bar), search.test)
@@ -135,12 +135,12 @@ def profile_llm(
 
     Args:
         target: A model with its requests.
-        search: What is searched for.
+        search: The range and the goals.
         subject: The model.
-        settings: What else was asked for.
+        settings: All other settings, for the profile.
         threshold_bytes: A producer has more than this to spare.
         progress: Show a line on standard error.
-        warn: Is told in one line each what a reader should know.
+        warn: Called with each remark, of one line, for the reader.
 
     Raises:
         UserError: The target does not answer any more.
@@ -178,7 +178,7 @@ def _result(found: Found, at_rate: Sequence[Try], threshold_bytes: int) -> dict[
 
 
 def _errors(found: Found, at_rate: Sequence[Try], search: Search) -> dict[str, Any]:
-    """How sure the result is; spreads are over the tries at its rate."""
+    """Return how sure the result is; spreads are over the tries at its rate."""
     peaks = [one.seen.peak_kv_bytes for one in at_rate]
     waits = [one.score.ttft_p99_s for one in at_rate if one.score.ttft_p99_s is not None]
     undecided = [rate for rate, judgement in found.judgements.items() if not judgement.is_sure]
@@ -193,7 +193,7 @@ def _errors(found: Found, at_rate: Sequence[Try], search: Search) -> dict[str, A
 
 
 def remarks(found: Found, tries: Sequence[Try], search: Search) -> list[str]:
-    """What a reader should know beside the numbers, a line each."""
+    """Return remarks for the reader beside the numbers, a line each."""
     lines = []
     if found.ended is Ended.RANGE:
         lines.append(f"the range ended, not the model: {found.rate:g} requests/s meets the goals; raise --rates")

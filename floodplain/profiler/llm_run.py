@@ -1,4 +1,4 @@
-"""From the flags of ``floodplain profile llm`` to a profile: the target is opened, tried and closed."""
+"""Runs ``floodplain profile llm`` from its flags: opens the target, profiles it and closes it."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def run_profile(config: LlmProfileConfig, engine: EngineConfig, spec: WorkloadSp
 
     Args:
         config: Of the verb.
-        engine: Of the engine; of a server and of virtual time what applies.
+        engine: Of the engine; for a server and in virtual time only what applies.
         spec: The requests.
-        progress: Show a line on standard error, and what a reader should know beside the numbers.
+        progress: Show a line on standard error, and remarks beside the numbers.
 
     Raises:
-        UserError: A flag or a file is bad, or what is profiled does not answer.
+        UserError: A flag or a file is bad, or the target does not answer.
     """
     search = search_of(config, spec.seed)
     trace = read_trace(spec)
@@ -59,7 +59,7 @@ def run_profile(config: LlmProfileConfig, engine: EngineConfig, spec: WorkloadSp
 
 
 def search_of(config: LlmProfileConfig, seed: int) -> Search:
-    """What is searched for.
+    """Return the search that the flags describe.
 
     Raises:
         UserError: A value is out of its range.

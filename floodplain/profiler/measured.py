@@ -21,15 +21,15 @@ from floodplain.workload.records import LoadTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """What is ready to answer.
+    """An opened target.
 
     Attributes:
-        name: What errors call it.
-        machine: What it runs on.
+        name: For errors.
+        machine: The machine that it runs on.
         tokenizer: Of its model.
         target: Answers requests.
-        read: Looks at its KV.
-        look_s: Seconds between two looks.
+        read: Reads its KV use.
+        look_s: Seconds between two reads.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Opened:
 
 
 class MeasuredTarget:
-    """A ``Target`` in real time. Use it as a context manager: it opens and closes what answers.
+    """A ``Target`` in real time. Use it as a context manager, which opens and closes the engine or server.
 
     Args:
         opening: Opens it, on an event loop that is this object's own and that only runs during tries.
-        load: What is sent.
+        load: The requests.
         goals: A try ends when they are out of reach.
     """
 
@@ -83,7 +83,7 @@ class MeasuredTarget:
         self.close()
 
     def close(self) -> None:
-        """Close what answers."""
+        """Close the engine or server, and the event loop."""
         try:
             self._runner.run(self._opening.__aexit__(None, None, None))
         finally:
@@ -91,11 +91,11 @@ class MeasuredTarget:
 
     @property
     def machine(self) -> str:
-        """See ``Target``."""
+        """Return the machine that the target runs on."""
         return self._ready.machine
 
     def run(self, rate: float, seed: int, duration_s: float) -> Seen:
-        """See ``Target``."""
+        """Send the requests of one try to the idle target; return what was seen."""
         return self._runner.run(self._run(rate, seed, duration_s))
 
     @property

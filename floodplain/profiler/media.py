@@ -1,4 +1,4 @@
-"""Raises the batch of a callable until its throughput saturates, and finds what memory it takes (AQUA, section 4)."""
+"""Finds the batch at which a callable's throughput saturates, and its memory there (AQUA, section 4)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class MediaSettings:
     """How a callable is measured.
 
     Attributes:
-        knee: Which batches.
+        knee: How batches are chosen.
         warmup: Runs of each batch that are not timed.
-        repeats: Runs at least that are; their median counts.
-        min_seconds: There are more of them until they took so long together.
+        repeats: The least number of timed runs; their median counts.
+        min_seconds: Timed runs go on until they took so long together.
 
     Raises:
         UserError: One of them is out of its range.
@@ -57,16 +57,16 @@ class MediaSettings:
 
 @dataclass(frozen=True, slots=True)
 class BatchTry:
-    """One batch.
+    """The measurement of one batch.
 
     Attributes:
         batch: Its size.
-        verdict: ``FITS``, ``OUT_OF_MEMORY`` or ``NOT_TRIED``; there is nothing else to say of the last two.
+        verdict: ``FITS``, ``OUT_OF_MEMORY`` or ``NOT_TRIED``; for the last two there are no other values.
         throughput: Items per second, by the median run.
         spread: Of the runs' times: their quartiles' distance as a part of the median.
         peak_bytes: The most memory in use while it ran.
-        free_bytes: What that leaves of the device.
-        num_runs: That were timed.
+        free_bytes: The memory of the device that this leaves.
+        num_runs: Timed runs.
     """
 
     batch: int
@@ -80,7 +80,7 @@ class BatchTry:
 
 @dataclass(frozen=True, slots=True)
 class MediaFindings:
-    """What was found.
+    """The result of a media profile.
 
     Attributes:
         knee: Where throughput saturates.
@@ -102,13 +102,13 @@ def profile_media(
     """Measure a callable at the batches that lead to its knee.
 
     Args:
-        run: Computes a batch of the size that it is given.
+        run: Computes a batch of a given size.
         meter: Of the device that it computes on.
-        settings: How.
+        settings: How to measure.
         clock: In seconds.
 
     Raises:
-        UserError: It fails for another reason than memory, or does not fit even with one item.
+        UserError: A batch fails for another reason than memory, or does not fit even with one item.
     """
     tries: dict[int, BatchTry] = {}
     while (batch := next_batch({b: each.throughput for b, each in tries.items()}, settings.knee)) is not None:
@@ -128,7 +128,7 @@ def profile_media(
 
 
 def expected_bytes(tries: Iterable[BatchTry], batch: int) -> float:
-    """Memory that a batch will take if it grows as between the two largest that ran; 0 if less than two did."""
+    """Return the memory of a batch, extrapolated from the two largest that ran; 0 if fewer than two did."""
     ran = sorted((each.batch, each.peak_bytes) for each in tries if each.peak_bytes is not None)
     if len(ran) < 2:
         return 0.0
@@ -160,7 +160,7 @@ def _try_batch(
             _refuse_unfinished(result)
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # SystemExit, too: the process would end, and nothing would be said
+    except BaseException as error:  # SystemExit, too: the process would end without a message
         if is_out_of_memory(error):
             return BatchTry(batch, OUT_OF_MEMORY)
         raise UserError(f"a batch of {batch} fails: {reason_of(error)} ({_place(error)})") from error
@@ -174,7 +174,7 @@ def _try_batch(
 
 
 def _refuse_unfinished(result: object) -> None:
-    """Refuse what a call returns before its work is done: it is not the work that was timed."""
+    """Refuse a result that is returned before its work is done: then the work was not timed."""
     lazy = isinstance(result, Awaitable | AsyncIterator | Iterator | Future) and not isinstance(result, IOBase)
     if not lazy:
         return
@@ -194,13 +194,13 @@ def _spread(times_s: list[float]) -> float | None:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised: the file and the line."""
+    """Return the file and the line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
 
 
 def _warn(findings: MediaFindings, settings: KneeSettings) -> None:
-    """Say what makes the knee doubtful."""
+    """Log what makes the knee doubtful."""
     spread = findings.at_knee.spread
     if spread is not None and spread > settings.tolerance:
         logger.warning(

@@ -1,4 +1,4 @@
-"""What ``profile media`` measures: a function of the batch, a torch module, or a pipeline of diffusers."""
+"""Opens what ``profile media`` measures: a function of the batch, a torch module, or a pipeline of diffusers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from floodplain.core.errors import UserError
 from floodplain.files.parsing import parsing, reason_of
 
 BatchRun = Callable[[int], object]
-"""Computes a batch of the size that it is given."""
+"""Computes a batch of a given size."""
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
 }  # fmt: skip
 
 
 def load_object(spec: str, flag: str) -> Any:
-    """The object that ``MODULE:NAME`` names; modules of the current folder are found, too.
+    """Return the object that ``MODULE:NAME`` names; modules of the current folder are found, too.
 
     Args:
-        spec: What the user wrote.
-        flag: Where.
+        spec: As the user wrote it.
+        flag: The flag that has it.
 
     Raises:
         UserError: There is no such module or name, or the import fails.
@@ -48,7 +48,7 @@ def load_object(spec: str, flag: str) -> Any:
 
 @contextmanager
 def _users_code(source: str, fault: str) -> Iterator[None]:
-    """As ``parsing``; and a program that ends itself when it is imported is at fault, too."""
+    """As ``parsing``, and turns the exit of a program during its import into a ``UserError``, too."""
     with parsing(source, fault):
         try:
             yield
@@ -59,10 +59,10 @@ def _users_code(source: str, fault: str) -> Iterator[None]:
 
 
 def open_callable(spec: str) -> BatchRun:
-    """A callable of the user's.
+    """Return a user's callable.
 
     Raises:
-        UserError: It is none, or cannot be imported.
+        UserError: It is not callable, or cannot be imported.
     """
     run = load_object(spec, "--target")
     if not callable(run):
@@ -71,7 +71,7 @@ def open_callable(spec: str) -> BatchRun:
 
 
 def open_module(spec: str, shape: Sequence[int], device: torch.device, dtype: torch.dtype | None) -> BatchRun:
-    """A torch module, or a function without arguments that makes one, with random inputs.
+    """Return a function that runs a torch module, or one that a function makes, on random inputs.
 
     Args:
         spec: Its name.
@@ -80,7 +80,7 @@ def open_module(spec: str, shape: Sequence[int], device: torch.device, dtype: to
         dtype: Of its parameters and inputs; None leaves the parameters as they are.
 
     Raises:
-        UserError: It is none, or cannot be imported.
+        UserError: It is neither, or cannot be imported.
     """
     module = load_object(spec, "--module")
     if not isinstance(module, nn.Module) and callable(module):
@@ -102,18 +102,18 @@ def open_module(spec: str, shape: Sequence[int], device: torch.device, dtype: to
 def open_pipeline(
     folder: Path, device: torch.device, dtype: torch.dtype, prompt: str, num_steps: int | None, seed: int
 ) -> BatchRun:
-    """A pipeline of diffusers: images, audio or video, with or without a prompt.
+    """Return a function that runs a pipeline of diffusers: images, audio or video, with or without a prompt.
 
     Args:
         folder: As ``save_pretrained`` writes it. Nothing is downloaded.
         device: Where it computes.
         dtype: Of its weights.
-        prompt: For those that take one.
+        prompt: For pipelines that take one.
         num_steps: Of denoising; None leaves it to the pipeline.
         seed: Of the noise.
 
     Raises:
-        UserError: diffusers is not installed, or the folder holds no pipeline that can be given a batch.
+        UserError: diffusers is not installed, or the folder holds no pipeline that takes a batch.
     """
     if not folder.is_dir():
         raise UserError(f"--pipeline {folder}: no such folder: write one with the pipeline's save_pretrained")
@@ -148,7 +148,7 @@ def _load_pipeline(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _batch_arguments(known: Mapping[str, object], prompt: str) -> Callable[[int], dict[str, Any]] | None:
-    """How the pipeline is told the batch: by its length of prompts, of class labels, or by name."""
+    """Return how to pass the batch to the pipeline: as prompts, as class labels, or by name; None if not at all."""
     if "prompt" in known:
         return lambda batch: {"prompt": [prompt] * batch}
     if "class_labels" in known:

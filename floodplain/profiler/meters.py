@@ -1,4 +1,4 @@
-"""How much memory of a device a callable took at most: the resident set of this process, or what a GPU has in use."""
+"""Measures the peak memory of a callable: the resident set of this process, or what a GPU has in use."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryMeter(Protocol):
-    """Of one device.
+    """Measures the memory of one device.
 
     Attributes:
         machine: The device's name.
         total_bytes: What it has.
-        usual_dtype: What pipelines compute in there, unless they are told otherwise.
-        is_fatal: Running out of memory may end the process, so that a batch that will hardly fit is not tried.
+        usual_dtype: The default dtype of pipelines there.
+        is_fatal: Whether running out of memory may end the process; if so, a batch that will hardly fit is not tried.
     """
 
     machine: str
@@ -40,17 +40,17 @@ class MemoryMeter(Protocol):
     is_fatal: bool
 
     def begin(self) -> None:
-        """Give back what is only kept for reuse, and forget the peak."""
+        """Free memory that is only kept for reuse, and reset the peak."""
 
     def settle(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has finished its work."""
 
     def peak_bytes(self) -> int:
-        """The most that was in use since ``begin``."""
+        """Return the most bytes in use since ``begin``."""
 
 
 class HostMeter:
-    """The resident set of this process, everything that it has loaded included.
+    """Measures the resident set of this process, with everything that it has loaded.
 
     Args:
         total_bytes: Memory of the device; None takes what the process has and what it could still get.
@@ -65,7 +65,7 @@ class HostMeter:
         self._sampler: _Sampler | None = None
 
     def begin(self) -> None:
-        """See ``MemoryMeter``."""
+        """Free memory that is only kept for reuse, and reset the peak."""
         gc.collect()
         with suppress(OSError, AttributeError):  # only glibc has it
             ctypes.CDLL(None).malloc_trim(0)
@@ -77,10 +77,10 @@ class HostMeter:
             self._sampler = _Sampler()
 
     def settle(self) -> None:
-        """See ``MemoryMeter``: nothing is outstanding."""
+        """Return at once: nothing is outstanding."""
 
     def peak_bytes(self) -> int:
-        """See ``MemoryMeter``: as the kernel counts it, or from samples where it does not."""
+        """Return the peak as the kernel counts it, or else from samples."""
         return _kernel_peak_bytes() if self._sampler is None else self._stop_sampling()
 
     def _stop_sampling(self) -> int:
@@ -89,7 +89,7 @@ class HostMeter:
 
 
 class CudaMeter:
-    """What is in use of a GPU: torch's peak, and what the driver says that everything else has.
+    """Measures what is in use of a GPU: torch's peak, and what the driver says that everything else has.
 
     Args:
         index: Of the GPU.
@@ -107,23 +107,23 @@ class CudaMeter:
         self.total_bytes = total_bytes or self._driver_bytes()[1]
 
     def begin(self) -> None:
-        """See ``MemoryMeter``."""
+        """Free torch's cached memory, and reset the peak."""
         gc.collect()
         self.settle()
         self._cuda.empty_cache()
         self._cuda.reset_peak_memory_stats(self._index)
 
     def settle(self) -> None:
-        """See ``MemoryMeter``."""
+        """Wait until the GPU has finished its work."""
         self._cuda.synchronize(self._index)
 
     def peak_bytes(self) -> int:
-        """See ``MemoryMeter``. What torch keeps for reuse counts: no other process can have it."""
+        """Return the peak. What torch keeps for reuse counts: no other process can have it."""
         beside = self._driver_bytes()[0] - self._cuda.memory_reserved(self._index)
         return int(max(0, beside) + self._cuda.max_memory_reserved(self._index))
 
     def _driver_bytes(self) -> tuple[int, int]:
-        """(used, total)."""
+        """Return (used, total)."""
         if self._management is not None:
             module, handle = self._management
             memory = module.nvmlDeviceGetMemoryInfo(handle)
@@ -133,11 +133,11 @@ class CudaMeter:
 
 
 def open_meter(device: torch.device, total_bytes: int | None = None) -> MemoryMeter:
-    """The meter of a device.
+    """Return the meter of a device.
 
     Args:
         device: A CPU or a GPU.
-        total_bytes: What it has; None finds out.
+        total_bytes: What it has; None measures it.
 
     Raises:
         UserError: There is no such device.
@@ -151,7 +151,7 @@ def open_meter(device: torch.device, total_bytes: int | None = None) -> MemoryMe
 
 
 class _Sampler:
-    """Looks at the resident set on a thread, from now until it is stopped."""
+    """Samples the resident set on a thread, from now until it is stopped."""
 
     def __init__(self) -> None:
         self._peak_bytes = _resident_bytes()
@@ -170,15 +170,15 @@ class _Sampler:
 
 
 def _open_management(cuda: Any, index: int) -> tuple[Any, Any] | None:
-    """(pynvml, handle of the GPU); None if it is not installed, or does not know the GPU."""
+    """Return (pynvml, handle of the GPU); None if it is not installed, or does not know the GPU."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one of the two packages of this name says that the other one is better
+            warnings.simplefilter("ignore")  # of two packages of this name, one recommends the other
             import pynvml
         pynvml.nvmlInit()
         uuid = str(cuda.get_device_properties(index).uuid)
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
-    except Exception:  # whatever is missing there, the driver's own count serves
+    except Exception:  # if anything is missing there, the driver's own count serves
         return None
 
 
@@ -187,5 +187,5 @@ def _resident_bytes() -> int:
 
 
 def _kernel_peak_bytes() -> int:
-    """Raises StopIteration where the kernel does not count it."""
+    """Return the peak resident set; raises StopIteration if the kernel does not count it."""
     return next(int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")) * 1024

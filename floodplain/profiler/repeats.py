@@ -1,8 +1,8 @@
-"""How often a try is repeated: an exact sequential test of whether most tries at one rate meet the goals.
+"""Decides how often a try is repeated: an exact sequential test of whether most tries at one rate meet the goals.
 
-A try is what is counted, not a request: requests of one try wait in the same line and miss their goals together, while
-tries have other seeds and begin with an idle target. So whatever says whether a try meets the goals, a percentile of
-pooled gaps included, the number of tries that do is binomial.
+Tries are counted, not requests: requests of one try share a queue and miss their goals together, while tries have other
+seeds and begin with an idle target. So the number of tries that meet the goals is binomial, whatever decides whether
+one does, a percentile of pooled gaps included.
 
 A rate meets the goals if a try does with a probability above one half. The test ends as soon as so many tries agree
 that, at one half, as many would have agreed by now with a probability of at most ``error``.
@@ -20,13 +20,13 @@ MOST_TRIES = 100
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the tries of one rate come to.
+    """The judgement of one rate by its tries.
 
     Attributes:
         num_met: Tries that met the goals.
         num_missed: Tries that did not.
-        meets: Whether the rate is taken to meet the goals; if it is not sure, whether most tries did.
-        is_sure: It is wrong with a probability of at most the test's ``error``.
+        meets: Whether the rate is judged to meet the goals; if it is not sure, whether most tries did.
+        is_sure: Whether this is wrong with a probability of at most the test's ``error``.
     """
 
     num_met: int
@@ -42,11 +42,11 @@ class Judgement:
 
 @dataclass(frozen=True)
 class RepeatedTries:
-    """The test.
+    """The sequential test of one rate.
 
     Attributes:
-        max_tries: Most tries of one rate.
-        error: Most probable error of a sure judgement, above 0 and below one half.
+        max_tries: The most tries of one rate.
+        error: The largest probability that a sure judgement is wrong, above 0 and below one half.
 
     Raises:
         UserError: One of them is out of its range.
@@ -63,7 +63,7 @@ class RepeatedTries:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """How many of the first 1, 2, … tries must agree to end the test; more than there are: it goes on."""
+        """How many of the first 1, 2, … tries must agree to end the test; if more than there are, it goes on."""
         num_paths, spent, bounds = {0: 1}, 0.0, []
         for num_tries in range(1, self.max_tries + 1):
             num_paths = {
@@ -81,11 +81,11 @@ class RepeatedTries:
 
     @property
     def fewest_sure_tries(self) -> int | None:
-        """Tries that suffice if all of them agree; None: not even the most do."""
+        """Return how many tries suffice if all of them agree; None if not even the most do."""
         return next((tries for tries, bound in enumerate(self.bounds, start=1) if bound <= tries), None)
 
     def judge(self, num_met: int, num_missed: int) -> Judgement | None:
-        """What so many tries of one rate come to; None while another try could still change it."""
+        """Return the judgement of so many tries of one rate; None while another try could still change it."""
         num_tries, num_most = num_met + num_missed, max(num_met, num_missed)
         meets = num_met > num_missed
         if num_tries and num_most >= self.bounds[num_tries - 1]:
@@ -96,7 +96,7 @@ class RepeatedTries:
         return None
 
     def _can_reach_a_bound(self, num_tries: int, num_most: int) -> bool:
-        """Whether further tries that agree with most of these would make it sure."""
+        """Whether further tries that agree with most of these can make it sure."""
         return any(
             num_most + later - num_tries >= self.bounds[later - 1] for later in range(num_tries + 1, self.max_tries + 1)
         )

@@ -1,7 +1,7 @@
-"""The highest request rate that meets the goals, by the search of AQUA, section 4.1.
+"""Finds the highest request rate that meets the goals, by the search of AQUA, section 4.1.
 
 First bisection over a range, with one try at each rate; then steps up or down to the highest rate that meets the goals
-while the next does not. Only there tries are repeated: these two judgements are all that the answer rests on.
+while the next does not. Tries are repeated only there, because the answer depends on these two judgements alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from floodplain.profiler.repeats import Judgement, RepeatedTries
 
 MOST_RATES = 10_000
 _DIGITS = 9
-"""Behind the point: 0.1 + 0.2 is 0.3."""
+"""Decimal places, so that 0.1 + 0.2 is 0.3."""
 
 
 class Ended(Enum):
-    """What kept the rate from being higher."""
+    """The reason why the rate is not higher."""
 
     GOALS = "goals"
     """The next rate misses the goals."""
@@ -32,13 +32,13 @@ class Ended(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The end of a search.
+    """The result of a search.
 
     Attributes:
         rate: Requests per second; 0 if no rate of the range meets the goals.
         ended: Why it is not higher.
         judgements: Of the rates whose tries were repeated.
-        is_sure: Whether the judgements that the answer rests on are.
+        is_sure: Whether the judgements on which the answer depends are sure.
     """
 
     rate: float
@@ -48,7 +48,7 @@ class Found:
 
 
 def rate_grid(lowest: float, highest: float, step: float) -> list[float]:
-    """The rates that are looked at: from the lowest up to the highest, a step apart.
+    """Return the rates to search: from the lowest up to the highest, a step apart.
 
     Raises:
         UserError: A number is out of its range.
@@ -62,11 +62,11 @@ def rate_grid(lowest: float, highest: float, step: float) -> list[float]:
 
 
 def find_rate(rates: Sequence[float], does_try_meet: Callable[[float], bool], test: RepeatedTries) -> Found:
-    """The highest of the rates that meets the goals, if those that do are all below those that do not.
+    """Return the highest rate that meets the goals, if those that do are all below those that do not.
 
     Args:
         rates: Ascending, at least one.
-        does_try_meet: Whether a new try at this rate meets the goals.
+        does_try_meet: Runs a new try at this rate; True if it meets the goals.
         test: How often a try is repeated. At most ``test.max_tries`` tries are made at any rate.
     """
     return _Search(rates, does_try_meet, test).run()
@@ -95,7 +95,7 @@ class _Search:
         return self._found(-1)
 
     def _bisect(self) -> int:
-        """The highest rate that met the goals in its only try; -1 if none did."""
+        """Return the highest rate that met the goals in its only try; -1 if none did."""
         low, high = -1, len(self._rates)
         while high - low > 1:
             middle = (low + high) // 2
@@ -116,7 +116,7 @@ class _Search:
         return judgement.meets
 
     def _found(self, index: int) -> Found:
-        """The answer, which rests on its own judgement and on that of the next rate."""
+        """Return the answer, which depends on its own judgement and on that of the next rate."""
         beside = [self._judgements[rate] for rate in self._rates[max(index, 0) : index + 2]]
         ended = Ended.NO_RATE if index < 0 else Ended.RANGE if index + 1 == len(self._rates) else Ended.GOALS
         rate = 0.0 if index < 0 else self._rates[index]

@@ -1,7 +1,7 @@
-"""What a server's ``/metrics`` say of its KV: ours, or vLLM's.
+"""Reads the KV use of a server from its ``/metrics``: ours, or vLLM's.
 
-Ours counts blocks and bytes. vLLM (``vllm:kv_cache_usage_perc``, before 0.9 ``vllm:gpu_cache_usage_perc``) says a part
-of its blocks, whose number and size are labels of ``vllm:cache_config_info``; it does not say what a block weighs.
+Ours counts blocks and bytes. vLLM (``vllm:kv_cache_usage_perc``, before 0.9 ``vllm:gpu_cache_usage_perc``) has a part
+of its blocks, whose number and size are labels of ``vllm:cache_config_info``, but not the bytes of a block.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _MODEL_DTYPES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 _OUR_LIVE = tuple(f"floodplain_requests_{state}" for state in ("running", "waiting", "swapped"))
 _OUR_BLOCKS, _OUR_BYTES = "floodplain_kv_blocks", "floodplain_kv_bytes"
 _FREE_STATES = ("free", "cached")
-"""Of blocks that no request holds."""
+"""States of blocks that no request holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmBlocks:
-    """What vLLM does not say of its blocks.
+    """The sizes that vLLM's metrics do not state.
 
     Attributes:
-        block_bytes: Of a block in all layers, on one GPU; None: as ``token_bytes`` says.
+        block_bytes: Of a block in all layers, on one GPU; None: computed from ``token_bytes``.
         token_bytes: Of a token's KV in all layers, by the shape of the model.
     """
 
@@ -36,7 +36,7 @@ class VllmBlocks:
     token_bytes: int
 
     def weigh(self, config: Mapping[str, str]) -> int:
-        """Bytes of a block.
+        """Return the bytes of a block.
 
         Raises:
             UserError: They do not follow from the model's shape.
@@ -50,10 +50,10 @@ class VllmBlocks:
 
 
 def kv_use_of(metrics: Scraped, vllm: VllmBlocks) -> KvUse:
-    """The KV of a server now.
+    """Return the KV use of a server now.
 
     Raises:
-        UserError: Its metrics do not say.
+        UserError: Its metrics do not state it.
     """
     if _OUR_BLOCKS in metrics:
         return _our_use(metrics)
@@ -82,7 +82,7 @@ def _vllm_use(metrics: Scraped, usage: str, vllm: VllmBlocks) -> KvUse:
     part = metrics.sum(usage)
     if not 0 <= part <= 1:
         raise UserError(f"its /metrics say that {part:g} of its KV is in use, where 0 to 1 is possible")
-    num_used = round(part * (num_blocks - 1))  # vLLM keeps one block, which belongs to no request
+    num_used = round(part * (num_blocks - 1))  # vLLM keeps one block for itself
     return KvUse(
         used_bytes=num_used * block_bytes,
         pool_bytes=num_blocks * block_bytes,
@@ -91,7 +91,7 @@ def _vllm_use(metrics: Scraped, usage: str, vllm: VllmBlocks) -> KvUse:
 
 
 def _total(metrics: Scraped, name: str, **labels: str) -> int:
-    """The samples of a name that have these labels, added up, as a count."""
+    """Return the sum of the samples of a name that have these labels, as a count."""
     value = metrics.sum(name, **labels)
     if not 0 <= value < 2**63:
         raise UserError(f"its /metrics say {value:g} of {name}, which is no count")

@@ -1,4 +1,4 @@
-"""A running OpenAI server, as a target to profile."""
+"""Opens a running OpenAI server as a target to profile."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from floodplain.workload.prompts import PromptTokenizer
 
 LOOK_S = 0.25
 LIMITS = AnswerLimits(max_bytes=2**21)
-"""Of one look at the metrics. Those of a large vLLM have 300 kB."""
+"""Limits of one read of the metrics. Those of a large vLLM have 300 kB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddress:
-    """Where a server is.
+    """The address of a server, and how to use it.
 
     Attributes:
         base_url: As for ``HttpTarget``.
@@ -46,10 +46,10 @@ class ServerAddress:
 async def open_server(
     server: ServerAddress, tokenizer: PromptTokenizer, vllm: VllmBlocks, prompts: PromptForm
 ) -> AsyncIterator[Opened]:
-    """A server that answers, and whose metrics say how much KV is in use.
+    """Open a server that answers, and whose metrics state how much KV is in use.
 
     Raises:
-        UserError: There is none, or its metrics do not say.
+        UserError: There is none, or its metrics do not state it.
     """
     target = HttpTarget(server.base_url, server.model, api_key=server.api_key, prompts=prompts)
     client = HttpClient(server.root, server.api_key)

@@ -1,4 +1,4 @@
-"""Which steps are measured so that every part of their time can be told: batches of many sizes, spread evenly."""
+"""Chooses steps to measure so that each part of their time can be fitted: batches of many sizes, spread evenly."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from floodplain.core.errors import UserError
 from floodplain.cost.step_time import StepWork
 
 LEAST_CONTEXT = 2
-"""Of a decode that is measured: a step before it feeds the token before its own."""
+"""The least context of a measured decode: a step before it feeds the token before its own."""
 _MOST_CHUNKS = 4
 _CONTEXT_SPREAD = (0.5, 1.5)
-"""Contexts of one batch lie around their mean as widely as this."""
+"""The range of contexts of one batch, as factors of their mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +22,9 @@ class StepLimits:
     """The largest step that an engine can run.
 
     Attributes:
-        max_num_seqs: Most sequences.
-        max_batched_tokens: Most tokens that one step feeds.
-        max_model_len: Most tokens of one sequence.
+        max_num_seqs: The most sequences.
+        max_batched_tokens: The most tokens that one step feeds.
+        max_model_len: The most tokens of one sequence.
         num_blocks: Of the KV pool.
         block_tokens: Tokens in a block.
 
@@ -55,7 +55,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """One step.
+    """The size of one step.
 
     Attributes:
         contexts: Tokens that each decode attends to, itself included.
@@ -67,22 +67,22 @@ class StepShape:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence when the step has run."""
+        """Return the tokens of each sequence after the step."""
         return (*self.contexts, *(before + tokens for before, tokens in self.chunks))
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step feeds."""
+        """Return the number of tokens that the step feeds."""
         return len(self.contexts) + sum(tokens for _, tokens in self.chunks)
 
     @property
     def work(self) -> StepWork:
-        """What it computes."""
+        """Return the work that the step computes."""
         return StepWork.of(self.contexts, self.chunks)
 
 
 def draw_shapes(limits: StepLimits, num_shapes: int, rng: Random) -> list[StepShape]:
-    """Steps with decodes, with chunks, and with both, as many of each; the logarithms of their sizes spread evenly."""
+    """Return steps with decodes, with chunks, and with both, in equal parts, with log-uniform sizes."""
     kinds: tuple[Callable[[_Spread, StepLimits], StepShape], ...] = (_decodes, _one_chunk, _some_chunks, _mixed)
     shapes = []
     for number, kind in enumerate(kinds):
@@ -94,7 +94,7 @@ def draw_shapes(limits: StepLimits, num_shapes: int, rng: Random) -> list[StepSh
 
 
 class _Spread:
-    """Draws ``count`` times from each of several ranges: once from each ``count``-th part of the range's logarithm."""
+    """Draws ``count`` times from each range, log-uniformly: once from each ``count``-th part of its logarithm."""
 
     def __init__(self, count: int, rng: Random) -> None:
         self._count = count
@@ -132,14 +132,14 @@ def _mixed(spread: _Spread, limits: StepLimits) -> StepShape:
 
 
 def _chunk(spread: _Spread, limits: StepLimits, count: int) -> tuple[int, int]:
-    """(before, tokens) of one of ``count`` chunks of a step; half of them begin their prompts."""
+    """Return (tokens before, tokens) of one of ``count`` chunks of a step; half of them begin their prompts."""
     tokens = spread.draw("tokens", 2, limits.max_batched_tokens // count)
     before = spread.draw("before", 1, limits.max_model_len**2) // limits.max_model_len
     return before, tokens
 
 
 def _fitted(shape: StepShape, limits: StepLimits) -> StepShape:
-    """The shape within the limits: its lengths are cut; then there are fewer decodes and chunks; then shorter ones."""
+    """Return the shape within the limits: lengths are cut, then decodes and chunks dropped, then all shortened."""
     longest = limits.max_model_len
     contexts = tuple(min(max(context, LEAST_CONTEXT), longest) for context in shape.contexts)
     chunks = tuple(

@@ -1,4 +1,4 @@
-"""The profile of an engine's steps: they are measured, their parts fitted, and the errors of the fit told."""
+"""Profiles an engine's steps: measures them, fits the parts of their time, and states the errors of the fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from floodplain.profiler.step_grid import draw_shapes
 from floodplain.profiler.step_recorder import RecordedStep, StepRecorder, limits_of, record_rows
 
 _NUM_WARM_UP = 8
-"""Steps that are run and not measured: kernels are compiled and caches filled on first use."""
+"""Steps that are run and not measured: the first use compiles kernels and fills caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class StepGrid:
 
     Attributes:
         num_shapes: Of different sizes.
-        num_repeats: How often each, at most.
+        num_repeats: The most measurements of each.
         limit_s: Seconds after which no more are measured.
 
     Raises:
@@ -76,7 +76,7 @@ def profile_steps(config: EngineConfig, grid: StepGrid, on_step: Callable[[], ob
 
 
 def make_profile(config: EngineConfig, grid: StepGrid, steps: Sequence[RecordedStep]) -> Profile:
-    """The profile of steps that were measured on an engine with this configuration.
+    """Return the profile of steps that were measured on an engine with this configuration.
 
     Raises:
         UserError: The steps leave a part of their time undetermined.

@@ -1,7 +1,7 @@
-"""Measures steps of chosen sizes on an engine that has nothing else to do.
+"""Measures steps of chosen sizes on an otherwise idle engine.
 
-Plans go to the engine's executor as its loop would make them, over blocks of its own pool. What lies in these blocks
-was never computed: a step takes as long. What the loop itself takes is not in a step (``scheduler_s`` of results).
+Plans go to the engine's executor as its loop makes them, over blocks of its own pool. The KV in these blocks was never
+computed, which does not change a step's time. The loop's own time is not part of it (``scheduler_s`` of results).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REQUEST = Request(request_id="step", prompt_token_ids=(_TOKEN,), params=Samplin
 
 
 def limits_of(engine: Engine) -> StepLimits:
-    """The largest step that an engine can run."""
+    """Return the largest step that an engine can run."""
     config, ledger = engine.loop.state.config, engine.loop.state.ledger
     return StepLimits(
         max_num_seqs=config.max_num_seqs,
@@ -39,7 +39,7 @@ def limits_of(engine: Engine) -> StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A step that was measured: its shape, the median of its seconds, and how often."""
+    """A measured step: its shape, the median of its seconds, and the number of measurements."""
 
     shape: StepShape
     seconds: float
@@ -47,12 +47,12 @@ class RecordedStep:
 
     @property
     def row(self) -> StepRow:
-        """For a fit."""
+        """Return the row for a fit."""
         return StepRow(self.shape.work, self.seconds)
 
 
 class StepRecorder:
-    """Runs steps on an engine without requests. It must get none as long as this is in use, nor afterwards.
+    """Runs steps on an engine without requests. The engine must get none meanwhile, nor afterwards.
 
     Args:
         engine: The engine.
@@ -70,7 +70,7 @@ class StepRecorder:
         self._last: tuple[SeqId, ...] = ()
 
     def measure(self, shape: StepShape) -> float:
-        """Seconds of one step: decodes have fed the token before theirs in a step that is not measured."""
+        """Return the seconds of one step, before which an unmeasured step feeds each decode's previous token."""
         seq_ids = tuple(SeqId(next(self._seq_ids)) for _ in shape.lengths)
         decodes, chunked = seq_ids[: len(shape.contexts)], seq_ids[len(shape.contexts) :]
         begun = [_chunk(seq_id, context - 2, 1) for seq_id, context in zip(decodes, shape.contexts, strict=True)]
@@ -111,19 +111,19 @@ def record_rows(
     on_step: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[RecordedStep]:
-    """Measure all shapes again and again, each time in another order, until enough is known or the time is over.
+    """Measure all shapes repeatedly, each time in another order, until the time is over.
 
     Args:
         recorder: Measures them.
-        shapes: Which.
-        num_repeats: How often each, at most.
+        shapes: What to measure.
+        num_repeats: The most measurements of each.
         limit_s: Seconds after which no more steps are measured; one always is.
         rng: Shuffles them.
         on_step: Called after each step.
         clock: Monotonic seconds.
 
     Returns:
-        Those that were measured, in the order of ``shapes``.
+        The measured ones, in the order of ``shapes``.
     """
     times: dict[int, list[float]] = {}
     end = clock() + limit_s

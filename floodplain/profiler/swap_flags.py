@@ -1,4 +1,4 @@
-"""The flags of ``floodplain profile swap``, and which of them contradict each other or those of engine and workload."""
+"""The flags of ``floodplain profile swap``, and checks against engine and workload flags."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SwapProfileConfig:
         _check_pair("long_contexts", self.long_contexts, "long_tokens", self.long_tokens)
 
     def check_engine(self, engine: EngineConfig) -> None:
-        """Refuse flags of an engine that say nothing here.
+        """Refuse flags of an engine that do not apply here.
 
         Raises:
             UserError: There is one.
@@ -74,7 +74,7 @@ class SwapProfileConfig:
         """Refuse flags of a workload that the bursts decide.
 
         Raises:
-            UserError: There is one, or none of both says the stable rate.
+            UserError: There is one, or the stable rate is given by neither or both of its flags.
         """
         if math.isfinite(spec.request_rate) == (self.llm_profile is not None):
             raise UserError("what is the stable rate? Give --request-rate, or --llm-profile FILE")

@@ -1,7 +1,7 @@
 """AQUA-PROFILER for consumers (AQUA, sections 4.1 and 9.4): the swap space that bursts, prefixes and contexts need.
 
-Bursts are served in virtual time with a swap space that cannot run out. What is counted is the most of it in use since
-the burst began: backups that preempted requests need, and those that the policy wrote ahead for requests on the device.
+Bursts are served in virtual time with a swap space that cannot run out. The result is its peak use since the burst
+began: backups that preempted requests need, and those that the policy wrote ahead for requests on the device.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NUM_BEFORE = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bursts:
-    """What is tried.
+    """The bursts to try.
 
     Attributes:
         stable_rate: Requests per second that the model keeps up with.
-        factors: Rates of the bursts, over it.
-        seconds: How long a burst lasts. The stable rate goes on for as long after it.
+        factors: Rates of the bursts, as multiples of it.
+        seconds: How long a burst lasts. The stable rate follows for as long.
         num_tries: Of each.
         seed: Of the first try.
     """
@@ -51,7 +51,7 @@ class Bursts:
     seed: int
 
     def phases(self, factor: float) -> tuple[Phase, ...]:
-        """Before the burst, the burst, and after it."""
+        """Return the phases before, during and after the burst."""
         rate = self.stable_rate
         return Phase(NUM_BEFORE / rate, rate), Phase(self.seconds, factor * rate), Phase(self.seconds, rate)
 
@@ -62,8 +62,8 @@ class BurstServer:
     Args:
         config: The engine flags; ``kv_memory`` is given.
         source: The model, for its shape and its tokenizer.
-        cost: What steps cost.
-        load: The requests; the bursts say when they arrive.
+        cost: The cost of steps.
+        load: The requests; the bursts decide when they arrive.
 
     Raises:
         UserError: The pool is too small for one request.
@@ -78,15 +78,15 @@ class BurstServer:
 
     @property
     def block_bytes(self) -> int:
-        """Of one KV block."""
+        """Return the bytes of one KV block."""
         return self._device.config.block_bytes
 
     def bytes_of(self, num_prompts: int, num_tokens: int) -> int:
-        """KV of so many prompts of at most so many tokens, in whole blocks."""
+        """Return the KV bytes of so many prompts of at most so many tokens, in whole blocks."""
         return num_prompts * -(-num_tokens // self._device.block_tokens) * self.block_bytes
 
     def try_burst(self, bursts: Bursts, factor: float, seed: int) -> dict[str, Any]:
-        """One burst; what came of it."""
+        """Serve one burst, and return its row of the profile."""
         asked = burst_requests(self._load, self._tokenizer, bursts.phases(factor), seed)
         requests, _ = servable(asked, self._device)
         policy = make_policy(self._config.policy, self._config.sharing_settings())
@@ -110,7 +110,7 @@ class BurstServer:
         }
 
     def _roomy_device(self, requests: list[Request]) -> VirtualDevice:
-        """A device whose swap space holds all that these requests will ever have, for one loop."""
+        """Return a device, for one loop, whose swap space holds all KV that these requests will ever have."""
         block_tokens = self._device.block_tokens
         lengths = [len(one.prompt_token_ids) + (one.params.max_tokens or 0) for one in requests]
         num_slots = sum(-(-length // block_tokens) for length in lengths)
@@ -129,17 +129,17 @@ def profile_swap(
     settings: dict[str, Any],
     on_try: Callable[[], object] = lambda: None,
 ) -> Profile:
-    """Try all bursts.
+    """Try all bursts, and return the profile.
 
     Args:
         server: Serves them.
-        bursts: What is tried.
-        chosen: The burst that swap space is needed for.
+        bursts: The bursts to try.
+        chosen: The burst for which swap space is needed.
         cached: (prompts, tokens of the longest) to keep as prefixes.
         long: The same of contexts that do not fit the device.
         subject: The model.
-        machine: What the cost of its steps is of.
-        settings: What was asked for.
+        machine: The machine whose steps the cost describes.
+        settings: All settings, for the profile.
         on_try: Called after each try.
     """
     rows = []
@@ -172,7 +172,7 @@ def profile_swap(
 
 
 def burst_requests(load: Load, tokenizer: PromptTokenizer, phases: tuple[Phase, ...], seed: int) -> list[Request]:
-    """Requests of a load that arrive at the phases' rates until the last one ends.
+    """Return requests of a load that arrive at the phases' rates until the last one ends.
 
     Raises:
         UserError: There would be too many.
@@ -184,7 +184,7 @@ def burst_requests(load: Load, tokenizer: PromptTokenizer, phases: tuple[Phase, 
 
 
 def _beside_paper(row: dict[str, Any], subject: str) -> dict[str, Any]:
-    """The row, with what AQUA's authors found for the same burst if the model is theirs."""
+    """Return the row, with what AQUA's authors measured for the same burst if the model is theirs."""
     if PAPER_MODEL not in subject.lower() or row["factor"] not in PAPER_SWAP_GB:
         return row
     return {**row, "paper_bytes": round(1e9 * PAPER_SWAP_GB[row["factor"]])}

@@ -1,4 +1,4 @@
-"""From the flags of ``floodplain profile swap`` to a profile."""
+"""Runs ``floodplain profile swap`` from its flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_profile(config: SwapProfileConfig, engine: EngineConfig, spec: WorkloadS
 
     Args:
         config: Of the verb.
-        engine: What of it applies in virtual time.
+        engine: Of the engine; what applies in virtual time.
         spec: The requests.
         progress: Show a bar.
 
@@ -59,7 +59,7 @@ def run_profile(config: SwapProfileConfig, engine: EngineConfig, spec: WorkloadS
 
 
 def _cost(config: SwapProfileConfig) -> tuple[StepCost, str]:
-    """(what steps cost, of which machine that is)."""
+    """Return (the cost of steps, the machine that it describes)."""
     if config.steps is None:
         return read_cost(dict(zip(LINE_PARTS, config.step_line, strict=True))), "a machine that was described"
     measured = read_profile(config.steps, "step")

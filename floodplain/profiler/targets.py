@@ -1,4 +1,4 @@
-"""What is profiled: anything that can be tried at a rate, and says what its clients saw and how much KV that took."""
+"""Targets to profile: they can be tried at a rate, and report what clients saw and how much KV that took."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from floodplain.workload.traces import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What one try showed.
+    """The observations of one try.
 
     Attributes:
         answers: What clients saw, one for each request that was sent.
-        is_cut: The try ended when its goals were out of reach.
-        peak_kv_bytes: Most KV that requests held.
+        is_cut: Whether the try ended because its goals were out of reach.
+        peak_kv_bytes: The most KV that requests held.
         kv_bytes: The KV pool.
-        error: Why the first request that failed did.
+        error: Of the first request that failed.
     """
 
     answers: Sequence[Answer]
@@ -41,7 +41,7 @@ class Target(Protocol):
 
     @property
     def machine(self) -> str:
-        """What it runs on, for the profile."""
+        """The machine that it runs on, for the profile."""
 
     @property
     def is_virtual(self) -> bool:
@@ -63,21 +63,21 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent to a target.
+    """The requests for a target.
 
     Attributes:
-        spec: The workload flags; the rate, the number of requests and the seed are those of each try.
-        trace: What ``spec.trace`` holds, if it names a file.
+        spec: The workload flags; each try has its own rate, number of requests and seed.
+        trace: The content of ``spec.trace``, if that names a file.
     """
 
     spec: WorkloadSpec
     trace: Trace | None = None
 
     def make(self, tokenizer: PromptTokenizer, rate: float, seed: int, duration_s: float) -> list[LoadRequest]:
-        """The requests of one try: at least one, the last arriving at the end.
+        """Return the requests of one try: at least one, the last arriving at the end.
 
-        Without a trace the arrivals have the flags' burstiness. With one they are a piece of it, as long as it takes,
-        that begins where the seed says; its arrivals are stretched to the rate.
+        Without a trace the arrivals have the flags' burstiness. With one they are a piece of it, of the needed length,
+        that begins at a place drawn by the seed; its arrivals are stretched to the rate.
 
         Raises:
             UserError: There would be too many, or one of them would be too long.
@@ -92,7 +92,7 @@ class Load:
 
 
 def _piece(trace: Trace, count: int, rate: float, seed: int) -> Trace:
-    """``count`` rows that follow each other, from the beginning again after the end, at exactly this mean rate."""
+    """Return ``count`` consecutive rows at exactly this mean rate; after the last row the first follows."""
     start = int(np.random.default_rng(seed).integers(len(trace.rows)))
     rows = [trace.rows[(start + offset) % len(trace.rows)] for offset in range(count + 1)]
     mean_gap_s = trace.rows[-1].arrival_s / len(trace.rows)

@@ -1,4 +1,4 @@
-"""A device in virtual time, as the flags of an engine describe it."""
+"""Makes the device in virtual time that an engine's flags describe."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from floodplain.runtime.state import LoopConfig
 from floodplain.sim.serving import VirtualDevice
 
 DEFAULT_LINK = "pcie5"
-"""To the swap space, unless ``--hardware`` says otherwise. Virtual links are as fast as the real ones."""
+"""The default link to swap space, without ``--hardware``. Virtual links are as fast as the real ones."""
 
 
 def make_device(config: EngineConfig, model: ModelConfig, step_time_s: Callable[[StepPlan], float]) -> VirtualDevice:
-    """The device that the engine flags describe.
+    """Return the device that the engine flags describe.
 
     Args:
-        config: ``kv_memory`` is given; ``device`` and what else says how to compute is not looked at.
+        config: ``kv_memory`` is given; ``device`` and the other flags of how to compute are ignored.
         model: The model.
         step_time_s: Seconds of a step.
 

@@ -1,4 +1,4 @@
-"""Requests of a load, as a loop in virtual time takes them."""
+"""Requests of a load, in the form that a loop in virtual time takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from floodplain.workload.records import LoadRequest
 
 
 def to_request(asked: LoadRequest) -> Request:
-    """Outputs end by their length: no step samples anything that could end them."""
+    """Return the request. Its output ends by length, because no step samples a token that could end it."""
     return Request(
         request_id=asked.request_id,
         prompt_token_ids=asked.prompt_token_ids,
@@ -23,7 +23,7 @@ def to_request(asked: LoadRequest) -> Request:
 
 
 def servable(requests: Iterable[Request], device: VirtualDevice) -> tuple[list[Request], str | None]:
-    """(requests that the device can serve at all, why the first of the others cannot)."""
+    """Return (requests that the device can serve at all, why the first of the others cannot be)."""
     loop = device.make_loop(FcfsPolicy(), seed=0)
     taken, error = [], None
     for request in requests:

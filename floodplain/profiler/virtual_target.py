@@ -1,4 +1,4 @@
-"""The step loop in virtual time, as a target to profile: steps take what a measured line says, and nothing computes."""
+"""The step loop in virtual time as a target to profile: step times come from a measured cost, and nothing computes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from floodplain.workload.prompts import PromptTokenizer
 
 
 class VirtualTarget:
-    """A ``Target`` whose every try is computed, and the same whenever it is asked for.
+    """A ``Target`` whose tries are computed; a repeated try has the same result.
 
     Args:
         config: The engine flags; ``kv_memory`` is given.
         source: The model, for its shape and its tokenizer.
-        cost: What a step takes.
-        machine: What that was measured on.
-        load: What is sent.
+        cost: The cost of steps.
+        machine: The machine on which that was measured.
+        load: The requests.
 
     Raises:
         UserError: The pool is too small for one request.
@@ -41,10 +41,10 @@ class VirtualTarget:
         self._device = make_device(config, source.config, StepTimer(cost).time_s)
 
     def run(self, rate: float, seed: int, duration_s: float) -> Seen:
-        """See ``Target``."""
+        """Serve the requests of one try in virtual time; return what was seen."""
         asked = [to_request(one) for one in self._load.make(self._tokenizer, rate, seed, duration_s)]
         served, error = servable(asked, self._device)
-        device = replace(self._device, step_time_s=StepTimer(self._cost).time_s)  # it follows the plans of one loop
+        device = replace(self._device, step_time_s=StepTimer(self._cost).time_s)  # a timer is of one loop
         done = serve(served, make_policy(self._config.policy, self._config.sharing_settings()), device)
         answers = [Answer(sent_s=life.arrival_s, token_times_s=life.token_times_s) for life in done.lifecycles]
         refused = [Answer(sent_s=0.0, token_times_s=(), is_whole=False)] * (len(asked) - len(served))

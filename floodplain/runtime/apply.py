@@ -12,7 +12,7 @@ from floodplain.runtime.state import LoopState
 
 
 class PlanBuilder:
-    """Applies one decision to the loop's state. A decision that the view did not allow is a broken invariant."""
+    """Applies decisions to the loop's state; InvariantError for one that the view did not allow."""
 
     def __init__(self, state: LoopState, moves: Moves) -> None:
         self._state = state
@@ -22,7 +22,7 @@ class PlanBuilder:
         self._tables: list[TableUpdate] = []
 
     def build(self, decision: Decision, step_id: int, now: float) -> tuple[StepPlan, list[Sequence], list[Sequence]]:
-        """The plan, the sequences that it decodes, and those that it gives chunks (in the plan's order)."""
+        """Returns (the plan, its decoding sequences, its sequences with chunks in the plan's order)."""
         self._tables = []
         transfers = self._start_moves(decision, now)
         for seq_id in sorted(self._state.stale_tables):
@@ -47,9 +47,9 @@ class PlanBuilder:
         return plan, decoding, [seq for seq, _ in chunks]
 
     def _start_moves(self, decision: Decision, now: float) -> list[Transfer]:
-        """Departures first, since they make room; then prefix hits, before anything new can evict them.
+        """Apply preemptions first, since they free blocks; then prefix hits, before allocations can evict them.
 
-        Departures must not take the slots of prefixes that are about to come.
+        Prefixes that are about to be fetched are held meanwhile, so that swap-outs do not take their slots.
         """
         held = self._moves.back.hold_prefixes([order.seq_id for order in decision.resumptions])
         moves = [self._moves.out.preempt(order, now) for order in decision.preemptions]
@@ -66,7 +66,7 @@ class PlanBuilder:
     # -- decodes ---------------------------------------------------------------------------------------------------
 
     def _schedule_decodes(self, decodes: tuple[SeqId, ...]) -> list[Sequence]:
-        """One token for each. This is the loop's hot path: nothing here may cost more than a few lookups."""
+        """Schedule one token for each decode. This is the loop's hot path: a few lookups per sequence at most."""
         sequences, block_tokens = self._state.sequences, self._state.ledger.block_tokens
         decoding = []
         for seq_id in decodes:
@@ -86,7 +86,7 @@ class PlanBuilder:
         return decoding
 
     def _mark_pausing(self, num_decodes: int) -> None:
-        """A decoding sequence that gets no token in this step breaks its streak: its row is stale."""
+        """Mark rows of decoding sequences that get no token in this step as stale."""
         if num_decodes == len(self._state.running):
             return
         active = set(self._last_decodes)

@@ -1,4 +1,4 @@
-"""Blocks on their way in: sequences that come back from swap space, and those that fetch a prefix from there."""
+"""Inbound transfers: swap-ins of sequences, and fetches of prefixes for waiting requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Arrival:
     backups: tuple[Backup, ...]
 
     def count_leading(self, lost: Seq[int]) -> int:
-        """Blocks of the table before the first that is lost: ``lost`` are places in ``loading``."""
+        """Blocks of the table before the first lost one: ``lost`` are places in ``loading``."""
         missing = {self.loading[place] for place in lost}
         return next((index for index, block in enumerate(self.table) if block in missing), len(self.table))
 
@@ -54,18 +54,18 @@ class Arrivals:
         return transfer_id in self._in_flight
 
     def shared_tables(self) -> list[list[BlockId]]:
-        """References held by sequences on their way in: blocks that were on the device already."""
+        """References of loading sequences to blocks that were on the device already."""
         moves = self._in_flight.values()
         return [[block for block in move.table if block not in set(move.loading)] for move in moves]
 
     def remap_blocks(self, moved: dict[BlockId, BlockId]) -> None:
-        """Blocks that no copy touches moved; sequences on their way in may hold some of them."""
+        """Replace moved blocks in the tables of loading sequences; no copy touches these blocks."""
         for transfer_id, move in self._in_flight.items():
             table = tuple(moved.get(block, block) for block in move.table)
             self._in_flight[transfer_id] = replace(move, table=table)
 
     def hold_prefixes(self, seq_ids: Iterable[SeqId]) -> list[Backup]:
-        """Keep what those of them that wait will fetch, until the caller releases it."""
+        """Keep the backups that waiting ones of these requests are about to load; the caller releases them."""
         held: list[Backup] = []
         for seq_id in seq_ids:
             seq = self._state.expect(seq_id, Status.SWAPPED, Status.WAITING)
@@ -76,10 +76,10 @@ class Arrivals:
         return held
 
     def resume(self, seq_id: SeqId, reason: Reason, now: float) -> Transfer | None:
-        """Bring a sequence onto the device with what swap space has of it; what it lacks is left to compute.
+        """Resume a swapped or waiting sequence with its KV in swap space; missing KV is computed later.
 
         Returns:
-            The copy that must arrive before it runs; None if nothing needs one and it is running now.
+            The copy that must arrive before it runs; None if none is needed and it is running now.
 
         Raises:
             InvariantError: There are too few blocks.
@@ -132,16 +132,16 @@ class Arrivals:
         state.enter(seq, Status.RUNNING)
 
     def _release_unrestored(self, seq: Sequence) -> None:
-        """Backups of blocks that must be computed again: no view may count them for blocks that are on the device."""
+        """Release backups of blocks that must be recomputed: views must not count them for blocks on the device."""
         restored = set(seq.keys[: seq.num_sealed])
         for backup in [backup for backup in seq.backups if backup.key not in restored]:
             seq.backups.remove(backup)
             self._state.backups.release(backup)
 
     def settle(self, transfer_id: int, lost: Seq[int], now: float) -> None:
-        """The executor is done with a transfer. What stands before the first of its blocks that is lost is kept.
+        """End a transfer: the blocks before the first lost one are kept.
 
-        If that is nothing, the sequence is where it was before.
+        If no block is kept, the sequence returns to its status before the transfer.
         """
         state, move = self._state, self._in_flight.pop(transfer_id)
         for backup in move.backups:
@@ -162,7 +162,7 @@ class Arrivals:
             state.drop_lost(missing)
 
     def _keep_leading(self, move: _Arrival, num_blocks: int) -> _Arrival:
-        """What is left of a move if only so many leading blocks of its table are kept; the others are given back."""
+        """The arrival reduced to the first ``num_blocks`` of its table; the other blocks are freed."""
         move.seq.num_arriving = 0
         loading, gone = set(move.loading), move.table[num_blocks:]
         self._state.ledger.free([block for block in gone if block not in loading])

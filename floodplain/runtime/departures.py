@@ -1,7 +1,7 @@
-"""Blocks on their way out: sequences that leave, full blocks written behind, prefixes that would be forgotten.
+"""Outbound transfers: swap-outs, backups of full blocks, and backups of cached prefixes.
 
-What is backed up already is never copied again, so preempting a sequence whose full blocks were written behind moves
-its last, partly filled block at most.
+A block with a backup is never copied again, so preempting a sequence whose full blocks were written behind copies at
+most its last, partly filled block.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Departures:
         """Take a running sequence off the device.
 
         Returns:
-            The copy that must be made; None if everything is backed up, or shall be recomputed.
+            The copy that must be made; None if everything is backed up, or is to be recomputed.
 
         Raises:
             InvariantError: The sequence is in an outstanding step, or the tier has too few slots.
@@ -74,16 +74,16 @@ class Departures:
         return transfer
 
     def back_up(self, seq_id: SeqId, num_blocks: int, tier: Tier) -> Transfer | None:
-        """Write up to ``num_blocks`` more full, computed blocks of a running sequence behind; None if none are left.
+        """Back up to ``num_blocks`` more full, computed blocks of a running sequence; None if none needs a copy.
 
-        Those that have a backup already count: they are kept from now on, so that their slots do not give way any more.
+        Blocks that have a backup already count: the sequence keeps these from now on, so that they are not evicted.
         """
         seq = self._state.expect(seq_id, Status.RUNNING)
         missing = self._keep_known(seq, num_blocks)
         return self._begin(seq, missing, tier, TransferKind.BACKUP, None) if missing else None
 
     def save_prefixes(self, order: PrefixBackupOrder) -> Transfer | None:
-        """Write content that the device would forget next to swap space; None if all of it is there already."""
+        """Back up the cached blocks that are evicted next; None if all have backups or slots are short."""
         state = self._state
         at_risk = state.ledger.next_evicted(order.num_at_risk)
         unsaved = ((block, key) for block, key in at_risk if state.backups.find(key) is None)
@@ -112,14 +112,14 @@ class Departures:
         return transfer
 
     def _tail_key(self, seq: Sequence) -> BlockKey:
-        """Nobody shares a partial block, so its key is the sequence's own, and another one each time."""
+        """A new unique key for the sequence's partial block, which is never shared."""
         return block_key(BlockKey(seq.root + b"tail"), (seq.seq_id, self._next_id()))
 
     def _keep_known(self, seq: Sequence, most: int | None = None) -> list[tuple[int, BlockKey]]:
-        """Go over the full blocks that it keeps no backup of, ``most`` at most: keep those backups that exist.
+        """Keep existing backups of up to ``most`` full blocks of which the sequence keeps none yet.
 
         Returns:
-            (index, key) of those that do not.
+            (index, key) of those blocks that have no backup.
         """
         block_tokens = self._state.ledger.block_tokens
         keys = seq.keys_for(seq.num_computed // block_tokens, block_tokens)
@@ -148,10 +148,10 @@ class Departures:
         return self._start(kind, _Departure(seq.seq_id, blocks, tuple(backups)), reason)
 
     def _reserve(self, keys: list[BlockKey], tier: Tier) -> list[Backup]:
-        """Slots in ``tier``, and in others for what finds no room there.
+        """Allocate slots in ``tier``, and in other tiers for blocks that do not fit there.
 
-        The policy counted a slot in ``tier`` for each block without a kept backup. Some turned out to have one that
-        nobody kept, which took a slot of the tier where it lies: over all tiers there is room, if not in this one.
+        The policy counted a slot in ``tier`` for each block without a kept backup. Some blocks turned out to have an
+        idle backup, which took a slot of its own tier: there is room over all tiers, but perhaps not in this one.
         """
         backups = self._state.backups.begin_write_from(tier, keys)
         if backups is None:
@@ -165,7 +165,7 @@ class Departures:
         return Transfer(transfer_id, kind, move.seq_id, move.blocks, locations, reason)
 
     def settle(self, transfer_id: int, lost: Seq[int]) -> None:
-        """The executor is done with a transfer; blocks at the places ``lost`` have no backup, the others have one."""
+        """End a transfer: blocks at the places ``lost`` have no backup, the others have one."""
         state, move = self._state, self._in_flight.pop(transfer_id)
         state.ledger.unpin(move.blocks)
         for backup in move.backups:
@@ -182,7 +182,7 @@ class Departures:
         self._note_unpinned(seq, move.blocks)
 
     def _note_unpinned(self, seq: Sequence | None, blocks: tuple[BlockId, ...]) -> None:
-        """Whoever holds one of them alone can give it up now: mostly its own sequence, if it is on the device."""
+        """Mark counts of exclusive blocks as stale, since unpinned blocks may have become exclusive."""
         state = self._state
         held = {block for block in blocks if state.ledger.refcount(block) == 1}
         if seq is not None and seq.status is Status.RUNNING and held.issubset(seq.blocks):

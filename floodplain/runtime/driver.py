@@ -1,11 +1,11 @@
-"""Drives a step loop: what the engine's shell and the simulator do alike around it. Pure: times are handed in.
+"""Drives a step loop for the engine's shell and for the simulator. Pure: times are arguments.
 
     plan = driver.next_plan(now)             a StepPlan to execute, or Wait
-    outputs = driver.complete(result, now)   the executor has answered the oldest one
+    outputs = driver.complete(result, now)   the result of the oldest outstanding step
     driver.settle(ended, take_times, now)    copies have ended, at a boundary
 
-A user brings the clock, the waiting and the executor. While ``next_plan`` says Wait it calls ``note_wait``, and
-``end_wait`` when that is over.
+The caller has the clock, the executor, and the waiting. While ``next_plan`` returns Wait it calls ``note_wait``, and
+then ``end_wait``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from floodplain.runtime.loop import Loop
 
 
 class StepDriver:
-    """A loop, the copies of its plans that are under way, and the time that was lost on them.
+    """A loop, its outstanding steps and copies, and the time lost to stalls.
 
     Attributes:
         loop: The step loop.
@@ -36,10 +36,10 @@ class StepDriver:
         self._stalled_since_s: float | None = None
 
     def next_plan(self, now: float) -> StepPlan | Wait:
-        """Plan one more step, or say that there is nothing to run. The plan's transfers are under way from now on.
+        """Plan one more step; Wait if nothing can run. The plan's transfers count as in flight from now on.
 
         Raises:
-            InvariantError: A bug; see ``Loop.next_plan``.
+            InvariantError: A bug in the policy (``Loop.next_plan``).
         """
         plan = self.loop.next_plan(now)
         if isinstance(plan, StepPlan):
@@ -56,7 +56,7 @@ class StepDriver:
         """Take in the result of the oldest outstanding step.
 
         Raises:
-            InvariantError: A bug; see ``Loop.complete``.
+            InvariantError: The result is not that step's (``Loop.complete``).
         """
         self.num_outstanding -= 1
         return self.loop.complete(result, now)
@@ -64,12 +64,12 @@ class StepDriver:
     def settle(
         self, ended: Seq[tuple[int, Seq[int]]], take_times: Callable[[], Iterable[CopyTime]], now: float
     ) -> None:
-        """Take in copies that ended, and let links learn from the times that they took.
+        """Settle copies that ended, and update link prices from their times.
 
         Args:
             ended: (transfer id, places in ``Transfer.blocks`` of the blocks that were not proven whole).
-            take_times: Asked only if a copy ended: how long the copies took since it was last asked.
-            now: Seconds, of the same clock as all other times here.
+            take_times: Called only if a copy ended; returns the copy times since its last call.
+            now: Seconds, on the same clock as all other times here.
         """
         self.num_copying -= len(ended)
         for transfer_id, lost in ended:
@@ -78,14 +78,14 @@ class StepDriver:
             self.loop.state.links.learn(copied)
 
     def note_wait(self, now: float) -> None:
-        """Nothing can run now: a stall, from the first call on, while requests are alive and copies under way."""
+        """Note that nothing can run: a stall begins if requests are alive and copies are in flight."""
         if not (self.num_copying and self.loop.state.sequences):
             self.end_wait(now)
         elif self._stalled_since_s is None:
             self._stalled_since_s = now
 
     def end_wait(self, now: float) -> None:
-        """Something may run again: count the stall, if there was one."""
+        """End the stall, if there is one, and add its time to ``stall_s``."""
         if self._stalled_since_s is not None:
             self.stall_s += now - self._stalled_since_s
             self._stalled_since_s = None

@@ -1,4 +1,4 @@
-"""What the loop's shell needs of whoever runs its plans: an engine, or a test.
+"""The interface through which the engine runs plans: a model runner, a pipeline, or a fake.
 
 The simulator needs no shell: ``sim.instance`` drives the loop itself.
 """
@@ -13,7 +13,7 @@ from floodplain.core.tiers import CopyTime
 
 
 class Executor(Protocol):
-    """Runs step plans in the order in which they are submitted. Several may be under way: as many as the loop plans."""
+    """Runs step plans in the order of submission. Up to ``LoopConfig.depth`` plans may be outstanding."""
 
     def submit(self, plan: StepPlan) -> None:
         """Take the next plan: apply its tables, start its transfers, run its batch after those of earlier plans.
@@ -35,11 +35,11 @@ class Executor(Protocol):
         ...
 
     def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, Sequence[int]]]:
-        """The same, waiting for the first one; empty if none is under way or the time is over."""
+        """As ``poll_transfers``, but wait for the first one; empty if none is in flight, or after the timeout."""
         ...
 
     def take_copy_times(self) -> Sequence[CopyTime]:
-        """How long links were busy with the copies that ended since the last call; may be empty where nobody knows."""
+        """Link times of the copies that ended since the last call; may be empty if they are not measured."""
         ...
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Requests that leave one step loop and go on in another, with the KV that was computed for them.
+"""Hands over requests from one step loop to another, with the KV that was computed for them.
 
-A ``Record`` says what a loop has of a request at a boundary, on the device and in swap space. ``adopt`` lets a request
-that was submitted to another loop run on from blocks that hold its KV already. Without blocks nothing is adopted: the
-request waits, and its KV is computed again from its tokens (KunServe, section 4.2).
+A ``Record`` has a loop's tokens and KV of a request at a boundary, on the device and in swap space. ``adopt`` resumes a
+request that was submitted to another loop from blocks that hold its KV already. Without blocks nothing is adopted: the
+request waits, and its KV is recomputed from its tokens (KunServe, section 4.2).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from floodplain.runtime.state import LoopState
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a loop has of a live request.
+    """A loop's tokens and KV of a live request.
 
     Attributes:
         request: As it was submitted.
         num_tokens: Known tokens, prompt included.
         num_computed: Leading tokens whose KV is in ``sources``.
-        sources: Where the blocks of these tokens lie, in order: see ``core.kv_sources``.
+        sources: Locations of the blocks of these tokens, in order (``core.kv_sources``).
     """
 
     request: Request
@@ -43,7 +43,7 @@ class Record:
 
 
 def take_records(loop: Loop) -> list[Record]:
-    """All live requests of a loop that has no step or copy under way, by priority and arrival."""
+    """Records of all live requests of a loop without outstanding steps or loads, by priority and arrival."""
     records = []
     for seq in sorted(loop.state.sequences.values(), key=lambda one: one.order_key):
         if seq.status is Status.FINISHED:
@@ -56,7 +56,7 @@ def take_records(loop: Loop) -> list[Record]:
 
 
 def _find_kv(state: LoopState, seq: Sequence) -> tuple[int, tuple[int, ...]]:
-    """(leading tokens whose KV exists, sources of their blocks). What a waiting request could share is not its own."""
+    """(leading tokens with KV, sources of their blocks); a waiting request has no KV of its own."""
     if seq.status is Status.RUNNING:
         return seq.num_computed, tuple(seq.blocks[: -(-seq.num_computed // state.ledger.block_tokens)])
     found = find_sources(state, seq) if seq.status is Status.SWAPPED else []
@@ -65,7 +65,7 @@ def _find_kv(state: LoopState, seq: Sequence) -> tuple[int, tuple[int, ...]]:
 
 
 def _is_near(source: Source) -> bool:
-    """Whether it lies on the device or in this machine's memory: a peer's memory is not read through this one."""
+    """Whether a source is on the device or in host memory: peer memory is not read through this process."""
     return source.backup is None or source.backup.location.tier is Tier.HOST
 
 
@@ -78,17 +78,17 @@ def _number(source: Source) -> int:
 
 
 def adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, now: float) -> bool:
-    """Let a waiting request run on from KV that is in ``blocks``: owned, with a reference that becomes the request's.
+    """Resume a waiting request from KV in owned ``blocks``; one reference to each becomes the request's.
 
     Args:
         loop: At a boundary.
         seq_id: Of the request.
-        blocks: Of its leading tokens.
+        blocks: Blocks of its leading tokens.
         num_computed: Tokens whose KV they hold: fewer than its known tokens.
         now: Monotonic seconds.
 
     Returns:
-        Whether it runs. False, with nothing changed, if it is gone, or as many as may run are running.
+        Whether it runs. False, with nothing changed, if it has ended or does not wait, or ``max_num_seqs`` are running.
     """
     state = loop.state
     seq = state.sequences.get(seq_id)
@@ -105,7 +105,7 @@ def adopt(loop: Loop, seq_id: SeqId, blocks: Seq[BlockId], num_computed: int, no
 
 
 class HeldBlocks:
-    """Blocks of a new ledger that requests on their way will take; some belong to several requests.
+    """Blocks of a new ledger that are held for handed-over requests; several requests may share some.
 
     Args:
         ledger: In which they are free.
@@ -135,7 +135,7 @@ class HeldBlocks:
         return len(self._counts)
 
     def take(self, row: int) -> tuple[BlockId, ...]:
-        """The blocks of a request, with a reference to each that is the caller's now."""
+        """Stop holding the blocks of a request; a reference to each becomes the caller's."""
         blocks = self._rows.pop(row)
         for block in blocks:
             self._counts[block] -= 1
@@ -146,6 +146,6 @@ class HeldBlocks:
         return blocks
 
     def drop(self, row: int) -> None:
-        """A request does not come, or comes without KV. Of a row that is not held nothing changes."""
+        """Free the blocks of a request that is not adopted, or without KV. No-op for a row that is not held."""
         if row in self._rows:
             self._ledger.free(self.take(row))

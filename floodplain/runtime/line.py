@@ -1,4 +1,4 @@
-"""A price that is a straight line in several amounts, and follows what was paid."""
+"""A price that is linear in several amounts, and is learned from what was paid."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from operator import mul
 
 
 class Line:
-    """What each of several amounts costs, and how uncertain that is: a Kalman filter of weights that drift.
+    """Unit prices of several amounts and their uncertainty: a Kalman filter of drifting weights.
 
-    Errors are relative, so that the small and the large are equally much to learn from.
+    Errors are relative, so that small and large payments teach equally much.
 
     Args:
-        weights: What each amount costs, as far as is known.
-        sizes: How far that may be off.
-        noise: How far a single payment may be off its price, as a part of it.
-        drift: How far a price may move from one payment to the next, as a part of it.
+        weights: Initial unit price of each amount.
+        sizes: Standard deviation of each initial price.
+        noise: Relative standard deviation of a single payment from its price.
+        drift: Relative standard deviation of a price's change from one payment to the next.
     """
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[float], *, noise: float, drift: float) -> None:
@@ -24,13 +24,13 @@ class Line:
         self._cov = [[size**2 * (row == column) for column in range(len(sizes))] for row, size in enumerate(sizes)]
 
     def price(self, amounts: Sequence[float]) -> float:
-        """What so much of each costs."""
+        """The price of these amounts."""
         return _dot(self.weights, amounts)
 
     def learn(self, amounts: Sequence[float], paid: float, scale: float | None = None) -> None:
-        """So much of each was worth ``paid``; errors count relative to ``scale``, or else to that. Both are above 0.
+        """Learn that ``amounts`` cost ``paid``; errors are relative to ``scale``, else ``paid``; both above 0.
 
-        Relative to what was paid, what cost far too much tells less than what cost far too little.
+        Relative to ``paid``, a payment far above its price teaches less than one far below.
         """
         scale = scale or paid
         features = [amount / scale for amount in amounts]

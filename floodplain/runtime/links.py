@@ -1,8 +1,8 @@
-"""What copies cost on each link, learned from the copies that ran: a link that others use, too, is slower today.
+"""Prices of copies on each link, learned from copies, since other processes may use a link, too.
 
-A copy is priced as a line, so much for itself and for each block, for each direction. What was measured or modelled at
-the start is where the lines begin, and where they return to when nothing has been copied for a while: else a link that
-was too slow for turns once would never be tried again. Policies see the slower direction.
+A copy is priced as a line, a constant plus a price per block, for each direction. The lines start at the values that
+were measured or modelled at the start, and return to them when nothing has been copied for a while: else a link that
+was once too slow for turns would never be tried again. Policies see the slower direction.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 from floodplain.runtime.line import Line
 
 _NOISE = 1.0
-"""How far a copy may be off its price, as a part of it: on a busy processor copies wait for a core."""
+"""Relative deviation of a copy from its price: on a busy processor copies wait for a core."""
 
 _MOST = 4.0
-"""Times its price: what takes longer says no more than that, since a single copy may have waited for anything."""
+"""Longer copy times are clamped to so many times the price, since a single copy may have waited for anything."""
 
 _DRIFT = 0.1
-"""How far a price may move from one copy to the next, as a part of it: a new one counts about a tenth."""
+"""Relative change of a price from one copy to the next: a new copy weighs about a tenth."""
 
 
 FORGET_STEPS = 1_000
-"""After so many steps without a copy nobody knows what copies cost now."""
+"""Steps without a copy after which learned prices are dropped as outdated."""
 
 
 class Links:
-    """The links of one engine, by the tier at their far end, as they are now.
+    """The current links of one engine, by the tier at their far end.
 
     Args:
         links: As measured or modelled at the start.
@@ -42,14 +42,14 @@ class Links:
         self._forget()
 
     def __getitem__(self, tier: Tier) -> Link:
-        """The link as of the last copy."""
+        """The link with prices as of the last copy."""
         if tier in self._stale:
             self._stale.remove(tier)
             self._now[tier] = self._price(tier)
         return self._now[tier]
 
     def as_of(self, step: int) -> Links:
-        """Itself, once more as at the start if the last copy is ``FORGET_STEPS`` ago."""
+        """This object, reset to the links of the start if the last copy is more than ``FORGET_STEPS`` ago."""
         if self._last_step is None:
             self._last_step = step
         elif step - self._last_step > FORGET_STEPS:
@@ -58,7 +58,7 @@ class Links:
         return self
 
     def learn(self, copied: CopyTime) -> None:
-        """Copies took this long. What took no time at all is nothing to learn from."""
+        """Learn from the time of copies; a duration of 0 is ignored."""
         if copied.num_blocks < 1 or copied.duration_s <= 0:
             return
         self._last_step = None
@@ -70,7 +70,7 @@ class Links:
         self._stale.add(copied.tier)
 
     def _price(self, tier: Tier) -> Link:
-        """The slower direction counts; as it was if blocks cost nothing by now, which no bandwidth can say."""
+        """The link with the price of the slower direction; unchanged if the learned price of a block is 0."""
         latencies, prices = zip(*(self._lines[tier, way].weights for way in Direction), strict=True)
         if max(prices) <= 0:
             return self._now[tier]

@@ -1,10 +1,10 @@
-"""The step loop: plans go out, results come in, nothing here waits, reads a clock or touches a device.
+"""The step loop: makes plans and takes results. It does not wait, read a clock, or touch a device.
 
     plan = loop.next_plan(now)                       a StepPlan, or Wait
     outputs = loop.complete(result, now)             steps, in the order of their ids
     loop.transfer_done(transfer_id, lost, now)       copies, in any order, at any time
 
-A shell executes plans on a device; the simulator prices them; both drive these same objects.
+A shell executes plans on a device; the simulator prices them; both use the same objects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Outstanding:
 
 
 class Loop:
-    """Owner of all sequences between submission and their last token, and of ``relocations`` between tiers."""
+    """Owner of all sequences from submission to their end, and of ``relocations`` between tiers."""
 
     def __init__(self, state: LoopState, policy: Policy, seed: int = 0) -> None:
         self.state = state
@@ -51,20 +51,20 @@ class Loop:
         self._views = ViewBuilder(state)
         self._plans = PlanBuilder(state, self._moves)
         self._steps: deque[_Outstanding] = deque()
-        self._ended: list[Sequence] = []  # finished, but an outstanding step still touches their blocks
+        self._ended: list[Sequence] = []  # finished, but outstanding steps still touch their blocks
         self.num_submitted = 0
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> SeqId:
-        """Let a request wait for its turn.
+        """Queue a request; returns its sequence id.
 
         Raises:
             RequestRefused: It can never be served here; the message has the numbers.
-            QueueFull: Too many wait already.
+            QueueFull: Too many requests wait already.
         """
         max_total, config = self.check(request), self.state.config
-        num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))  # who can run next does not wait
+        num_free_seqs = max(0, config.max_num_seqs - len(self.state.running))  # these can run next: not counted
         if len(self.state.waiting) >= config.max_waiting + num_free_seqs and not request.is_accepted:
             raise QueueFull(f"{config.max_waiting} requests are waiting already; try again later")
         seq_id = SeqId(self.num_submitted)
@@ -78,12 +78,12 @@ class Loop:
         return seq_id
 
     def finish(self, seq_id: SeqId, reason: FinishReason, now: float) -> bool:
-        """End a request from outside: a client hung up (ABORT) or a stop string was found (STOP).
+        """End a request from outside: its client disconnected (ABORT) or a stop string was found (STOP).
 
-        Its blocks are free at once, or when the outstanding step that touches them completes.
+        Its blocks are freed at once, or when the outstanding step that touches them completes.
 
         Returns:
-            Whether it was still alive.
+            Whether it was still live.
         """
         seq = self.state.sequences.get(seq_id)
         if seq is None or seq.status is Status.FINISHED:
@@ -92,7 +92,7 @@ class Loop:
         return True
 
     def check(self, request: Request) -> int:
-        """The most tokens that the request can come to, prompt included.
+        """The most tokens that the request can have, prompt included.
 
         Raises:
             RequestRefused: It can never be served here; the message has the numbers.
@@ -121,10 +121,10 @@ class Loop:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def next_plan(self, now: float) -> StepPlan | Wait:
-        """Plan one more step, or say that there is nothing to run.
+        """Plan one more step; Wait if nothing can run.
 
         Raises:
-            InvariantError: The policy runs nothing though requests are alive and no step or copy is under way.
+            InvariantError: The policy never runs anything although requests are live and nothing is under way.
         """
         if len(self._steps) >= self.state.config.depth:
             return Wait()
@@ -152,7 +152,7 @@ class Loop:
         return self.policy.decide(view, now, self._rng)
 
     def _postpone(self, plan: StepPlan) -> None:
-        """A plan without work is not issued: what it would have told goes into the next one."""
+        """Keep preemptions, releases and tables of a plan without work for the next plan; it is not issued."""
         self.state.preempted[:0] = plan.preemptions
         self.state.released[:0] = plan.released
         self.state.stale_tables.update(table.seq_id for table in plan.tables)
@@ -163,10 +163,10 @@ class Loop:
         return Wait()
 
     def complete(self, result: StepResult, now: float) -> StepOutputs:
-        """Take in the result of the oldest outstanding step.
+        """Process the result of the oldest outstanding step.
 
         Raises:
-            InvariantError: It is not that step's, or has another number of tokens.
+            InvariantError: It is not that step's, or has the wrong number of tokens.
         """
         if not self._steps or self._steps[0].plan.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} completes out of order")
@@ -208,13 +208,13 @@ class Loop:
         return StepOutputs(seq_ids, token_ids, finished, result.logprobs)
 
     def transfer_done(self, transfer_id: int, lost: Seq[int], now: float) -> None:
-        """A copy ended. Blocks at the places ``lost`` of ``Transfer.blocks`` were not proven whole, and are misses."""
+        """End a copy; blocks at places ``lost`` of ``Transfer.blocks`` were not proven whole, and are lost."""
         self._moves.settle(transfer_id, lost, now)
 
     # -- the pool --------------------------------------------------------------------------------------------------
 
     def remap_blocks(self, moved: dict[BlockId, BlockId]) -> None:
-        """The pool shrank at this boundary and moved blocks: rewrite every block table that holds one.
+        """Rewrite every block table that holds a moved block, after the pool shrank at this boundary.
 
         Raises:
             InvariantError: A step is outstanding.
@@ -234,7 +234,7 @@ class Loop:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is alive, or a step or copy is not answered."""
+        """Whether any request is live, or a step or copy is outstanding."""
         return bool(self.state.sequences or self._steps or self._moves.num_in_flight)
 
     def check_integrity(self) -> None:
@@ -257,7 +257,7 @@ class Loop:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _commit_chunks(self, step: _Outstanding) -> list[Sequence]:
-        """Count the chunks as computed; return the sequences among them that sampled."""
+        """Count the chunks as computed; return the sequences whose chunks sampled a token."""
         sampling = []
         for seq, chunk in zip(step.chunked, step.plan.prefills, strict=True):
             seq.num_computed += len(chunk.token_ids)
@@ -268,9 +268,9 @@ class Loop:
         return sampling
 
     def _seal(self, seq: Sequence) -> None:
-        """Let the ledger know the content of blocks that are full of computed tokens now.
+        """Register the content keys of blocks that are full of computed tokens now.
 
-        A sequence that was stopped from outside may have computed a token that it never got: no key names that block.
+        A sequence that was ended from outside may have computed a token that it does not know: no key has that block.
         """
         block_tokens = self.state.ledger.block_tokens
         num_full = min(seq.num_computed, len(seq.tokens)) // block_tokens

@@ -1,7 +1,7 @@
-"""One running request on its way from one step loop to another: what both loops hold of it (Llumnix, section 4.2).
+"""Migration of a running request: the blocks that both step loops hold (Llumnix, section 4.2).
 
-The source's blocks are held until the target has a copy: whatever fails before, the request goes on in the source from
-its own blocks. Nothing here moves bytes or waits. Everything is called between two steps; some may be outstanding.
+The source's blocks are held until the target has a copy: if anything fails before, the request resumes in the source
+from its own blocks. Nothing here moves bytes or waits. All calls are between two steps; some may be outstanding.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from floodplain.runtime.loop import Loop
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A request as its loop had it last.
+    """Final state of a request in its source loop.
 
     Attributes:
-        seq_id: Its name there.
+        seq_id: Its sequence id there.
         num_tokens: Known tokens, prompt included.
         num_computed: Leading tokens whose KV is held.
     """
@@ -33,10 +33,10 @@ class Stopped:
 
 
 class Outgoing:
-    """The source's end: references to blocks that another loop copies.
+    """The source side: references to blocks that another loop copies.
 
     Args:
-        loop: That computes the request.
+        loop: The loop that computes the request.
         request: The object that was submitted.
     """
 
@@ -50,16 +50,16 @@ class Outgoing:
         return self._loop.state.held_tables.get(self, ())
 
     def hold_sealed(self) -> bool:
-        """Hold the blocks that do not change any more, while the request runs on. False if it does not run."""
+        """Hold the sealed blocks, which do not change, while the request runs. False if it does not run."""
         seq = self._find()
         if seq is not None:
             self._hold(seq.blocks[: seq.num_sealed])
         return seq is not None
 
     def stop(self, num_copied: int) -> Stopped | None:
-        """Hold all blocks that have KV of the request, which the caller then ends here.
+        """Hold all blocks that have KV of the request, which the caller then ends in this loop.
 
-        An outstanding step may still write behind ``num_computed`` tokens, where nothing reads.
+        An outstanding step may still write behind ``num_computed`` tokens, which are not read.
 
         Args:
             num_copied: Leading blocks that the target has.
@@ -78,11 +78,11 @@ class Outgoing:
         return Stopped(seq.seq_id, len(seq.tokens), seq.num_computed)
 
     def adopt(self, seq_id: SeqId, now: float) -> bool:
-        """The request comes back under a new name: let it run on from its blocks. Whether it does."""
+        """Resume the request in the source from its blocks, under a new sequence id. Returns whether it runs."""
         return _adopt(self._loop, seq_id, self._take(), self._num_computed, now)
 
     def release(self) -> None:
-        """Nothing is to be copied any more. Safe to call twice."""
+        """Drop the references when no more is to be copied. Safe to call twice."""
         self._loop.state.ledger.free(self._take())
 
     def _find(self) -> Sequence | None:
@@ -101,13 +101,13 @@ class Outgoing:
 
 
 class Incoming:
-    """The target's end: blocks into which KV is copied; no step uses them.
+    """The target side: blocks into which KV is copied; no step uses them.
 
     Args:
-        loop: That is to go on with the request.
+        loop: The loop that is to resume the request.
 
     Attributes:
-        blocks: So far, in the request's order.
+        blocks: Blocks reserved so far, in the request's order.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -115,7 +115,7 @@ class Incoming:
         self._loop = loop
 
     def reserve(self, num_blocks: int) -> Seq[BlockId] | None:
-        """So many blocks more; None if there are too few."""
+        """Allocate ``num_blocks`` more blocks; None if there are too few."""
         more = self._loop.state.ledger.begin_load(num_blocks)
         if more is not None:
             self.blocks += tuple(more)
@@ -123,10 +123,10 @@ class Incoming:
         return more
 
     def adopt(self, seq_id: SeqId, num_computed: int, now: float) -> bool:
-        """All KV is there: let the request run on from it. Whether it does; else it is computed again.
+        """Resume the request from its copied KV. False if it does not run: then its KV is recomputed.
 
         Raises:
-            InvariantError: The blocks are not those of so many tokens.
+            InvariantError: The number of blocks does not match ``num_computed``.
         """
         blocks, ledger = self._take(), self._loop.state.ledger
         if len(blocks) != -(-num_computed // ledger.block_tokens):
@@ -135,7 +135,7 @@ class Incoming:
         return _adopt(self._loop, seq_id, blocks, num_computed, now)
 
     def release(self) -> None:
-        """The request does not come, and no copy is under way. Safe to call twice."""
+        """Free the blocks of an aborted migration; no copy is in flight. Safe to call twice."""
         self._loop.state.ledger.abort_load(self._take())
 
     def _take(self) -> tuple[BlockId, ...]:

@@ -1,4 +1,4 @@
-"""What moves between the device and swap space: prepared here, copied by the executor, then committed or aborted."""
+"""Transfers between device and swap space: prepared, copied by the executor, committed or aborted."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Moves:
     """All transfers in flight.
 
     Attributes:
-        out: Those that leave the device.
-        back: Those that come to it.
+        out: Outbound ones.
+        back: Inbound ones.
     """
 
     def __init__(self, state: LoopState) -> None:
@@ -27,11 +27,11 @@ class Moves:
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers that the executor has not answered."""
+        """Transfers that are not settled."""
         return len(self.out) + len(self.back)
 
     def settle(self, transfer_id: int, lost: Sequence[int], now: float) -> None:
-        """The executor is done with a transfer; ``lost`` are places of its blocks that are not whole.
+        """End a transfer; ``lost`` are places of its blocks that did not arrive whole.
 
         Raises:
             InvariantError: It was not in flight.

@@ -1,11 +1,11 @@
-"""What steps cost here, learned from the steps that ran: policies weigh a copy against computing with it.
+"""Prices of steps, learned from the steps that ran; policies compare copies with computing by them.
 
-A step is priced as a line: so much for itself, for each decode and for each prompt token. A Kalman filter follows the
-line as it drifts; errors count relative to the step. A price stays as it is while nothing is paid for it, and where
-steps cannot tell two of them apart, both follow.
+The price of a step is linear: a constant, a price per decode and a price per prompt token. A Kalman filter tracks them
+as they drift; errors are relative to the step's time. A price stays as it is while no step has its part, and if steps
+cannot distinguish two prices, both change.
 
-What part of the work prompts are is reckoned from the prompts of requests that ended, and the decodes of all: those
-that end first when a load begins are the short ones, and alone they would make outputs look shorter than they are.
+The part of prompts in the work is computed from the prompts of ended requests and the decodes of all requests: short
+answers end first when a load begins, so ended requests alone would make outputs look shorter than they are.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from floodplain.core.view import Prices
 from floodplain.runtime.line import Line
 
 _GUESS = (1.0, 1 / 16, 1 / 8)
-"""Of the first step's time: what a step itself, a decode and a prompt token may cost, roughly, until steps tell."""
+"""Initial uncertainty of the prices (constant, decode, prompt token), as parts of the first step's time."""
 
 _NOISE = 0.1
-"""How far a step may be off its price, as a part of it."""
+"""Relative deviation of a step from its price."""
 
 _SMOOTHING = 0.1
 """Weight of the newest step in the mean number of decodes."""
 
 _FORGETTING = 0.02
-"""The part of what prompts and decodes were counted that is forgotten whenever a request ends."""
+"""Part of the counted prompt and output tokens that is dropped whenever a request ends."""
 
 _DRIFT = 0.015
-"""How far a price may move from one step that has to pay it to the next, as a part of it."""
+"""Relative change of a price from one step that includes it to the next."""
 
 
 class StepPrices:
-    """Prices as of now. The same durations give the same prices, in the engine and the simulator."""
+    """The current prices. Equal durations give equal prices, in the engine and the simulator."""
 
     def __init__(self) -> None:
         self._line: Line | None = None
         self._num_decodes: float | None = None  # a running mean over steps that had some
         self._has_prefill = False
-        self._num_prompt_tokens = 0.0  # of requests that ended lately
-        self._num_output_tokens = 0.0  # those of all requests meanwhile, but for first ones
+        self._num_prompt_tokens = 0.0  # of recently ended requests
+        self._num_output_tokens = 0.0  # of all requests in that time, without first tokens
         self._prices = Prices()
 
     @property
@@ -46,7 +46,7 @@ class StepPrices:
         return self._prices
 
     def learn(self, num_decodes: int, num_prefill: int, duration_s: float) -> None:
-        """A step of so many decodes and prompt tokens took this long."""
+        """Learn from the time of a step."""
         if not (num_decodes or num_prefill) or duration_s <= 0:
             return
         self._line = self._line or _first_line(duration_s)
@@ -59,7 +59,7 @@ class StepPrices:
         self._prices = self._price(self._line.weights)
 
     def learn_end(self, num_prompt: int) -> None:
-        """A request ended whose prompt had so many tokens computed."""
+        """Count the computed prompt tokens of a request that ended."""
         self._num_prompt_tokens += num_prompt - _FORGETTING * self._num_prompt_tokens
         self._num_output_tokens -= _FORGETTING * self._num_output_tokens
 
@@ -78,5 +78,5 @@ class StepPrices:
 
 
 def _first_line(duration_s: float) -> Line:
-    """Before the first step anything may cost nothing, or as much as ``_GUESS`` says."""
+    """Initial prices: all 0, with the uncertainty of ``_GUESS``."""
     return Line([0.0] * len(_GUESS), [share * duration_s for share in _GUESS], noise=_NOISE, drift=_DRIFT)

@@ -1,4 +1,4 @@
-"""The waiting queue: its first few in order, however many wait behind them."""
+"""The waiting queue: a short sorted head, and a heap of all sequences behind it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _Entry = tuple[OrderKey, SeqId]
 class WaitingQueue:
     """Sequences in the order of a key. Every operation costs O(log n + window): 100,000 waiting cost nothing per step.
 
-    The first ``window`` stand sorted in ``head``; the others in a heap, from which aborted ones vanish lazily.
+    The first ``window`` are sorted in ``head``; the others are in a heap, from which removed ones are dropped lazily.
 
     Args:
         key: The order; fixed for a sequence as long as it waits.
         window: The length of the head.
-        num_newest: Number of sequences behind the head, the newest, that ``shown`` has as well.
+        num_newest: Number of sequences behind the head, the newest ones, that ``shown`` has as well.
     """
 
     def __init__(self, key: Callable[[Sequence], OrderKey], window: int, num_newest: int = 0) -> None:
         self._key = key
         self._window, self._num_newest = window, num_newest
         self._head: list[_Entry] = []
-        self._sequences: tuple[Sequence, ...] | None = None  # of the head, made when somebody asks
+        self._sequences: tuple[Sequence, ...] | None = None  # of the head, built on demand
         self._shown: tuple[Sequence, ...] | None = None
         self._heap: list[_Entry] = []
         self._members: dict[SeqId, tuple[OrderKey, Sequence]] = {}
@@ -41,7 +41,7 @@ class WaitingQueue:
         return seq_id in self._members
 
     def head(self) -> tuple[Sequence, ...]:
-        """The first ``window`` sequences, in order; the same object until one comes or goes."""
+        """The first ``window`` sequences, in order; the same object until the head changes."""
         if self._sequences is None:
             self._sequences = tuple([self._members[seq_id][1] for _, seq_id in self._head])
         return self._sequences
@@ -60,7 +60,7 @@ class WaitingQueue:
         return [seq for _, seq in sorted(islice(others, self._num_newest), key=itemgetter(0))]
 
     def push(self, seq: Sequence) -> None:
-        """Let a sequence wait."""
+        """Add a sequence."""
         entry = (self._key(seq), seq.seq_id)
         self._members[seq.seq_id] = (entry[0], seq)
         self._shown = None
@@ -75,7 +75,7 @@ class WaitingQueue:
             self._refill()
 
     def remove(self, seq_id: SeqId) -> Sequence:
-        """Take a sequence out, wherever it stands."""
+        """Remove a sequence from any place and return it."""
         key, seq = self._members.pop(seq_id)
         self._shown = None
         entry = (key, seq_id)
@@ -100,7 +100,7 @@ class WaitingQueue:
                 self._sequences = None
 
     def _drop_gone(self) -> None:
-        """Most of the heap hung up: build it anew. Paid for by the removals since the last time."""
+        """Rebuild the heap without removed entries, which are most of it. The removals before amortize the cost."""
         last = self._head[-1]
         entries = ((key, seq_id) for seq_id, (key, _) in self._members.items())
         self._heap = [entry for entry in entries if entry > last]

@@ -1,6 +1,6 @@
-"""Slots that come and go with leases, and what lies in them: copied to another tier, dropped, or brought nearer.
+"""Relocations: copies of backups between tiers of swap space, as leases add and remove slots.
 
-Whoever has the leases calls this at an iteration boundary, and has the copies made; each is answered by ``settle``.
+The owner of the leases calls this at an iteration boundary, and has the copies made; ``settle`` ends each copy.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from floodplain.core.plan import Relocation
 from floodplain.core.tiers import Tier
 
 SPARE_PART = 4
-"""What comes nearer leaves this part of the tier's slots to those that leave the device."""
+"""One part in so many of the nearer tier's slots stays free for swap-outs when backups are promoted."""
 
 
 class Keeper(Protocol):
-    """Who keeps backups: our loop's state, or the books of an engine that is not ours."""
+    """Owner of the backups: the loop's state, or the bookkeeping of another engine."""
 
     @property
     def backups(self) -> BackupTable:
-        """All of them."""
+        """All backups."""
 
     def is_on_device(self, backup: Backup) -> bool:
-        """Whether the device has the same content, so that nothing is lost with this copy."""
+        """Whether the device has the same content, so that this copy can be dropped without loss."""
 
     def swapped_backups(self) -> Iterable[Iterable[Backup]]:
-        """What each sequence keeps that waits in swap space, whoever comes back first in front."""
+        """The kept backups of each swapped sequence, in the order in which sequences are resumed."""
 
     def drop_lost(self, lost: tuple[Backup, ...]) -> None:
-        """Nobody keeps these any more."""
+        """Release lost backups from all sequences that keep them."""
 
 
 class Relocations:
-    """See the module.
+    """Begins relocations and settles them; adds and removes slots.
 
     Args:
-        keeper: Of what lies in the slots.
+        keeper: Owner of the backups.
     """
 
     def __init__(self, keeper: Keeper) -> None:
@@ -49,40 +49,40 @@ class Relocations:
 
     @property
     def num_in_flight(self) -> int:
-        """Relocations that were not answered."""
+        """Relocations that are not settled."""
         return len(self._in_flight)
 
     @property
     def is_needed(self) -> bool:
-        """Whether anything in swap space is needed by a sequence, or is being copied."""
+        """Whether any backup in swap space is kept by a sequence or touched by a copy."""
         backups = self._keeper.backups
         return any(backups.num_kept(tier) for tier in backups.slots)
 
     def num_available(self, tier: Tier) -> int:
-        """Slots in which nothing lies, or only what nobody needs."""
+        """Number of slots that are free or have an idle backup."""
         return self._keeper.backups.num_available(tier)
 
     def kept_slots(self, tier: Tier) -> set[int]:
-        """The other ones. Takes as long as there are."""
+        """The slots that are taken, without those of idle backups. Takes time linear in the taken slots."""
         return self._keeper.backups.kept_slots(tier)
 
     def add_slots(self, tier: Tier, slots: Iterable[int]) -> None:
-        """A lease was allocated: there is more room."""
+        """Add the slots of a lease."""
         self._keeper.backups.add_slots(tier, slots)
 
     def retire_slots(self, tier: Tier, slots: Collection[int]) -> None:
-        """A lease goes: nothing new is written to its slots, and prefixes there that nobody keeps are forgotten."""
+        """Retire the slots of a lease: they are not allocated again, and idle backups there are dropped."""
         self._keeper.backups.retire_slots(tier, slots)
 
     def count_taken(self, tier: Tier, slots: Collection[int]) -> int:
-        """Slots in which something lies, or is being copied; when there are none, their memory may go."""
+        """Number of these slots that are taken; if 0, their memory may be freed."""
         return self._keeper.backups.slots[tier].count_taken(slots)
 
     def evacuate(self, tier: Tier, slots: Collection[int], target: Tier, most: int) -> Relocation | None:
-        """Begin to copy up to ``most`` blocks from slots that go to another tier; None if there is nothing to copy now.
+        """Begin to copy up to ``most`` blocks from these slots to another tier; None if none can be copied now.
 
-        What is on the device too is dropped instead, and so is what finds no room: it is computed again. What a copy
-        reads or writes at this moment is left for the next call.
+        Blocks that the device has, too, are dropped. If ``target`` has no free slot, all are dropped and will be
+        recomputed. Backups that a copy reads or writes now are left for the next call.
         """
         backups = self._keeper.backups
         there = [backup for backup in backups.in_slots(tier, slots) if self._is_at_rest(backup)]
@@ -93,7 +93,7 @@ class Relocations:
         return self._begin(needed[:num_moving], target) if num_moving else None
 
     def bring_nearer(self, tier: Tier, target: Tier, most: int) -> Relocation | None:
-        """Begin to copy up to ``most`` blocks of swapped sequences to a nearer tier that has slots to spare."""
+        """Begin to promote up to ``most`` blocks of swapped sequences to a nearer tier; None if none can be."""
         slots = self._keeper.backups.slots
         near = slots[target]
         most = min(most, near.num_free - near.num_slots // SPARE_PART)
@@ -107,11 +107,11 @@ class Relocations:
         return self._begin(found[:most], target) if found else None
 
     def abandon(self, tier: Tier, slots: Collection[int]) -> None:
-        """The memory of these slots is gone: what lay there is a miss. Copies that are under way there fail alone."""
+        """Mark backups in these slots as lost: their memory is gone. Copies in flight there fail."""
         self._lose(self._keeper.backups.in_slots(tier, slots))
 
     def settle(self, relocation_id: int, lost: Sequence[int]) -> None:
-        """A relocation ended; blocks at the places ``lost`` did not arrive whole, and are misses.
+        """End a relocation; blocks at the places ``lost`` did not arrive whole, and their backups are lost.
 
         Raises:
             InvariantError: It was not in flight.

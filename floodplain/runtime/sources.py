@@ -1,4 +1,4 @@
-"""Where the KV of a sequence that is not on the device can be found, block by block."""
+"""Finds the sources of an absent sequence's KV, block by block: on the device or in swap space."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from floodplain.runtime.state import LoopState
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One block: either on the device already (``block``) or in swap space (``backup``).
+    """Source of one block: on the device already (``block``) or in swap space (``backup``).
 
-    ``key`` is None for the partly filled last block, which nobody shares. ``num_tokens`` counts the leading tokens of
+    ``key`` is None for the partly filled last block, which is never shared. ``num_tokens`` counts the leading tokens of
     the sequence up to the end of this block.
     """
 
@@ -26,7 +26,7 @@ class Source:
 
 
 def find_sources(state: LoopState, seq: Sequence) -> list[Source]:
-    """The longest run of leading blocks that need no computing. It leaves at least one token to compute."""
+    """Sources of the longest run of leading blocks that exist; at least one token is left to compute."""
     block_tokens = state.ledger.block_tokens
     sources: list[Source] = []
     for key in seq.keys_for((len(seq.tokens) - 1) // block_tokens, block_tokens):

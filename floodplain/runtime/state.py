@@ -1,4 +1,4 @@
-"""What the loop owns, and the few verbs by which its parts change it together."""
+"""The state of the step loop, and the operations that change several of its parts together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from floodplain.runtime.queue import WaitingQueue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopConfig:
-    """What the loop must know of the model and the limits.
+    """Limits of the loop, and facts of the model that it needs.
 
     Attributes:
         max_model_len: Most tokens of a request, prompt and output.
@@ -34,7 +34,7 @@ class LoopConfig:
         max_waiting: Most waiting requests.
         depth: Most outstanding steps.
         eos_token_ids: Tokens that end a request unless it ignores them.
-        fingerprint: Names the model in the content keys of blocks.
+        fingerprint: Identifies the model in the content keys of blocks.
         block_bytes: Bytes of one KV block over all layers; prices copies.
     """
 
@@ -74,7 +74,7 @@ class Counters:
 
 
 class LoopState:
-    """All sequences by where they are, the ledgers, and what changed since the last view."""
+    """All sequences by status, the ledgers, and what changed since the last view."""
 
     def __init__(
         self,
@@ -100,35 +100,35 @@ class LoopState:
         self.num_outbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_inbound_blocks: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.num_returning_blocks = 0
-        """Blocks that no request has or can have now, and that will be free or owned in time: a group's members have
-        them, or KV is copied into them."""
+        """Blocks that requests cannot use yet, but that will be free or owned: a group's members have them, or KV is
+        being copied into them."""
         self.held_tables: dict[object, tuple[BlockId, ...]] = {}
         """References to blocks that another loop copies, by holder (``runtime.migration``)."""
         self.num_incoming_blocks = 0
         """Loading blocks that are filled from another loop."""
         self.stale_rows: set[SeqId] = set()
-        """Sequences whose row in the next view must be made anew."""
+        """Sequences whose row in the next view must be rebuilt."""
         self.stale_sharing: set[SeqId] = set()
-        """Running sequences whose exclusive blocks must be counted anew, beside what ``sharing_version`` says."""
+        """Running sequences whose exclusive blocks must be recounted even if ``sharing_version`` is unchanged."""
         self.stale_tables: set[SeqId] = set()
         """Sequences whose whole block table must go into the next plan."""
         self.completion_step = -1
-        """The first step planned after the last request ended, and after the last arrived."""
+        """The first step planned after the last request ended; -1 if none has ended."""
         self.preempted: list[Preemption] = []
-        """By decisions whose plan had no work, so that nobody has been told of them."""
+        """Preemptions of plans without work, which were not issued; they go into the next plan."""
         self.released: list[SeqId] = []
-        """Sequences that are gone and that the executor has not been told of."""
+        """Ended sequences that no issued plan has reported yet."""
 
     @property
     def awaits_blocks(self) -> bool:
-        """Whether blocks that no sequence holds will be free in time: until then nothing may be able to run."""
+        """Whether blocks that no sequence holds will become free: until then possibly nothing can run."""
         return bool(self.num_returning_blocks or self.num_incoming_blocks or self.held_tables)
 
     def expect(self, seq_id: SeqId, *statuses: Status) -> Sequence:
-        """The sequence of this name, in one of these states.
+        """The sequence with this id, which must have one of these statuses.
 
         Raises:
-            InvariantError: There is none.
+            InvariantError: There is no such sequence.
         """
         seq = self.sequences.get(seq_id)
         if seq is None or seq.status not in statuses:
@@ -136,7 +136,7 @@ class LoopState:
         return seq
 
     def enter(self, seq: Sequence, status: Status) -> None:
-        """Move a sequence to ``status`` and to the collection that goes with it."""
+        """Move a sequence to ``status`` and to the collection of that status."""
         self._leave(seq)
         if seq.status is Status.WAITING and status is not Status.FINISHED:
             self.accounts.leave_line(seq.place)
@@ -150,14 +150,14 @@ class LoopState:
             insort(self._members(status), seq, key=lambda s: s.order_key)
 
     def open_account(self, seq: Sequence) -> None:
-        """A sequence arrives: it begins at the least work that any active one was given, in line behind its key's."""
+        """Set a new sequence's credit, the least work of any active one, and its place in line."""
         active = [*self.running, *self.loading, *self.swapped, *self.waiting.head()]
         seq.credit = min((other.stream_work for other in active), default=0.0)
         self.accounts.arrive(seq.request.client, ((other.request.client, other.key_work) for other in active))
         seq.place = self.accounts.take_place(seq.request.client, seq.request.priority)
 
     def arrive(self, seq: Sequence) -> None:
-        """Queue a new sequence, and note the demand."""
+        """Queue a new sequence, and record the demand."""
         self.open_account(seq)
         self.sequences[seq.seq_id] = seq
         self.waiting.push(seq)
@@ -166,12 +166,12 @@ class LoopState:
         self.demand.arrive(seq.num_prompt, len(self.waiting), len(paused), outputs)
 
     def note_supply(self, duration_s: float, num_tokens: int, ended: Iterable[SeqId]) -> None:
-        """Note a step that generated ``num_tokens``, and the sequences that ended with it."""
+        """Record a step that generated ``num_tokens``, and the sequences that ended with it."""
         outputs = [len(self.sequences[seq_id].tokens) - self.sequences[seq_id].num_prompt for seq_id in ended]
         self.demand.learn(duration_s, num_tokens, outputs, len(self.waiting), len(self.swapped))
 
     def note_start(self, seq: Sequence, now: float) -> None:
-        """A sequence that waited is on the device; the first time, its hits count."""
+        """Record that a waiting sequence was scheduled; count its prompt and cached tokens once."""
         if seq.lifecycle.first(EventKind.SCHEDULED) is None:
             self.counters.num_prompt_tokens += seq.num_prompt
             self.counters.num_cached_tokens += seq.num_computed
@@ -179,13 +179,13 @@ class LoopState:
         seq.lifecycle.record(EventKind.SCHEDULED, now)
 
     def free_blocks(self, seq: Sequence) -> None:
-        """Give up all blocks of a sequence."""
+        """Free all blocks of a sequence."""
         self.ledger.free(seq.blocks)
         seq.max_computed = max(seq.max_computed, seq.num_computed)
         seq.forget_blocks()
 
     def release(self, seq: Sequence) -> None:
-        """A finished sequence that no step touches any more: give back all that it holds, and forget it."""
+        """Free all that a finished sequence holds, and remove it. No step may touch it any more."""
         self.free_blocks(seq)
         self.release_backups(seq)
         del self.sequences[seq.seq_id]
@@ -193,35 +193,35 @@ class LoopState:
         self.released.append(seq.seq_id)
 
     def keep_backup(self, seq: Sequence, backup: Backup) -> None:
-        """A sequence needs a copy of one of its blocks."""
+        """Keep a backup of one of its blocks for a sequence."""
         self.backups.keep(backup)
         seq.backups.append(backup)
         self.stale_rows.add(seq.seq_id)
 
     def release_backups(self, seq: Sequence) -> None:
-        """The sequence needs no copy of its blocks any more."""
+        """Release all backups that are kept for a sequence."""
         for backup in seq.backups:
             self.backups.release(backup)
         seq.backups = []
         self.release_tail(seq)
 
     def release_tail(self, seq: Sequence) -> None:
-        """The sequence runs again, or never will: the copy of its partial block is out of date."""
+        """Release the backup of its partial block, which is out of date when the sequence runs again or ends."""
         if seq.tail is not None:
             self.backups.release(seq.tail[0])
             seq.tail = None
 
     def is_on_device(self, backup: Backup) -> bool:
-        """See ``relocations.Keeper``."""
+        """Whether the device has a readable block with the same content (``relocations.Keeper``)."""
         return self.ledger.find(backup.key) is not None
 
     def swapped_backups(self) -> Iterator[list[Backup]]:
-        """See ``relocations.Keeper``."""
+        """The kept backups of each swapped sequence, in the order of their keys (``relocations.Keeper``)."""
         for seq in self.swapped:
             yield seq.backups if seq.tail is None else [*seq.backups, seq.tail[0]]
 
     def drop_lost(self, lost: tuple[Backup, ...]) -> None:
-        """Nobody keeps what is lost; a swapped sequence that has nothing left waits like a new one."""
+        """Release lost backups; a swapped sequence without any backup left becomes waiting, to be recomputed."""
         gone = set(lost)
         for seq in self.sequences.values():
             for backup in [backup for backup in seq.backups if backup in gone]:
@@ -234,7 +234,7 @@ class LoopState:
                 self.enter(seq, Status.WAITING)
 
     def block_tables(self) -> list[list[BlockId]]:
-        """All references to blocks: tables of sequences, finished ones that a step still touches too, and holders."""
+        """All references to blocks: tables of sequences, even finished ones in steps, and of holders."""
         return [seq.blocks for seq in self.sequences.values()] + [list(held) for held in self.held_tables.values()]
 
     def _leave(self, seq: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Freezes what a policy may see. Rows are kept and replaced only when they changed."""
+"""Builds the frozen views that policies read. Rows are kept and replaced only when they changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEVER = 2**62
 
 
 class ViewBuilder:
-    """Makes the view of each step out of the last one.
+    """Builds the view of each step from the last one.
 
     In a steady state of decoding no row changes between two block boundaries, and the tuples are reused as they are.
     """
@@ -104,7 +104,7 @@ class ViewBuilder:
         )
 
     def _count_exclusive(self, seq: Sequence) -> int:
-        """Counted anew only when sharing changed; a table that merely grew, grew by exclusive blocks."""
+        """Blocks that only this sequence holds; recounted after sharing changed: tables grow by such ones."""
         num_exclusive, num_blocks = self._exclusive.get(seq.seq_id, (-1, 0))
         if num_exclusive < 0:
             num_exclusive = self._state.ledger.count_exclusive(seq.blocks)
@@ -116,7 +116,7 @@ class ViewBuilder:
     # -- elsewhere -------------------------------------------------------------------------------------------------
 
     def _refresh_absent(self, step: int) -> None:
-        """Rows of those that wait or are swapped out: made anew where what can be found of them changed."""
+        """Rebuild the rows of waiting and swapped sequences for which the restorable contents changed."""
         state = self._state
         forgotten = self._watch.refresh()
         head = state.waiting.shown()
@@ -136,7 +136,7 @@ class ViewBuilder:
         return row
 
     def _waiting_row(self, seq: Sequence, step: int) -> SequenceView:
-        """Its prefix may be on the device, where it costs nothing, or go on in swap space."""
+        """The row of a waiting sequence, with its prefix hits on the device and behind them in swap space."""
         if not self._state.ledger.caches_prefixes:
             return self._make_row(seq, step)
         found = self._watch.find(seq)

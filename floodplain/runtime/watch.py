@@ -1,8 +1,8 @@
-"""What can be had without computing of each sequence that is off the device, looked up anew only when that changed.
+"""Cache of what can be restored of each absent sequence without computing, refreshed only after changes.
 
-A prefix can be hundreds of blocks long and a hundred requests may wait for it: asking for each of them at every step
-would cost more than everything else that the loop does. So every answer is kept together with the contents it rests
-on, and dies when one of those comes, goes, or changes hands, or a copy in of it begins or ends.
+A prefix can be hundreds of blocks long and a hundred requests may wait for it: a lookup for each of them at every step
+would cost more than everything else that the loop does. So each result is kept with the contents that it depends on,
+and is dropped when one of these appears, vanishes or changes its owner, or a copy of it begins or ends.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from floodplain.runtime.state import LoopState
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What there is of one sequence.
+    """What can be restored of one sequence.
 
     Attributes:
         num_hit_blocks: Leading blocks that are on the device.
-        num_shared_hits: How many of those others hold, so that taking them costs no available block.
+        num_shared_hits: Hits that other sequences hold, so that sharing them costs no available block.
         num_device_blocks: Blocks on the device in the leading run that can be restored, hits included.
-        num_shared_blocks: How many of those others hold.
+        num_shared_blocks: Those of these that other sequences hold.
         num_backed_blocks: Blocks of that run that only swap space has.
         num_restorable_tokens: Tokens of that run.
         next_copy: The first content of that run that must be copied and that others may share; None if there is none.
-        is_arriving: Somebody's copy brings it already.
-        watched: The contents that this answer rests on: those of the run, and the first that is missing.
+        is_arriving: An inbound copy in flight brings it already.
+        watched: The contents that this result depends on: those of the run, and the first missing one.
     """
 
     num_hit_blocks: int
@@ -46,7 +46,7 @@ class Found:
 
 
 class ContentWatch:
-    """Keeps one ``Found`` per sequence, and knows which of them a changed content concerns."""
+    """Keeps one ``Found`` per sequence, and drops it when a content that it depends on changes."""
 
     def __init__(self, state: LoopState) -> None:
         self._state = state
@@ -54,7 +54,7 @@ class ContentWatch:
         self._watchers: dict[BlockKey, set[SeqId]] = {}
 
     def refresh(self) -> set[SeqId]:
-        """Forget every answer that may have changed since the last call; return whose."""
+        """Drop every result that may have changed since the last call; return the ids of their sequences."""
         ledger, backups = self._state.ledger, self._state.backups
         stale = {seq_id for seq_id in self._state.stale_rows if seq_id in self._found}
         watchers = self._watchers
@@ -68,14 +68,14 @@ class ContentWatch:
         return stale
 
     def keep_only(self, seq_ids: Set[SeqId]) -> Set[SeqId]:
-        """Watch for nobody but these; return the others, whose answers are not kept up to date any more."""
+        """Keep results of these sequences only; return the ids of those whose results were dropped."""
         gone = self._found.keys() - seq_ids
         for seq_id in gone:
             self._forget(seq_id)
         return gone
 
     def find(self, seq: Sequence) -> Found:
-        """What there is of a sequence. It leaves at least one token to compute."""
+        """What can be restored of a sequence: at most all tokens but one, which is left to compute."""
         found = self._found.get(seq.seq_id)
         if found is None:
             found = self._found[seq.seq_id] = self._look_up(seq)
@@ -91,7 +91,7 @@ class ContentWatch:
                 del self._watchers[key]
 
     def _look_up(self, seq: Sequence) -> Found:
-        """Leading hits come first and fast: they are all there is for most."""
+        """Look up a sequence: leading hits first, on a fast path, since most sequences have nothing else."""
         ledger, block_tokens = self._state.ledger, self._state.ledger.block_tokens
         keys = seq.keys_for((len(seq.tokens) - 1) // block_tokens, block_tokens)
         hits = ledger.find_prefix(keys)

@@ -1,1 +1,1 @@
-"""How the tables of a store became what they are: one script a version, run by alembic from inside the package."""
+"""Migrations of the store's tables: one script a version, run by alembic from inside the package."""

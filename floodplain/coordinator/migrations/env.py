@@ -1,4 +1,4 @@
-"""What alembic executes to migrate a store: on a connection that it is given, in that connection's transaction."""
+"""Alembic's environment: migrates the store on a given connection, in that connection's transaction."""
 
 from __future__ import annotations
 

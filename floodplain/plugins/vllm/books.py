@@ -1,7 +1,7 @@
-"""Which blocks of vLLM's requests have a copy in swap space, and which copies are under way.
+"""Tracks which blocks of vLLM's requests have a copy in swap space, and which copies are under way.
 
-vLLM gives the blocks of whoever it preempts to others at once. So a copy on its way out holds its blocks, as a request
-would, and lets them go when it has ended: nobody waits for it, and nothing is overwritten before it was read.
+vLLM reuses the blocks of a preempted request at once. So an outbound copy holds its blocks, as a request would, and
+frees them when it has ended: no step waits for it, and no block is overwritten before it was read.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from floodplain.plugins.vllm.tracked import TrackedRequest
 
 
 class Holder(Protocol):
-    """Keeps blocks from being given to others; vLLM's block pool does."""
+    """Keeps blocks from being reused; vLLM's block pool does."""
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """One more user of these blocks."""
+        """Add a reference to each of these blocks."""
 
     def free_blocks(self, ordered_blocks: Sequence[Any]) -> None:
-        """One less."""
+        """Drop a reference to each."""
 
 
 class SwapBooks:
-    """Owner of the slots of swap space.
+    """Owns the slots of swap space, and the backups of each request in them.
 
     Args:
         slots: Of each tier, the nearest first.
@@ -48,42 +48,42 @@ class SwapBooks:
         self._holder: Holder | None = None
         self._ids = count()
         self._serials = count()
-        self._owner: dict[Backup, TrackedRequest] = {}  # of what somebody keeps
+        self._owner: dict[Backup, TrackedRequest] = {}  # of kept backups
         self._copies: dict[int, Copy] = {}
         self._due: list[Transfer] = []
         self._owners: dict[int, str] = {}
 
     def bind(self, holder: Holder) -> None:
-        """Blocks are held there from now on."""
+        """Hold the blocks of copies in ``holder`` from now on."""
         self._holder = holder
 
     # -- what is there ---------------------------------------------------------------------------------------------
 
     @property
     def num_in_flight(self) -> int:
-        """Copies that have not ended."""
+        """Return the number of copies that have not ended."""
         return len(self._copies)
 
     def count_moving(self, tier: Tier, direction: Direction) -> int:
-        """Blocks on their way back from a tier (INBOUND), or out to it."""
+        """Return the number of blocks under way from a tier (INBOUND), or to it."""
         copies = [copy for copy in self._copies.values() if copy.kind.direction is direction]
         return sum(backup.location.tier is tier for copy in copies for backup in copy.backups)
 
     @property
     def held_blocks(self) -> list[Any]:
-        """Blocks that copies hold, once for each of those copies."""
+        """Return blocks that copies hold, once for each of those copies."""
         return [block for copy in self._copies.values() for block in copy.held]
 
     @property
     def num_draining_blocks(self) -> int:
-        """Blocks that only copies still hold."""
+        """Return the number of blocks that only copies still hold."""
         return self.count_draining()
 
     def count_draining(self, deferred: Sequence[Any] = ()) -> int:
-        """Blocks that only copies and outstanding steps still hold.
+        """Return the number of blocks that only copies and outstanding steps still hold.
 
         Args:
-            deferred: Those that outstanding steps do, once for each hold.
+            deferred: Blocks held by outstanding steps, once for each hold.
         """
         holds = [*self.held_blocks, *deferred]
         held = {block.block_id: block for block in holds}
@@ -91,7 +91,7 @@ class SwapBooks:
         return sum(block.ref_cnt == num_holds[block_id] for block_id, block in held.items())
 
     def count_restorable(self, tracked: TrackedRequest) -> int:
-        """Leading tokens that come back without computing."""
+        """Return how many leading tokens can be restored without computing."""
         num_whole = next((i for i, backup in enumerate(tracked.backups) if not backup.is_whole), len(tracked.backups))
         if num_whole == len(tracked.backups) and tracked.tail is not None and tracked.tail[0].is_whole:
             return tracked.tail[1]
@@ -100,14 +100,14 @@ class SwapBooks:
     # -- out -------------------------------------------------------------------------------------------------------
 
     def back_up(self, tracked: TrackedRequest, blocks: Sequence[Any], num_computed: int, most: int, tier: Tier) -> None:
-        """Begin to write up to ``most`` more of its full blocks behind; as many as ``tier`` has slots for.
+        """Start backups of up to ``most`` more of a request's full blocks, as many as ``tier`` has slots for.
 
         Args:
-            tracked: Whose.
+            tracked: The request.
             blocks: Its block table, vLLM's objects.
             num_computed: Leading tokens that have KV there.
             most: Blocks.
-            tier: Where to.
+            tier: The target.
         """
         first = len(tracked.backups)
         wanted = min(most, num_computed // self._block_tokens - first, self.backups.num_available(tier))
@@ -122,11 +122,10 @@ class SwapBooks:
         reason: Reason,
         tier: Tier | None = None,
     ) -> bool:
-        """It leaves the device: begin to write what has no copy yet, to ``tier`` (None: the nearest) while that has
-        slots, and elsewhere what finds none.
+        """Swap out a request: copy blocks without a backup to ``tier`` (None: nearest), or elsewhere if it is full.
 
         Returns:
-            False, and nothing is kept of it, if that finds no room, or there is nothing to keep.
+            False, and nothing is kept of it, if there is no room, or nothing to keep.
         """
         first, num_blocks = len(tracked.backups), -(-num_computed // self._block_tokens)
         if not num_computed or num_blocks - first > sum(map(self.backups.num_available, self.backups.slots)):
@@ -161,7 +160,7 @@ class SwapBooks:
     # -- back ------------------------------------------------------------------------------------------------------
 
     def fetch(self, tracked: TrackedRequest, blocks: Sequence[Any], num_local: int, num_tokens: int) -> None:
-        """Begin to restore its tokens from ``num_local``, whole blocks, to ``num_tokens`` into its block table."""
+        """Start to restore tokens ``num_local`` (whole blocks) to ``num_tokens`` of a request into its blocks."""
         first, end = num_local // self._block_tokens, -(-num_tokens // self._block_tokens)
         backups = tuple(tracked.known_backups[first:end])
         self.backups.begin_read(backups)
@@ -169,40 +168,40 @@ class SwapBooks:
         self._begin(copy, Reason.SLICE_BEGINS)
 
     def note_start(self, tracked: TrackedRequest) -> None:
-        """It runs again: the copy of its last block will be out of date with its next token."""
+        """Record that a request runs again, and drop the copy of its tail: its next token would outdate that."""
         tracked.is_away = False
         self._release_tail(tracked)
 
     # -- slots that come and go (``runtime.relocations``) ------------------------------------------------------------
 
     def is_on_device(self, backup: Backup) -> bool:
-        """See ``Keeper``: whoever is not away has all of it there."""
+        """Whether the device still has a backup's block: if its request is not swapped out, or if it has none."""
         owner = self._owner.get(backup)
         return owner is None or not owner.is_away
 
     def swapped_backups(self) -> Iterator[list[Backup]]:
-        """See ``Keeper``."""
+        """Yield the backups of each swapped request, by order key."""
         away = {owner for owner in self._owner.values() if owner.is_away}
         for tracked in sorted(away, key=lambda one: one.order_key):
             yield tracked.known_backups
 
     def drop_lost(self, lost: tuple[Backup, ...]) -> None:
-        """See ``Keeper``."""
+        """Drop lost backups, and those behind them, which are of no use alone."""
         for tracked in {self._owner[backup] for backup in lost if backup in self._owner}:
             self._drop_lost(tracked)
 
     # -- both ways -------------------------------------------------------------------------------------------------
 
     def forget(self, tracked: TrackedRequest) -> None:
-        """Keep nothing of it any more."""
+        """Drop all backups of a request."""
         self.note_start(tracked)
         self._release_from(tracked, 0)
 
     def void_copies(self) -> None:
-        """What copies under way carry is worth nothing any more; their requests are to be forgotten, too.
+        """Void all copies under way; their requests must be forgotten, too.
 
-        A copy out only reads: its blocks are free at once. A copy back still writes: it holds its blocks until it has
-        ended, and its request must not wait for it.
+        An outbound copy only reads: its blocks are free at once. An inbound copy still writes: it holds its blocks
+        until it has ended, and its request must not wait for it.
         """
         assert self._holder is not None
         for copy in self._copies.values():
@@ -213,7 +212,7 @@ class SwapBooks:
             copy.is_holding, copy.is_void = copy.is_inbound, True
 
     def find_owner(self, arrival: str) -> str | None:
-        """vLLM's name of the request that a copy back is for, by the name that ``take_owners`` gave to the copy.
+        """Return vLLM's name of the request of an inbound copy, by the copy's name from ``take_owners``.
 
         None if the request does not wait for it any more.
         """
@@ -221,12 +220,12 @@ class SwapBooks:
         return None if copy.is_void else copy.tracked.request.request_id
 
     def take_due(self) -> list[Transfer]:
-        """Copies to begin with the next step."""
+        """Return copies to begin with the next step, once."""
         due, self._due = self._due, []
         return due
 
     def take_owners(self) -> dict[int, str]:
-        """Names of the copies back that ``take_due`` gave, under which workers report their end to vLLM.
+        """Return names of the inbound copies in ``take_due``, under which workers report their end to vLLM.
 
         They are not those of the requests: after a reset a request may wait for its second copy while its first runs.
         """
@@ -234,7 +233,7 @@ class SwapBooks:
         return owners
 
     def settle(self, transfer_id: int, lost: frozenset[int]) -> None:
-        """A copy has ended; blocks at the places ``lost`` did not arrive whole."""
+        """Finish a copy; blocks at the places ``lost`` did not arrive whole."""
         copy = self._copies.pop(transfer_id)
         assert self._holder is not None
         self._holder.free_blocks(tuple(reversed(copy.held)))  # the last first, as vLLM does: the first are worth more
@@ -250,10 +249,10 @@ class SwapBooks:
             self.backups.abort_write(missing)
         if missing:
             self._drop_lost(copy.tracked)
-        self.backups.changed_keys.clear()  # each copy is one request's own, so that no answer rests on them
+        self.backups.changed_keys.clear()  # each copy belongs to one request, so no answer depends on them
 
     def _drop_lost(self, tracked: TrackedRequest) -> None:
-        """What follows a block that is lost is of no use."""
+        """Release a request's backups from the first lost one on: what follows a lost block is of no use."""
         num_kept = next((i for i, backup in enumerate(tracked.backups) if backup.is_lost), len(tracked.backups))
         is_short = num_kept < len(tracked.backups)
         self._release_from(tracked, num_kept)

@@ -1,7 +1,7 @@
-"""Swap space on neighbours' devices: what vLLM's scheduler borrows through the coordinator, for the worker beside it.
+"""Swap space on other devices: vLLM's scheduler borrows it through the coordinator, for the worker beside it.
 
-Whoever keeps the books looks after the leases; the worker has the memory. Leases that are named on one side and mapped
-on the other need both in one process, which is how vLLM runs a single device.
+The scheduler's side keeps the books and the leases; the worker has the memory. Leases that one side names and the other
+maps need both in one process, which is how vLLM runs a single device.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from floodplain.plugins.vllm.settings import PluginSettings
 from floodplain.runtime.relocations import Keeper, Relocations
 
 PATIENCE_S = 0.25
-"""While vLLM works it looks after its leases before each step. Whether it still works is asked so often."""
+"""While vLLM works, leases are polled before each step. The interval at which to check whether it still works."""
 
 
 class Borrowing:
-    """See the module. ``start`` it; ``retire`` it before the worker's memory goes, and ``close`` it after.
+    """Borrows swap space. ``start`` it; ``retire`` it before the worker's memory is freed, and ``close`` it after.
 
-    vLLM takes no steps while there is nothing to compute. A thread looks after the leases then.
+    vLLM takes no steps while there is nothing to compute. A thread polls the leases then.
 
     Args:
         settings: With a coordinator.
         keeper: The books.
         parts: The worker's.
-        lock: Held by whoever changes the books.
-        is_idle: Whether nobody has anything in swap space, nor can before the next boundary; asked with the lock held.
+        lock: Held while the books change.
+        is_idle: Whether no request has anything in swap space, nor can before the next boundary; called with the lock.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Borrowing:
             raise
 
     def at_boundary(self) -> None:
-        """No step is outstanding: use what is granted, empty what is recalled."""
+        """Use granted leases and empty recalled ones. No step is outstanding."""
         with self._lock:
             self._neighbours.at_boundary(time.monotonic())
 
     @property
     def num_moving(self) -> int:
-        """Copies between neighbours and the host whose end was not noted yet: their slots are taken so long."""
+        """Return how many copies between lent and host memory have no recorded end: their slots are still taken."""
         return self._relocations.num_in_flight
 
     def _hurry(self) -> float | None:
-        """On the watch's thread. Seconds until it should look again, None if only news can change anything."""
+        """Poll leases if vLLM is idle, and free due ones; return seconds until the next call, None to wait for news."""
         with self._lock:
             is_idle = self._is_idle()
             if is_idle:
@@ -85,13 +85,13 @@ class Borrowing:
         return PATIENCE_S if left_s is None else min(left_s, PATIENCE_S)
 
     def facts(self) -> LeaseFacts:
-        """What is seen of the leases now."""
+        """Return figures of the leases now."""
         return self._neighbours.facts()
 
     def retire(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Return all leases. Safe to call twice."""
         self._neighbours.retire()
 
     def close(self) -> None:
-        """Say goodbye. Safe to call twice."""
+        """End the membership. Safe to call twice."""
         self._neighbours.close()

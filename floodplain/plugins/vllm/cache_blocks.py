@@ -20,12 +20,12 @@ class CacheBlocks:
         block_tokens: Of a block.
 
     Attributes:
-        device: Where they lie.
-        words: The pieces of memory of a block, int32 [blocks, words]: one of each layer, or one of all layers where
-            vLLM keeps a block's layers side by side (its layouts that begin with B).
+        device: Of the caches.
+        words: The pieces of memory of a block, int32 [blocks, words]: one of each layer, or one of all layers if vLLM
+            keeps a block's layers side by side (its layouts that begin with B).
 
     Raises:
-        UserError: A layer's part of a block is no single piece of memory, or they lie where nothing of ours copies.
+        UserError: A layer's part of a block is not one piece of memory, or its device is one from which none is copied.
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor], num_blocks: int, block_tokens: int) -> None:
@@ -46,16 +46,16 @@ class CacheBlocks:
         self._num_blocks = num_blocks
 
     def expect_pieces(self, num_bytes: int) -> None:
-        """Refuse blocks whose parts do not begin at, and have, a whole number of ``num_bytes``.
+        """Check that parts of blocks begin at, and have, a whole multiple of ``num_bytes``.
 
         Raises:
-            UserError: There are such parts.
+            UserError: A part does not.
         """
         if any(words.data_ptr() % num_bytes or 4 * words.shape[1] % num_bytes for words in self.words):
             raise UserError(f"this model's blocks do not begin at whole {num_bytes} bytes, which copies on a GPU need")
 
     def expect_backed(self, blocks: Iterable[int]) -> None:
-        """See ``BlockStore``."""
+        """Check that vLLM's pool has all of these blocks; else raise ``InvariantError``."""
         if not all(0 <= block < self._num_blocks for block in blocks):
             raise InvariantError("a block is copied that vLLM's pool does not have")
 
@@ -81,7 +81,7 @@ def _find_pieces(caches: Mapping[str, torch.Tensor], num_blocks: int) -> tuple[t
 
 
 def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
-    """One layer's cache with its blocks in front, or two where K and V lie apart."""
+    """Return one layer's cache with its blocks as first dimension; two tensors if K and V lie apart."""
     if cache.shape[0] == num_blocks:
         return [cache]
     if cache.shape[0] == 2 and cache.shape[1] == num_blocks:
@@ -92,7 +92,7 @@ def _split(name: str, cache: torch.Tensor, num_blocks: int) -> list[torch.Tensor
 
 
 def _as_one_piece(views: list[torch.Tensor]) -> torch.Tensor | None:
-    """Blocks of all layers, what fills them up included; None if the parts of a block lie in several places."""
+    """Return blocks of all layers as words, with padding; None if the parts of a block are not in one piece."""
     storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in views}
     strides = {view.stride(0) * view.element_size() for view in views}
     if len(views) < 2 or len(storages) != 1 or len(strides) != 1:
@@ -112,7 +112,7 @@ def _first_byte(view: torch.Tensor) -> int:
 
 
 def _end_byte(view: torch.Tensor) -> int:
-    """Behind the last byte of the first block."""
+    """Return the offset behind the last byte of the first block."""
     steps = sum(stride * (length - 1) for stride, length in zip(view.stride()[1:], view.shape[1:], strict=True))
     return _first_byte(view) + (steps + 1) * view.element_size()
 

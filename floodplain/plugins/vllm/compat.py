@@ -1,7 +1,7 @@
-"""Every name of vLLM that it may change without a word. Another version: look here, and in ``compat_*``.
+"""All names of vLLM that it may change without notice. For another version, check here and in ``compat_*``.
 
-``SteeredScheduler`` is vLLM's own scheduler, which still allocates, batches and streams. What it lets a subclass decide
-through here: whom it sees waiting, how many tokens each request gets in a step, who leaves, and what happens then.
+``SteeredScheduler`` is vLLM's own scheduler, which still allocates, batches and streams. A subclass decides here which
+waiting requests it sees, how many tokens each request gets in a step, what is preempted, and what happens then.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from floodplain.plugins.vllm.turn_queue import TurnQueue
 
 
 class SteeredScheduler(AsyncScheduler):
-    """See the module. A step is planned before the tokens of the last one are known if vLLM is configured so."""
+    """vLLM's scheduler with hooks for a subclass. If vLLM is so configured, steps are planned ahead of tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.recompute_kv_load_failures = True  # a copy that fails is computed again, whatever vLLM's default is
+        self.recompute_kv_load_failures = True  # a failed copy is computed again, whatever vLLM's default is
         self._queue, self._holding = TurnQueue(), TurnQueue()
         self.waiting, self.kv_holding_waiting = self._queue, self._holding
         self.is_resetting = False
@@ -40,52 +40,52 @@ class SteeredScheduler(AsyncScheduler):
 
     @abstractmethod
     def plan(self) -> Iterable[str]:
-        """Called before each step; the requests that may come, in order."""
+        """Called before each step; returns the requests that may be admitted, in order."""
 
     @abstractmethod
     def cap(self, request_id: str, num_tokens: int) -> int:
-        """How many of these tokens a request may compute in this step."""
+        """Return how many of these tokens a request may compute in this step."""
 
     @abstractmethod
     def note_arrival(self, request: Request) -> None:
-        """A request is new."""
+        """Called for each new request."""
 
     @abstractmethod
     def note_finish(self, request: Request) -> None:
-        """A request has ended, or was aborted."""
+        """Called when a request has ended, or was aborted."""
 
     @abstractmethod
     def note_departure(self, request: Request) -> None:
-        """A request leaves the device; its blocks are still its own."""
+        """Called when a request is preempted; its blocks are still its own."""
 
     @abstractmethod
     def note_step(self, output: SchedulerOutput) -> None:
-        """A step is planned."""
+        """Called when a step is planned."""
 
     @abstractmethod
     def note_end(self, output: SchedulerOutput) -> None:
-        """A step has ended, and its tokens are known."""
+        """Called when a step has ended, and its tokens are known."""
 
     @abstractmethod
     def find_owner(self, arrival: str) -> str | None:
-        """The request that a copy back was for, by the name that its worker reports; None if it waits no more."""
+        """Return the request of an inbound copy, by the name that its worker reports; None if it waits no more."""
 
     @abstractmethod
     def void_copies(self) -> None:
-        """What was computed so far is worth nothing: forget all of it that is in swap space, or on its way."""
+        """Forget all computed KV that is in swap space, or on its way: it is invalid."""
 
     @property
     @abstractmethod
     def held_blocks(self) -> Sequence[Any]:
-        """Blocks that copies hold, once for each of those copies."""
+        """Return blocks that copies hold, once for each of those copies."""
 
     @property
     def deferred_blocks(self) -> list[Any]:
-        """Blocks that only an outstanding step holds, which may still write them; freed when it ends."""
+        """Return blocks that only an outstanding step holds, which may still write them; freed when it ends."""
         return [block for _, blocks in self.deferred_frees for block in blocks]
 
     def read_limits(self) -> Limits:
-        """What vLLM was told once."""
+        """Return the limits that vLLM was configured with."""
         return Limits(
             self.finder.num_blocks,
             self.block_size,
@@ -95,14 +95,14 @@ class SteeredScheduler(AsyncScheduler):
         )
 
     def send_away(self, request: Request) -> None:
-        """Take a running request off the device."""
+        """Preempt a running request."""
         self.running.remove(request)
         self._preempt_request(request, time.monotonic())
 
     def take_arrived(self) -> tuple[list[Request], list[Request]]:
-        """Those whose copies back have ended, and those whose have not.
+        """Return requests whose inbound copies have ended, and those whose have not.
 
-        Whoever's copies failed has no blocks any more, and waits like everybody else.
+        A request whose copies failed has no blocks any more, and goes to the waiting queue.
         """
         arrived, loading = [], []
         for request in self._holding:
@@ -118,16 +118,16 @@ class SteeredScheduler(AsyncScheduler):
 
     @property
     def is_open(self) -> bool:
-        """Whether requests are admitted. While vLLM is paused, none of those that run has to make room for one."""
+        """Whether requests are admitted. While vLLM is paused, no running request must make room for one."""
         return bool(self.pause_state is PauseState.UNPAUSED)
 
     def take_queued(self) -> dict[str, Request | None]:
-        """Requests that came to the waiting queue, or left it (None), since the last call."""
-        self._holding.take_changed()  # ``take_arrived`` asks for all of those
+        """Return requests added to the waiting queue, or removed from it (None), since the last call."""
+        self._holding.take_changed()  # all of those are in ``take_arrived``
         return self._queue.take_changed()
 
     def is_ready(self, request: Request) -> bool:
-        """Whether a waiting request could begin; vLLM is asked if it is one that waits for something."""
+        """Whether a waiting request could begin; vLLM decides for one that waits for a condition."""
         if request.num_stale_output_tokens and not request.drop_stale_output:
             return False  # preempted with a step outstanding, whose token is delivered first
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
@@ -140,7 +140,7 @@ class SteeredScheduler(AsyncScheduler):
     # -- what vLLM calls -------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """See vLLM. Of a session that goes on, the request is there already."""
+        """Add a request, as vLLM does. A session that goes on has its request already."""
         if request.request_id not in self.requests:
             self.note_arrival(request)
         super().add_request(request)
@@ -150,9 +150,9 @@ class SteeredScheduler(AsyncScheduler):
         return super()._free_request(request, delay_free_blocks)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """See vLLM."""
+        """Plan a step, as vLLM does, with only the planned requests admitted."""
         newcomers = self.plan()
-        # vLLM stops at the first of those that hold blocks already if that gets no tokens.
+        # vLLM stops at the first request that holds blocks already and gets no tokens.
         arrived = [request.request_id for request in self._holding if self.cap(request.request_id, 1)]
         with self._holding.let_in(arrived), self._queue.let_in(newcomers):
             output = super().schedule(throttle_prefills)
@@ -160,7 +160,7 @@ class SteeredScheduler(AsyncScheduler):
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        """See vLLM."""
+        """Finish a step, as vLLM does, after copies' names are replaced by those of their requests."""
         said = model_runner_output.kv_connector_output
         if said is not None:
             said.finished_recving = self._find_owners(said.finished_recving)
@@ -173,9 +173,9 @@ class SteeredScheduler(AsyncScheduler):
         return {owner for arrival in arrivals or () if (owner := self.find_owner(arrival)) is not None}
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """See vLLM. A reset that succeeds leaves no KV to restore from, in swap space neither.
+        """Reset the prefix cache, as vLLM does. Success leaves no KV to restore from, in swap space neither.
 
-        vLLM wants all blocks free. Copies that hold some do not disturb: they are free for as long as it looks.
+        vLLM requires that all blocks are free. Blocks that copies hold count as free during that check.
         """
         self.is_resetting = True
         try:
@@ -193,7 +193,7 @@ class SteeredScheduler(AsyncScheduler):
         return is_reset
 
     def _free_waiting(self) -> None:
-        """Take the blocks of requests that do not run: those that copies filled, or fill still, or were to fill."""
+        """Free the blocks of requests that do not run: those that copies filled, fill still, or were to fill."""
         for request in self._holding:
             if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
                 continue
@@ -208,7 +208,7 @@ class SteeredScheduler(AsyncScheduler):
             request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             self._queue.add_request(request)
         for request in list(self.requests.values()):
-            if request.is_finished():  # and was to wait for a copy back
+            if request.is_finished():  # and was to wait for an inbound copy
                 self._free_blocks(request)
 
     @contextmanager
@@ -222,11 +222,11 @@ class SteeredScheduler(AsyncScheduler):
             self.finder.pool.touch(held)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """A step is planned; with async scheduling, placeholders stand for its tokens."""
+        """Record a planned step; with async scheduling, placeholders stand for its tokens."""
         (AsyncScheduler if self.is_async else Scheduler)._update_after_schedule(self, scheduler_output)
 
     def _update_request_with_output(self, request: Request, *args: Any, **kwargs: Any) -> tuple[list[int], bool]:
-        """Tokens of a step are known; with async scheduling, they replace its placeholders."""
+        """Record a step's tokens; with async scheduling, they replace its placeholders."""
         base = AsyncScheduler if self.is_async else Scheduler
         known: tuple[list[int], bool] = base._update_request_with_output(self, request, *args, **kwargs)
         return known
@@ -236,28 +236,28 @@ class SteeredScheduler(AsyncScheduler):
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """vLLM's last word on how many tokens a request gets."""
+        """Limit a request's tokens to ``cap``: vLLM's last decision on their number."""
         num_tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return min(num_tokens, self.cap(request.request_id, num_tokens))
 
     def _try_schedule_encoder_inputs(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Asked in front of ``_reserve_prefill_lookahead``: encodes what the tokens of this step need, and no more."""
+        """Encode what the tokens of this step need, and no more; called before ``_reserve_prefill_lookahead``."""
         num_tokens = min(num_new_tokens, self.cap(request.request_id, num_new_tokens))
         return super()._try_schedule_encoder_inputs(request, num_computed_tokens, num_tokens, *args, **kwargs)
 
     def _inflight_prefill_reserved_blocks(self) -> int:
-        """A policy has already left room for those that are there."""
+        """Return 0: a policy has already left room for the running requests."""
         return 0
 
 
 def local_tokens_in(output: SchedulerOutput) -> dict[str, int]:
-    """How many leading tokens each request that is new in a step did not have to compute."""
+    """Return how many leading tokens each request that is new in a step did not have to compute."""
     return {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
 
 
 def num_tokens_in(output: SchedulerOutput) -> dict[str, int]:
-    """How many tokens each request of a step computes."""
+    """Return how many tokens each request of a step computes."""
     num_tokens: dict[str, int] = output.num_scheduled_tokens
     return num_tokens

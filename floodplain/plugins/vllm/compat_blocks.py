@@ -1,4 +1,4 @@
-"""Names of vLLM's block pool that it may change without a word: the part of ``compat`` that is about blocks."""
+"""Names of vLLM's block pool that it may change without notice: the part of ``compat`` that is about blocks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from floodplain.plugins.vllm.prefix_watch import NOTHING, Found, PrefixWatch
 
 
 class WatchedPool(BlockPool):
-    """vLLM's pool, which also tells when reference counts or contents of blocks changed.
+    """vLLM's pool, which also reports changes of blocks' reference counts and contents.
 
-    vLLM makes its pool deep inside of its KV cache manager, and names no class for it. So the one that is there becomes
-    one of this class, with the same attributes.
+    vLLM creates its pool deep inside its KV cache manager, and has no setting for its class. So the existing pool's
+    class is replaced by this one, with the same attributes.
     """
 
     exclusive: ExclusiveCounts
@@ -26,29 +26,29 @@ class WatchedPool(BlockPool):
 
     @staticmethod
     def watch(pool: Any, exclusive: ExclusiveCounts, prefixes: PrefixWatch) -> None:
-        """Let a pool tell both from now on."""
+        """Make a pool report to both from now on."""
         pool.__class__ = WatchedPool
         pool.exclusive, pool.prefixes = exclusive, prefixes
 
     def touch(self, blocks: Sequence[Any]) -> None:
-        """See vLLM."""
+        """Add a reference to each block, as vLLM does, and report them."""
         super().touch(blocks)
         self._note(blocks)
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """See vLLM."""
+        """Drop a reference to each block, as vLLM does, and report them."""
         blocks = list(ordered_blocks)
         super().free_blocks(blocks)
         self._note(blocks)
 
     def unpin_blocks(self, blocks: Iterable[Any], *args: Any, **kwargs: Any) -> None:
-        """See vLLM."""
+        """Unpin blocks, as vLLM does, and report them."""
         blocks = list(blocks)
         super().unpin_blocks(blocks, *args, **kwargs)
         self._note(blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """See vLLM."""
+        """Reset the prefix cache, as vLLM does, and report it."""
         is_reset: bool = super().reset_prefix_cache()
         self.prefixes.note_reset()
         return is_reset
@@ -67,7 +67,7 @@ class WatchedPool(BlockPool):
 
 
 class BlockFinder:
-    """What vLLM knows of its blocks: see ``rows.Blocks``."""
+    """Implements ``rows.Blocks`` with vLLM's KV cache manager."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -78,35 +78,35 @@ class BlockFinder:
 
     @property
     def num_blocks(self) -> int:
-        """Without the one that stands for nothing."""
+        """Return the number of blocks, without vLLM's null block."""
         return int(self.pool.num_gpu_blocks) - 1
 
     def count_free(self) -> int:
-        """See ``rows.Blocks``."""
+        """Return the number of free blocks."""
         return int(self.pool.get_num_free_blocks())
 
     def table(self, request_id: str) -> Sequence[Any]:
-        """See ``rows.Blocks``."""
+        """Return the block table of a request; empty if it has none."""
         blocks: Sequence[Any] = self._tables.get(request_id) or ()
         return blocks
 
     def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
-        """See ``rows.Blocks``."""
+        """Return how many blocks of a table only this request uses."""
         return self._exclusive.count(seq_id, table)
 
     def take_changed(self) -> Set[SeqId]:
-        """See ``rows.Blocks``."""
+        """Return requests whose exclusive blocks or prefix changed since the last call."""
         return self._exclusive.take_recounted() | self._prefixes.take_forgotten()
 
     def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
-        """See ``rows.Blocks``."""
+        """Return the cached prefix of a request, at most ``most`` blocks."""
         if not self._manager.prefix_cache_lookup_enabled(request):
             return NOTHING
         hashes = request.block_hashes
         return self._prefixes.find(seq_id, hashes, min(most, len(hashes)))
 
     def watch_only(self, holding: Set[SeqId], absent: Set[SeqId]) -> None:
-        """See ``rows.Blocks``."""
+        """Stop watching all requests but those that hold blocks and those that are absent."""
         self._exclusive.keep_only(holding)
         self._prefixes.keep_only(absent)
 

@@ -1,4 +1,4 @@
-"""Names of vLLM that it may change without a word, and that are read without importing it: a part of ``compat``."""
+"""Names of vLLM that it may change without notice, and that are read without importing it: a part of ``compat``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import traceback
 from typing import Any
 
 FAILED_START = "Engine core initialization failed"
-"""What vLLM says in the process that started engine processes; not why."""
+"""vLLM's error, without the cause, in the process that started engine processes."""
 
 _WHOLE_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of KV cache in which a request keeps every block that it filled."""
 
 
 def find_config() -> Any:
-    """The ``VllmConfig`` in whose ``__post_init__`` this is called, or with which an engine starts; None elsewhere."""
+    """Return the ``VllmConfig`` that a caller's ``__post_init__`` makes, or its engine starts with; else None."""
     from vllm.config import VllmConfig
 
     names = {"__post_init__": "self", "__init__": "vllm_config"}
@@ -32,7 +32,7 @@ def follows_sleep() -> bool:
 
 
 def find_cache_problem(groups: list[Any]) -> str | None:
-    """What of the KV cache is not supported, in one line; None if all of it is.
+    """Return one line that says what of the KV cache is not supported; None if all of it is.
 
     Args:
         groups: vLLM's groups of layers that share a block table.
@@ -48,7 +48,7 @@ def find_cache_problem(groups: list[Any]) -> str | None:
 
 
 def count_block_bytes(group: Any) -> int:
-    """Bytes of a block over all layers of a group of one worker."""
+    """Return the bytes of a block over all layers of a group of one worker."""
     spec = group.kv_cache_spec
     if hasattr(spec, "kv_cache_specs"):  # of layers that keep different sizes
         return sum(int(one.page_size_bytes) for one in spec.kv_cache_specs.values())

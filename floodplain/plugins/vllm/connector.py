@@ -1,8 +1,8 @@
-"""What ``kv_connector_module_path`` names: here vLLM asks for the connector, in each of its processes.
+"""The module for ``kv_connector_module_path``: vLLM gets the connector's class here, in each of its processes.
 
-vLLM asks for the class while it makes its configuration, in the user's own process and before any other is started,
-but hands over no configuration. So the one that is being made is looked up where it is made: what is refused there
-costs one line, and not a start.
+vLLM gets the class while it makes its configuration, in the user's own process and before any other is started, but
+passes no configuration. So that configuration is looked up on the stack: a refusal at this point costs one line, and
+no start.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The connector's class, for a configuration that is supported.
+    """Return the connector's class, for a supported configuration.
 
     Raises:
-        Refusal: The configuration that is being made is not.
-        AttributeError: Something else was asked for.
+        Refusal: The configuration that is being made is not supported.
+        AttributeError: Another name was requested.
     """
     if name.startswith("__"):
         raise AttributeError(name)
@@ -42,10 +42,10 @@ def __getattr__(name: str) -> Any:
 
 
 def refuse_early() -> None:
-    """Refuse the configuration that vLLM makes, or starts an engine with, where this is called; if it is for us.
+    """Refuse an unsupported configuration on the caller's stack that names our scheduler or connector.
 
     Raises:
-        Refusal: It names our scheduler or our connector, and is not supported.
+        Refusal: It does, and is not.
     """
     end_quietly_after_refusals()
     config = find_config()
@@ -58,7 +58,7 @@ def check_config(vllm_config: Any) -> None:
     """Refuse what the plug-in does not support, as far as it is known before a model is loaded.
 
     Raises:
-        UserError: One line, with what to change.
+        UserError: One line that says what to change.
     """
     extra = find_extra(vllm_config)
     settings = (read_settings if names_connector(vllm_config) else read_alone)(extra)

@@ -16,12 +16,12 @@ class Copy:
     """A copy under way.
 
     Attributes:
-        tracked: Whose.
-        kind: What for.
+        tracked: The request.
+        kind: The purpose.
         backups: One for each block.
         blocks: vLLM's.
         is_holding: The copy holds its blocks by references of its own.
-        is_void: What it copies is worth nothing any more.
+        is_void: The KV that it copies is invalid by now.
     """
 
     tracked: TrackedRequest
@@ -33,10 +33,10 @@ class Copy:
 
     @property
     def is_inbound(self) -> bool:
-        """Whether it goes from swap space into blocks."""
+        """Whether it copies from swap space into blocks."""
         return self.kind.direction is Direction.INBOUND
 
     @property
     def held(self) -> tuple[Any, ...]:
-        """Blocks that it holds."""
+        """Return the blocks that it holds."""
         return self.blocks if self.is_holding else ()

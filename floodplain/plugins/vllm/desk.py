@@ -1,4 +1,4 @@
-"""Our side of vLLM's scheduler process: what the scheduler decides with and the connector keeps the books by."""
+"""Our state in vLLM's scheduler process, shared by our scheduler and our connector."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from floodplain.plugins.vllm.tracked import RequestRoster
 from floodplain.runtime.links import Links
 
 FIRST_BANDWIDTH = 4e9
-"""Bytes per second that a copy is taken to have until copies have told."""
+"""Bytes per second that a copy is assumed to have before any was measured."""
 
 
 class SwapDesk:
-    """Everything that both have to know.
+    """The state that scheduler and connector share.
 
     Args:
         settings: Of the plug-in.
         block_bytes: Of one block, over all layers of one worker.
         block_tokens: Of one block.
-        num_workers: That copy.
-        peer: What the worker has for memory on neighbours; None borrows nothing.
+        num_workers: The number of workers that copy.
+        peer: The worker's parts for lent memory; None borrows nothing.
 
     Attributes:
-        lock: Held while the books change, beside which a thread may look after leases.
-        is_computing: A step is outstanding that computes: no worker waits for copies.
+        lock: Held while the books change, because a thread may poll leases meanwhile.
+        is_computing: Whether an outstanding step computes: then no worker waits for copies.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class SwapDesk:
         self.is_computing = False
         self.borrowing = None if peer is None else Borrowing(settings, self.books, peer, self.lock, self._is_idle)
         self.watchers: list[Callable[[View, float, Decision], None]] = []
-        """Told of every decision, and of the time it was made at: so that it can be made again elsewhere."""
+        """Called with every decision, and the time at which it was made, so that it can be repeated elsewhere."""
         self._num_workers = num_workers
         self._seen_peers: set[str] = set()
         self._seen_leases: Mapping[str, int] = {}
         self._ended: dict[int, tuple[int, frozenset[int]]] = {}
 
     def record(self, view: View, now: float, decision: Decision) -> None:
-        """A decision was made."""
+        """Update metrics and call watchers after a decision."""
         self.tally.set("requests_swapped", to=len(view.swapped))
         for tier, slots in self.books.backups.slots.items():
             self.tally.set("kv_bytes", tier.value, to=slots.num_taken * self.block_bytes * self._num_workers)
@@ -83,11 +83,11 @@ class SwapDesk:
         self._seen_leases = facts.num_borrowed
 
     def take_orders(self, *, is_idle: bool) -> StepOrders:
-        """What workers have to do in the next step."""
+        """Return what workers have to do in the next step."""
         return StepOrders(tuple(self.books.take_due()), self.books.take_owners(), is_idle and not self.is_computing)
 
     def note_report(self, report: WorkerReport) -> None:
-        """What workers have done: a copy has ended when it has for all of them."""
+        """Apply a report of workers: a copy has ended when all of them report it."""
         for copied in report.copy_times:
             self.links.learn(copied)
         merged = WorkerReport(self._ended).merge(report).ended
@@ -99,24 +99,24 @@ class SwapDesk:
         self._ended = merged
 
     def depart(self, request_id: str) -> None:
-        """A request has ended, or was aborted: nothing is kept of it. Safe to call twice."""
+        """Forget a request that has ended or was aborted. Safe to call twice."""
         one = self.roster.depart(request_id)
         if one is not None:
             with self.lock:
                 self.books.forget(one)
 
     def forget_all(self) -> None:
-        """Nothing is kept of anybody."""
+        """Drop the backups of all requests."""
         with self.lock:
             for one in self.roster:
                 self.books.forget(one)
 
     def void_all(self) -> None:
-        """Nothing that was computed so far is restored from now on, whatever is in swap space or on its way."""
+        """Drop all backups and void copies under way, so that nothing computed so far is restored."""
         self.forget_all()
         with self.lock:
             self.books.void_copies()
 
     def _is_idle(self) -> bool:
-        """Nobody is here, nor any copy under way. Who comes next is planned for at a boundary first."""
+        """Whether there are no requests and no copies under way; a boundary comes before any new request."""
         return not len(self.roster) and not self.books.num_in_flight

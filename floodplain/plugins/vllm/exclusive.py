@@ -1,6 +1,6 @@
-"""How many blocks of each request nothing else holds: kept as reference counts change, not counted anew.
+"""Counts the blocks that only one request holds, and updates the counts as reference counts change.
 
-Counting costs as much as a block table is long, and a step has hundreds of tables. A decoding request adds a block
+A new count costs as much as a block table is long, and a step has hundreds of tables. A decoding request adds a block
 once in many steps, and only blocks whose reference count changed can change the count of a table that did not grow.
 """
 
@@ -21,26 +21,24 @@ class ExclusiveCounts:
     def __init__(self) -> None:
         self._tables: dict[SeqId, list[int]] = {}  # block ids, as far as they were counted
         self._counts: dict[SeqId, int] = {}
-        self._holder: dict[int, SeqId] = {}  # of each block that stands in a table: one of them
-        self._others: dict[
-            int, list[SeqId]
-        ] = {}  # the rest; few blocks have some, and numbers cost no garbage collection
-        self._single: set[int] = set()  # those of them whose reference count was 1 when last looked at
+        self._holder: dict[int, SeqId] = {}  # of each block in a table: one of its tables
+        self._others: dict[int, list[SeqId]] = {}  # its other tables: few, and numbers cost no garbage collection
+        self._single: set[int] = set()  # blocks whose reference count was 1 when last read
         self._changed: dict[int, Any] = {}
         self._recounted: set[SeqId] = set()
 
     def note(self, blocks: Iterable[Any]) -> None:
-        """The reference counts of these blocks may have changed."""
+        """Record that the reference counts of these blocks may have changed."""
         holder = self._holder
         for block in blocks:
             if block.block_id in holder:
                 self._changed[block.block_id] = block
 
     def count(self, seq_id: SeqId, table: Sequence[Any]) -> int:
-        """Exclusive blocks of a table now.
+        """Return the number of exclusive blocks of a table.
 
         Args:
-            seq_id: Whose it is.
+            seq_id: Its request.
             table: All of its blocks.
         """
         if self._changed:
@@ -51,7 +49,7 @@ class ExclusiveCounts:
         return self._counts[seq_id]
 
     def take_recounted(self) -> set[SeqId]:
-        """Requests whose count changed since the last call, other than by growth of their table."""
+        """Return requests whose count changed since the last call, other than by growth of their table."""
         if self._changed:
             self._settle()
         recounted, self._recounted = self._recounted, set()
@@ -63,7 +61,7 @@ class ExclusiveCounts:
             self.forget(seq_id)
 
     def forget(self, seq_id: SeqId) -> None:
-        """The request holds its table no more."""
+        """Forget the table of a request that does not hold it any more."""
         del self._counts[seq_id]
         for block_id in self._tables.pop(seq_id):
             self._let_go(block_id, seq_id)

@@ -1,6 +1,6 @@
-"""Rows of earlier steps that still hold: made anew only where something changed that they say.
+"""Rows of earlier steps that are still valid: a row is made anew only if something that it states changed.
 
-A decoding row says from which step on it needs a block or has nothing to run (``core.view``). So it holds as long as
+A decoding row states from which step on it needs a block or has nothing to run (``core.view``). So it is valid while
 its request gets a token in every step, and its table, its backups and its exclusive blocks are the same.
 """
 
@@ -20,7 +20,7 @@ _Mark = tuple[int, int, tuple[Backup, int] | None, int, int]
 
 
 class KeptRows:
-    """Rows of requests that run, and of those that hold no blocks.
+    """Rows of running requests, and of requests that hold no blocks.
 
     Attributes:
         running_ids: Requests of the last call of ``running``.
@@ -31,11 +31,11 @@ class KeptRows:
         self._ones: tuple[TrackedRequest, ...] = ()  # of the last call of ``running``, as they came
         self._sorted: list[TrackedRequest] = []  # the same by their keys; the next two are in this order
         self._rows: list[SequenceView] = []
-        self._leads: list[int | None] = []  # see _lead
+        self._leads: list[int | None] = []  # the values of _lead
         self._absent: dict[SeqId, tuple[_Mark, SequenceView]] = {}
 
     def drop(self, seq_ids: Set[SeqId]) -> None:
-        """Rows of these requests hold no more, though the requests are as they were."""
+        """Invalidate the rows of these requests, although the requests themselves are unchanged."""
         if not seq_ids:
             return
         pairs = zip(self._sorted, self._leads, strict=True)
@@ -44,7 +44,7 @@ class KeptRows:
             del self._absent[seq_id]
 
     def running(self, ones: tuple[TrackedRequest, ...], make: RowMaker, step: int) -> tuple[SequenceView, ...]:
-        """Rows of all requests that hold their blocks and compute, in order of their keys."""
+        """Return rows of all requests that hold their blocks and compute, in order of their keys."""
         if ones != self._ones:
             self._seat(ones)
         # A table grows with the step that is due to need a block, and in no other. This runs for every request in
@@ -63,7 +63,7 @@ class KeptRows:
         return tuple(self._rows)
 
     def _seat(self, ones: tuple[TrackedRequest, ...]) -> None:
-        """Others run than before: those that go on keep their rows."""
+        """Replace the running requests; those that go on keep their rows."""
         known = {one.seq_id: kept for one, *kept in zip(self._sorted, self._rows, self._leads, strict=True)}
         nothing: list[Any] = [None, None]
         self._ones, self._sorted = ones, sorted(ones, key=attrgetter("order_key"))
@@ -72,9 +72,9 @@ class KeptRows:
         self.running_ids = frozenset([one.seq_id for one in ones])
 
     def absent(self, one: TrackedRequest, make: RowMaker) -> SequenceView:
-        """The row of a request that holds no blocks.
+        """Return the row of a request that holds no blocks.
 
-        A copy of it becomes whole when its blocks stop leaving, and one that is lost is dropped at once.
+        A copy of it becomes whole when its blocks stop leaving, and a lost one is dropped at once.
         """
         mark = (one.request.num_tokens, len(one.backups), one.tail, one.num_leaving, one.entered_step)
         kept = self._absent.get(one.seq_id)
@@ -83,15 +83,15 @@ class KeptRows:
         return kept[1]
 
     def keep_only(self, absent: Set[SeqId]) -> None:
-        """No other request will be asked for with ``absent`` soon."""
+        """Drop the rows of all absent requests but these."""
         for seq_id in self._absent.keys() - absent:
             del self._absent[seq_id]
 
 
 def _lead(row: SequenceView) -> int | None:
-    """Computed tokens less the step: the same for as long as a decoding request gets a token in every step.
+    """Return computed tokens less the step: constant while a decoding request gets a token in every step.
 
-    Tokens that are known or expected grow with them, for nothing is speculated. None: the row must be made anew in the
-    next step, since its request decodes not yet, or is about to get its first token.
+    Known and expected tokens grow with them, because nothing is speculated. None: the row must be made anew in the next
+    step, because its request does not decode yet, or is about to get its first token.
     """
     return row.num_scheduled - row.since_step if row.is_decoding and row.first_token_s is not None else None

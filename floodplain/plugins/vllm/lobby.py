@@ -1,7 +1,7 @@
-"""Requests that hold no blocks: those that wait, in a policy's order, and those that have KV in swap space.
+"""Requests that hold no blocks: waiting ones in a policy's order, and those with KV in swap space.
 
-vLLM has them in one queue. Here each stands in its place from the time it comes there, so that a step costs as much
-with ten thousand in the queue as with ten.
+vLLM has them in one queue. Here each is sorted in once, when it enters that queue, so that a step costs as much with
+ten thousand in the queue as with ten.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Lobby:
-    """See the module.
+    """Sorts the requests of vLLM's queue into waiting and swapped ones.
 
     Args:
         roster: Of all live requests.
-        key: The order of those that wait; fixed for as long as one does.
+        key: The order of waiting requests; fixed while a request waits.
         window: The number of them that a policy sees.
 
     Attributes:
@@ -38,19 +38,19 @@ class Lobby:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait and have nothing in swap space."""
+        """Return the number of requests that wait and have nothing in swap space."""
         return len(self._line)
 
     def head(self) -> tuple[TrackedRequest, ...]:
-        """The first of them, in order."""
+        """Return the first of these, in order."""
         return cast(tuple[TrackedRequest, ...], self._line.head())
 
     def refresh(self, changed: Mapping[str, Request | None], is_ready: Callable[[Request], bool]) -> None:
-        """Follow vLLM's queue.
+        """Apply changes of vLLM's queue.
 
         Args:
-            changed: Requests that came there, or left it (None), since the last call.
-            is_ready: Whether vLLM would admit a request now; asked in each call until it is so.
+            changed: Requests added there, or removed (None), since the last call.
+            is_ready: Whether vLLM would admit a request now; called each time until it is true.
         """
         for request_id, request in changed.items():
             known = self._here.pop(request_id, None)
@@ -67,7 +67,7 @@ class Lobby:
                 self._line.push(cast(Any, one))
 
     def wait(self, one: TrackedRequest) -> None:
-        """Nothing of a swapped request can be restored any more: it waits like all others."""
+        """Make a swapped request wait, because nothing of it can be restored any more."""
         del self.swapped[one.seq_id]
         self._line.push(cast(Any, one))
 

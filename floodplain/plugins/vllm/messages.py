@@ -1,4 +1,4 @@
-"""What our scheduler side and our worker side tell each other in each step of vLLM. All of it can be pickled."""
+"""Messages between our scheduler side and our worker side in each step of vLLM. All of them can be pickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StepOrders:
 
     Attributes:
         transfers: Copies to begin, before this step computes.
-        owners: The name under which the end of each copy back is reported to vLLM, by transfer.
+        owners: The name under which the end of each inbound copy is reported to vLLM, by transfer.
         is_idle: Nothing is computed in this step: a worker may wait for copies.
     """
 
@@ -28,7 +28,7 @@ class WorkerReport:
     """From the workers to the scheduler, after each step.
 
     Attributes:
-        ended: Copies that ended: how many workers say so, and the places of blocks that one of these has not whole.
+        ended: By copy: how many workers report its end, and the places of blocks that are not whole on one of them.
         copy_times: How long links were busy.
     """
 
@@ -36,7 +36,7 @@ class WorkerReport:
     copy_times: tuple[CopyTime, ...] = ()
 
     def merge(self, other: WorkerReport) -> WorkerReport:
-        """Both together."""
+        """Return both reports as one."""
         ended = dict(self.ended)
         for transfer_id, (num_workers, lost) in other.ended.items():
             num_so_far, lost_so_far = ended.get(transfer_id, (0, frozenset()))

@@ -11,27 +11,27 @@ from floodplain.plugins.vllm.tally import FAMILIES, merge
 
 
 class FloodplainStats(KVConnectorStats):
-    """See vLLM. ``data`` is what ``Tally.take`` gives."""
+    """vLLM's statistics of a connector. ``data`` is what ``SwapTally.take`` returns."""
 
     def reset(self) -> None:
-        """See vLLM."""
+        """Drop all figures."""
         self.data = dict[str, Any]()
 
     def aggregate(self, other: KVConnectorStats) -> FloodplainStats:
-        """See vLLM."""
+        """Return both statistics together."""
         return FloodplainStats(data=merge(self.data, other.data))
 
     def reduce(self) -> dict[str, int | float]:
-        """See vLLM: for a line of its log."""
+        """Return figures by name, for a line of vLLM's log."""
         return {**self.data.get("counts", {}), **self.data.get("gauges", {})}
 
     def is_empty(self) -> bool:
-        """See vLLM."""
+        """Whether there are no figures."""
         return not any(self.data.values())
 
 
 class FloodplainMetrics(KVConnectorPromMetrics):
-    """See vLLM. Every family is ``floodplain_`` and its name, with vLLM's labels before its own."""
+    """Our Prometheus metrics. Every family is ``floodplain_`` and its name, with vLLM's labels before its own."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class FloodplainMetrics(KVConnectorPromMetrics):
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """See vLLM."""
+        """Add the statistics of one engine to the metrics."""
         for name, number in transfer_stats_data.get("counts", {}).items():
             self._labelled(name, engine_idx).inc(number)
         for name, value in transfer_stats_data.get("gauges", {}).items():

@@ -1,4 +1,4 @@
-"""Makes the view of each step out of vLLM's scheduler, at a cost that does not grow with its waiting queue."""
+"""Makes the view of each step; its cost does not grow with vLLM's waiting queue."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Present:
     """Requests that hold blocks.
 
     Attributes:
-        running: They compute.
-        arrived: Their copies back have ended; they compute from this step on.
-        loading: Their copies back are under way.
-        deferred: Blocks of requests that hold them no more, until outstanding steps end.
+        running: Requests that compute.
+        arrived: Requests whose inbound copies have ended; they compute from this step on.
+        loading: Requests whose inbound copies are under way.
+        deferred: Blocks that their requests hold no more, but outstanding steps do until they end.
     """
 
     running: tuple[TrackedRequest, ...]
@@ -33,7 +33,7 @@ class Present:
 
 
 class Outlook:
-    """See the module.
+    """Makes the views of one engine.
 
     Args:
         limits: Of the engine.
@@ -47,14 +47,14 @@ class Outlook:
         self._rows = KeptRows()
 
     def view(self, step: int, present: Present, *, is_open: bool, prices: Prices, completion_step: int) -> View:
-        """The view for planning a step.
+        """Return the view for planning a step.
 
         Args:
             step: Its index.
-            present: Requests that hold blocks now; the others stand in the lobby.
+            present: Requests that hold blocks now; the others are in the lobby.
             is_open: Requests of the lobby may be admitted; else the view shows none of them.
-            prices: What computing costs.
-            completion_step: See ``View``.
+            prices: The costs of computing.
+            completion_step: The ``View``'s field.
         """
         limits, desk = self._limits, self._desk
         make = RowMaker(limits, self._blocks, desk.books, step)
@@ -62,7 +62,7 @@ class Outlook:
         swapped, waiting = self._absent_rows(make) if is_open else ((), ())
         num_free = self._blocks.count_free()
         running = self._rows.running((*present.running, *present.arrived), make, step)
-        # Preempting a request whose last token is on its way, or whose copy back has just ended, gains nothing.
+        # Preempting a request whose last token is on its way, or whose inbound copy has just ended, gains nothing.
         ending = [row.seq_id for row in running if row.end_step <= step]
         view = View(
             step=step,
@@ -88,7 +88,7 @@ class Outlook:
         return view
 
     def _absent_rows(self, make: RowMaker) -> tuple[tuple[SequenceView, ...], tuple[SequenceView, ...]]:
-        """Swapped requests and the first of those that wait; the former may have lost all that they had."""
+        """Return rows of swapped and of the first waiting requests; without backups, a swapped one waits."""
         rows, lobby = self._rows, self._lobby
         swapped = []
         for one in tuple(lobby.swapped.values()):

@@ -1,8 +1,8 @@
-"""How much of waiting requests' prefixes is on the device by content: kept until one of those blocks changes.
+"""Caches how much of each waiting request's prefix is on the device, until a block changes.
 
 A prefix can be hundreds of blocks long, and many requests can wait for the same one. So blocks are looked up once for
-all requests that begin alike, and again only after a block of theirs was evicted, was taken or freed by its only
-holder, or the first block that was missing is there.
+all requests that begin alike. They are looked up again only if one of their blocks was evicted, or was taken or freed
+by its only holder, or if the first missing block has arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Found:
 
     Attributes:
         num_blocks: How many.
-        num_shared: How many of those other requests or copies hold.
+        num_shared: How many of these other requests or copies hold.
     """
 
     num_blocks: int = 0
@@ -31,7 +31,7 @@ NOTHING = Found()
 
 
 class _Run:
-    """Consecutive blocks that are on the device, and the run that they follow."""
+    """Consecutive blocks on the device, and the run that they follow."""
 
     __slots__ = ("blocks", "children", "end", "found", "parent", "readers")
 
@@ -52,10 +52,10 @@ class _Answer:
 
 
 class PrefixWatch:
-    """One answer for each request that was asked for.
+    """Finds the prefixes of requests, and keeps one answer for each.
 
     Args:
-        find: The block with a content (``ref_cnt``, ``block_id``), by a hash that stands for all content up to its end;
+        find: Returns the block (``ref_cnt``, ``block_id``) with a content, by the hash of all content up to its end;
             None if it is not on the device.
     """
 
@@ -68,12 +68,12 @@ class PrefixWatch:
         self._forgotten: set[SeqId] = set()
 
     def find(self, seq_id: SeqId, hashes: Sequence[Any], most: int) -> Found:
-        """What is there now.
+        """Return the leading blocks of a request that are on the device now.
 
         Args:
             seq_id: Of a request.
             hashes: Of its full blocks, from the first on; only more can follow.
-            most: Blocks to look for.
+            most: The most blocks to look for.
         """
         answer = self._answers.get(seq_id)
         if answer is None or answer.most != most:
@@ -81,36 +81,36 @@ class PrefixWatch:
         return NOTHING if answer.run is None else answer.run.found
 
     def keep_only(self, seq_ids: Set[SeqId]) -> None:
-        """Forget the answers of all other requests."""
+        """Forget the answers for all other requests."""
         for seq_id in self._answers.keys() - seq_ids:
             self._forget(seq_id)
 
     def take_forgotten(self) -> set[SeqId]:
-        """Requests for which another answer may hold since the last call."""
+        """Return requests whose answer was forgotten since the last call, because it may have changed."""
         forgotten, self._forgotten = self._forgotten, set()
         return forgotten
 
     # -- what changes ----------------------------------------------------------------------------------------------
 
     def note_held(self, blocks: Iterable[Any]) -> None:
-        """The reference counts of these blocks may have changed."""
+        """Record that the reference counts of these blocks may have changed."""
         if self._runs_at:
             for block in blocks:
                 if block.ref_cnt <= 1 and block.block_id in self._runs_at:
                     self.note_evicted(block)
 
     def note_evicted(self, block: Any) -> None:
-        """A block may hold another content from now on."""
+        """Record that a block's content may change from now on."""
         for run in self._runs_at.get(block.block_id, [])[:]:
             self._drop(run)
 
     def note_cached(self, block_hash: Hashable) -> None:
-        """A content is on the device from now on."""
+        """Record that a content is on the device from now on."""
         for seq_id in tuple(self._missed_by.get(block_hash, ())):
             self._forget(seq_id)
 
     def note_reset(self) -> None:
-        """No content is on the device any more."""
+        """Record that no content is on the device any more."""
         self.keep_only(frozenset())
 
     # -- runs ------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class PrefixWatch:
         return run
 
     def _drop(self, run: _Run) -> None:
-        """What is said of a run may be wrong: forget all answers that rest on it."""
+        """Forget a run that may be wrong, and all answers that depend on it."""
         for child in tuple(run.children):
             self._drop(child)
         for seq_id in tuple(run.readers):
@@ -168,7 +168,7 @@ class PrefixWatch:
             self._end_unread(run)
 
     def _end_unread(self, run: _Run | None) -> None:
-        """End a run on which nothing rests, and then those that it follows."""
+        """End a run without readers or children, and then the runs that it follows if they have none."""
         while run is not None and not run.readers and not run.children:
             self._end(run)
             run = run.parent

@@ -1,4 +1,4 @@
-"""How a refusal ends a process of vLLM: with one line on stderr, wherever in vLLM it is raised."""
+"""Ends a process of vLLM at a refusal with one line on stderr, wherever in vLLM the refusal is raised."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from floodplain.plugins.vllm.compat_names import FAILED_START
 BAD_USAGE = 2
 
 _MARK = "_FLOODPLAIN_REFUSED"
-"""Variable of the environment: a file that a process makes when it refuses, for the process that started it to find."""
+"""Environment variable with the path of a file: a process creates it at a refusal, for its parent to find."""
 
 
 class Refusal(UserError, SystemExit):
-    """What the plug-in does not do. A program may catch it as any error; uncaught it ends the process quietly.
+    """The plug-in refuses something. A program may catch it as any error; uncaught it ends the process quietly.
 
     vLLM would print a traceback of some hundred lines in each of its processes.
 
@@ -37,7 +37,7 @@ class Refusal(UserError, SystemExit):
 
 @contextmanager
 def refusals_in_one_line() -> Iterator[None]:
-    """A ``UserError`` in here is printed in one line, and goes on as a ``Refusal``."""
+    """Print a ``UserError`` that is raised in the context in one line, and raise it as a ``Refusal``."""
     try:
         yield
     except Refusal:
@@ -52,15 +52,15 @@ def refusals_in_one_line() -> Iterator[None]:
 def _leave_mark() -> None:
     if isinstance(sys.excepthook, _QuietEnd):
         return  # no process of vLLM's started this one
-    with suppress(KeyError, OSError):  # a traceback more is no reason to fail otherwise
+    with suppress(KeyError, OSError):  # one more traceback is no reason to fail in another way
         os.close(os.open(os.environ[_MARK], os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
 
 
 def end_quietly_after_refusals() -> None:
     """Let this process end without a traceback if an engine process that it starts ends by a ``Refusal``.
 
-    That process has said the line by then. vLLM raises a ``RuntimeError`` here, which a program may still catch; it has
-    no other place where a plug-in could say how the process ends. Called again, it forgets earlier refusals.
+    That process has printed the line by then. vLLM raises a ``RuntimeError`` here, which a program may still catch;
+    vLLM has no other hook for how the process ends. If called again, it forgets earlier refusals.
     """
     if isinstance(sys.excepthook, _QuietEnd):
         sys.excepthook.forget()
@@ -71,7 +71,7 @@ def end_quietly_after_refusals() -> None:
 
 
 class _QuietEnd:
-    """``sys.excepthook``: the one before, but for starts that ended by a refusal."""
+    """A ``sys.excepthook`` that calls the previous one, except for starts that ended by a refusal."""
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
         self._before = before
@@ -79,7 +79,7 @@ class _QuietEnd:
         os.environ[_MARK] = str(self._mark)
 
     def forget(self) -> bool:
-        """Whether a process that was started from here has refused, since it was last asked."""
+        """Return whether a process started from here has refused since the last call."""
         was_refused = self._mark.exists()
         self._mark.unlink(missing_ok=True)
         return was_refused

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes where floodplain is installed (entry point ``vllm.general_plugins``)."""
+"""The entry point ``vllm.general_plugins``, which vLLM calls in each of its processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NATIVE = "OffloadingConnector"
 
 
 def register() -> None:
-    """Make the connector known by its name, and refuse in one line what it does not support. Safe to call twice.
+    """Register the connector's name, and refuse in one line what it does not support. Safe to call twice.
 
     Raises:
         Refusal: This process of vLLM starts an engine with our scheduler or connector that is not supported.

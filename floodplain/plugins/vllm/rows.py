@@ -1,4 +1,4 @@
-"""Freezes what our policies may see of vLLM's scheduler."""
+"""Makes the immutable rows through which our policies see vLLM's requests and swap space."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEVER = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What vLLM was told once.
+    """The limits that vLLM was configured with.
 
     Attributes:
         num_blocks: Blocks of its pool.
@@ -42,35 +42,35 @@ class Limits:
 
 
 class Blocks(Protocol):
-    """What vLLM knows of its blocks."""
+    """The state of vLLM's blocks."""
 
     def count_free(self) -> int:
-        """Blocks that can be given, by eviction of cached prefixes at need."""
+        """Return the number of blocks that can be allocated, by eviction of cached prefixes if necessary."""
 
     def table(self, request_id: str) -> Sequence[Any]:
-        """A request's blocks, vLLM's objects."""
+        """Return a request's blocks, vLLM's objects."""
 
     def count_exclusive(self, seq_id: SeqId, table: Sequence[Any]) -> int:
-        """Blocks of a request's table that nothing else holds."""
+        """Return the number of blocks of a request's table that only this request holds."""
 
     def take_changed(self) -> Set[SeqId]:
-        """Requests for which ``count_exclusive`` or ``find_prefix`` may say something else since the last call.
+        """Return requests whose ``count_exclusive`` or ``find_prefix`` may have changed since the last call.
 
-        Those whose table or tokens grew need not be among them.
+        Changes by growth of a table or of tokens need not be included.
         """
 
     def find_prefix(self, seq_id: SeqId, request: Request, most: int) -> Found:
-        """Leading blocks of a request, ``most`` at most, that are on the device by content.
+        """Return the leading blocks of a request, ``most`` at most, that are on the device by content.
 
-        None without prefix caching.
+        Without prefix caching there are none.
         """
 
     def watch_only(self, holding: Set[SeqId], absent: Set[SeqId]) -> None:
-        """Of all other requests nothing will be asked soon.
+        """Stop watching all requests but these.
 
         Args:
             holding: Requests that hold blocks.
-            absent: Those that hold none.
+            absent: Requests that hold none.
         """
 
 
@@ -88,7 +88,7 @@ class RowMaker:
         self._limits, self._blocks, self._books, self._step = limits, blocks, books, step
 
     def running(self, tracked: TrackedRequest) -> SequenceView:
-        """One that holds its blocks and computes."""
+        """Return the row of a request that holds its blocks and computes."""
         request, table = tracked.request, self._blocks.table(tracked.request.request_id)
         num_exclusive = self._blocks.count_exclusive(tracked.seq_id, table)
         num_computed = request.num_computed_tokens
@@ -108,12 +108,12 @@ class RowMaker:
         )
 
     def loading(self, tracked: TrackedRequest) -> SequenceView:
-        """One that holds blocks which copies fill."""
+        """Return the row of a request whose blocks are being filled by copies."""
         table = self._blocks.table(tracked.request.request_id)
         return self._make(tracked, Status.LOADING, num_blocks=len(table), num_backed_blocks=len(tracked.backups))
 
     def absent(self, tracked: TrackedRequest) -> SequenceView:
-        """One that has nothing on the device but what it would find there by content."""
+        """Return the row of a request without blocks, with what the device has of it by content."""
         block_tokens = self._limits.block_tokens
         most = (tracked.request.num_tokens - 1) // block_tokens  # its last token is computed in any case
         found = self._blocks.find_prefix(tracked.seq_id, tracked.request, most)
@@ -174,17 +174,17 @@ class RowMaker:
 
 
 def sort_rows(rows: Iterable[SequenceView]) -> tuple[SequenceView, ...]:
-    """In order of their keys."""
+    """Return the rows in order of their keys."""
     return tuple(sorted(rows, key=attrgetter("order_key")))
 
 
 def view_tiers(books: SwapBooks, block_bytes: int, links: Links) -> tuple[TierView, ...]:
-    """Swap space as a policy sees it, without the tiers that have no slots now.
+    """Return swap space as a policy sees it, without tiers that have no slots now.
 
     Args:
-        books: Of it.
+        books: Of swap space.
         block_bytes: Of one block, over all layers of one worker.
-        links: What copies cost.
+        links: The costs of copies.
     """
     return tuple(
         TierView(

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, steered by our policies: it plans each step as ``policy.decide`` says."""
+"""vLLM's scheduler under the control of our policies: it plans each step as ``policy.decide`` says."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class FloodplainScheduler(SteeredScheduler):
-    """What ``--scheduler-cls`` names. Without ``FloodplainConnector`` beside it there is no swap space of ours."""
+    """The class for ``--scheduler-cls``. Without ``FloodplainConnector`` beside it there is no swap space of ours."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,7 +45,7 @@ class FloodplainScheduler(SteeredScheduler):
         self.policy_object = self._settings.make_policy()
         self._rng = Random(self._settings.seed)
         self._limits = self.read_limits()
-        # Of a sequence, a policy reads the order key to say which waits in front of which.
+        # Of a sequence, ``waiting_key`` reads the order key, which a tracked request has, too.
         policy = self.policy_object
         self._lobby = Lobby(self._desk.roster, lambda one: self.policy_object.waiting_key(one), policy.waiting_window)
         self._outlook = Outlook(self._limits, self.finder, self._desk, self._lobby)
@@ -58,7 +58,7 @@ class FloodplainScheduler(SteeredScheduler):
         self._timer = StepTimer()
 
     def _make_desk(self) -> SwapDesk:
-        """One without slots; vLLM's own connector may keep what is sent away.
+        """Return a desk without slots; vLLM's own connector may keep the KV of preempted requests.
 
         Raises:
             UserError: The configuration or the model is not supported.
@@ -77,7 +77,7 @@ class FloodplainScheduler(SteeredScheduler):
     # -- what the policy sees --------------------------------------------------------------------------------------
 
     def look(self) -> View:
-        """The view of the next step."""
+        """Return the view of the next step."""
         arrived, loading = self.take_arrived()
         if self.is_open:
             self._lobby.refresh(self.take_queued(), self.is_ready)
@@ -98,7 +98,7 @@ class FloodplainScheduler(SteeredScheduler):
     # -- what it decides -------------------------------------------------------------------------------------------
 
     def plan(self) -> Iterable[str]:
-        """See ``SteeredScheduler``: ask the policy, and do what it says."""
+        """Ask the policy and apply its decision; return the requests to admit or resume, in order."""
         self._step += 1
         self._desk.is_computing = self._timer.is_computing
         self._note_changes()
@@ -128,27 +128,27 @@ class FloodplainScheduler(SteeredScheduler):
             table = self.finder.table(one.request.request_id)
             self._desk.books.back_up(one, table, one.request.num_computed_tokens, backup.num_blocks, backup.tier)
         self._caps = {by_id[seq_id].request.request_id: 1 for seq_id in decision.decodes}
-        for order in decision.resumptions:  # who finds all of its KV on the device needs no copy, and computes at once
+        for order in decision.resumptions:  # if all of its KV is on the device, it needs no copy
             self._caps[by_id[order.seq_id].request.request_id] = self._limits.block_tokens
         for chunk in (*decision.chunks, *decision.admissions):
             self._caps[by_id[chunk.seq_id].request.request_id] = chunk.num_tokens
 
     def cap(self, request_id: str, num_tokens: int) -> int:
-        """See ``SteeredScheduler``: whom the policy did not name pauses."""
+        """Return the tokens that the decision gives a request in this step; 0 if it does not name the request."""
         return self._caps.get(request_id, 0)
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
     def note_arrival(self, request: Request) -> None:
-        """See ``SteeredScheduler``."""
+        """Add a new request to the roster."""
         self._desk.roster.arrive(request)
 
     def note_finish(self, request: Request) -> None:
-        """See ``SteeredScheduler``: nothing is kept of it."""
+        """Forget a request that has ended, and free its backups."""
         self._desk.depart(request.request_id)
 
     def note_departure(self, request: Request) -> None:
-        """See ``SteeredScheduler``: vLLM may have sent it away itself, for want of blocks; then it swaps, too."""
+        """Swap out or forget a preempted request; one that vLLM itself preempts for lack of blocks swaps, too."""
         one, books = self._desk.roster[request.request_id], self._desk.books
         order = self._leaving or Preemption(one.seq_id, PreemptionMode.SWAP, Reason.POOL_EXHAUSTED)
         table, num_computed = self.finder.table(request.request_id), request.num_computed_tokens
@@ -163,20 +163,20 @@ class FloodplainScheduler(SteeredScheduler):
         self._desk.tally.count("preemptions_total", became.value)
 
     def find_owner(self, arrival: str) -> str | None:
-        """See ``SteeredScheduler``: another connector names requests, and not copies."""
+        """Return the request of an inbound copy; other connectors report requests by name instead of copies."""
         return arrival if self._is_alone else self._desk.books.find_owner(arrival)
 
     def void_copies(self) -> None:
-        """See ``SteeredScheduler``."""
+        """Drop all KV in swap space, and void the copies under way."""
         self._desk.void_all()
 
     @property
     def held_blocks(self) -> list[Any]:
-        """See ``SteeredScheduler``."""
+        """Return blocks that copies hold, once for each of those copies."""
         return self._desk.books.held_blocks
 
     def note_step(self, output: SchedulerOutput) -> None:
-        """See ``SteeredScheduler``."""
+        """Record which requests run in a planned step, and start its timer."""
         if self._is_alone:  # else vLLM asks our connector first
             for request_id, num_tokens in local_tokens_in(output).items():
                 self._desk.roster[request_id].note_local(num_tokens)
@@ -190,7 +190,7 @@ class FloodplainScheduler(SteeredScheduler):
         self._timer.begin(time.monotonic(), computes=bool(num_tokens_in(output)))
 
     def note_end(self, output: SchedulerOutput) -> None:
-        """See ``SteeredScheduler``: what it cost, and who got a token."""
+        """Learn a finished step's price, and record the requests that got tokens."""
         now = time.monotonic()
         num_tokens = num_tokens_in(output)
         sizes = list(num_tokens.values())
@@ -203,5 +203,5 @@ class FloodplainScheduler(SteeredScheduler):
 
 
 def _newcomers(decision: Decision) -> list[SeqId]:
-    """Who comes onto the device: first those whose copies can run beside this step."""
+    """Return requests that enter the device: first resumed ones, whose copies can run beside this step."""
     return [*(order.seq_id for order in decision.resumptions), *(chunk.seq_id for chunk in decision.admissions)]

@@ -1,6 +1,6 @@
-"""What users can tell the plug-in: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``.
+"""The plug-in's settings: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``.
 
-Where the scheduler runs without our connector, it is ``floodplain`` of ``--additional-config``.
+If the scheduler runs without our connector, they are in ``floodplain`` of ``--additional-config``.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from floodplain.policy.settings import settings_for
 
 DEFAULT_POLICY = "paced"
 SUPPORTED_POLICIES = tuple(name for name in POLICIES if name != "timely")
-"""All but ``timely``, which needs the demand: the plug-in does not learn it yet."""
+"""All but ``timely``: it needs the demand, which the plug-in does not learn yet."""
 DEFAULT_SWAP_BYTES = 4 * 2**30
 
 _SHARING = {"slice": "slice_steps", "pace": "pace", "max_gap": "max_gap_s"}
-"""Names of flags, and of the fields of ``SharingSettings`` that they set."""
+"""Names of flags, and the fields of ``SharingSettings`` that they set."""
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "policy": str, "swap_memory": (int, str), "seed": int, "allow_untested": bool,
     "slice": int, "pace": (int, float), "max_gap": (int, float),
     "coordinator": str, "coordinator_token_file": str, "device_name": str, "peer_memory": (int, str),
 }  # fmt: skip
-"""Every setting, and what it may be."""
+"""Every setting, and its allowed types."""
 
 ALONE = ("policy", "seed", "allow_untested", "slice", "pace", "max_gap")
 """Settings of the scheduler without our connector."""
 
 _BORROWING = ("coordinator_token_file", "device_name", "peer_memory")
-"""Settings that say something of a coordinator's."""
+"""Settings that need a coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class PluginSettings:
         seed: Of the policy's random generator.
         coordinator: Addresses; None borrows nothing.
         coordinator_token_file: Of this engine's token.
-        device_name: By which the coordinator knows it; None draws one.
-        peer_bytes: Most that is borrowed; None is as much as ``swap_bytes``.
+        device_name: Its name at the coordinator; None draws one.
+        peer_bytes: The most that is borrowed; None is as much as ``swap_bytes``.
     """
 
     policy: str = DEFAULT_POLICY
@@ -64,7 +64,7 @@ class PluginSettings:
     peer_bytes: int | None = None
 
     def make_policy(self) -> Policy:
-        """A new policy object. What is not told in seconds follows the prices of steps.
+        """Return a new policy object. Values that are not set in seconds follow the prices of steps.
 
         Raises:
             UserError: A value is out of its range.
@@ -73,10 +73,10 @@ class PluginSettings:
 
 
 def find_extra(vllm_config: Any) -> dict[str, Any]:
-    """The names and values that a configuration of vLLM has for us.
+    """Return our names and values in a configuration of vLLM.
 
     Raises:
-        UserError: They are no JSON object.
+        UserError: They are not a JSON object.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector == CONNECTOR:
@@ -89,13 +89,13 @@ def find_extra(vllm_config: Any) -> dict[str, Any]:
 
 
 def read_alone(extra: Mapping[str, Any]) -> PluginSettings:
-    """Check what stands in ``floodplain`` of ``--additional-config``: no swap space, so nothing about that.
+    """Check ``floodplain`` of ``--additional-config``: no swap space, so no settings of it.
 
     Args:
         extra: Names and values.
 
     Raises:
-        UserError: A name is unknown or not for here, or a value is out of its range.
+        UserError: A name is unknown or not allowed here, or a value is out of its range.
     """
     others = [name for name in extra if name not in ALONE]
     if others:
@@ -106,12 +106,12 @@ def read_alone(extra: Mapping[str, Any]) -> PluginSettings:
 def read_settings(
     extra: Mapping[str, Any], *, are_flags: bool = False, where: str = "kv_connector_extra_config"
 ) -> PluginSettings:
-    """Check what stands in ``kv_connector_extra_config``.
+    """Check the names and values of ``kv_connector_extra_config``.
 
     Args:
         extra: Names and values.
-        are_flags: They were given as flags, and what is wrong is said of those.
-        where: They stand.
+        are_flags: They were given as flags, so errors name flags.
+        where: The place that errors name.
 
     Raises:
         UserError: A name is unknown, or a value is out of its range.

@@ -1,4 +1,4 @@
-"""How long each of vLLM's steps takes, though the next one may be planned before it ends."""
+"""Measures the time of each of vLLM's steps, although the next one may be planned before it ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class StepTimer:
-    """Steps end in the order in which they begin, and each computes when the one before has ended."""
+    """Times steps that end in the order in which they begin; each computes once the one before has ended."""
 
     def __init__(self) -> None:
         self._outstanding: deque[tuple[float, bool]] = deque()
@@ -18,11 +18,11 @@ class StepTimer:
         return any(computes for _, computes in self._outstanding)
 
     def begin(self, now: float, *, computes: bool) -> None:
-        """A step is planned, and handed to the workers."""
+        """Record a step that is planned, and handed to the workers."""
         self._outstanding.append((now, computes))
 
     def end(self, now: float) -> float:
-        """The tokens of the oldest outstanding step are known; returns the seconds that it took."""
+        """Finish the oldest outstanding step, whose tokens are known; return the seconds that it took."""
         begin_s, _ = self._outstanding.popleft()
         duration_s = now - max(begin_s, self._last_end_s)
         self._last_end_s = now

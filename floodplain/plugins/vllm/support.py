@@ -1,6 +1,6 @@
-"""What of vLLM the plug-in supports, and what it refuses by name. Imports nothing of vLLM.
+"""Refuses by name the features of vLLM that the plug-in does not support. Imports nothing of vLLM.
 
-Whatever would be wrong, or was never tried and could be, is refused. The README has the list.
+What would be wrong, or might be and was never tried, is refused. The README has the list.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from floodplain.core.errors import UserError
 from floodplain.plugins.vllm.register import CONNECTOR, CONNECTOR_MODULE, NATIVE, SCHEDULER
 
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
-"""Of vLLM's KV cache: those whose blocks hold all that belongs to them."""
+"""Types of vLLM's KV cache whose blocks hold all of their data."""
 
 NO_SWAP = (
     "the policy decides, and there is no swap space: a request that is sent away is computed again. To have some, pass"
@@ -111,8 +111,8 @@ def expect_supported(vllm_config: Any, *, borrows: bool, follows_sleep: bool) ->
 
     Args:
         vllm_config: vLLM's.
-        borrows: The plug-in shall borrow memory on neighbours.
-        follows_sleep: This vLLM tells connectors when it unmaps its KV cache.
+        borrows: Whether the plug-in is to borrow memory.
+        follows_sleep: Whether this vLLM tells connectors when it unmaps its KV cache.
 
     Raises:
         UserError: One line that names what is not supported, and what to change.
@@ -137,7 +137,7 @@ def names_connector(vllm_config: Any) -> bool:
 
 
 def names_scheduler(vllm_config: Any) -> bool:
-    """Whether a configuration of vLLM names our scheduler, or a class that is made of it."""
+    """Whether a configuration of vLLM names our scheduler, or a subclass of it."""
     return _is_ours(vllm_config.scheduler_config.scheduler_cls)
 
 

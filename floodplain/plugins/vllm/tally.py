@@ -1,7 +1,7 @@
-"""What is counted for metrics, in the shape in which it goes through vLLM: names with their labels, and numbers.
+"""Counts for metrics, in the form in which vLLM passes them on: names with their labels, and numbers.
 
-A name is a family and the values of its labels, with blanks between: ``swap_bytes_total out host``. Counts are of what
-happened since they were last taken; gauges are there when they have changed. docs/metrics.md says what they mean.
+A name is a family and the values of its labels, separated by blanks: ``swap_bytes_total out host``. A count is of
+events since the last ``take``; a gauge is present if it has changed. docs/metrics.md says what they mean.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Family:
     """A metric and its labels.
 
     Attributes:
-        text: What it is.
+        text: Its description.
         labels: Names, in the order in which their values follow the family's name.
-        is_gauge: Whether its last value counts, not the sum of all.
+        is_gauge: Whether its last value is shown, not the sum of all.
     """
 
     text: str
@@ -39,7 +39,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 class SwapTally:
-    """Counts until they are taken."""
+    """Counts events and holds gauges until they are taken."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -47,15 +47,15 @@ class SwapTally:
         self._told: dict[str, float] = {}
 
     def count(self, family: str, *labels: str, by: int = 1) -> None:
-        """Something happened, so many times."""
+        """Count ``by`` events."""
         self._counts[" ".join((family, *labels))] += by
 
     def set(self, family: str, *labels: str, to: float) -> None:
-        """A gauge stands there now."""
+        """Set a gauge."""
         self._gauges[" ".join((family, *labels))] = to
 
     def take(self) -> dict[str, dict[str, Any]]:
-        """What is new since the last call, as ``merge`` takes it."""
+        """Return what is new since the last call, in the form that ``merge`` takes."""
         counts = {name: number for name, number in self._counts.items() if number}
         changed = {name: value for name, value in self._gauges.items() if self._told.get(name) != value}
         self._counts.clear()
@@ -64,7 +64,7 @@ class SwapTally:
 
 
 def merge(one: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Both together: counts add up, of gauges the later one stands."""
+    """Return both together: the sums of counts, and the later values of gauges."""
     counts = Counter(one.get("counts", {}))
     counts.update(later.get("counts", {}))
     return {"counts": dict(counts), "gauges": {**one.get("gauges", {}), **later.get("gauges", {})}}

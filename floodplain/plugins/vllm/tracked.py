@@ -1,4 +1,4 @@
-"""What we know of a request of vLLM beside what vLLM knows itself."""
+"""Our own state of vLLM's requests."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 
 SPARE_ENTRIES = 64
-"""What is kept of ended requests is dropped when it is more than this, and than live requests."""
+"""Entries of ended requests are dropped if they are more than this, and than live requests."""
 
 
 class TrackedRequest:
     """One live request.
 
     Attributes:
-        seq_id: Its name in decisions, given in order of arrival.
+        seq_id: Its name in decisions, numbered in order of arrival.
         request: vLLM's own; read only.
         order_key: (priority, arrival, id).
-        credit: Served work that it was taken to have had when it arrived.
-        entered_step: The step in which it last came onto the device.
+        credit: Served work that it counted as having had when it arrived.
+        entered_step: The step in which it last entered the device.
         first_token_s: When it got its first token; None before.
         last_token_s: When it got its last token; None before the first.
         num_seen_tokens: Output tokens that it had then.
         backups: Of its leading full blocks, one each.
-        tail: Of its last, partly filled block, and how many leading tokens end there; it dies when the request runs
+        tail: Of its last, partly filled block, and how many leading tokens end there; released when the request runs
             again.
-        is_away: Its KV is in swap space, and on the device as far as copies back have brought it.
-        num_leaving: Blocks of it that copies on their way out still read.
-        num_local_tokens: Leading tokens that vLLM found on the device when it last asked what we have of it.
-        num_cached_tokens: Those of its prompt that it did not compute, because vLLM found them when it first came.
+        is_away: Its KV is in swap space, and on the device as far as inbound copies have restored it.
+        num_leaving: Its blocks that outbound copies still read.
+        num_local_tokens: Leading tokens on the device when vLLM last asked what we have of it.
+        num_cached_tokens: Tokens of its prompt that were not computed, because vLLM had them cached at first.
     """
 
     __slots__ = (
@@ -61,18 +61,18 @@ class TrackedRequest:
 
     @property
     def num_expected_tokens(self) -> int:
-        """Tokens that are known, and those that outstanding steps generate."""
+        """Return the number of known tokens and of those that outstanding steps generate."""
         num_tokens: int = self.request.num_tokens + self.request.num_output_placeholders
         return num_tokens
 
     def note_tokens(self, now: float) -> None:
-        """Note when output tokens came, if there are more than were seen."""
+        """Record the time of output tokens, if there are more than before."""
         if self.request.num_output_tokens > self.num_seen_tokens:
             self.num_seen_tokens, self.last_token_s = self.request.num_output_tokens, now
             self.first_token_s = now if self.first_token_s is None else self.first_token_s
 
     def note_local(self, num_tokens: int) -> None:
-        """VLLM is about to let it in, and finds so many leading tokens on the device."""
+        """Record how many leading tokens vLLM found on the device before admission."""
         self.num_local_tokens = num_tokens
         if not self.request.num_preemptions:
             self.num_cached_tokens = num_tokens
@@ -84,26 +84,26 @@ class TrackedRequest:
 
     @property
     def known_backups(self) -> list[Backup]:
-        """All copies of it, in the order of its tokens."""
+        """Return all copies of it, in the order of its tokens."""
         return self.backups if self.tail is None else [*self.backups, self.tail[0]]
 
     @property
     def stream_work(self) -> float:
-        """What it counts between requests (``core.served``): its credit, and what it generated."""
+        """Return its work for fairness (``core.served``): its credit, and what it generated."""
         return self.credit + weighted_work(0, self.request.num_output_tokens, self.request.priority)
 
 
 class RequestRoster:
-    """All live requests, by vLLM's names for them.
+    """All live requests, by vLLM's names.
 
     Attributes:
-        by_id: The same by the names that decisions have for them; read only.
+        by_id: The same by their names in decisions; read only.
     """
 
     def __init__(self) -> None:
         self._by_name: dict[str, TrackedRequest] = {}
         self.by_id: dict[SeqId, TrackedRequest] = {}
-        self._by_work: list[tuple[float, SeqId]] = []  # as it was at some time
+        self._by_work: list[tuple[float, SeqId]] = []  # as at some earlier time
         self._num_arrived = 0
         self._departed: list[TrackedRequest] = []
 
@@ -117,11 +117,11 @@ class RequestRoster:
         return len(self._by_name)
 
     def find(self, request_id: str) -> TrackedRequest | None:
-        """None if it is not alive."""
+        """Return a live request; None if it is not alive."""
         return self._by_name.get(request_id)
 
     def arrive(self, request: Request) -> TrackedRequest:
-        """It begins at the least work that any live one was given (``core.served``)."""
+        """Track a new request; its credit is the least work of any live one (``core.served``)."""
         tracked = TrackedRequest(SeqId(self._num_arrived), request, self._least_work())
         self._note_work(tracked)
         self._num_arrived += 1
@@ -135,7 +135,7 @@ class RequestRoster:
         heapq.heappush(self._by_work, (tracked.stream_work, tracked.seq_id))
 
     def _least_work(self) -> float:
-        """The least ``stream_work`` of live requests. It grows while they live, so that only the first can be wrong."""
+        """Return the least ``stream_work`` of live requests. Entries only grow, so only the first can be outdated."""
         heap = self._by_work
         while heap:
             work, seq_id = heap[0]
@@ -149,7 +149,7 @@ class RequestRoster:
         return 0.0
 
     def depart(self, request_id: str) -> TrackedRequest | None:
-        """It has ended; None if it had already."""
+        """Stop tracking a request that has ended, and return it; None if it was not tracked."""
         tracked = self._by_name.pop(request_id, None)
         if tracked is not None:
             del self.by_id[tracked.seq_id]
@@ -157,6 +157,6 @@ class RequestRoster:
         return tracked
 
     def take_departed(self) -> list[TrackedRequest]:
-        """Those that ended since the last call."""
+        """Return requests that ended since the last call."""
         departed, self._departed = self._departed, []
         return departed

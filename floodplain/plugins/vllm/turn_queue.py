@@ -1,4 +1,4 @@
-"""vLLM's waiting queue, of which its scheduler sees those only whom a policy lets in, in the policy's order."""
+"""vLLM's waiting queue, restricted during planning to the requests that a policy admits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class TurnQueue:
-    """Behaves as vLLM's ``RequestQueue``: everybody is counted and iterated, whoever asks.
+    """Behaves as vLLM's ``RequestQueue``: counts and iterates all requests.
 
-    While a step is planned it is as if only those let in were there: vLLM takes from it until it is empty, or until one
+    While a step is planned, only the admitted ones seem to be there: vLLM takes from it until it is empty, or until one
     of them finds no room.
     """
 
@@ -25,7 +25,7 @@ class TurnQueue:
 
     @contextmanager
     def let_in(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """In here these are there, one after the other, and nobody else."""
+        """While the context is open, let vLLM take only these requests, in this order."""
         self._let_in = deque(request_ids)
         try:
             yield
@@ -33,32 +33,32 @@ class TurnQueue:
             self._let_in = None
 
     def add_request(self, request: Request) -> None:
-        """It waits."""
+        """Add a waiting request."""
         self._all[request.request_id] = request
         self._changed[request.request_id] = None
 
     def prepend_request(self, request: Request) -> None:
-        """The same: a policy says who is next, not a place in the queue."""
+        """Add a waiting request; its place does not matter, because a policy says which is next."""
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """The same for several."""
+        """Add several waiting requests."""
         for request in requests:
             self.add_request(request)
 
     def peek_request(self) -> Request:
-        """Who is next.
+        """Return the next request.
 
         Raises:
-            IndexError: Nobody is.
+            IndexError: There is none.
         """
         return self._all[self._next()]
 
     def pop_request(self) -> Request:
-        """Take out who is next.
+        """Remove and return the next request.
 
         Raises:
-            IndexError: Nobody is.
+            IndexError: There is none.
         """
         request = self._all.pop(self._next())
         self._changed[request.request_id] = None
@@ -67,17 +67,17 @@ class TurnQueue:
         return request
 
     def remove_request(self, request: Request) -> None:
-        """It waits no more."""
+        """Remove a request, if it is there."""
         self._all.pop(request.request_id, None)
         self._changed[request.request_id] = None
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """The same for several."""
+        """Remove several requests."""
         for request in requests:
             self.remove_request(request)
 
     def take_changed(self) -> dict[str, Request | None]:
-        """Requests that were added or taken out since the last call, by id; None: it is not here now."""
+        """Return requests that were added or removed since the last call, by ID; None if absent now."""
         changed, self._changed = self._changed, {}
         return {request_id: self._all.get(request_id) for request_id in changed}
 

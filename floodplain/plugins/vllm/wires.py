@@ -1,4 +1,4 @@
-"""vLLM's KV connector: the wires between our scheduler side (``desk``) and our worker side (``worker``)."""
+"""vLLM's KV connector: connects our scheduler side (``desk``) with our worker side (``worker``)."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class WorkerMessage(KVConnectorWorkerMetadata):
         self.report = report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMessage:
-        """See vLLM: what several workers say in one step."""
+        """Return the reports of several workers in one step as one."""
         assert isinstance(other, WorkerMessage)
         return WorkerMessage(self.report.merge(other.report))
 
 
 class FloodplainConnector(KVConnectorBase_V1):
-    """What ``--kv-transfer-config`` names."""
+    """The class for ``--kv-transfer-config``. vLLM's base class documents the methods."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -60,7 +60,7 @@ class FloodplainConnector(KVConnectorBase_V1):
         problem = _find_problem(vllm_config, kv_cache_config.kv_cache_groups)
         self._is_refused = problem is not None
         if problem is not None and role is KVConnectorRole.WORKER:
-            return  # the scheduler's side comes next, and says it once
+            return  # the scheduler's side is made next, and reports it once
         with refusals_in_one_line():
             if problem is not None:
                 raise UserError(problem)
@@ -76,7 +76,7 @@ class FloodplainConnector(KVConnectorBase_V1):
                 self._desk = SwapDesk(self._settings, block_bytes, self._block_tokens, num_workers, peer)
 
     def _find_peer(self) -> PeerParts:
-        """What the worker of this process has for memory on neighbours."""
+        """Return the parts for lent memory of the worker in this process."""
         worker = find_worker(self._engine_id)
         if worker is None or worker.peer is None:
             raise UserError("floodplain finds no worker of vLLM in the scheduler's process: leave coordinator out")
@@ -84,18 +84,18 @@ class FloodplainConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """See vLLM: a copy that is lost is computed again."""
+        """False: a lost copy is computed again."""
         return False
 
     # -- metrics ---------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FloodplainStats:
-        """See vLLM: each side counts what it sees."""
+        """Return the counts of this side."""
         return FloodplainStats(data=(self._desk or self._require_worker()).tally.take())
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FloodplainStats:
-        """See vLLM."""
+        """Return statistics of ``data``."""
         return FloodplainStats(data=data or {})
 
     @classmethod
@@ -106,19 +106,19 @@ class FloodplainConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> FloodplainMetrics:
-        """See vLLM."""
+        """Return our Prometheus metrics."""
         return FloodplainMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # -- in the scheduler ------------------------------------------------------------------------------------------
 
     @property
     def desk(self) -> SwapDesk:
-        """Of the scheduler's process."""
+        """Return the desk of the scheduler's process."""
         assert self._desk is not None, "asked in a worker"
         return self._desk
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """See vLLM: everything is there now, and memory may be borrowed."""
+        """Bind the books to vLLM's pool, and start borrowing; everything is there now."""
         self.desk.books.bind(gpu_block_pool)
         worker, borrowing = find_worker(self._engine_id), self.desk.borrowing
         if worker is not None and borrowing is not None:
@@ -127,52 +127,52 @@ class FloodplainConnector(KVConnectorBase_V1):
                 borrowing.start()
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See vLLM: its blocks can go; copies that still read some hold those."""
+        """Return that blocks can be freed at once; copies that read some hold those."""
         return False, None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See vLLM: all but the last token, which is computed again for what follows it."""
+        """Return the restorable tokens, without the last one, which is computed again for its successor."""
         one = self.desk.roster[request.request_id]
         one.note_local(num_computed_tokens)
         num_more = min(self.desk.books.count_restorable(one), request.num_tokens - 1) - num_computed_tokens
         return (num_more, True) if num_more > 0 else (0, False)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See vLLM: it has the blocks into which it is restored."""
+        """Start to restore a request into the blocks that it got."""
         if num_external_tokens:
             one = self.desk.roster[request.request_id]
             num_tokens = one.num_local_tokens + num_external_tokens
             self.desk.books.fetch(one, blocks.blocks[0], one.num_local_tokens, num_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """See vLLM."""
+        """Return the orders for the next step."""
         return Orders(self.desk.take_orders(is_idle=not scheduler_output.total_num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See vLLM."""
+        """Apply the workers' report."""
         said = connector_output.kv_connector_worker_meta
         if said is not None:
             self.desk.note_report(said.report)
 
     def has_pending_block_frees(self) -> bool:
-        """See vLLM: then it waits for a copy instead of sending one more request away."""
+        """Whether only copies hold some blocks; if so, vLLM waits for one instead of preempting one more request."""
         return self.desk.books.num_draining_blocks > 0
 
     def has_pending_push_work(self) -> bool:
-        """See vLLM: steps go on until copies have ended, which hold blocks."""
+        """Whether copies are under way; if so, steps go on until they have ended."""
         return self.desk.books.num_in_flight > 0
 
     def reset_cache(self) -> bool | None:
-        """See vLLM: what was computed with other weights is worth nothing."""
+        """Drop all backups: KV that was computed with other weights is invalid."""
         self.desk.forget_all()
         return True
 
     # -- in a worker -----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See vLLM."""
+        """Open swap space for vLLM's KV caches."""
         if self._is_refused:
-            return  # the scheduler's side says so next
+            return  # the scheduler's side reports it next
         settings = self._settings
         default_bytes = settings.swap_bytes if settings.peer_bytes is None else settings.peer_bytes
         with refusals_in_one_line():
@@ -182,29 +182,29 @@ class FloodplainConnector(KVConnectorBase_V1):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """See vLLM, from 0.33 on: the KV cache may be unmapped and mapped again at the same addresses."""
+        """True (from vLLM 0.33 on): the KV cache may be unmapped, and mapped again at the same addresses."""
         return True
 
     def unregister_kv_caches(self) -> None:
-        """See vLLM, from 0.33 on: after this no copy touches the KV cache until the next step."""
+        """Finish all copies, so that none touches the KV cache until the next step (from vLLM 0.33 on)."""
         if self._worker is not None:
             self._worker.drain()
 
     def restore_kv_caches(self) -> None:
-        """See vLLM, from 0.33 on: addresses are those from before."""
+        """Do nothing (from vLLM 0.33 on): the addresses are the same as before."""
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """See vLLM: called before each step computes; copies run beside it."""
+        """Begin the copies of a step; called before it computes, so that they run beside it."""
         assert isinstance(kv_connector_metadata, Orders)
         self._require_worker().begin(kv_connector_metadata.orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See vLLM: called after each step."""
+        """Return inbound copies that ended, and those that failed; called after each step."""
         arrived, failed = self._require_worker().finish()
         return KVConnectorTransferResults(finished_recving=arrived, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """See vLLM."""
+        """Return this worker's report."""
         return WorkerMessage(self._require_worker().take_report())
 
     def _require_worker(self) -> SwapWorker:
@@ -212,27 +212,27 @@ class FloodplainConnector(KVConnectorBase_V1):
         return self._worker
 
     def shutdown(self) -> None:
-        """See vLLM."""
+        """Close the worker and the membership of this process."""
         if self._worker is not None:
             self._worker.close()
         if self._desk is not None and self._desk.borrowing is not None:
             self._desk.borrowing.close()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See vLLM: copies have begun already."""
+        """Do nothing: copies have begun already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See vLLM: a request computes when all its KV is there. KV that came by layers would be waited for here."""
+        """Do nothing: a request computes only once all of its KV is there, not layer by layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """See vLLM: blocks leave whole."""
+        """Do nothing: blocks are copied whole."""
 
     def wait_for_save(self) -> None:
-        """See vLLM: copies hold their blocks, so no wait is needed."""
+        """Do nothing: copies hold their blocks, so no wait is needed."""
 
 
 def _find_problem(vllm_config: Any, groups: list[Any]) -> str | None:
-    """What is not supported, in one line; None if all is."""
+    """Return one line that says what is not supported; None if all is."""
     try:
         check_config(vllm_config)
     except UserError as error:

@@ -14,20 +14,20 @@ from floodplain.plugins.vllm.messages import StepOrders, WorkerReport
 from floodplain.plugins.vllm.tally import SwapTally
 
 _IDLE_WAIT_S = 0.05
-"""For copies in a step that computes nothing, before vLLM looks for new requests again."""
+"""The longest wait for copies in a step that computes nothing, before vLLM polls for new requests."""
 
 
 class SwapWorker:
-    """Copies as the scheduler orders.
+    """Copies blocks as the scheduler orders.
 
     Args:
         blocks: vLLM's.
         num_slots: Of swap space in host memory.
-        peer_bytes: Of swap space on neighbours, at most; 0 has none.
+        peer_bytes: The most swap space on other devices; 0 has none.
 
     Attributes:
-        peer: Without memory, until somebody in this process borrows some for it.
-        before_close: Called before swap space is given back.
+        peer: Without memory until this process borrows some.
+        before_close: Called before swap space is freed.
 
     Raises:
         UserError: The blocks do not begin where copies of their device need it, or memory is missing.
@@ -59,7 +59,7 @@ class SwapWorker:
             self._space.start(transfer)
 
     def finish(self) -> tuple[set[str], set[str]]:
-        """Take what has ended: names of copies back that did (``StepOrders.owners``), and of those that failed."""
+        """Return names (``StepOrders.owners``) of inbound copies that ended, and of those of them that failed."""
         waits = self._is_idle and not self._drained
         ended = [*self._drained, *(self._space.wait(_IDLE_WAIT_S) if waits else self._space.poll())]
         self._drained.clear()
@@ -71,7 +71,7 @@ class SwapWorker:
         return set(owners.values()), failed
 
     def _count(self) -> None:
-        """What has moved, and what was not whole, since the last time."""
+        """Count bytes moved and copies failed since the last call."""
         before, self._counted = self._counted, self._space.stats()
         for (direction, tier), num_bytes in self._counted.traffic_bytes.items():
             moved = num_bytes - before.traffic_bytes.get((direction, tier), 0)
@@ -80,18 +80,18 @@ class SwapWorker:
             self.tally.count("failed_transfers_total", problem.value, by=number - before.failed_copies[problem])
 
     def drain(self) -> None:
-        """Wait until no copy is under way. The next ``finish`` tells of those that ended here."""
+        """Wait until no copy is under way. The next ``finish`` reports those that ended here."""
         while self._space.num_in_flight:
             self._drained += self._space.wait(_IDLE_WAIT_S)
 
     def take_report(self) -> WorkerReport:
-        """What ended since the last call."""
+        """Return what ended since the last call."""
         ended, self._ended = self._ended, []
         by_transfer = {transfer_id: (1, frozenset(lost)) for transfer_id, lost in ended}
         return WorkerReport(by_transfer, tuple(self._space.take_copy_times()))
 
     def close(self) -> None:
-        """Let the copies in flight end. Safe to call twice."""
+        """Finish the copies in flight, and free swap space. Safe to call twice."""
         self.before_close()
         if self.peer is not None:
             self.peer.mover.close()
@@ -103,10 +103,10 @@ _HERE: WeakValueDictionary[str, SwapWorker] = WeakValueDictionary()
 
 
 def introduce(engine_id: str, worker: SwapWorker) -> None:
-    """It can be found by its engine's name, if the scheduler is in this process, too."""
+    """Register a worker under its engine's name, for a scheduler in the same process."""
     _HERE[engine_id] = worker
 
 
 def find_worker(engine_id: str) -> SwapWorker | None:
-    """None if it is in another process."""
+    """Return the worker of an engine; None if it is in another process."""
     return _HERE.get(engine_id)

@@ -1,4 +1,4 @@
-"""The tables as coordinators made them that kept no version: such a store counts as this one."""
+"""The tables of coordinators from before versions were kept: such a store counts as this version."""
 
 from __future__ import annotations
 

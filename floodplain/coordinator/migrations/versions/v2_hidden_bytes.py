@@ -1,4 +1,4 @@
-"""What ended leases may still hold of each device: by law 2 no more than is leased there.
+"""Adds ``hidden_bytes``: what ended leases may still hold of each device, by law 2 no more than is leased there.
 
 Coordinators of the first version refuse the store from now on.
 """
@@ -13,7 +13,7 @@ down_revision = "v1"
 
 
 def upgrade() -> None:
-    """Add the column, with the most that it can be."""
+    """Add the column with its upper bound as value."""
     op.add_column("floodplain_members", sql.Column("hidden_bytes", sql.BigInteger))
     op.execute(
         "UPDATE floodplain_members SET hidden_bytes = CAST(COALESCE((SELECT SUM(num_bytes) FROM floodplain_leases "
