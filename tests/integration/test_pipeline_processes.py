@@ -57,6 +57,11 @@ def kill(front: FrontProcess, stage: int, number: int = signal.SIGKILL) -> int:
     return int(row["pid"])
 
 
+def count_silent(front: FrontProcess) -> int:
+    """Instances that the front has taken off for silence."""
+    return int(front.listing()["ends"].get("silent", 0))
+
+
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 5}])
 def test_streams_have_the_tokens_of_one_engine(front: FrontProcess, how: dict[str, Any]) -> None:
     prompts = [[(3 + 7 * index + 5 * place) % 256 for place in range(20 + 110 * index)] for index in range(6)]
@@ -69,27 +74,23 @@ def test_a_killed_leader_costs_no_token_and_the_pipeline_forms_anew(front: Front
     """Of another stage: ``test_an_instance_beside_the_pipeline_takes_its_requests``."""
     before, moved = wait_formed(front), front.listing()["moved_requests"]
     assert front.stream(do=lambda: kill(front, 0)) == [*expected()]
-    assert front.listing()["moved_requests"] == moved + 1
+    assert front.listing()["moved_requests"] > moved
     after = wait_formed(front)
     assert after[1]["pid"] == before[1]["pid"]  # it kept its layers, and linked up anew
     assert after[0]["pid"] != before[0]["pid"] and after[0]["epoch"] > before[0]["epoch"]
 
 
 def test_a_stopped_stage_ends_the_pipeline_and_joins_the_next_one_when_it_wakes(front: FrontProcess) -> None:
-    wait_formed(front)
-    stopped: list[int] = []
-
-    def stop() -> None:
-        stopped.append(kill(front, 1, signal.SIGSTOP))
-
+    stopped = int(wait_formed(front)[1]["pid"])
+    num_silent = count_silent(front)  # a busy machine may have held a stage up before
     with ThreadPoolExecutor(1) as threads:
-        streaming = threads.submit(front.stream, do=stop)
+        streaming = threads.submit(front.stream, do=lambda: kill(front, 1, signal.SIGSTOP))
         try:
-            wait_until(lambda: front.listing()["ends"].get("silent") == 1, timeout_s=START_TIMEOUT_S)
+            wait_until(lambda: count_silent(front) > num_silent, timeout_s=START_TIMEOUT_S)
         finally:
-            os.kill(stopped[0], signal.SIGCONT)
+            os.kill(stopped, signal.SIGCONT)
         assert streaming.result() == [*expected()]
-    assert wait_formed(front)[1]["pid"] == stopped[0]
+    assert wait_formed(front)[1]["pid"] == stopped
 
 
 def test_an_instance_beside_the_pipeline_takes_its_requests(front: FrontProcess) -> None:
