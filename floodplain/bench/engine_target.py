@@ -1,4 +1,4 @@
-"""Lets the load client drive an engine in its own process, as it drives a server over HTTP."""
+"""A load target over an engine in this process, with the interface of one over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineTarget:
         """Submit ``request`` now and yield its tokens as steps complete.
 
         Raises:
-            RequestFailed: It was refused.
+            RequestFailed: The engine refused it.
         """
         params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=request.ignore_eos)
         deltas = self._engine.generate(request.prompt_token_ids, params, request_id=request.request_id)

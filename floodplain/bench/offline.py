@@ -1,4 +1,4 @@
-"""Replays a workload against an engine in this process, and reports what the client and the engine saw."""
+"""Replays a workload against an engine in this process, and reports what client and engine measured."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from floodplain.workload.records import LoadRequest, RequestRecord
 
 @dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """One replay.
+    """The result of one replay.
 
     Attributes:
-        records: What the client saw, in the order of the requests.
-        report: What the engine counted during the replay.
-        timeline: Columns of samples, from the begin of the replay on.
+        records: The client's records, in the order of the requests.
+        report: The engine's counts during the replay.
+        timeline: Columns of samples, with times from the start of the replay.
     """
 
     records: list[RequestRecord]
@@ -41,7 +41,7 @@ async def run_offline(
     progress: bool = True,
     max_concurrency: int | None = None,
 ) -> OfflineRun:
-    """Send ``requests`` at their times to a started engine, and wait for all answers."""
+    """Send ``requests`` to a started engine at their arrival times, and wait for all answers."""
     before = engine.stats()
     start_s = time.monotonic()
     async with sampled_timeline(engine) as timeline:
@@ -50,7 +50,7 @@ async def run_offline(
 
 
 def report_between(before: EngineStats, after: EngineStats) -> EngineReport:
-    """What an engine counted between two snapshots."""
+    """The counts of an engine between two snapshots."""
     return EngineReport(
         preemptions=sum(after.preemptions.values()) - sum(before.preemptions.values()),
         recomputed_tokens=after.num_recomputed_tokens - before.num_recomputed_tokens,
@@ -92,7 +92,7 @@ def _swap_between(before: EngineStats, after: EngineStats) -> SwapReport:
 
 
 def hardware_report(device: str, links: Sequence[Mapping[str, Any]] = ()) -> HardwareReport:
-    """The device that computes, and the links of its engine (``Engine.links``)."""
+    """The device that computes, and its engine's links (``Engine.links``)."""
     name = choose_backend(torch.device(device)).describe()
     emulated = [str(link["name"]) for link in links if link["emulated"]]
     if emulated:

@@ -1,4 +1,4 @@
-"""What a benchmark is told: how to replay the load, and which server to send it to."""
+"""Settings of a benchmark: how to replay the load, and the server under test."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from floodplain.workload.prompt_form import SEND_HELP, WAYS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """How a load is replayed.
+    """Settings of a replay.
 
     Attributes:
-        max_concurrency: Requests under way at a time, at most; None: as the load has them.
-        save_tokens: Keep the output token ids in the result.
-        quiet: Say nothing meanwhile.
+        max_concurrency: Most requests in flight at a time; None: no limit.
+        save_tokens: Whether to keep the output token ids in the result.
+        quiet: Whether to print no progress.
     """
 
     max_concurrency: int | None = None

@@ -1,4 +1,4 @@
-"""One benchmark: make the load, find its goals, replay it, and the result as JSON has it."""
+"""One benchmark: makes the load, finds its goals, replays it, and returns the result as for JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bench_offline(config: EngineConfig, spec: WorkloadSpec, how: Replay) -> dict
         UserError: A flag or a file is bad.
     """
     trace = read_trace(spec)
-    # The load waits in line, not at the door: nothing is refused for the length of the queue.
+    # All requests queue in the engine: none is refused because the queue is full.
     engine = AsyncEngine.from_config(replace(config, max_waiting=sys.maxsize))
 
     async def replay() -> tuple[tuple[str, ...], OfflineRun]:
@@ -95,9 +95,9 @@ def bench_serve(server: ServerUnderTest, api_key: str | None, spec: WorkloadSpec
 
 
 def read_trace(spec: WorkloadSpec) -> Trace | None:
-    """Read the trace of the flags, if any; one line on stderr says which of its rows will be missing from the load.
+    """The trace of the flags; None if there is none. One line on stderr tells of rows that are skipped.
 
-    Before the model is opened, so that a bad file is refused at once.
+    Call it before the model is opened, so that a bad file is refused at once.
     """
     if spec.trace is None:
         return None
@@ -114,7 +114,7 @@ def read_trace(spec: WorkloadSpec) -> Trace | None:
 async def _goals(
     spec: WorkloadSpec, target: LoadTarget, requests: Sequence[LoadRequest], how: Replay
 ) -> tuple[str, ...]:
-    """The limits of a good request: as asked, or measured before the load; one line on stderr says which."""
+    """The goals of the flags, else goals measured before the load. One line on stderr tells which."""
     goals = spec.goodput or await measure_goals(target, requests, progress=not how.quiet)
     if not how.quiet:
         complain(describe_goals(goals, is_measured=not spec.goodput))

@@ -1,4 +1,4 @@
-"""``floodplain bench offline MODEL`` and ``floodplain bench serve``: replay a workload, write what the clients saw."""
+"""``floodplain bench offline MODEL`` and ``floodplain bench serve``: replay a workload, write client measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from floodplain.workload.spec import WorkloadSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchConfig:
-    """What both benches can be told beside engine and workload."""
+    """The flags of both benches, beside those of engine and workload."""
 
     out: Path | None = field(default=None, metadata={"help": "write the result to this JSON file"})
     plot: bool = field(default=False, metadata={"help": "draw pictures beside the result (needs --out)"})
@@ -93,7 +93,7 @@ def _report(args: argparse.Namespace, bench: BenchConfig, result: dict[str, Any]
     try:
         if bench.out is not None:
             _save(bench, bench.out, result, quiet=args.quiet)
-    finally:  # what cannot be saved is shown all the same
+    finally:  # shown even if it cannot be saved
         table = format_table(*transposed(*summary_rows([(args.verb, result)])))
         say(to_json(result) if args.format == "json" else table)
 

@@ -1,4 +1,4 @@
-"""``floodplain cluster``: lets instances behind a front drop layers, and restore them."""
+"""``floodplain cluster``: makes instances behind a front drop and restore layers, and migrates requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ABOUT = {
     "migrate": "Move the shortest running request of one instance, with its KV, to another one.",
 }
 COUNTS: Mapping[str, str | int] = {"drop": "+", "restore": 1, "migrate": 2}
-"""Instances that a verb names."""
+"""The ``nargs`` of each verb's instances."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterVerbConfig:
-    """The flags of all of them.
+    """The flags of all three verbs.
 
     Raises:
         UserError: A value is out of its range.
@@ -59,7 +59,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it, and wait until it is done; 1 if the front refuses or does not answer, or the group ends meanwhile."""
+    """Send the order, and wait until it is done; 1 if the front refuses or does not answer, or the group ends."""
     config, verb = dataclass_from(args, ClusterVerbConfig), args.verb.split()[1]
     base_url = config.base_url.rstrip("/")
     ask = partial(ask_front, base_url, api_key=key_to_send(config.api_key_file))
@@ -85,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(row: Mapping[str, Any], verb: str) -> str:
-    """One line of what was done.
+    """One line about what was done.
 
     Args:
-        row: See ``cluster.group_routes.GroupRow``.
-        verb: ``drop``, ``restore``, or ``migrate``, whose row has a number alone.
+        row: A ``cluster.group_routes.GroupRow``.
+        verb: ``drop``, ``restore``, or ``migrate``, whose row has only a number.
     """
     if verb == "migrate":
         return f"migration {row['number']} begins: /migrations and /metrics say how it ends"
@@ -103,7 +103,7 @@ def describe(row: Mapping[str, Any], verb: str) -> str:
 
 
 def _wait(ask: Callable[[str], dict[str, Any]], row: dict[str, Any], verb: str, wait_s: float) -> dict[str, Any] | None:
-    """The group when it is done, or after ``wait_s``; None if it ended otherwise."""
+    """The group's row when it is done, or after ``wait_s``; None if the group ended early."""
     end_s = time.monotonic() + wait_s
     while row["state"] != "pipelined" or verb == "restore":
         if time.monotonic() >= end_s:

@@ -19,10 +19,10 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Coordinate; returns when a signal has stopped it."""
+    """Run the coordinator; returns when a signal has stopped it."""
     config = dataclass_from(args, CoordinatorConfig)
     if config.placement is not None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves, and then reads the file anew
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ignored until it serves; then it rereads the file
 
     from floodplain.coordinator.run import coordinate
 

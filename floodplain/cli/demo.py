@@ -1,7 +1,7 @@
 """``floodplain demo``: serve one burst in three ways with a small real model, then lend memory between two servers.
 
-First part: the pool of KV memory holds about 24 requests (``--quick``: 12 shorter ones). The load is set by what this
-machine turns out to do: a stable rate below its capacity, several times that for the burst. Capacity is measured once,
+First part: the pool of KV memory holds about 24 requests (``--quick``: 12 shorter ones). The load depends on this
+machine's measured capacity: a stable rate below it, several times that for the burst. Capacity is measured once,
 and every way gets the same requests. Everything runs in this process, from the load client to the model.
 
 Second part: see ``demo.leases``. With ``--expansion`` there is one part: the burst in a part of the memory, without
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     leases = None
     try:
         leases = None if demo.expansion else _serve_leases(demo, progress=not args.quiet)
-    finally:  # what the first part took minutes for is kept
+    finally:  # keep the first part's results, which took minutes
         summary = write_files(demo.out, _scale(demo), runs, leases, expands=demo.expansion)
     print_summary(demo.out, summary, as_json=args.format == "json")
     return 1 if any(result["failed"] for _, result in runs) or (leases or {}).get("failed") else 0

@@ -1,4 +1,4 @@
-"""``floodplain doctor``: what is installed, what this machine measures, what is emulated, what is untested here."""
+"""``floodplain doctor``: reports what is installed, measured, emulated and untested on this machine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, and print."""
+    """Examine the machine, and print the report."""
     facts = _examine(dataclass_from(args, DoctorConfig))
     if args.format == "json":
         say(json.dumps(facts, indent=1))
@@ -116,7 +116,7 @@ def _measure_memory(model: str) -> dict[str, Any]:
 
 
 def _measure_expansion(model: str) -> dict[str, Any]:
-    """What ``--kv-expansion`` would come to by the closed form, if memory is short and compute does not copy."""
+    """The gain of ``--kv-expansion`` by the closed form, if memory is short and compute does not copy."""
     from floodplain.core.layer_places import MOST_SLOTS
     from floodplain.cost.expansion import best_places, expansion_gain
     from floodplain.model.weights.open_model import open_model

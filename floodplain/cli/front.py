@@ -1,4 +1,4 @@
-"""What the verbs about instances ask a front, and how they take its answers."""
+"""Requests of the cluster verbs to a front, and their answers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ T = TypeVar("T")
 KEY_VARIABLE = "OPENAI_API_KEY"
 KEY_HELP = "key file of the front, of which an admin's key is sent (default: the key in OPENAI_API_KEY, if any)"
 CHANGE = AnswerLimits(total_s=30.0)
-"""Of an answer to a change of the cluster, which instances are asked about first."""
+"""Limits of the answer to a change of the cluster, for which instances must first confirm."""
 
 
 class FrontRefuses(Exception):
-    """A front answers with an error. The message is its own."""
+    """A front answered with an error, whose message this has."""
 
 
 def key_to_send(path: Path | None) -> str | None:
     """The first admin's key of a key file, else its first one; without a file, the one in ``OPENAI_API_KEY``, if any.
 
     Raises:
-        UserError: See ``read_keys``.
+        UserError: As ``read_keys``.
     """
     if path is None:
         return os.environ.get(KEY_VARIABLE) or None
@@ -41,12 +41,12 @@ def key_to_send(path: Path | None) -> str | None:
 def ask_front(
     base_url: str, path: str, body: Mapping[str, Any] | None = None, *, api_key: str | None = None
 ) -> dict[str, Any]:
-    """The JSON object that a front answers.
+    """The JSON object in a front's answer.
 
     Raises:
         NoAnswer: Nothing answers there.
-        FrontRefuses: It answers another status than 200.
-        UserError: It answers something else than a JSON object.
+        FrontRefuses: The status is not 200.
+        UserError: The answer is not a JSON object.
     """
     answer = ask_now(base_url, path, body, USUAL if body is None else CHANGE, api_key=api_key)
     if answer.status == 404 and body is None:
@@ -60,11 +60,11 @@ def ask_front(
 
 
 def told(base_url: str, tell: Callable[[], T]) -> T | None:
-    """What ``tell`` makes of a front's answers; None, and a line on standard error, if it cannot.
+    """The result of ``tell``; None, after a line on standard error, if the front's answers do not allow one.
 
     Args:
         base_url: Of the front.
-        tell: Asks it, and reads the answers as a front's.
+        tell: Sends requests to the front, and reads the answers.
     """
     try:
         with parsing("its answer", "is not that of a front"):

@@ -1,4 +1,4 @@
-"""``floodplain instance MODEL --join HOST:PORT``: one engine behind a front, which ``serve --instances`` is."""
+"""``floodplain instance MODEL --join HOST:PORT``: one engine behind a front (``serve --instances``)."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def _open_member(config: EngineConfig, instance_config: InstanceConfig) -> Membe
 
 
 def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequence[str] = ()) -> list[str]:
-    """The command of a child of the front, without the address; its token comes by standard input.
+    """The command of a child of the front, without the address; the child reads its token from standard input.
 
     Args:
         config: Its engine flags.
         is_quiet: Whether it logs nothing.
-        part_flags: What makes it a stage of a pipeline, or lets it drop layers or move requests.
+        part_flags: Flags that make it a stage of a pipeline, or let it drop layers or migrate requests.
     """
     command = [sys.executable, "-c", _VERB, "instance", "--instance-token-file", STANDARD_INPUT, *part_flags]
     for item in fields(EngineConfig):
@@ -90,6 +90,6 @@ def instance_command(config: EngineConfig, *, is_quiet: bool, part_flags: Sequen
 
 
 def environment_of_instances(environ: Mapping[str, str], num_threads: int) -> dict[str, str]:
-    """The environment of the front's children: flags come by their command alone, and the cores are shared."""
+    """The environment of the front's children: no flags, which are in the command, and a share of the cores."""
     kept = {name: value for name, value in environ.items() if not name.upper().startswith(PREFIX) or name in NO_FLAGS}
     return {"OMP_NUM_THREADS": str(num_threads), **kept}

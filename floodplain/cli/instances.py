@@ -1,4 +1,4 @@
-"""``floodplain instances``: which instances are behind a front, and how they are."""
+"""``floodplain instances``: lists the instances behind a front, and their state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look once, or until Ctrl-C; 1 if no front answers."""
+    """Show the list once, or until Ctrl-C; 1 if no front answers."""
     config = dataclass_from(args, InstancesConfig)
     key = key_to_send(config.api_key_file)
     while True:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(base_url: str, key: str | None, is_json: bool, *, is_watched: bool) -> bool:
     def tell() -> str:
         listing = ask_front(base_url, "/instances", api_key=key)
-        table = describe(listing)  # also as JSON: it fails if it is another service's answer
+        table = describe(listing)  # also for JSON: fails on the answer of another service
         return json.dumps(listing) if is_json else table
 
     text = told(base_url, tell)
@@ -71,10 +71,10 @@ def _show(base_url: str, key: str | None, is_json: bool, *, is_watched: bool) ->
 
 
 def describe(listing: Mapping[str, Any]) -> str:
-    """A table of instances, and a line of what became of others.
+    """A table of instances, and a line about ended ones.
 
     Args:
-        listing: See ``cluster.listing.Listing``.
+        listing: A ``cluster.listing.Listing``.
     """
     rows = [
         [

@@ -1,4 +1,4 @@
-"""``floodplain leases``: who lends what to whom, since when, and what is recalled."""
+"""``floodplain leases``: lists lenders, borrowers and leases, with their age and recalls."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look once, or until Ctrl-C; 1 if no coordinator answers."""
+    """Show the list once, or until Ctrl-C; 1 if no coordinator answers."""
     config = dataclass_from(args, LeasesConfig)
     token = (
         read_secret(config.coordinator_token_file, "coordinator token file") if config.coordinator_token_file else None
@@ -102,7 +102,7 @@ def describe(listing: Mapping[str, Any], unix_s: float) -> str:
     """A table of members, and one of leases.
 
     Args:
-        listing: See ``coordinator.answers.Listing``.
+        listing: A ``coordinator.answers.Listing``.
         unix_s: Now.
     """
     borrowed: Counter[str] = Counter()

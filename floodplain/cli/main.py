@@ -1,4 +1,4 @@
-"""The ``floodplain`` command: finds the verb, runs it, and turns how it ends into an exit status."""
+"""The ``floodplain`` command: finds the verb, runs it, and returns its exit status."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ VERBS = {
     "doctor": "what is installed, measured, emulated and untested here",
 }
 """Every verb and what it does, in the order of ``--help``. ``floodplain/cli/NAME.py`` holds it: ``add_parser(verbs)``
-adds its flags (see ``options.add_verb``), ``run(args) -> int`` does it and returns the exit status. ``args.verb`` is
-what was typed, such as ``bench serve``."""
+adds its flags (see ``options.add_verb``), ``run(args) -> int`` runs it and returns the exit status. ``args.verb`` is
+the verb as typed, such as ``bench serve``."""
 
 DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: failed. 2: bad usage or bad input, with one line on stderr that says what to change. 130: interrupted.
     """
     open_standard_streams()
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads that spin for each other stall beside others
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning torch threads stall beside other work
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except UserError as error:

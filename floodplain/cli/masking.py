@@ -1,4 +1,4 @@
-"""A command line as it may be printed: the values of secrets are replaced, whatever their flags are called."""
+"""Masks the values of secrets in a command line, so that it can be printed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SECRET_NAMES = {
 """Last words of names whose values are secrets. A file that holds one ends in another word."""
 
 _SECRET_FLAGS = {"--watermark-config"}
-"""Of vLLM: those that its own log hides, too, and whose names do not show why."""
+"""Flags of vLLM that its own log masks too, and whose names do not look secret."""
 
 _ABBREVIATED = ("--api-key", "--hf-token")
-"""vLLM accepts the beginning of a flag for the flag."""
+"""Flags that vLLM accepts abbreviated."""
 
 _MIN_ENVIRONMENT_LENGTH = 6
-"""A shorter value of a variable is as likely a word of the command that has nothing to do with it."""
+"""Shorter values of variables are not searched for: they may equal an unrelated word of the command."""
 
 _IN_TEXT = (
     (re.compile(r"(://)\S+(?=@)"), r"\1" + MASK),
@@ -30,15 +30,15 @@ _IN_TEXT = (
     (re.compile(r"(?i)\b(bearer |basic )\S+"), r"\1" + MASK),
     (re.compile(r"\b(hf_|sk-)[\w-]{8,}"), r"\1" + MASK),
 )
-"""Secrets inside of values: of URLs, of headers, and keys that are known by how they begin."""
+"""Patterns of secrets inside values: in URLs, in headers, and keys with known prefixes."""
 
 
 def mask_command(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The words of a command without its secrets.
+    """The words of a command with its secrets masked.
 
     Args:
-        words: As they are executed.
-        environ: Its variables: a secret that stands in one is hidden wherever it stands.
+        words: The words of the executed command.
+        environ: Its variables. The value of a secret one is masked wherever it appears.
     """
     known = sorted(
         (v for k, v in environ.items() if _is_secret(k) and len(v) >= _MIN_ENVIRONMENT_LENGTH), key=len, reverse=True
@@ -64,7 +64,7 @@ def _is_secret(name: str) -> bool:
 
 
 def _mask_value(text: str, known: Sequence[str]) -> str:
-    """One word; inside of a JSON object, each of its values."""
+    """One word with its secrets masked; in a JSON object, in each of its values."""
     if text.startswith(("{", "[")):
         try:
             found = json.loads(text)

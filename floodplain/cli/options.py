@@ -1,4 +1,4 @@
-"""Flags from dataclasses, their values from four sources, and dataclasses back from them.
+"""Flags from dataclasses, their values from four sources, and the dataclasses built from these.
 
 A field is a flag: ``max_num_seqs: int = 256`` is ``--max-num-seqs 256``. Its metadata may hold ``help``, ``choices``,
 ``metavar``, ``positional`` (no flag but an argument) and ``size`` (bytes, written ``256MiB``). A value comes from the
@@ -31,11 +31,11 @@ _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are ``UserError``: the caller decides how a program ends.
+    """An argument parser that raises ``UserError`` instead of exiting.
 
     Attributes:
-        rest: Where what follows ``--`` goes, untouched: flags of another program. None: there is no such thing.
-        rest_owner: That program.
+        rest: Name for the unparsed arguments after ``--``, flags of another program. None: there are none.
+        rest_owner: Name of that program.
     """
 
     rest: str | None = None
@@ -51,7 +51,7 @@ def add_verb(verbs: Any, name: str, description: str) -> Parser:
 
     Args:
         verbs: What ``add_subparsers`` returned.
-        name: As it is typed.
+        name: The verb as typed.
         description: For ``floodplain NAME --help``.
     """
     parser: Parser = verbs.add_parser(name, description=description, allow_abbrev=False)
@@ -65,7 +65,7 @@ def add_verb(verbs: Any, name: str, description: str) -> Parser:
 def add_dataclass_flags(parser: argparse.ArgumentParser, cls: type[Any], title: str | None = None) -> None:
     """Add a flag for every field of ``cls``, in a group of its own if there is a ``title``.
 
-    A flag that the parser has already, with the same default, serves both (``--seed`` of an engine and a workload).
+    A flag that the parser already has, with the same default, is shared (``--seed`` of an engine and a workload).
     """
     container = parser.add_argument_group(title) if title else parser
     hints = get_type_hints(cls)
@@ -76,7 +76,7 @@ def add_dataclass_flags(parser: argparse.ArgumentParser, cls: type[Any], title: 
 
 
 def dataclass_from(args: argparse.Namespace, cls: type[C]) -> C:
-    """The dataclass that the parsed flags describe.
+    """The dataclass with the values of the parsed flags.
 
     Raises:
         UserError: The dataclass refuses a value.
@@ -106,12 +106,12 @@ def _resolve_own(
 ) -> argparse.Namespace:
     actions = {a.dest: a for a in parser._actions if a.default is not argparse.SUPPRESS}
     required = [action for action in actions.values() if action.required]
-    for action in required:  # it may come from another source than the one that is read
+    for action in required:  # another source may set it
         action.required = False
     typed, unknown = _given(parser, actions, argv)
     if unknown:
         known = [option for action in actions.values() for option in action.option_strings]
-        wrong = unknown[0].partition("=")[0]  # what follows may be a secret
+        wrong = unknown[0].partition("=")[0]  # the value may be a secret
         where = _where_rest_goes(parser, wrong)
         near = _nearest(wrong, known, _TYPO_SIMILARITY if where else _SIMILARITY)
         raise UserError(f"unknown argument {wrong}{near}{where}")
@@ -133,7 +133,7 @@ def _resolve_own(
 def _given(
     parser: argparse.ArgumentParser, actions: Iterable[str], tokens: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """(values that ``tokens`` set, tokens that no flag wants); argparse leaves what is set beforehand alone."""
+    """(values that ``tokens`` set, unknown tokens). argparse keeps attributes that are set beforehand."""
     namespace, unknown = parser.parse_known_args(tokens, argparse.Namespace(**dict.fromkeys(actions, _UNSET)))
     return {dest: value for dest, value in vars(namespace).items() if value is not _UNSET}, unknown
 
@@ -141,7 +141,7 @@ def _given(
 def _from_environment(
     parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Values of variables such as ``FLOODPLAIN_PORT`` that are not empty. Those of other verbs are left alone."""
+    """Values of non-empty variables such as ``FLOODPLAIN_PORT``, for flags of this verb only."""
     values: dict[str, Any] = {}
     for dest, action in actions.items():
         name = variable_of(dest)
@@ -151,7 +151,7 @@ def _from_environment(
 
 
 def _value_of(action: argparse.Action, text: str, name: str) -> Any:
-    """What would stand in a file for a variable's text."""
+    """A variable's text as the value that a file would have."""
     if action.nargs != "+":
         return text
     try:
@@ -175,7 +175,7 @@ def _from_file(parser: argparse.ArgumentParser, actions: Mapping[str, argparse.A
 def _read(
     parser: argparse.ArgumentParser, actions: Mapping[str, argparse.Action], dest: str, value: Any, source: str
 ) -> dict[str, Any]:
-    """What ``value`` means for the flag ``dest``, as if it stood on the command line."""
+    """The value of flag ``dest``, parsed as if ``value`` were on the command line."""
     action = actions[dest]
     if _is_switch(action):
         word = _WORDS.get(value.lower(), value) if isinstance(value, str) else value
@@ -183,7 +183,7 @@ def _read(
             raise UserError(f"{source}: write true or false, not {value!r}")
         return {dest: word}
     if isinstance(value, bool):
-        value = str(value).lower()  # as it stands there
+        value = str(value).lower()  # as it is written there
     if isinstance(value, dict) or (isinstance(value, list) and action.nargs != "+"):
         raise UserError(f"{source}: {value} is not one value")
     if isinstance(value, list):
@@ -275,7 +275,7 @@ def _help(item: Field[Any], default: Any) -> str:
 
 
 def _converter(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """``parse`` with errors that argparse names the flag for."""
+    """``parse`` with its errors as ``ArgumentTypeError``, for which argparse names the flag."""
 
     def convert(text: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Does a user's work in a process of its own: it may end its process, or be ended for the memory that it takes."""
+"""Runs a user's code in a child process: it may exit, or be killed for its memory."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _INTERRUPTED = 130
 
 
 def in_own_process(work: Callable[[], T], what: str) -> T:
-    """What ``work`` returns, in a copy of this process that ends with it; threads that it leaves are not waited for.
+    """The result of ``work`` in a forked child, which then exits without waiting for its threads.
 
-    To be called before torch is imported: threads do not come along.
+    Call it before torch is imported: a fork has no threads.
 
     Args:
-        work: Its result can be pickled.
-        what: Whose work it is; errors begin with it.
+        work: A function whose result can be pickled.
+        what: Name of the work, with which errors begin.
 
     Raises:
         UserError: ``work`` raised one; or it ended its process.
@@ -49,7 +49,7 @@ def in_own_process(work: Callable[[], T], what: str) -> T:
         raise KeyboardInterrupt
     if code or not said:
         raise UserError(f"{what} ended its process {_how(code)}")
-    value, refusal = pickle.loads(said)  # what our own code wrote
+    value, refusal = pickle.loads(said)  # written by our own code
     if refusal is not None:
         raise UserError(refusal)
     return value  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""``floodplain place CLUSTER.yaml``: which model on which GPUs, and who may borrow memory from whom."""
+"""``floodplain place CLUSTER.yaml``: assigns models to GPUs, and borrowers to lenders."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ def run(args: argparse.Namespace) -> int:
             save_result(config.out, document)
         if config.plot is not None:
             save_figure(draw_placement(document), config.plot)
-    finally:  # what cannot be saved is shown all the same
+    finally:  # shown even if it cannot be saved
         say(to_json(document) if args.format == "json" else describe(document))
     return 0

@@ -1,4 +1,4 @@
-"""``floodplain profile``: what a model needs or can spare; each of its verbs is in a file ``profile_VERB``."""
+"""``floodplain profile``: measures what a model needs or can spare. Each of its verbs is a module ``profile_VERB``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the verb that was asked for."""
+    """Run the verb."""
     status: int = import_module(f"floodplain.cli.profile_{args.verb.split()[1]}").run(args)
     return status

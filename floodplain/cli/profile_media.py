@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 THRESHOLD_BYTES = 10 * 10**9
-"""As in section 4 of AQUA."""
+"""Source: AQUA, section 4."""
 _WAYS = ("target", "pipeline", "module")
 
 
@@ -100,7 +100,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, say what was found, and write it; 0."""
+    """Measure, print and save the profile; 0."""
     config = dataclass_from(args, MediaConfig)
     if config.out is not None:
         check_writable(config.out)

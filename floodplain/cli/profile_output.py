@@ -1,4 +1,4 @@
-"""Where the verbs of ``floodplain profile`` put what they found."""
+"""The output of the verbs of ``floodplain profile``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from floodplain.observe.terminal import say
 
 
 def save_and_show(profile: Profile, out: Path | None, output_format: str) -> None:
-    """Write the profile to ``out`` if that is given, and print it; what cannot be saved is shown all the same.
+    """Write the profile to ``out`` if given, and print it, even if it cannot be saved.
 
     Args:
-        profile: What was found.
+        profile: The profile.
         out: A JSON file.
         output_format: ``terminal`` or ``json``.
 

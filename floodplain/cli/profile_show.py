@@ -1,4 +1,4 @@
-"""``floodplain profile show PROFILE.json``: what a profile says, as a table, and as a picture."""
+"""``floodplain profile show PROFILE.json``: shows a profile as a table or a picture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it, and draw it; 0."""
+    """Print and draw the profile; 0."""
     config = dataclass_from(args, ShowConfig)
     if config.plot is not None:
         check_writable(config.plot, "--plot")

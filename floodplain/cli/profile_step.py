@@ -1,4 +1,4 @@
-"""``floodplain profile step MODEL``: what the steps of an engine cost, part by part."""
+"""``floodplain profile step MODEL``: measures the cost of an engine's steps, part by part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``floodplain serve MODEL``: an OpenAI server over one engine, or over many instances."""
+"""``floodplain serve MODEL``: an OpenAI server over one engine or several instances."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         if cluster_config.cluster is None:  # else another machine has the model and the memory
             check_early(config)
 
-        from floodplain.server.run import serve  # what takes seconds comes after what takes none
+        from floodplain.server.run import serve  # slow imports come after fast checks
 
         logger.info("server config %s", json.dumps(asdict(server_config), default=str))
         engine, extend = _open_engine(config, cluster_config, args, server_config.host)
@@ -106,7 +106,7 @@ def _open_engine(
 
 
 def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[str]]:
-    """The flags that make each instance a stage of the pipeline, or let it drop layers or move requests.
+    """The flags of each instance that make it a pipeline stage, or let it drop layers or migrate requests.
 
     Raises:
         UserError: The step profile cannot be read.
@@ -129,14 +129,14 @@ def part_flags(cluster_config: ClusterConfig, num_instances: int) -> list[list[s
 def open_processes(
     config: EngineConfig, cluster_config: ClusterConfig, num_instances: int, *, is_quiet: bool
 ) -> Processes:
-    """Where the front's instances run: on this machine, or where Ray places them. Nothing is started yet.
+    """The processes of the front's instances: on this machine, or where Ray places them. None is started yet.
 
     Raises:
-        UserError: A flag is one engine's, or Ray is asked for and not installed.
+        UserError: A flag is only for a single engine, or Ray is needed and not installed.
     """
     from floodplain.cluster.local_processes import LocalProcesses, share_cores
 
-    is_local = cluster_config.cluster is None  # Ray shows each instance its own GPU, as the first one
+    is_local = cluster_config.cluster is None  # Ray shows each instance only its own GPU, as the first
     configs = [config_of_instance(config, num_instances, index if is_local else 0) for index in range(num_instances)]
     parts = part_flags(cluster_config, num_instances)
     commands = [

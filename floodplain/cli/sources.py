@@ -1,4 +1,4 @@
-"""Names the variable or the file that set a refused value, for which errors give the flag."""
+"""Adds to an error about a flag the variable or file that set its value."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from floodplain.core.errors import UserError
 
 _LEAST_LETTERS = 3
-"""A shorter value may stand in a message by chance."""
+"""Shorter values may be in a message by chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the value of a flag came from, if not from the command line.
+    """The source of a flag's value, if not the command line.
 
     Attributes:
-        name: The variable or the file.
-        options: How the flag is spelled, or what the argument is called.
-        value: As text.
+        name: Name of the variable or the file.
+        options: The spellings of the flag, or the name of the argument.
+        value: The value as text.
     """
 
     name: str

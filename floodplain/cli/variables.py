@@ -1,4 +1,4 @@
-"""``FLOODPLAIN_*`` variables: one that nothing reads ends in an error, however it is written."""
+"""``FLOODPLAIN_*`` variables: an unknown one is an error, in upper or lower case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from floodplain.core.errors import UserError
 
 PREFIX = "FLOODPLAIN_"
 NO_FLAGS = ("FLOODPLAIN_NO_FLASHINFER", "FLOODPLAIN_NO_NATIVE_KERNELS", "FLOODPLAIN_SHARED", "FLOODPLAIN_BIN")
-"""Variables that are read, and are not flags: two switches, the tests' data, and the binary that scripts try."""
+"""Known variables that are not flags: two switches, the tests' data, and the binary that scripts use."""
 _KUBERNETES = re.compile(r"FLOODPLAIN_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 _SIMILARITY = 0.5
 
@@ -25,10 +25,10 @@ def check_variables(environ: Mapping[str, str], find_flags: Callable[[], Iterabl
 
     Args:
         environ: All variables.
-        find_flags: Gives the flags of all verbs; asked only if a variable may be ours.
+        find_flags: Returns the flags of all verbs; called only if a variable may be ours.
 
     Raises:
-        UserError: There is one; the message has its name, and the name that is most like it.
+        UserError: There is one; the message has its name, and the most similar known name.
     """
     named = sorted(name for name, value in environ.items() if value and name.upper().startswith(PREFIX))
     if not named:
@@ -45,7 +45,7 @@ def check_variables(environ: Mapping[str, str], find_flags: Callable[[], Iterabl
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    ends = [each.removeprefix(PREFIX) for each in sorted(known)]  # the beginning is alike in all of them
+    ends = [each.removeprefix(PREFIX) for each in sorted(known)]  # all have the same prefix
     near = difflib.get_close_matches(name.upper().removeprefix(PREFIX), ends, 1, _SIMILARITY)
     return f"did you mean {PREFIX}{near[0]}?" if near else "unset it"
 

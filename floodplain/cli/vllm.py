@@ -1,4 +1,4 @@
-"""``floodplain vllm serve MODEL``: vLLM's own server with our scheduler and our swap space in it."""
+"""``floodplain vllm serve MODEL``: vLLM's server with our scheduler and swap space."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from floodplain.plugins.vllm.versions import expect_tested, find_distribution
 from floodplain.policy.goals import GAP_TOKENS
 
 OWN_FLAGS = ("--scheduler-cls", "--kv-transfer-config", "--model")
-"""Of vLLM, set here; ``--additional-config`` and ``--kv-offloading-size`` are with ``--swap none`` and ``vllm``."""
+"""Flags of vLLM that are set here; with ``--swap none`` and ``vllm`` also those that ``_own_flags`` returns."""
 
 SWAPS = ("host", "peer", "vllm", "none")
-"""Where the KV of requests that are sent away goes: our swap space, a neighbour's memory in front of it, vLLM's own
-offloading, or nowhere: it is computed again."""
+"""Where KV of preempted requests goes: our swap space, a neighbour's memory as a tier before it, vLLM's own
+offloading, or nowhere: it is recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +84,10 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the command, without its secrets, and become it.
+    """Print the command with its secrets masked, then replace this process by it.
 
     Raises:
-        UserError: A flag is out of its range or not for here, or there is no vLLM that was tried.
+        UserError: A flag is out of its range or set here, or no tested vLLM is installed.
     """
     config = dataclass_from(args, VllmConfig)
     name, version = find_distribution()
@@ -98,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_server(distribution: str) -> list[str]:
-    """The words that begin vLLM's server, in front of the model.
+    """The first words of the command of vLLM's server, before the model.
 
-    ``vllm serve`` looks for a distribution that is called vllm, and fails where vLLM goes by another name.
+    ``vllm serve`` looks for a distribution named vllm, and fails if vLLM is installed under another name.
     """
     script = Path(sys.executable).with_name("vllm")
     if distribution == "vllm" and os.access(script, os.X_OK):
@@ -114,21 +114,21 @@ def build_command(config: VllmConfig, flags: Sequence[str], server: Sequence[str
     Args:
         config: Our flags.
         flags: Of vLLM.
-        server: As ``find_server`` has it.
+        server: The result of ``find_server``.
 
     Raises:
         UserError: A flag is out of its range, or set here already.
     """
     own = _own_flags(config)
     for flag in flags:
-        name = flag.partition("=")[0]  # what follows may be a secret
+        name = flag.partition("=")[0]  # the value may be a secret
         if name.startswith("--") and _is_own(name.replace("_", "-").partition(".")[0], {*OWN_FLAGS, *own[::2]}):
             raise UserError(f"{name} is set by floodplain: leave it out")
     return [*server, config.model, "--scheduler-cls", SCHEDULER, *own, *flags]
 
 
 def _own_flags(config: VllmConfig) -> list[str]:
-    """Flags of vLLM that hold our settings, and say where KV goes: names and values in turns."""
+    """Flags of vLLM with our settings and the place of KV: alternating names and values."""
     swap = config.swap or ("host" if config.coordinator is None else "peer")
     _check_swap(config, swap)
     extra = {one.name: getattr(config, one.name) for one in fields(config) if one.name not in ("model", "swap")}
@@ -158,5 +158,5 @@ def _check_swap(config: VllmConfig, swap: str) -> None:
 
 
 def _is_own(name: str, own: Iterable[str]) -> bool:
-    """Whether vLLM takes ``name`` for a flag that is set here; it accepts the beginning of one, too."""
+    """Whether vLLM would read ``name`` as a flag that is set here; it also accepts abbreviations."""
     return len(name) > len("--") and any(flag.startswith(name) for flag in own)

@@ -1,7 +1,7 @@
-"""The front's book: each live request with its tokens so far, and where it is placed. No I/O, no clock.
+"""The front's book: each live request, its tokens so far, and its placement. No I/O, no clock.
 
-A request is placed under a ticket, which is used once. What an instance says counts only if its epoch lives and the
-ticket is the request's current one: whatever a dead, stopped or slow instance says later changes nothing.
+A request is placed under a ticket, which is used once. A message of an instance counts only if its epoch lives and the
+ticket is the request's current one: late messages of a dead, stopped or slow instance change nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from floodplain.lending.fields import WireError
 from floodplain.policy.dispatch import InstanceView, choose_instance
 
 MAX_FRUITLESS = 3
-"""A request is given up if so many instances in a row ended under it without a new token: it may be the cause."""
+"""A request fails if so many instances in a row ended under it without a new token: it may be the cause."""
 
 MAX_PREFIX_BLOCKS = 256
-"""Blocks of a prompt by which instances are compared: hashing all of a long one would hold the front up."""
+"""Most blocks of a prompt that are hashed to compare instances: hashing a whole long prompt would block the front."""
 
 
 @dataclass(eq=False, slots=True)
@@ -31,12 +31,12 @@ class Entry:
     Attributes:
         request: As it arrived at the front.
         number: The order of arrival.
-        tokens: What was generated so far.
+        tokens: Tokens generated so far.
         epoch: Of the instance that it is placed on, and
         ticket: under which; both None while it waits for an instance.
         refused_by: Epochs of instances that refused it since it was last placed elsewhere.
-        num_moves: Instances that ended, or gave it back, under it.
-        num_fruitless: Instances that ended under it since its last token, but for those that were leaving.
+        num_moves: How often its instance ended or gave it back.
+        num_fruitless: The same since its last token, without instances that were leaving.
     """
 
     request: Request
@@ -51,16 +51,16 @@ class Entry:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens that are known."""
+        """The number of known tokens: prompt and output."""
         return len(self.request.prompt_token_ids) + len(self.tokens)
 
     def as_request(self) -> Request:
-        """What an instance is to go on with."""
+        """The request that an instance resumes: with its tokens so far."""
         return replace(self.request, known_token_ids=tuple(self.tokens), is_accepted=self.num_moves > 0)
 
 
 class Book:
-    """See the module.
+    """The requests and instances of a front.
 
     Args:
         roster: The instances.
@@ -75,30 +75,30 @@ class Book:
         self._facts: InstanceFacts | None = None
 
     def __len__(self) -> int:
-        """Live requests."""
+        """The number of live requests."""
         return len(self._placed) + len(self._homeless) + len(self._lifted)
 
     @property
     def num_homeless(self) -> int:
-        """Live requests that wait for an instance."""
+        """The number of live requests that wait for an instance."""
         return len(self._homeless)
 
     def join(self, facts: InstanceFacts, slot: int | None, now: float, stage: StageFacts | None = None) -> Instance:
-        """An instance begins a life; of the first one all others must be like (``find_difference``)."""
+        """Begin a life of an instance. Facts of the first one are kept; all others must match (``find_difference``)."""
         self._facts = self._facts or facts
         return self.roster.join(facts, slot, now, stage)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def open(self, request: Request) -> Entry:
-        """A request arrives; ``place`` finds an instance for it."""
+        """Add a request; ``place`` finds an instance for it."""
         entry = Entry(request, self._next_number)
         self._next_number += 1
         self._homeless[entry.number] = entry
         return entry
 
     def close(self, entry: Entry) -> tuple[int, int] | None:
-        """A request ends, however: (epoch, ticket) if an instance may have to be told. Safe to call twice."""
+        """End a request. (epoch, ticket) if it was placed: the instance may have to abort it. Safe to call twice."""
         self._homeless.pop(entry.number, None)
         self._lifted.pop(entry.number, None)
         where = None if entry.epoch is None or entry.ticket is None else (entry.epoch, entry.ticket)
@@ -106,7 +106,7 @@ class Book:
         return where
 
     def place(self) -> list[Entry]:
-        """Place whom an instance can be found for, by priority and arrival; those are returned, to be sent there."""
+        """Place waiting requests on instances, by priority and arrival. The placed ones, to be sent."""
         placed = []
         if self._homeless and any(one.takes_requests for one in self.roster):
             for entry in sorted(self._homeless.values(), key=lambda one: (one.request.priority, one.number)):
@@ -117,12 +117,12 @@ class Book:
         return placed
 
     def find(self, epoch: int, ticket: int) -> Entry | None:
-        """The request that an instance speaks of; None if what it says does not count any more."""
+        """The request of a ticket of this instance; None if messages about it no longer count."""
         entry = self._placed.get(ticket)
         return entry if entry is not None and entry.epoch == epoch and self.roster.get(epoch) else None
 
     def check_ticket(self, epoch: int, ticket: int) -> None:
-        """Check that an instance may speak of a ticket: it was given out, and not to another instance.
+        """Check that an instance may name a ticket: it exists, and is not a ticket of another instance.
 
         Raises:
             WireError: It may not.
@@ -132,7 +132,7 @@ class Book:
             raise WireError("it speaks of a request that it was never given")
 
     def take(self, entry: Entry, token: int) -> None:
-        """A placed request got its next token."""
+        """Append a token to a placed request."""
         instance = self.roster.expect(entry.epoch or 0)
         before = self.count_blocks(entry)
         entry.tokens.append(token)
@@ -140,7 +140,7 @@ class Book:
         instance.num_demanded_blocks += self.count_blocks(entry) - before
 
     def refuse(self, entry: Entry) -> bool:
-        """Its instance does not take it. Whether another may: it then waits to be placed there."""
+        """Take off a refused request. True if another instance may accept it: it then waits to be placed."""
         if entry.epoch is not None:
             entry.refused_by.add(entry.epoch)
         self._take_back(entry)
@@ -150,9 +150,9 @@ class Book:
         return bool(others)
 
     def give_back(self, entry: Entry) -> bool:
-        """Its instance cannot go on with it. Whether another shall: it then waits to be placed there."""
+        """Take off a request that its instance cannot continue. True if it waits to be placed again."""
         if entry.epoch is not None and not self.roster.expect(entry.epoch).is_leaving:
-            entry.num_fruitless += 1  # one that lives gives it back: it might do so for ever
+            entry.num_fruitless += 1  # a live instance might give it back forever
         self._take_back(entry)
         entry.num_moves += 1
         if entry.num_fruitless >= MAX_FRUITLESS:
@@ -162,25 +162,25 @@ class Book:
         return True
 
     def lift(self, entry: Entry) -> None:
-        """Take a request off its instance, which goes on elsewhere with its KV: ``put`` it there, or ``wait``."""
+        """Take a request off its instance to move it with its KV; then ``put`` it on another, or let it ``wait``."""
         self._take_back(entry)
         self._lifted[entry.number] = entry
 
     def put(self, entry: Entry, epoch: int) -> None:
-        """Place a lifted request on a certain instance."""
+        """Place a lifted request on the instance of ``epoch``."""
         del self._lifted[entry.number]
         self._homeless[entry.number] = entry
         self._put(entry, self.roster.expect(epoch))
 
     def wait(self, entry: Entry) -> None:
-        """Let a lifted request wait for any instance: it is computed again from its tokens."""
+        """Let a lifted request wait for any instance: it is recomputed from its tokens."""
         del self._lifted[entry.number]
         entry.num_moves += 1
         entry.refused_by.clear()
         self._homeless[entry.number] = entry
 
     def is_lifted(self, entry: Entry) -> bool:
-        """Whether it was lifted, and is neither placed since nor waits nor has ended."""
+        """Whether the request is lifted: neither placed, nor waiting, nor ended."""
         return entry.number in self._lifted
 
     def entries_of(self, epoch: int) -> dict[int, Entry]:
@@ -188,7 +188,7 @@ class Book:
         return {ticket: self._placed[ticket] for ticket in sorted(self.roster.expect(epoch).tickets)}
 
     def end(self, epoch: int) -> list[Entry]:
-        """An instance's life ends: its requests, none of which is placed now. Each is to be given back."""
+        """End an instance's life. Its requests, which are no longer placed; give back each."""
         instance = self.roster.remove(epoch)
         if instance is None:
             return []
@@ -228,7 +228,7 @@ class Book:
             entry.epoch = entry.ticket = None
 
     def count_blocks(self, entry: Entry) -> int:
-        """Blocks of its known tokens and the next one."""
+        """Blocks of the request's known tokens and of the next one."""
         return entry.num_tokens // self._expect_facts().block_tokens + 1
 
     def _keys_of(self, entry: Entry) -> list[BlockKey]:
@@ -245,10 +245,10 @@ class Book:
         return self._facts
 
     def check_integrity(self) -> None:
-        """Check that every live request is in one place.
+        """Check that every live request is in exactly one state.
 
         Raises:
-            InvariantError: It is not.
+            InvariantError: One is not.
         """
         for instance in self.roster:
             entries = [self._placed[ticket] for ticket in instance.tickets]

@@ -35,15 +35,15 @@ from floodplain.core.errors import PeerLost, UserError
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
-"""A peer that sends nothing for so long is lost."""
+"""A peer that sends nothing for so long is declared lost."""
 MAX_AHEAD_REQUESTS = 16
 MAX_AHEAD_INDICES = 2 * MAX_REQUEST_INDICES
-"""Of requests under way. They fit the system's buffers: while the server sends, the client need not wait to ask."""
+"""Most indices of requests under way. They fit the socket buffers: sending them never blocks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BulkItem:
-    """What is fetched as a whole, or not.
+    """A set of indices that is fetched completely or counts as not fetched.
 
     Attributes:
         store: Name of a store of the peer.
@@ -75,8 +75,8 @@ class BulkClient:
 
     Args:
         address: Of the peer's ``BulkServer``: ``host:port``.
-        secret: That the peer admits.
-        timeout_s: See ``TIMEOUT_S``; also for the connection, and for the answer to the hello.
+        secret: The secret that the peer admits.
+        timeout_s: As ``TIMEOUT_S``; also the timeout of connecting, and of the answer to the hello.
     """
 
     def __init__(self, address: str, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:
@@ -100,7 +100,7 @@ class BulkClient:
         """Connect.
 
         Raises:
-            PeerLost: The peer cannot be reached, does not take the secret, or ``close`` was called.
+            PeerLost: The peer cannot be reached, refuses the secret, or ``close`` was called.
         """
         try:
             host, port = split_address(self._address, "the address of a peer")
@@ -118,10 +118,10 @@ class BulkClient:
         self._frames = FrameSocket(sock, MAX_CHUNK_BYTES)
 
     def fetch(self, items: Sequence[BulkItem], sink: Sink) -> list[Outcome]:
-        """Pull items, chunk by chunk; each chunk is verified before the sink gets it.
+        """Pull items chunk by chunk; each chunk is verified before the sink gets it.
 
-        The sink may have got some chunks of an item that is not ``OK``, all of them intact. If the sink raises, or
-        ``PeerLost`` is raised, the connection is of no more use.
+        The sink may have got some intact chunks of an item that is not ``OK``. If the sink raises, or
+        ``PeerLost`` is raised, the connection cannot be used again.
 
         Returns:
             The outcome of each item.
@@ -138,7 +138,7 @@ class BulkClient:
         return fetch.outcomes
 
     def close(self) -> None:
-        """Hang up: a ``start`` or ``fetch`` that waits fails at once. Safe to call twice."""
+        """Close the connection: a blocked ``start`` or ``fetch`` fails at once. Safe to call twice."""
         with self._lock:
             self._is_closed = True
             sock = self._sock
@@ -153,13 +153,13 @@ class BulkClient:
         with self._lock:
             self._sock = sock
             if self._is_closed:
-                sock.close()  # to connect fails
+                sock.close()  # so that ``connect`` fails
         return sock
 
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """A request, to be sent or under way.
+    """One request, queued or sent.
 
     Attributes:
         item: Position of its item.
@@ -178,7 +178,7 @@ class _Fetch:
     """One call of ``fetch``.
 
     Attributes:
-        outcomes: Of the items, as far as is known.
+        outcomes: Of the items; ``OK`` until a failure is known.
         num_asked: Requests that were sent on the connection.
     """
 
@@ -194,7 +194,7 @@ class _Fetch:
         self._num_ahead = 0  # indices of requests under way
 
     def run(self) -> None:
-        """Return when each item has its outcome."""
+        """Fetch all items; return when each has its outcome."""
         while self._waiting or self._under_way:
             while self._waiting and self._has_room_for(self._waiting[0]):
                 self._ask(self._waiting.popleft())
@@ -215,7 +215,7 @@ class _Fetch:
         self._under_way.append(pull)
 
     def _take(self, pull: _Pull) -> None:
-        """Take the next answer, which must be to this request."""
+        """Read the next answer, which must be to ``pull``."""
         answer = read_answer(self._frames.read())
         if answer.number != pull.number:
             raise PeerLost("a peer answered another request than the next one")

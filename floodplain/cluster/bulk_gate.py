@@ -1,4 +1,4 @@
-"""Lets bulk transfers wait while a stage has activations to compute, and never for ever."""
+"""Delays bulk transfers while a stage computes activations, for a bounded time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class BulkGate:
-    """Open while no activation is computed or waiting. Every method may be called on any thread."""
+    """Open while no holder is in ``busy``. Every method may be called on any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -28,6 +28,6 @@ class BulkGate:
                     self._changed.notify_all()
 
     def wait(self, max_s: float) -> bool:
-        """Wait until the gate is open, at most ``max_s``. Whether it is."""
+        """Wait until the gate is open, at most ``max_s`` seconds. True if it is open."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_busy, max_s)

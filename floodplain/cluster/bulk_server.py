@@ -1,6 +1,6 @@
-"""Serves stores (KV blocks, parameters) to other instances, which pull chunks over connections of their own.
+"""Serves stores (KV blocks, parameters) to other instances, which pull chunks over separate connections.
 
-Each connection has a thread, so a client that stops reading holds up nothing else. Before each chunk the server calls
+Each connection has a thread, so a client that stops reading delays nothing else. Before each chunk the server calls
 a gate, which returns when the stage has no activations waiting, or after a bounded time.
 """
 
@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 2**10
 STALL_S = 30.0
-"""A connection on which a client neither reads nor asks for so long is closed."""
+"""A connection on which a client neither reads nor sends a request for so long is closed."""
 MAX_PEERS = 16
-"""Connections with a secret, and as many without one yet; more are closed."""
+"""Most connections that have shown a secret, and most that have not; further ones are closed."""
 _ACCEPT_RETRY_S = 0.1
 
 
@@ -48,7 +48,7 @@ class BulkServer:
 
     Args:
         listener: Bound (``floodplain.web.listen.bind``); owned from now on.
-        gate: Called before each chunk. It returns when bulk data may be sent; in less than a client's timeout.
+        gate: Called before each chunk. It returns when the chunk may be sent, within less than a client's timeout.
         chunk_bytes: About the size of a chunk; one index is never split.
         stall_s: See ``STALL_S``.
 
@@ -78,7 +78,7 @@ class BulkServer:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Listen."""
+        """Listen, and start to accept connections."""
         self._listener.listen()
         self._begin(threading.Thread(target=self._accept, name="floodplain-bulk-accept", daemon=True))
 
@@ -94,7 +94,7 @@ class BulkServer:
         self._listener.close()
 
     def admit(self, secret: bytes) -> None:
-        """Let in clients that show this secret."""
+        """Admit clients that show this secret."""
         with self._lock:
             self._hellos.add(pack_hello(secret))
 
@@ -108,7 +108,7 @@ class BulkServer:
                     _shut(sock)
 
     def serve(self, name: str, store: Store, index_bytes: int) -> None:
-        """Let clients read a store.
+        """Let clients read a store under a name.
 
         Args:
             name: By which clients ask for it.
@@ -123,7 +123,7 @@ class BulkServer:
     def withdraw(self, name: str) -> None:
         """End a store; its memory may be unmapped when this returns. Does nothing if it is not served.
 
-        Waits for reads of the store that are under way, never for a client. What is still to be read is refused.
+        Waits for reads of the store that are under way, never for a client. Later reads are refused.
         """
         self._stores.withdraw(name)
 
@@ -176,7 +176,7 @@ class BulkServer:
             return True
 
     def _make_way(self) -> None:
-        """Hang up on the oldest stranger if there are as many as may be."""
+        """Close the oldest connection without a secret if there are ``MAX_PEERS`` of them."""
         if self._count_connections(is_known=False) >= MAX_PEERS:
             oldest = next(sock for sock, hello in self._hello_of.items() if hello is None)
             del self._hello_of[oldest]
@@ -209,7 +209,7 @@ def _read_hello(sock: socket.socket) -> bytes:
     """The first bytes that a client sends; fewer if it hangs up.
 
     Raises:
-        OSError: They did not come in ``HELLO_TIMEOUT_S``.
+        OSError: They did not arrive within ``HELLO_TIMEOUT_S``.
     """
     deadline, shown = time.monotonic() + HELLO_TIMEOUT_S, b""
     while len(shown) < HELLO_BYTES:

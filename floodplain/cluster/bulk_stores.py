@@ -15,7 +15,7 @@ from floodplain.core.errors import InvariantError
 
 
 class NotServed(LookupError):
-    """A store has not what was asked for, or there is no such store (any more)."""
+    """A store does not have what was requested, or no store has this name (any more)."""
 
 
 class Store(Protocol):
@@ -29,13 +29,13 @@ class Store(Protocol):
             indices: int64 [num_indices], 0 or more; from a peer, not checked further.
 
         Raises:
-            NotServed: The store has not all of them. Any other ``LookupError`` says the same.
+            NotServed: The store does not have all of them. Any other ``LookupError`` means the same.
         """
         ...
 
 
 class ServedStore:
-    """A store from ``serve`` to ``withdraw``.
+    """A store while it is served: from ``serve`` to ``withdraw``.
 
     Attributes:
         name: Its name.
@@ -52,7 +52,7 @@ class ServedStore:
         """The bytes of some indices: uint8 [num_bytes], which stay valid after ``end``.
 
         Raises:
-            NotServed: The store has not all of them, or was withdrawn.
+            NotServed: The store does not have all of them, or was withdrawn.
         """
         with self._reading():
             try:
@@ -65,7 +65,7 @@ class ServedStore:
             return data.reshape(-1) if data.flags.owndata else data.reshape(-1).copy()
 
     def end(self) -> None:
-        """Refuse further reads; return when none is under way."""
+        """Refuse further reads, and return when none is under way."""
         with self._changed:
             self._is_open = False
             self._changed.wait_for(lambda: not self._num_reads)

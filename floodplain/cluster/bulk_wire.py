@@ -1,7 +1,7 @@
-"""What both ends of a bulk transfer say: a hello, requests for parts of a store, and chunks with their digests.
+"""Messages of a bulk transfer: a hello, requests for parts of a store, and chunks with their digests.
 
 A request names a store, a part of it (a layer) and indices in that part (block ids, or numbers of parameter pieces).
-Chunks answer a request in the order of its indices; requests are answered in the order in which they came.
+Chunks answer a request in the order of its indices; requests are answered in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from floodplain.core.errors import InvariantError, PeerLost
 from floodplain.memory.digest import compute_digests, compute_weights
 
 MAX_CHUNK_BYTES = 16 * 2**20
-"""Of one chunk, and so of one index: more is refused before it is read."""
+"""Most bytes of a chunk, and so of one index: a larger one is refused before it is read."""
 MAX_REQUEST_INDICES = 2048
-"""Of one request; a client splits what is longer."""
+"""Most indices of one request; a client splits longer ones."""
 YES = b"\x01"
 """The answer to a hello."""
 
@@ -33,7 +33,7 @@ HELLO_BYTES = _HELLO.size
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BulkRequest:
-    """Asks for some indices.
+    """A request for some indices of a part.
 
     Attributes:
         number: Of the request on its connection; its answers repeat it.
@@ -69,7 +69,7 @@ class BulkChunk:
 
 @dataclass(frozen=True, slots=True)
 class BulkRefusal:
-    """Ends the answer to a request: its other indices will not come.
+    """Ends the answer to a request: its remaining indices are not sent.
 
     Attributes:
         number: Of the request.
@@ -92,7 +92,7 @@ def pack_hello(secret: bytes) -> bytes:
 
 
 def compute_digest(data: npt.NDArray[np.uint8]) -> int:
-    """The digest of bytes, as of a block in swap space; their number counts. 1.5 times as fast as CRC-32."""
+    """The digest of bytes, as of a block in swap space, mixed with their number. 1.5 times as fast as CRC-32."""
     num_bytes, num_words = len(data), -(-len(data) // 4)
     if num_bytes % 4:
         data = np.concatenate((data, np.zeros(num_words * 4 - num_bytes, dtype=np.uint8)))
@@ -116,7 +116,7 @@ def read_request(frame: Frame) -> BulkRequest:
     """The request in a frame.
 
     Raises:
-        PeerLost: It is none.
+        PeerLost: It is malformed.
     """
     number, part, store = _count(frame, "request"), _count(frame, "part"), frame.body.get("store")
     if not isinstance(store, str) or not 0 < len(frame.integers) <= MAX_REQUEST_INDICES or frame.integers.min() < 0:
@@ -136,7 +136,7 @@ def read_answer(frame: Frame) -> BulkChunk | BulkRefusal:
     """The answer in a frame.
 
     Raises:
-        PeerLost: It is none.
+        PeerLost: It is malformed.
     """
     number, why, digest = _count(frame, "request"), frame.body.get("refused"), frame.body.get("digest")
     if isinstance(why, str):

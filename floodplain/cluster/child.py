@@ -1,7 +1,7 @@
-"""One instance process as its parent has it: a pipe with its token in, its log out, and a bounded end.
+"""One instance process, seen from its parent: its token goes in by a pipe, its log comes out, its exit is bounded.
 
-The pipe is the child's standard input. Its first line is the token, and its end, which the kernel makes when the
-parent is gone, ends the child. The child also asks the kernel to be killed with its parent (``parent.py``), since a
+The pipe is the child's standard input. Its first line is the token. Its end of file ends the child: the kernel makes it
+when the parent is gone. The child also asks the kernel to be killed with its parent (``parent.py``), since a
 stopped process reads no pipe.
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 END_TIMEOUT_S = 10.0
-"""A child that is asked to end and does not within this time is killed."""
+"""A child that has not exited so long after it was asked to is killed."""
 
 
 class Child:
-    """A running process. Everything is called on the event loop, and its thread, that started it.
+    """A running process. Everything is called on the event loop, and so the thread, that started it.
 
     Args:
         process: With pipes for standard input and error.
@@ -31,7 +31,7 @@ class Child:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], token: str, folder: Path | None = None
     ) -> Child:
-        """Start a process and give it its token.
+        """Start a process, and send it its token.
 
         Args:
             command: The program and its arguments.
@@ -58,30 +58,30 @@ class Child:
         return cls(process)
 
     async def read_line(self) -> str | None:
-        """The next line of its log, with the line's end; None after the last one."""
+        """The next line of its log, including the newline; None after the last one."""
         assert self._process.stderr is not None
         while True:
             try:
                 return (await self._process.stderr.readline()).decode(errors="replace") or None
-            except ValueError:  # longer than any line of ours
+            except ValueError:  # longer than the stream's limit: no line of ours
                 continue
 
     async def wait(self) -> int:
-        """Its exit status, once it has ended. Its log is read first, or a full pipe holds it up."""
+        """Its exit status, once it has exited. Read its log to the end first: a full pipe would block it."""
         return await self._process.wait()
 
     def kill(self) -> None:
-        """Kill it, if it has not ended."""
+        """Kill it, if it has not exited."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def end(self) -> None:
-        """Ask it to end, and kill it after ``END_TIMEOUT_S``."""
+        """Ask it to exit, and kill it after ``END_TIMEOUT_S``."""
         assert self._process.stdin is not None and self._process.stderr is not None
         self._process.stdin.close()
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                while self._process.returncode is None:  # what it says meanwhile is read, or its pipe would be full
+                while self._process.returncode is None:  # read its log meanwhile: a full pipe would block it
                     if not await self._process.stderr.read(2**16):
                         await self._process.wait()
         except TimeoutError:

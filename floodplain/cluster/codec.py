@@ -1,8 +1,8 @@
-"""Frozen dataclasses as JSON values and back, by their annotations: each field fits its own, or it is a ``WireError``.
+"""Frozen dataclasses as JSON values and back. A value that does not fit its field's annotation is a ``WireError``.
 
-Understood are int, float, str, bool, string enums, ``X | None``, ``tuple[X, ...]``, ``tuple[X, Y]``,
+Supported are int, float, str, bool, string enums, ``X | None``, ``tuple[X, ...]``, ``tuple[X, Y]``,
 dataclasses, and dicts by strings or by tuples of strings; the latter become lists, since JSON's keys are strings. All
-are bounded: as ``Annotated`` says (``core.ranges``), else by the bounds of the type that stand there.
+are bounded: by ``Annotated`` (``core.ranges``), else by the default bounds of the type (``_BOUNDS``).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _BOUNDS: Mapping[Any, Any] = {
 
 
 def to_json(value: Any) -> Any:
-    """What ``json.dumps`` takes, of a dataclass."""
+    """The JSON object of a dataclass, as ``json.dumps`` takes it."""
     hints = _hints(value.__class__)
     return {item.name: _write(hints[item.name], getattr(value, item.name)) for item in fields(value)}
 
 
 def from_json(kind: type[T], value: object) -> T:
-    """The dataclass that was written.
+    """The dataclass of type ``kind`` in a JSON value.
 
     Raises:
-        WireError: It is none of this kind.
+        WireError: It is not a valid one.
     """
     result: T = _read(kind, value, kind.__name__)
     return result

@@ -1,8 +1,8 @@
-"""A link between stages on GPUs: plans go over its connection, activations from one device to the other.
+"""A link between stages on GPUs: plans use a connection, activations go directly from device to device.
 
-The same verbs as ``StageLink``. Transfers are torch.distributed's (NCCL), in a process group of these two stages. A
-transfer into this device is started only after its plan has arrived, so none waits for a stage that ended before. If
-the connection ends, the process group is aborted, which ends a transfer that waits. Not yet run on a GPU; tests run it
+It has the methods of ``StageLink``. torch.distributed (NCCL) transfers, in a process group of the two stages. A
+transfer into this device starts only after its plan has arrived, so that none waits for a stage that has ended. If
+the connection ends, the process group is aborted, which ends a blocked transfer. Not yet run on a GPU; tests run it
 over gloo.
 """
 
@@ -23,36 +23,36 @@ from floodplain.cluster.stage_link import StageLink
 from floodplain.core.errors import PeerLost
 
 MAX_SENT = 16
-"""Transfers to the other stage that may be unfinished; no pipeline has so many steps under way."""
+"""Most unfinished transfers to the other stage; no pipeline has so many outstanding steps."""
 
 
 class Link(Protocol):
-    """What a stage sends to, or receives from.
+    """One end of a connection between two stages.
 
     Attributes:
-        carries_tensors: Whether ``Frame.tensor`` is sent; if not, activations are raw bytes of the frame.
+        carries_tensors: Whether ``Frame.tensor`` is sent; if False, activations are raw bytes of the frame.
     """
 
     carries_tensors: bool
 
     def send(self, frame: Frame) -> None:
-        """See ``StageLink``."""
+        """Send a frame; see ``StageLink.send``."""
 
     def recv(self) -> Frame:
-        """See ``StageLink``."""
+        """The next frame; see ``StageLink.recv``."""
 
     def close(self) -> None:
-        """See ``StageLink``."""
+        """Close the link; see ``StageLink.close``."""
 
 
 class PairGroup:
-    """Tensors from one process to another, in order. ``abort`` may be called on any thread.
+    """Sends tensors from one process to another, in order. ``abort`` may be called on any thread.
 
     Args:
         backend: A process group of two: ``ProcessGroupNCCL`` or ``ProcessGroupGloo``.
         peer: Rank of the other process.
-        timeout: A transfer that a process waits for takes at most so long.
-        store: By which the processes find each other; kept while the group is.
+        timeout: Longest wait for a transfer.
+        store: The store through which the processes find each other; kept alive with the group.
     """
 
     def __init__(self, backend: Any, peer: int, timeout: timedelta, store: Any = None) -> None:
@@ -60,7 +60,7 @@ class PairGroup:
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()  # a tensor lives until its transfer has ended
 
     def send(self, x: torch.Tensor) -> None:
-        """Start to send a tensor; wait for an older one if there are too many.
+        """Start to send a tensor; block on the oldest transfer while ``MAX_SENT`` are unfinished.
 
         Raises:
             PeerLost: A transfer failed.
@@ -74,7 +74,7 @@ class PairGroup:
             raise PeerLost(f"activations could not be sent ({error})") from None
 
     def recv(self, x: torch.Tensor) -> None:
-        """Fill a contiguous tensor, of just as many bytes as the peer sends; the bytes are there on return.
+        """Fill a contiguous tensor of exactly as many bytes as the peer sends; they are there on return.
 
         Raises:
             PeerLost: The transfer failed.
@@ -87,19 +87,19 @@ class PairGroup:
             raise PeerLost(f"activations did not arrive ({error})") from None
 
     def abort(self) -> None:
-        """End all transfers. Over gloo those that wait end only with the peer's process, or by the timeout."""
+        """Abort all transfers. Over gloo a blocked one ends only with the peer's process, or by the timeout."""
         with contextlib.suppress(RuntimeError):  # already aborted
             self._backend.abort()
 
 
 class DeviceLink:
-    """One end of a link whose activations do not go by way of the host.
+    """One end of a link whose activations do not pass through host memory.
 
     Args:
-        link: For everything else; closed with this object.
-        group: For activations.
-        limits: What activations must be like.
-        device: Where they arrive.
+        link: Carries everything else; closed with this object.
+        group: Carries activations.
+        limits: Bounds on the shape and dtype of activations.
+        device: The device on which they arrive.
     """
 
     carries_tensors = True
@@ -126,7 +126,7 @@ class DeviceLink:
         """The next frame, with its tensor on this device.
 
         Raises:
-            PeerLost: The link has ended, or the tensor is not one of activations.
+            PeerLost: The link has ended, or the tensor has not the shape of activations.
         """
         frame = self._link.recv()
         shape = frame.body.pop("tensor", None)
@@ -139,12 +139,12 @@ class DeviceLink:
         return replace(frame, tensor=x)
 
     def close(self) -> None:
-        """End the link; a call that waits on it gets ``PeerLost``. Safe to call twice, on any thread."""
+        """Close the link; a blocked call raises ``PeerLost``. Safe to call twice, on any thread."""
         self._link.close()
         self._watch.join()
 
     def _check(self, shape: object) -> tuple[int, int]:
-        """Refuse a shape before a byte is received: gloo ends the process if sizes do not match."""
+        """The shape, if allowed. Checked before a byte is received: gloo ends the process if sizes do not match."""
         most, width = self._limits.max_batched_tokens, self._limits.hidden_size
         match shape:
             case [int(rows), int(columns)] if 0 < rows <= most and columns == width:

@@ -1,4 +1,4 @@
-"""The other end of the front's connections: dials it, again and again, and lives one life after the other."""
+"""The instance's end of its connection to the front: connects again and again, and serves one life per connection."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ logger = logging.getLogger(__name__)
 WELCOME_TIMEOUT_S = 10.0
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 5.0
 REST_S = 5.0
-"""An engine that takes longer to come to rest is spoken of."""
+"""After this time without rest a warning is logged."""
 
 
 class Member(Protocol):
-    """What lives: an engine of its own, or a stage of a pipeline."""
+    """What a ``Dialer`` serves: a whole engine, or one stage of a pipeline."""
 
     async def start(self) -> None:
-        """Begin, before the first life."""
+        """Start, before the first life."""
         ...
 
     async def close(self) -> None:
-        """End, after the last one."""
+        """Close, after the last life."""
         ...
 
     async def rest(self) -> None:
-        """Return when nothing of a life before is computed any more."""
+        """Return when no work of an earlier life is running."""
         ...
 
     def hello(self, token: str) -> Hello:
-        """What it says of itself."""
+        """The ``Hello`` of this instance."""
         ...
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """One life; nothing of it is left when this returns.
+        """Serve one life; nothing of it is left on return.
 
         Raises:
-            WireError: The front speaks nonsense.
+            WireError: The front breaks the protocol.
             BaseException: The process must end.
         """
         ...
 
 
 class Dialer:
-    """See the module.
+    """Connects a member to its front.
 
     Args:
-        member: Not yet started; ``run`` closes it.
-        host: Of the front, and
-        port: where it listens.
-        token: That the front knows.
-        drain_timeout_s: How long requests may go on when it is to stop.
+        member: The member, not yet started; ``run`` closes it.
+        host: The front's host, and
+        port: its port.
+        token: The token that the front admits.
+        drain_timeout_s: How long requests may run once the process is to stop.
     """
 
     def __init__(self, member: Member, host: str, port: int, token: str, drain_timeout_s: float) -> None:
@@ -69,11 +69,11 @@ class Dialer:
         self._is_stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve fronts, one after the other, until SIGTERM or SIGINT.
+        """Serve the front, connection after connection, until SIGTERM or SIGINT.
 
         Raises:
-            UserError: The front does not take it.
-            BaseException: What ended the member.
+            UserError: The front refuses the member.
+            BaseException: The failure that ended the member.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._is_stopping.set)
@@ -99,7 +99,7 @@ class Dialer:
             delay_s = min(MOST_DELAY_S, 2 * delay_s)
 
     async def _until_at_rest(self) -> None:
-        """Wait until the last life's work has ended: an engine that is stuck would take requests and keep them."""
+        """Wait until the last life's work has ended: a stuck engine would accept requests and never compute them."""
         resting = asyncio.ensure_future(self._member.rest())
         stopping = asyncio.ensure_future(self._is_stopping.wait())
         done, _ = await asyncio.wait((resting, stopping), timeout=REST_S, return_when=asyncio.FIRST_COMPLETED)
@@ -109,10 +109,10 @@ class Dialer:
         for waiter in (resting, stopping):
             waiter.cancel()
         if resting.done() and not resting.cancelled():
-            resting.result()  # of an engine that failed: its exception
+            resting.result()  # raises if the engine failed
 
     async def _serve(self, link: FrameLink) -> bool:
-        """One life: until the connection ends or this process is to stop. False: it was not taken, or told nonsense."""
+        """Serve one life, until the connection or this process ends. False if refused, or on a protocol error."""
         try:
             link.send(pack(self._member.hello(self._token)))
             welcome = await _read_welcome(link)

@@ -1,4 +1,4 @@
-"""Who may join: the first frame of a connection, and the token in it."""
+"""Admission of instances: checks the token in the first frame of a connection."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from floodplain.web.accepting import LISTEN_BACKLOG, RETRY_S, Accepting
 
 HELLO_TIMEOUT_S = 5.0
 LEAST_STAY_S = RETRY_S
-"""A stranger is hung up on for another one after this time at the soonest: a true hello is there by then."""
+"""Least age of a connection without a token that may be closed for a new one: a true hello has arrived by then."""
 
 
 class Door(Accepting[asyncio.Task[None]]):
     """Accepts connections, and reads their hellos.
 
     Args:
-        sock: Bound; it listens from now on.
-        tokens: Secrets that let an instance in, each with its slot, or None for one that was started elsewhere.
+        sock: A bound socket; ``open`` makes it listen.
+        tokens: Secrets that admit an instance, each with its slot; None: an instance that was started elsewhere.
         welcome: Called with each connection. It reads the hello first, and owns the connection.
         clock: Monotonic seconds.
     """
@@ -40,19 +40,19 @@ class Door(Accepting[asyncio.Task[None]]):
         super().__init__(sock, if_full=if_full, if_scarce="raise ulimit -n", clock=clock)
         self._tokens = dict(tokens)
         self._welcome = welcome
-        self._strangers: dict[asyncio.Task[None], float] = {}  # the oldest first; since when
+        self._strangers: dict[asyncio.Task[None], float] = {}  # when each was accepted, oldest first
         self._known: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
-        """Begin to accept."""
+        """Start to accept connections."""
         self._sock.listen(LISTEN_BACKLOG)
         super().open()
 
     async def read_hello(self, link: FrameLink) -> Hello | None:
-        """What the other end of the running task's connection says first; None if it is too late.
+        """The ``Hello`` of the running task's connection; None if it is late or the connection ends.
 
         Raises:
-            WireError: It says something else.
+            WireError: The first message is not a ``Hello``.
         """
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
@@ -67,7 +67,7 @@ class Door(Accepting[asyncio.Task[None]]):
         return hello
 
     def find_slots(self, shown: str) -> list[int | None]:
-        """The slot of a token, as the only item; an empty list if nothing is let in by it."""
+        """The slot of a token, as the only item; empty if no instance is admitted with this token."""
         found = [slot for token, slot in self._tokens.items() if _is_equal(token, shown)]
         task = asyncio.current_task()
         if found and task is not None and self._strangers.pop(task, None) is not None:
@@ -76,28 +76,28 @@ class Door(Accepting[asyncio.Task[None]]):
 
     @property
     def has_room(self) -> bool:
-        """See ``Accepting``."""
+        """Whether fewer than ``MAX_STRANGERS`` open connections have shown no token."""
         return len(self._strangers) < MAX_STRANGERS
 
     def take(self, accepted: socket.socket) -> None:
-        """See ``Accepting``."""
+        """Serve an accepted connection in a new task."""
         task = asyncio.get_running_loop().create_task(self._serve(accepted))
         self._strangers[task] = self._clock()
         task.add_done_callback(self._forget)
 
     def find_victim(self) -> asyncio.Task[None] | None:
-        """See ``Accepting``: the oldest stranger."""
+        """The oldest connection without a token, if it is at least ``LEAST_STAY_S`` old; else None."""
         task = next(iter(self._strangers), None)
         return None if task is None or self._clock() - self._strangers[task] < LEAST_STAY_S else task
 
     def evict(self, victim: asyncio.Task[None]) -> None:
-        """See ``Accepting``."""
+        """Cancel the task of a connection, which closes it."""
         del self._strangers[victim]
         self._known.add(victim)
         victim.cancel()
 
     async def shut(self) -> None:
-        """Accept no more, and hang up on everything."""
+        """Stop accepting, and close all connections."""
         self.close()
         tasks = [*self._strangers, *self._known]
         for task in tasks:
@@ -105,7 +105,7 @@ class Door(Accepting[asyncio.Task[None]]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, accepted: socket.socket) -> None:
-        """A connection, as ``asyncio.start_server`` makes it. That logs a traceback for each that finds no file."""
+        """Serve a connection. ``asyncio.start_server`` is not used: it logs a traceback whenever no file is left."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -116,7 +116,7 @@ class Door(Accepting[asyncio.Task[None]]):
         self._strangers.pop(task, None)
         self._known.discard(task)
         if not task.cancelled():
-            task.exception()  # the front keeps what is a bug
+            task.exception()  # mark it as retrieved: the front keeps exceptions that are bugs
 
 
 def _is_equal(secret: str, shown: str) -> bool:

@@ -1,6 +1,6 @@
-"""An instance that can drop layers: alone it serves with all of them, in a group with some (KunServe, section 4).
+"""An instance that can drop layers: it has all layers while it serves alone, and some in a group (KunServe, section 4).
 
-Its parameters lie in pages, layer by layer, which can become KV; on a CPU its matrices are not packed for that.
+Each layer's parameters lie in their own pages, which can become KV. On a CPU matrices stay unpacked for this reason.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class Droppable(Replica):
-    """See the module.
+    """A ``Replica`` that can drop layers in a group.
 
     Args:
-        member: What it may bring into a group; its engine is not yet started.
+        member: Its engine, not yet started, and its memory for groups.
     """
 
     def __init__(self, member: GroupMember) -> None:
@@ -37,21 +37,21 @@ class Droppable(Replica):
         self._member = member
 
     async def start(self) -> None:
-        """See ``Member``."""
+        """Start the engine, the bulk server, and the listener for the stage before."""
         await super().start()
         self._member.start()
 
     async def close(self) -> None:
-        """See ``Member``."""
+        """Close the group member, then the engine."""
         await asyncio.to_thread(self._member.close)
         await super().close()
 
     def hello(self, token: str) -> Hello:
-        """See ``Member``."""
+        """The ``Hello`` of this instance, with ``can_drop``."""
         return replace(super().hello(token), can_drop=True)
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """See ``Member``. A group that ends ends the life, and not the process."""
+        """Serve one life. The end of a group ends the life, not the process."""
         life = GroupLife(link, welcome, self._member)
         try:
             await life.run(is_stopping, drain_timeout_s)
@@ -65,12 +65,12 @@ class Droppable(Replica):
 
 
 def open_droppable(config: EngineConfig, folder: Path | None, front_host: str) -> Droppable:
-    """Load a model that can be dropped layer by layer, and open its backstop.
+    """Load a model whose layers can be dropped, and open its backstop.
 
     Args:
         config: The engine flags.
-        folder: Of the backstop; None: the default one.
-        front_host: Where the front is: other instances reach this one from there, too.
+        folder: Folder of the backstop; None: the default one.
+        front_host: The front's host: its network is the one over which other instances reach this one.
 
     Raises:
         UserError: As ``build_engine``; or the backstop cannot be written, or the pool has too few whole quanta.
@@ -88,7 +88,7 @@ def open_droppable(config: EngineConfig, folder: Path | None, front_host: str) -
 
 
 def _shrink_to_whole_quanta(opened: OpenedEngine) -> None:
-    """Pages of a group are divided by whole quanta: a partial one goes."""
+    """Release the last, partial quantum: a group divides pages by whole quanta."""
     pool, state = opened.pool, opened.engine.loop.state
     rest = pool.num_blocks % pool.quantum_blocks
     if rest:
@@ -101,7 +101,7 @@ def _shrink_to_whole_quanta(opened: OpenedEngine) -> None:
 
 
 def find_own_host(front_host: str) -> str:
-    """This machine's address as the front's network sees it: the one from which the front is dialled."""
+    """This machine's address in the front's network: the source address of a connection to the front."""
     family, kind, proto, _, address = socket.getaddrinfo(front_host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, proto) as sock:
         sock.connect(address)  # of a datagram socket: nothing is sent

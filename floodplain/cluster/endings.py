@@ -1,4 +1,4 @@
-"""How a process of a slot ended, and what its log says of that."""
+"""How a slot's process ended, and the reason from its log."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from typing import NamedTuple
 
 COMPLAINT = "floodplain: "
-"""How the one line begins with which a command says why it ends."""
+"""Prefix of the one line in which a command says why it exits."""
 FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM)
-"""How a process ends that an operator, or a system without memory, ended."""
+"""Statuses of a process that was ended by an operator, or by the kernel for lack of memory."""
 BAD_INPUT = 2
-"""The exit status of a command that says what is to be changed."""
+"""The exit status of a command whose input is wrong."""
 
 
 class Ending(NamedTuple):
@@ -20,7 +20,7 @@ class Ending(NamedTuple):
 
     Attributes:
         status: Its exit status; negative: the signal that ended it.
-        words: The one line that says why, if it wrote one.
+        words: The one line in which it says why; None if there is none.
         line: The last line of its log.
     """
 
@@ -29,7 +29,7 @@ class Ending(NamedTuple):
     line: str | None = None
 
     def describe(self) -> str:
-        """Why it ended, as far as that is known."""
+        """Why the process ended, as far as is known."""
         if self.words is not None:
             return self.words
         if self.status < 0:
@@ -39,7 +39,7 @@ class Ending(NamedTuple):
 
 
 class LastWords:
-    """What a process's log says of its end: its complaint if there is one, else its last line.
+    """The reason of a process's end from its log: its complaint if there is one, else its last line.
 
     Args:
         slot: Of the process.
@@ -51,7 +51,7 @@ class LastWords:
         self.line: str | None = None
 
     def take(self, line: str) -> None:
-        """Write a line to our standard error, unless it says why the process ends."""
+        """Copy a line to our standard error; a complaint is kept instead."""
         if line.startswith(COMPLAINT):
             self.complaint = line.removeprefix(COMPLAINT).strip()
             return

@@ -1,4 +1,4 @@
-"""Many instances as one engine under the server (``server.protocol.ServingEngine``)."""
+"""Several instances as one ``server.protocol.ServingEngine``."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class ClusterEngine:
 
     Args:
         config: The engine flags of its instances.
-        sock: Bound: there instances dial in. ``close`` closes it.
-        processes: Of its own instances; ``close`` ends them.
-        outside_token: Lets instances in that were started elsewhere; None: there are none.
-        silence_s: An instance that says nothing for so long is taken for dead.
-        stall_rule: How long an instance may beat and compute nothing.
-        is_pipeline: Its own instances are the stages of one pipeline.
-        relief: What instances do about an overload: one of ``settings.RELIEFS``.
-        most_stages: Instances in a group, at most, if the load makes it.
-        webhook: Told when nothing more can be done; None: nothing is.
+        sock: A bound socket, to which instances connect. ``close`` closes it.
+        processes: The processes of its own instances; ``close`` ends them.
+        outside_token: Admits instances that were started elsewhere; None: none are.
+        silence_s: An instance that sends nothing for so long is declared dead.
+        stall_rule: How long an instance may send beats and compute nothing.
+        is_pipeline: Whether its own instances are the stages of one pipeline.
+        relief: The reaction to an overload: one of ``settings.RELIEFS``.
+        most_stages: Most instances of a group that the monitor forms.
+        webhook: Receives a notice when memory is short and no more layers can be dropped; None: no notices.
 
     Raises:
         UserError: The model cannot be read, or has fewer layers than there are stages.
@@ -112,16 +112,16 @@ class ClusterEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it cannot serve: an instance did not start, none is left, or there is a bug of ours."""
+        """Why it cannot serve: an instance did not start, none is left, or a bug; None while it can."""
         return self.front.failure or self._launcher.failure or self._find_end()
 
     @property
     def can_serve(self) -> bool:
-        """Whether an instance is there that serves: else requests wait for the next one."""
+        """Whether an instance can serve; if not, requests wait for the next one."""
         return self.front.book.roster.can_serve
 
     def stats(self) -> EngineStats:
-        """The sum of all instances; may be taken on any thread. Tokens are counted once, however often computed."""
+        """The sum over all instances; may be called on any thread. Each token counts once, even if computed again."""
         front = self.front
         return replace(
             front.sums.total(),
@@ -136,7 +136,7 @@ class ClusterEngine:
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the instances, and return when all serve, one cannot (``failure``), or it is to drain."""
+        """Start the instances. Returns when all serve, when one cannot (``failure``), or when ``drain`` is called."""
         await self.front.start(self._sock)
         host, port = self._sock.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -147,7 +147,7 @@ class ClusterEngine:
             self._is_started = len(self._launcher.serving) == self._num_slots
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept nothing new, and return when no request is live; those that are after ``timeout_s`` are aborted."""
+        """Refuse new requests, and wait until no request is live; those left after ``timeout_s`` are aborted."""
         self._is_draining = True
         self._change.set()
         self._is_empty.clear() if self._callers else self._is_empty.set()
@@ -157,7 +157,7 @@ class ClusterEngine:
             caller.abort()
 
     async def close(self) -> None:
-        """End the instances of this machine, and hang up on the others."""
+        """End this machine's instances, and disconnect all others."""
         self._is_draining = True
         for caller in self._callers:
             caller.fail(RuntimeError("the server is closed"))
@@ -181,13 +181,13 @@ class ClusterEngine:
         goals: Goals = NO_GOALS,
         on_accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Stream one request, whichever instances compute it. Closing the iterator aborts it there.
+        """Stream one request from whichever instances compute it. Closing the iterator aborts it.
 
-        ``on_accepted`` is called when the first instance has taken it.
+        ``on_accepted`` is called when the first instance has accepted it.
 
         Raises:
             RequestRefused: It can never be served.
-            QueueFull: Too many wait, on every instance.
+            QueueFull: Too many requests wait, at the front or on every instance.
             ShuttingDown: The server is draining.
         """
         if self._is_draining or self.failure is not None:
@@ -243,12 +243,12 @@ class ClusterEngine:
             callback(lifecycle)
 
     def _note_change(self) -> bool:
-        """An instance serves, is lost, or its process ended; whether that may start again."""
+        """An instance serves, is lost, or its process ended. True if processes may be started again."""
         self._change.set()
         return self.failure is None
 
     def _find_end(self) -> Exception | None:
-        """Why there is nothing to wait for; None if there is."""
+        """Why no instance can serve any more; None if one can or may."""
         launcher = self._launcher
         hopeless = launcher.given_up if self._is_started else launcher.given_up | launcher.refused
         if not hopeless:

@@ -1,4 +1,4 @@
-"""The engine flags of instances: what the front's own make of those that it was given."""
+"""The engine flags of instances, derived from the flags of the front."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config_of_pipeline(config: EngineConfig) -> EngineConfig:
 
 
 def config_of_droppable(config: EngineConfig) -> EngineConfig:
-    """The engine flags of an instance that can drop layers: its matrices lie in pages.
+    """The engine flags of an instance that can drop layers: its matrices are not packed.
 
     Raises:
         UserError: A flag asks for what such an instance cannot do.
@@ -56,7 +56,7 @@ def config_of_droppable(config: EngineConfig) -> EngineConfig:
 
 
 def config_of_movable(config: EngineConfig) -> EngineConfig:
-    """The engine flags of an instance whose running requests move.
+    """The engine flags of an instance whose running requests can migrate.
 
     Raises:
         UserError: A flag asks for what such an instance cannot do.
@@ -79,10 +79,10 @@ def gpus_of_instance(config: EngineConfig) -> int:
 
 
 def config_of_instance(config: EngineConfig, num_instances: int, index: int) -> EngineConfig:
-    """The engine flags of one of several instances on this machine: on GPUs each has its own.
+    """The engine flags of one of several instances on this machine; on GPUs each gets its own.
 
     Raises:
-        UserError: A flag is one engine's and cannot be several engines'.
+        UserError: A flag can only be given to a single engine.
     """
     for name in ("device_name", "coordinator"):
         value = getattr(config, name)

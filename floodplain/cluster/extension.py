@@ -1,4 +1,4 @@
-"""What the application of a server has more if many instances are behind it."""
+"""The additions to a server's application if several instances are behind it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from floodplain.web.origin import LOOPBACK_ONLY, OwnNames
 
 
 def extend_with(engine: ClusterEngine, names: OwnNames = LOOPBACK_ONLY) -> Extension:
-    """Adds metrics of each instance, ``/instances``, and what is known of groups and migrations.
+    """Adds metrics of each instance, ``/instances``, and the routes of groups and migrations.
 
     Args:
         engine: The instances.
-        names: By which the server may be asked about them, beside those of this machine's loopback.
+        names: Host names under which the server answers about them, beside those of the loopback.
     """
 
     def extend(app: FastAPI, registry: CollectorRegistry) -> None:

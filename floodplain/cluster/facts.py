@@ -1,4 +1,4 @@
-"""What an instance says of itself when it joins."""
+"""The facts that an instance sends when it joins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from floodplain.core.ranges import Line, Port, Positive, Range
 
 @dataclass(frozen=True, slots=True)
 class InstanceFacts:
-    """One instance.
+    """The facts of one instance.
 
     Attributes:
         version: Of Floodplain.
@@ -35,10 +35,10 @@ class InstanceFacts:
 
 @dataclass(frozen=True, slots=True)
 class StageFacts:
-    """What an instance says of itself that holds some layers only.
+    """The facts of an instance that holds only some layers.
 
     Attributes:
-        stage: Which part of the pipeline it is, from 0, and
+        stage: Its number in the pipeline, from 0, and
         num_stages: of how many.
         host: Where it listens for the stage before, and
         port: on which port.

@@ -1,7 +1,7 @@
-"""Requests whose KV is on its way between members of a group: which member has still to copy which. No I/O, no clock.
+"""Requests whose KV is copied between members of a group: the copies that are still due. No I/O, no clock.
 
-A request's blocks are used again only when every member that copies into them has answered, whether or not the
-request is still wanted: a late write would damage another request's KV.
+A request's blocks are reused only when every member that copies into them has answered, whether or not the
+request is still live: a late write would corrupt another request's KV.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """What becomes of a request when its last copy is answered."""
+    """The outcome of a request's copies."""
 
     ADOPT = "adopt"
     LOST = "lost"
@@ -28,7 +28,7 @@ class _Fetch:
 
 
 class Fetches:
-    """Progress of an exchange.
+    """Progress of the copies of several requests.
 
     Args:
         sources: For each request, oldest first: epochs of the members that copy its KV, and that of the member that
@@ -39,30 +39,30 @@ class Fetches:
         self._fetches = {request: _Fetch(set(epochs), to) for request, (epochs, to) in sources.items()}
 
     def __len__(self) -> int:
-        """Requests under way."""
+        """The number of requests with copies due."""
         return len(self._fetches)
 
     @property
     def requests(self) -> tuple[int, ...]:
-        """Those that are wanted, oldest first."""
+        """The live requests with copies due, oldest first."""
         return tuple(request for request, fetch in self._fetches.items() if fetch.is_wanted)
 
     def pending_of(self, epoch: int) -> tuple[int, ...]:
-        """Requests that this member has still to copy, oldest first."""
+        """Requests that this member still has to copy, oldest first."""
         return tuple(request for request, fetch in self._fetches.items() if epoch in fetch.epochs)
 
     def abort(self, request: int) -> bool:
-        """A request is not wanted any more; its copies under way end first. Whether it was under way."""
+        """Mark a request as aborted; its copies under way still finish. True if it had copies due."""
         fetch = self._fetches.get(request)
         if fetch is not None:
             fetch.is_wanted = False
         return fetch is not None
 
     def answer(self, request: int, epoch: int, *, is_ok: bool) -> tuple[Outcome | None, int] | None:
-        """A member has copied a request's KV, or has failed to.
+        """A member has copied a request's KV, or failed to.
 
         Returns:
-            What becomes of the request (None: other members have still to answer), and the epoch of the member that
+            The outcome of the request (None: other members have still to answer), and the epoch of the member that
             goes on with it. None if this answer was not awaited.
         """
         fetch = self._fetches.get(request)

@@ -1,4 +1,4 @@
-"""The front's side of pipelines: stages that join are told whom to link with."""
+"""The front's side of pipelines: tells stages that joined which neighbours to link with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Forming:
-    """Forms pipelines of the instances of a roster.
+    """Forms pipelines of a roster's instances.
 
     Args:
         num_stages: Of each pipeline.
@@ -25,7 +25,7 @@ class Forming:
         send: Sends a message to the instance of an epoch.
 
     Attributes:
-        max_model_len: Tokens of a request that the last pipeline has room for; None if none was ever whole.
+        max_model_len: Most tokens of a request in the last pipeline that was linked; None before the first.
     """
 
     def __init__(self, num_stages: int, roster: Roster, send: Callable[[int, Form], None]) -> None:
@@ -40,14 +40,14 @@ class Forming:
 
     @property
     def pipelines(self) -> list[Pipeline]:
-        """Those whose stages were told to link."""
+        """The pipelines whose stages were told to link."""
         return self._pipelines.pipelines
 
     def join(self, instance: Instance) -> int | None:
-        """A stage joined; if it is the last one that was missing, all are told to link.
+        """A stage joined; if none is missing now, all are told to link.
 
         Returns:
-            The epoch of an older one in the same place, whose life is over.
+            The epoch of an older instance of the same stage, whose life must end; None if there is none.
         """
         assert instance.stage is not None
         older = self._pipelines.join(instance.epoch, instance.stage.stage)
@@ -57,7 +57,7 @@ class Forming:
         return older
 
     def link(self, message: Formed) -> bool:
-        """A stage is linked. Whether its pipeline serves now."""
+        """A stage is linked. True if its whole pipeline is linked now."""
         pipeline = self._pipelines.link(message.epoch, message.number)
         if pipeline is None:
             return False
@@ -70,7 +70,7 @@ class Forming:
         return True
 
     def end(self, epoch: int) -> list[int]:
-        """A life is over: the epochs of those whose lives end with it."""
+        """A life has ended. The epochs of the other members of its pipeline, whose lives end with it."""
         return self._pipelines.end(epoch)
 
     def _tell(self, number: int, members: list[Instance]) -> None:
@@ -90,13 +90,13 @@ class Forming:
 
 
 def find_problem(hello: Hello, slot: int | None, first: InstanceFacts | None, forming: Forming | None) -> str | None:
-    """Why an instance is not taken, and what to change; None if it is.
+    """Why an instance is refused, and what to change; None if it is admitted.
 
     Args:
-        hello: What it says of itself.
-        slot: The launcher's place for it; None if it was started elsewhere.
-        first: What all must be like; None if it is the first one.
-        forming: Of the front, if it has a pipeline.
+        hello: Its first message.
+        slot: Its slot; None if it was started elsewhere.
+        first: The facts that all instances must match; None for the first instance.
+        forming: The front's pipelines; None if it has none.
     """
     stage, first = hello.stage, first or hello.facts
     if stage is None:

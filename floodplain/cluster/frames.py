@@ -1,4 +1,4 @@
-"""Frames between the front and its instances: a JSON object, and a run of token ids beside it.
+"""Frames between the front and its instances: a JSON object and an array of token ids.
 
 A frame is two lengths (32 bits, big endian), the object's bytes, and the ids (32 bits, little endian). Nothing of it is
 ever executed, and a length is checked before a byte of what it announces is read.
@@ -17,11 +17,11 @@ from typing import Any
 from floodplain.lending.fields import WireError
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""Sixteen million token ids; more is no frame of ours."""
+"""Largest frame: sixteen million token ids."""
 MAX_HELLO_BYTES = 16 * 2**10
-"""Of the first frame, before the sender has shown its token."""
+"""Largest first frame, before the sender has shown its token."""
 MAX_UNSENT_BYTES = 2 * MAX_FRAME_BYTES
-"""A peer that lets so much lie is taken for dead."""
+"""A peer that leaves more unread is declared dead."""
 
 _HEAD = struct.Struct("!II")
 
@@ -36,7 +36,7 @@ def pack_frame(body: dict[str, Any], token_ids: Sequence[int] = ()) -> bytes:
 
 
 class FrameLink:
-    """One connection, in frames. ``close`` it.
+    """Sends and receives frames on one connection. ``close`` it.
 
     Args:
         reader: Of the connection, and
@@ -63,7 +63,7 @@ class FrameLink:
         return _parse(text), _read_ids(tail)
 
     def send(self, frame: bytes) -> None:
-        """Send a frame, sooner or later; a peer that reads nothing for too long is hung up on."""
+        """Queue a frame for sending. A peer that leaves too much unread is disconnected."""
         if self._writer.is_closing():
             return
         self._writer.write(frame)
@@ -71,11 +71,11 @@ class FrameLink:
             self.abort()
 
     def abort(self) -> None:
-        """Hang up at once: what was not sent is lost, and ``read`` says that the connection has ended."""
+        """Disconnect at once: unsent data is lost, and ``read`` returns None."""
         self._writer.transport.abort()
 
     async def close(self) -> None:
-        """Send what lies here, within a second, and hang up."""
+        """Send what is queued, within a second, and disconnect."""
         self._writer.close()
         try:
             async with asyncio.timeout(1.0):

@@ -1,4 +1,4 @@
-"""The front's side of all connections: instances dial in, get requests, and are taken for dead when they are."""
+"""The front's side of all connections: admits instances, sends them requests, and detects dead and stuck ones."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ logger = logging.getLogger(__name__)
 
 
 class Front:
-    """See the module. Everything is called on one event loop.
+    """The front's state and its connections. Everything is called on one event loop.
 
     Args:
-        silence_s: An instance that says nothing for so long is taken for dead.
-        tokens: Secrets that let an instance in, each with its slot, or None for one that was started elsewhere.
-        slots: Of its own instances.
+        silence_s: An instance that sends nothing for so long is declared dead.
+        tokens: Secrets that admit an instance, each with its slot; None: an instance that was started elsewhere.
+        slots: Notified about its own instances.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
         num_stages: Its own instances are the stages of a pipeline of so many; None: each serves by itself.
         shape: Of the model whose layers instances may drop; None: they drop none.
-        migrates: Running requests may move between instances, which drop no layers then.
+        migrates: Whether running requests migrate between instances, which then drop no layers.
         vocab_size: Token ids are below this.
-        stall_rule: How long an instance may beat and compute nothing.
+        stall_rule: How long an instance may send beats and compute nothing.
 
     Attributes:
         book: Requests and instances.
         sums: Statistics of the instances.
-        first_facts: Of the instance that joined first; the others are like it.
-        num_ends: Lives that ended, by why.
-        requests: Those that are live, and what became of others.
-        grouping: Groups that drop layers; None if instances drop none.
-        monitor: To be set if these are made by the load.
-        migrating: Requests that move while they run; None if none does.
+        first_facts: Of the instance that joined first; the others match them. None before that.
+        num_ends: Lives that ended, by reason.
+        requests: The live requests, and counters of all.
+        grouping: The groups that drop layers; None if instances drop none.
+        monitor: Forms groups by the load; set by the caller. None if only operators do.
+        migrating: The migrations; None if requests do not migrate.
     """
 
     def __init__(
@@ -117,25 +117,25 @@ class Front:
 
     @property
     def failure(self) -> BaseException | None:
-        """A bug of ours that keeps it from its work; None while all is well."""
+        """A bug that stops the front from working; None while there is none."""
         ended = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         return next((error for error in ended if error is not None), self._failure)
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests were ever served, or could have been: of a pipeline, all stages were linked once."""
+        """Whether an instance has joined; with a pipeline: whether all stages were linked once."""
         return self.first_facts is not None and (self._forming is None or self._forming.max_model_len is not None)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self, sock: socket.socket) -> None:
-        """Listen on a bound socket, and look after the instances."""
+        """Listen on a bound socket, and start to watch the instances."""
         self._door = Door(sock, self._tokens, self._welcome)
         self._door.open()
         self._tasks.add(asyncio.create_task(self._watch()))
 
     async def close(self) -> None:
-        """Hang up on all instances, which then give up what they compute."""
+        """Disconnect all instances, which then abort their requests."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -160,7 +160,7 @@ class Front:
             await asyncio.sleep(self._beat_s)
 
     def send(self, epoch: int, message: FrontMessage, token_ids: Sequence[int] = ()) -> None:
-        """Tell the instance of an epoch something, with ids beside it; nothing if its life is over."""
+        """Send a message and integers to the instance of an epoch; does nothing if its life has ended."""
         link = self._links.get(epoch)
         if link is not None:
             link.send(pack(message, tuple(token_ids)))
@@ -177,7 +177,7 @@ class Front:
                 await self._listen(epoch, link)
         except WireError as error:
             logger.warning("an instance is hung up on: %s", error)
-        except asyncio.CancelledError:  # another one needs its place, or the front closes
+        except asyncio.CancelledError:  # evicted for a new connection, or the front closes
             link.abort()
         except Exception as error:
             self._failure = error
@@ -188,12 +188,12 @@ class Front:
             await link.close()
 
     def _admit(self, hello: Hello, slots: Sequence[int | None], link: FrameLink) -> int | None:
-        """The epoch of its life; None if it is not taken. The slot is that of its token, if that is known."""
+        """The epoch of the instance's new life; None if it is refused. ``slots``: the slot of its token, if known."""
         if not slots:
             link.send(pack(Denied("the front does not know this token: give the --instance-token-file that it has")))
             return None
         if not self.is_ready if slots[0] is None else not self._slots.admits(slots[0]):
-            return None  # it dials again: the front's own instances say first which model is served
+            return None  # it connects again: the front's own instances decide the model
         problem = find_problem(hello, slots[0], self.first_facts, self._forming)
         if problem is not None:
             link.send(pack(Denied(f"the front does not take this instance: {problem}")))
@@ -225,7 +225,7 @@ class Front:
                 self._take(epoch, message, frame[1])
 
     def _end(self, epoch: int, why: str) -> None:
-        """An instance's life ends: what it had goes on elsewhere."""
+        """End an instance's life; its requests are placed on other instances."""
         instance = self.book.roster.get(epoch)
         if instance is None:
             return

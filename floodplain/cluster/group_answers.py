@@ -1,4 +1,4 @@
-"""What the members of a group answer the front; see ``cluster.group_orders``."""
+"""Answers of a group's members to the orders in ``cluster.group_orders``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Pages = Annotated[int, Range(0, 2**40)]
 
 @dataclass(frozen=True, slots=True)
 class KvRow:
-    """What a member's step loop has of a request.
+    """One request in a member's step loop.
 
     Attributes:
-        ticket: Under which it was placed there.
+        ticket: The ticket of its placement there.
         num_tokens: Its known tokens, prompt included.
-        num_computed: Leading tokens whose KV it has.
-        num_blocks: Their blocks, whose sources (``core.kv_sources``) lie beside the message, row after row.
+        num_computed: Leading tokens whose KV the member has.
+        num_blocks: Their blocks, whose sources (``core.kv_sources``) are beside the message, row after row.
     """
 
     ticket: int
@@ -31,13 +31,13 @@ class KvRow:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A member is paused, or says why it cannot be in a group. Beside it: the sources of its rows' blocks.
+    """A member is paused, or cannot be in a group. Beside it: the sources of its rows' blocks.
 
     Attributes:
         epoch: Of the member.
         number: Of the group.
-        problem: What to change; None if it can be in the group, and the rest counts.
-        host: Where its neighbours reach it, and
+        problem: What to change; None if it can be in the group. The other fields count only then.
+        host: The address at which its neighbours reach it, and
         port: where it listens for the stage before.
         bulk_address: ``HOST:PORT`` of its bulk server.
         num_kv_pages: Pages behind its KV pool, over all layers.
@@ -62,13 +62,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The leader waits. Beside it: sources and destinations of moved blocks, pair by pair, then quanta that go.
+    """The leader has drained and planned a shrink. Beside it: (source, destination) of moved blocks, then freed quanta.
 
     Attributes:
         epoch: Of the member.
         number: Of the group.
         num_moves: Pairs.
-        given_back: Tickets of requests that there was no room for: they are computed again.
+        given_back: Tickets of requests that no longer fit: they are recomputed.
     """
 
     epoch: int
@@ -79,7 +79,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The leader has left the pipeline. Beside it: blocks of its rows.
+    """The leader has left the pipeline. Beside it: the blocks of its rows.
 
     Attributes:
         epoch: Of the member.
@@ -94,12 +94,12 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class GroupDone:
-    """A member has done what it was told.
+    """A member has executed an order.
 
     Attributes:
         epoch: Of the member.
         number: Of the group.
-        answer: What.
+        answer: Which order.
     """
 
     epoch: int
@@ -109,14 +109,14 @@ class GroupDone:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A member has copied one request's KV, or has failed to.
+    """A member has copied one request's KV, or failed to.
 
     Attributes:
         epoch: Of the member.
         number: Of the group.
         answer: ``FETCHED`` or ``COLLECTED``.
         request: The front's number of it.
-        is_whole: Whether all of it is there, and was proven whole.
+        is_whole: Whether all of it arrived and was verified.
     """
 
     epoch: int
@@ -131,10 +131,10 @@ ANSWERS = (Prepared, Planned, HandedOver, GroupDone, Copied)
 
 
 def answer_of(message: Prepared | Planned | HandedOver | GroupDone, *, leads: bool) -> Answer:
-    """What a member says that it has done.
+    """The ``Answer`` of a message.
 
     Raises:
-        WireError: Such an answer has rows, and these are missing; or it is the leader's.
+        WireError: An answer that must have rows has none; or only the leader may send it.
     """
     match message:
         case Prepared():

@@ -1,11 +1,11 @@
-"""Groups of instances over their epochs: which order goes out when. No I/O, no clock.
+"""All groups of instances: decides which orders are due. No I/O, no clock.
 
-Two phases: no member is told to drop anything before all have confirmed what they hold (``confirm``, then ``drop``).
-A member that ends while the group is being prepared costs the others a pause; later, the lives of all members end.
-Messages name the group by its number, which is used once: one of an ended group changes nothing.
+Two phases: no member drops anything before all have confirmed what they hold (``confirm``, then ``drop``).
+If a member ends during preparation, the others resume after a pause; if it ends later, the lives of all members end.
+Messages name the group by its number, which is used once: a message of an ended group changes nothing.
 
-A new group may take in groups that are pipelined, with all of their members. Until all members of the new one have
-confirmed, the old ones live on beside it; when it drops layers, they are no more.
+A new group may take in pipelined groups, with all their members. Until all members of the new group have
+confirmed, the old groups live on beside it; when it drops layers, they are removed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from floodplain.core.groups import GroupEvent, GroupState
 
 
 class GroupBook:
-    """Owner of all groups. Every call that changes something returns a ``Change``; None: the message is stale."""
+    """All groups. Every call that changes something returns a ``Change``; None: the message is stale."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Group] = {}
         self._next_number = 1
 
     def __len__(self) -> int:
-        """Groups that are being prepared or live."""
+        """The number of groups that are being prepared or live."""
         return len(self._groups)
 
     def __iter__(self) -> Iterator[Group]:
-        """All of them, the oldest first."""
+        """All groups, oldest first."""
         return iter(list(self._groups.values()))
 
     def get(self, number: int) -> Group | None:
@@ -40,14 +40,14 @@ class GroupBook:
         return self._groups.get(number)
 
     def find(self, epoch: int) -> Group | None:
-        """The group of which this epoch is a member, of two the new one; None if it serves by itself."""
+        """The group of which this epoch is a member (the newest, if two); None if it serves alone."""
         return next((group for group in reversed(self._groups.values()) if epoch in group.epochs), None)
 
     def find_old(self, epochs: Sequence[int]) -> list[Group]:
-        """The groups that a group of these instances, each once, would take in.
+        """The groups that a new group of these instances, each named once, would take in.
 
         Raises:
-            UserError: One is in the middle of a change, or has further members.
+            UserError: One of them is in the middle of a change, or has members that are not in ``epochs``.
         """
         found = {group.number: group for epoch in epochs if (group := self.find(epoch)) is not None}
         for group in found.values():
@@ -65,7 +65,7 @@ class GroupBook:
         """Begin a group of these instances, the leader first.
 
         Raises:
-            UserError: They are too few or too many, or see ``find_old``.
+            UserError: They are too few or too many; or as ``find_old``.
         """
         check_members(epochs)
         group = Group(self._next_number, tuple(epochs), tuple(self.find_old(epochs)))
@@ -74,7 +74,7 @@ class GroupBook:
         return self._take(group, GroupEvent.PREPARE)
 
     def drop(self, number: int, copiers: Mapping[int, Collection[int]]) -> Change:
-        """All members have confirmed: let them drop parameters.
+        """Let the members drop parameters; all have confirmed.
 
         Args:
             number: Of the group.
@@ -91,7 +91,7 @@ class GroupBook:
         return self._take(group, GroupEvent.DROP)
 
     def cancel(self, number: int) -> Change | None:
-        """Give a group up that is being prepared; None if it is beyond that, or has ended."""
+        """Cancel a group that is being prepared; None if it is past that, or has ended."""
         group = self._groups.get(number)
         return None if group is None else self._end(group, GroupEvent.CANCELLED, None)
 
@@ -114,7 +114,7 @@ class GroupBook:
         return self._take(group, GroupEvent.RESTORE)
 
     def adopt(self, number: int, homes: Mapping[int, int]) -> Change:
-        """All members serve by themselves: let each request's KV be collected by the member that goes on with it.
+        """Let each request's KV be collected by the member that resumes it; all members serve alone again.
 
         Args:
             number: Of the group.
@@ -129,17 +129,17 @@ class GroupBook:
         return self._take(group, GroupEvent.RETURNED)
 
     def expire(self, number: int, state: GroupState) -> Change | None:
-        """A group has been in ``state`` for too long: it is cancelled, or the lives of its members end.
+        """End a group that has been in ``state`` for too long: cancel it, or end the lives of its members.
 
-        None if it is in another state by now, or if nothing is awaited in this one.
+        None if it is in another state by now, or if this state awaits nothing.
         """
         group = self._groups.get(number)
         return None if group is None or group.state is not state else self._end(group, GroupEvent.EXPIRED, None)
 
     def abort(self, number: int, request: int) -> bool:
-        """A handed-over request is not wanted any more. Whether its KV was under way, or going to be.
+        """Mark a handed-over request as aborted. True if its KV is being copied, or would have been.
 
-        Its blocks are released when no member copies into them any more.
+        Its blocks are released once no member copies into them.
         """
         group = self._groups.get(number)
         return group is not None and group.fetches.abort(request)
@@ -147,16 +147,16 @@ class GroupBook:
     # -- members say -----------------------------------------------------------------------------------------------
 
     def confirm(self, epoch: int, number: int) -> Change | None:
-        """A member is paused and has said what it holds. See ``Group.is_confirmed``."""
+        """A member is paused and has reported what it holds; see ``Group.is_confirmed``."""
         return self.note(epoch, number, Answer.CONFIRMED)
 
     def refuse(self, epoch: int, number: int) -> Change | None:
-        """A member cannot be in the group, and has not paused: the others go on."""
+        """A member refuses to join and has not paused: cancel the group; the others resume."""
         group = self._groups.get(number)
         return self._end(group, GroupEvent.CANCELLED, epoch) if group is not None and epoch in group.epochs else None
 
     def note(self, epoch: int, number: int, answer: Answer) -> Change | None:
-        """A member has done what it was told."""
+        """A member has executed an order."""
         group = self._groups.get(number)
         if group is None:
             return None
@@ -165,7 +165,7 @@ class GroupBook:
         return None if orders is None else self._change(group, before, orders)
 
     def note_request(self, epoch: int, number: int, answer: Answer, request: int, *, is_ok: bool) -> Change | None:
-        """A member has copied one request's KV (``FETCHED``, ``COLLECTED``), or has failed to."""
+        """A member has copied one request's KV (``FETCHED``, ``COLLECTED``), or failed to."""
         group = self._groups.get(number)
         if group is None:
             return None
@@ -177,7 +177,7 @@ class GroupBook:
         return self._change(group, before, orders, lost=(request,) if outcome is Outcome.LOST else ())
 
     def end(self, epoch: int) -> Change | None:
-        """A life is over: of its group, too, if it is in one. Ask again: there may be an old one beside a new one."""
+        """A life has ended: its group ends too. Call until None: an old group may exist beside a new one."""
         group = self.find(epoch)
         return None if group is None else self._end(group, GroupEvent.ENDED, epoch)
 
@@ -199,7 +199,7 @@ class GroupBook:
         return self._change(group, before, orders)
 
     def _end(self, group: Group, event: GroupEvent, epoch: int | None) -> Change | None:
-        """An event that ends the group, because of ``epoch`` or of none; None if it is stale."""
+        """End the group because of ``epoch``, or of no member; None if the event is stale."""
         before = group.state
         if group.take(event) is None:
             return None
@@ -223,10 +223,10 @@ class GroupBook:
         return Change(group, tuple(orders), entered, ended, lost)
 
     def check_integrity(self) -> None:
-        """Check that no epoch is in two groups, but for one that is being prepared and one that it takes in.
+        """Check that no epoch is in two groups, except a group under preparation and one that it takes in.
 
         Raises:
-            InvariantError: One is.
+            InvariantError: An epoch is in two other groups.
         """
         old = {one.number for group in self._groups.values() for one in group.old}
         members = [epoch for group in self._groups.values() if group.number not in old for epoch in group.epochs]

@@ -1,4 +1,4 @@
-"""Which instances may become a group."""
+"""Checks of which instances may form a group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIN_MEMBERS, MAX_MEMBERS = 2, 4
 
 
 def check_members(epochs: Sequence[int]) -> None:
-    """Check that these instances are as many as a group may have.
+    """Check that a group may have so many instances, each named once.
 
     Raises:
         UserError: They are not, or one is named twice.
@@ -21,7 +21,7 @@ def check_members(epochs: Sequence[int]) -> None:
 
 
 def find_max_model_len(roster: Roster, epochs: Sequence[int], num_layers: int) -> int:
-    """Most tokens of a request of a group of these instances: what each of them can hold alone.
+    """Most tokens of a request in a group of these instances: the least of what each can hold alone.
 
     Args:
         roster: Of the front.

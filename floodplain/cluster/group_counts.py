@@ -1,4 +1,4 @@
-"""What became of groups: counters for metrics, and the last words on each."""
+"""Counters of group changes for metrics, and the last problem of each group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_REMEMBERED = 256
 
 
 class Lately(dict[int, T]):
-    """What is known of the last groups, by number; older ones are forgotten."""
+    """A dict by group number that keeps the last ``MOST_REMEMBERED`` entries."""
 
     def __setitem__(self, number: int, value: T) -> None:
         super().__setitem__(number, value)
@@ -26,18 +26,18 @@ class Lately(dict[int, T]):
 
 
 class GroupCounts:
-    """Counters, which only grow.
+    """Counters of group changes; they only grow.
 
     Attributes:
-        num_entered: How often a group came to rest in a state. One that it passes at once, with nothing to copy, does
+        num_entered: How often a group stayed in a state. A state that it leaves at once, with nothing to copy, does
             not count.
         num_changes: How often a group was changed, by ``CHANGES``.
-        seconds: Time of all of these changes, by the same names.
-        num_carried: Requests that went on with their KV, and
-        num_recomputed: those that did not, in drops and restores.
-        usable_s: Time from the decision to drop until the group's pool could be used, all drops.
-        restored_s: How long the last restores took, by the group's number.
-        problems: Why groups were not made, or ended before their time.
+        seconds: Total time of these changes, by the same names.
+        num_carried: Requests that kept their KV, and
+        num_recomputed: requests that lost it, in drops and restores.
+        usable_s: Total time from a decision to drop until the group's pool was usable.
+        restored_s: Seconds that the last restores took, by the group's number.
+        problems: Why groups were not formed, or ended early.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class GroupCounts:
         self.problems = Lately[str]()
 
     def note(self, number: int, change: str, seconds: float) -> None:
-        """A group was changed."""
+        """Count a change of a group, and log it."""
         self.num_changes[change] += 1
         self.seconds[change] += seconds
         if change == "restored":

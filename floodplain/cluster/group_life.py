@@ -1,4 +1,4 @@
-"""One life of an instance that may join a group: orders of the front, carried out by a ``Session``."""
+"""One life of an instance that may join groups: a ``Session`` executes the front's orders."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _OWN, _GROUP = 0, 1
 
 
 class GroupLife(Life):
-    """See the module.
+    """A life that also executes group orders.
 
     Args:
         link: To the front.
-        welcome: What the front answered.
-        member: What may join groups.
+        welcome: The front's answer to the hello.
+        member: The engine and its memory for groups.
     """
 
     def __init__(self, link: FrameLink, welcome: Welcome, member: GroupMember) -> None:
@@ -67,12 +67,12 @@ class GroupLife(Life):
     # -- what the life asks --------------------------------------------------------------------------------------------
 
     def find_failure(self) -> BaseException | None:
-        """What ended the engine, the group, or an order."""
+        """The failure of the engine, the group's pipeline, or an order; None if there is none."""
         in_group = None if self._pipeline is None else self._pipeline.failure
         return self._member.engine.failure or in_group or self._failed
 
     async def leave_group(self) -> None:
-        """Serve alone again, without any request, whatever the life ended in.
+        """Leave any group, however the life ended: serve alone again, without requests.
 
         Raises:
             UserError: Dropped parameters cannot be read from the backstop.
@@ -84,7 +84,7 @@ class GroupLife(Life):
             await self._session.abandon()
 
     def _stats(self) -> EngineStats:
-        """Those of the own engine and the group's: what either has counted adds up."""
+        """The sum of what the own engine and the group's engine counted."""
         self._counted.note(_OWN, since(self._member.engine.stats(), self._before))
         if self._pipeline is not None and self._pipeline.engine is not None:
             self._counted.note(_GROUP, self._pipeline.engine.stats())
@@ -95,7 +95,7 @@ class GroupLife(Life):
 
     @property
     def _pipeline(self) -> GroupPipeline | None:
-        """Of the group; while one that takes it in is prepared, of the old one."""
+        """The group's pipeline; the old group's while a group that takes it in is being prepared."""
         session = self._session
         if session is not None and session.old is not None:
             return session.old.pipeline
@@ -124,7 +124,7 @@ class GroupLife(Life):
             case Adopt():
                 self._begin(order.submit, integers, session.adopter(order.request, order.num_computed))
                 stream = self._streams[order.submit.ticket]
-                stream.add_done_callback(lambda _: session.release(order.request))  # if it ended before it ran
+                stream.add_done_callback(lambda _: session.release(order.request))  # in case it ended before it ran
             case Release():
                 session.release(order.request)
             case Grow() if session.pipeline is not None:
@@ -143,7 +143,7 @@ class GroupLife(Life):
             self._failed = self._failed or task.exception()
 
     async def _carry_out(self, session: Session, order: GroupOrder, integers: tuple[int, ...]) -> None:
-        """One order that takes time. The front sends the next one when all members have answered."""
+        """Execute one order that takes time. The front sends the next one when all members have answered."""
         match order:
             case Prepare():
                 await self._prepare(session)
@@ -173,7 +173,7 @@ class GroupLife(Life):
                 await session.collect(order, integers, self._note_copied(order, Answer.COLLECTED))
             case Close():
                 await session.close()
-                self._retire_group()  # after the last beat of a group that has an engine
+                self._retire_group()  # after the last beat that counts the group's engine
                 self._session = None
                 self._say(order, Answer.CLOSED)
             case _:
@@ -235,7 +235,7 @@ class GroupLife(Life):
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     async def _rows_of(self, records: Sequence[Record]) -> tuple[list[KvRow], list[int]]:
-        """What the front is told of these, and sources of their blocks; the front has all their tokens by then."""
+        """The rows of these records and the sources of their blocks. The front then has all their tokens."""
         tickets = {id(request): ticket for ticket, request in self._requests.items()}
         rows, sources = [], list[int]()
         for record in records:
@@ -253,7 +253,7 @@ class GroupLife(Life):
         return [ticket for ticket, request in self._requests.items() if id(request) in wanted]
 
     def _forget_streams(self) -> None:
-        """All requests that are here are the front's again."""
+        """End all streams: their requests are the front's again."""
         for task in self._streams.values():
             task.cancel()
 

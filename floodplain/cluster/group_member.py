@@ -1,4 +1,4 @@
-"""What a member of a group computes with, and what it lets others read."""
+"""The resources of a group member: its engine, its memory, and the stores that it serves to other members."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from floodplain.memory.group_memory import GroupMemory
 from floodplain.web.listen import bind
 
 MAX_YIELD_S = 0.02
-"""A chunk of bulk data waits at most so long for activations: a transfer always ends."""
+"""A chunk of bulk data waits at most so long for activations, so that a transfer always ends."""
 
 
 class GroupMember:
-    """See the module. ``close`` it before its engine.
+    """The resources of a group member. ``close`` it before its engine.
 
     Args:
-        opened: Its engine, whose parameters lie in pages.
-        engine: The same, on its thread.
-        backstop: Where dropped parameters are read from if no other instance has them; owned from now on.
-        host: At which other instances reach this process.
+        opened: The opened engine, whose parameters lie in pages.
+        engine: The same engine, on its thread.
+        backstop: The copy from which dropped parameters are read if no other instance has them; owned from now on.
+        host: The address at which other instances reach this process.
 
     Attributes:
         engine: Its own.
-        parts: What it computes a stage with.
-        memory: Its pages while it is in a group.
-        pool: Its KV pool while it is in none.
-        swap: Its swap space, for others to read while it is at rest; None if there is none.
+        parts: The parts from which it builds a stage.
+        memory: The owner of its pages while it is in a group.
+        pool: Its KV pool while it is in no group.
+        swap: Its swap space, readable for others while its engine is at rest; None if there is none.
         gate: Shut while a stage computes.
-        bulk: What others may read.
-        listener: Where the stage before dials.
+        bulk: The server of what others may read.
+        listener: The socket to which the stage before connects.
     """
 
     def __init__(self, opened: OpenedEngine, engine: AsyncEngine, backstop: Backstop, host: str) -> None:
@@ -68,14 +68,14 @@ class GroupMember:
         return tuple(buffer.num_pages for buffer in self._buffers)
 
     def start(self) -> None:
-        """Let others read parameters, and the stage before dial."""
+        """Serve parameters, and listen for the stage before."""
         self.listener.listen()
         self.listener.setblocking(False)
         self.serve_parameters()
         self.bulk.start()
 
     def close(self) -> None:
-        """End what others read; waits for their connections' threads."""
+        """Close the bulk server and its connections' threads, the listener and the backstop."""
         self.bulk.close()
         self.listener.close()
         self._backstop.close()
@@ -85,7 +85,7 @@ class GroupMember:
         return self._backstop.check()
 
     def serve_swap(self) -> None:
-        """Let other instances read swap space: the own engine has no request, and writes none of it."""
+        """Serve swap space to other instances. The own engine has no request then, and writes none of it."""
         if self.swap is not None:
             self.swap.forget()
             self.bulk.serve(SWAP, self.swap, self.layer_block_bytes)
@@ -93,22 +93,22 @@ class GroupMember:
     # -- parameters ----------------------------------------------------------------------------------------------------
 
     def serve_parameters(self) -> None:
-        """Let other instances read the parameters that are here."""
+        """Serve the parameters that are here to other instances."""
         self.bulk.serve(PARAMETERS, ParameterStore(self._buffers), PIECE_BYTES)
 
     def withdraw_parameters(self) -> None:
-        """Wait for reads of parameters, and refuse more: some are about to be unmapped."""
+        """Wait for reads of parameters, and refuse more: some parameters are about to be unmapped."""
         self.bulk.withdraw(PARAMETERS)
 
     def fill(self, puller: Puller, addresses: Sequence[str]) -> tuple[int, int]:
-        """Map and fill all dropped layers: how many came from other instances, and how many from the backstop.
+        """Map and fill all dropped layers. (number from other instances, number from the backstop)
 
         Args:
             puller: Of the group.
             addresses: For each layer, the bulk server of a member that has it.
 
         Raises:
-            UserError: The backstop is needed, and unreadable.
+            UserError: The backstop is needed and cannot be read.
         """
         if not self.memory.map_parameters():
             raise InvariantError("a member of a group has no pages for its parameters")
@@ -123,17 +123,17 @@ class GroupMember:
         return counts[0], counts[1]
 
     def fill_from_backstop(self) -> None:
-        """Fill the layers whose parameters are not there; their pages are.
+        """Fill the layers that have pages but no parameters.
 
         Raises:
-            UserError: The backstop is unreadable.
+            UserError: The backstop cannot be read.
         """
         for layer, buffer in enumerate(self._buffers):
             if not buffer.is_filled:
                 self._backstop.fill(layer, buffer)
 
     def grow(self, engine: Engine, pages: Sequence[Page]) -> None:
-        """Give whole quanta of pages back to the own pool; on the engine's thread."""
+        """Return whole quanta of pages to the own pool. Called on the engine's thread."""
         quantum_pages = self.memory.quantum_pages * self.pool.layout.num_layers
         num_quanta, rest = divmod(len(pages), quantum_pages)
         state, num_blocks = engine.loop.state, num_quanta * self.pool.quantum_blocks

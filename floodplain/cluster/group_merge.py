@@ -1,4 +1,4 @@
-"""What becomes of members of groups that are taken in by a new one: their order, their layers, and who has which KV."""
+"""How a new group takes in old groups: the order of members, their layers, and which member has which KV."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from floodplain.core.merge_cut import cut_merge
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """By place in the new group.
+    """The plan of a merge; tuples are indexed by place in the new group.
 
     Attributes:
         kept: Layers that each member keeps.
-        held: Layers that it has before.
-        holders: The place under which its rows come: that of its old leader, or its own.
-        sources: For each layer of the model: the place that has its KV of the rows under this place.
+        held: Layers that each member has before.
+        holders: The place whose report has each member's rows: its old leader's, or its own.
+        sources: For each place and layer of the model: the place that has this layer's KV of the place's rows.
     """
 
     kept: tuple[range, ...]
@@ -29,7 +29,7 @@ class Merge:
 def plan_merge(
     epochs: Sequence[int], old: Mapping[tuple[int, ...], Sequence[range]], num_layers: int
 ) -> tuple[tuple[int, ...], Merge]:
-    """(The members in the order of the pipeline, the rest).
+    """(epochs in the order of the pipeline, the plan).
 
     Args:
         epochs: Members of the new group, in any order.

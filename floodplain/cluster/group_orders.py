@@ -1,8 +1,8 @@
-"""What the front tells the members of a group, from the first pause to the last page that returns.
+"""Orders of the front to the members of a group, from the first pause to the return of the last page.
 
 Every message names the group by its number, which is used once: a message of an ended group changes nothing. Integers
-beside a message (blocks, quanta) are the frame's 32-bit ids, in the order that is told here. Which order is answered
-by what: ``cluster.group_steps``.
+beside a message (blocks, quanta) are the frame's 32-bit ids, in the order that is given here. For the answer to each
+order, see ``cluster.group_steps``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from floodplain.core.ranges import HostPort, Line, Port, Secret
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Pause at a step boundary, and say what is held: ``Prepared``.
+    """Pause at a step boundary, and report what is held. Answered by ``Prepared``.
 
     Attributes:
         epoch: Of the member.
@@ -28,7 +28,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The group is not made: go on as before."""
+    """The group is not formed: resume."""
 
     epoch: int
     number: int
@@ -41,7 +41,7 @@ class HeldRequest:
     Attributes:
         request: The front's number of it.
         place: Of the member that has its KV.
-        num_blocks: Its blocks, whose ids lie beside the message.
+        num_blocks: Its blocks, whose ids are beside the message.
     """
 
     request: int
@@ -51,9 +51,9 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop all layers but some, map the group's pool, link up: ``GroupDone``. Beside it: used quanta, then blocks.
+    """Drop layers, map the group's pool, link up. Answered by ``GroupDone``. Beside it: used quanta, then blocks.
 
-    A member of a group that is taken in drops some of the layers that it has, and leaves its old pipeline.
+    A member of a group that is taken in drops some of its remaining layers, and leaves its old pipeline.
 
     Attributes:
         epoch: Of the member.
@@ -61,15 +61,15 @@ class Drop:
         place: Of the member in the pipeline, from 0, and
         num_members: of how many.
         first_layer: The first that it keeps, and
-        end_layer: the first behind these.
+        end_layer: the first after these.
         num_used: Used quanta of its own pool, or of its old group; the k-th becomes quantum ``first_quantum + k``.
         first_quantum: See above.
         num_quanta: Of the group.
-        max_model_len: Most tokens of a request: what one instance can hold, so that it can come home.
-        secret: That the members show each other, hexadecimal.
+        max_model_len: Most tokens of a request: what one instance can hold, so that one member can resume it alone.
+        secret: The secret that members show each other, hexadecimal.
         host: Where the next member listens, and
         port: on which port.
-        held: Of the leader: requests whose blocks are reserved, by the group's ids; of others none.
+        held: For the leader: requests whose blocks are reserved, by the group's ids; for others empty.
     """
 
     epoch: int
@@ -90,16 +90,16 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Copy KV of the kept layers of these requests from their places: ``Copied`` for each.
+    """Copy these requests' KV, in the kept layers, from their places. Answered by ``Copied`` for each.
 
     Beside it: their blocks by the group's ids, then the source of each (``core.kv_sources``): the same block at the
-    request's place, or a slot of that member's swap space. Of its own requests a member copies slots only.
+    request's place, or a slot of that member's swap space. For its own requests a member copies slots only.
 
     Attributes:
         epoch: Of the member.
         number: Of the group.
         addresses: Bulk servers, by place.
-        sources: For each place, and each layer of the model: the place that has the KV of this place's requests.
+        sources: For each place and layer of the model: the place that has this layer's KV of the place's requests.
         held: The requests.
     """
 
@@ -112,14 +112,14 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Go on with a request whose KV is there. Its tokens lie beside the message.
+    """Resume a request whose KV is there. Its tokens are beside the message.
 
     Attributes:
         epoch: Of the member.
         number: Of the group.
         request: The front's number of it, as in ``HeldRequest``.
         num_computed: Leading tokens whose KV is there.
-        submit: Else as any request.
+        submit: The request, as in any placement.
     """
 
     epoch: int
@@ -140,7 +140,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Unmap KV of dropped layers, and map so many quanta: ``GroupDone``."""
+    """Unmap KV of dropped layers, and map ``num_quanta`` quanta. Answered by ``GroupDone``."""
 
     epoch: int
     number: int
@@ -149,7 +149,7 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """All members have so many quanta: the leader's ledger gets their blocks."""
+    """All members have ``num_quanta`` quanta: add their blocks to the leader's ledger."""
 
     epoch: int
     number: int
@@ -158,7 +158,7 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Drain the pipeline, and plan to shrink it to so many quanta: ``Planned``."""
+    """Drain the pipeline, and plan to shrink it to ``num_quanta`` quanta. Answered by ``Planned``."""
 
     epoch: int
     number: int
@@ -167,7 +167,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Move blocks and unmap quanta, as ``Planned`` has them: ``GroupDone``."""
+    """Move blocks and unmap quanta, as in ``Planned``. Answered by ``GroupDone``."""
 
     epoch: int
     number: int
@@ -176,7 +176,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """All members have moved their blocks: the leader goes on."""
+    """All members have moved their blocks: the leader resumes."""
 
     epoch: int
     number: int
@@ -184,7 +184,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Map the dropped layers' parameters, and fill them: ``GroupDone``.
+    """Map the dropped layers' parameters, and fill them. Answered by ``GroupDone``.
 
     Attributes:
         epoch: Of the member.
@@ -199,9 +199,9 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Leave the pipeline and serve alone: the leader answers ``HandedOver``, others ``GroupDone``.
+    """Leave the pipeline and serve alone. The leader answers ``HandedOver``, others ``GroupDone``.
 
-    Beside it, but for the leader: the group's quanta that hold KV of requests; all others are unmapped.
+    Beside it, except for the leader: the group's quanta that hold KV of requests; all others are unmapped.
     """
 
     epoch: int
@@ -210,7 +210,7 @@ class Return:
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Copy KV of all layers of these requests to blocks of the own pool: ``Copied`` for each. Beside it: blocks.
+    """Copy these requests' KV, in all layers, to the own pool. Answered by ``Copied`` for each. Beside it: blocks.
 
     Attributes:
         epoch: Of the member.
@@ -227,7 +227,7 @@ class Collect:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Unmap the group's KV, grow the own pool to its size before the group: ``GroupDone``."""
+    """Unmap the group's KV, grow the own pool to its size before the group. Answered by ``GroupDone``."""
 
     epoch: int
     number: int

@@ -1,4 +1,4 @@
-"""A member's part of a group's pipeline: the leader has the step loop, the others a thread that runs their layers."""
+"""A member's part of a group's pipeline: the leader runs the step loop, the others a thread with their layers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from floodplain.runtime.handover import HeldBlocks, Record, adopt, take_records
 
 
 class GroupPipeline:
-    """See the module. Everything is called on one event loop.
+    """A member's part of a group's pipeline. Everything is called on one event loop.
 
     Args:
-        member: Of the group; its group memory has the KV.
-        order: What the front has planned.
-        blocks: Of the leader: those of requests that are on their way, one after the other.
+        member: The group member; its group memory has the KV.
+        order: The front's plan.
+        blocks: For the leader: blocks of the requests whose KV is being copied, one request after the other.
 
     Attributes:
-        engine: The leader's; None in the others.
-        is_ending: Whether a neighbour that hangs up is no failure.
+        engine: The leader's engine; None in other members.
+        is_ending: Whether the end of a neighbour's link is expected, and so not a failure.
     """
 
     def __init__(self, member: GroupMember, order: Drop, blocks: Sequence[int]) -> None:
@@ -57,23 +57,23 @@ class GroupPipeline:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the pipeline, if something did."""
+        """The exception that ended the pipeline; None if there is none."""
         if self._worker is not None and not self.is_ending:
             return self._worker.failure
         return None if self.engine is None else self.engine.failure
 
     @property
     def meter(self) -> StepMeter | None:
-        """Of this member's part; None before it computes."""
+        """The step meter of this member's part; None before it computes."""
         if self._worker is not None:
             return self._worker.meter
         return None if self.engine is None else self.engine.engine.meter
 
     async def open(self) -> None:
-        """Link with both neighbours, and begin to compute.
+        """Link with both neighbours, and start to compute.
 
         Raises:
-            PeerLost: One is not there.
+            PeerLost: A neighbour cannot be reached.
         """
         member, limits = self._member, self._limits
         inbound, outbound = await self._ring.open(self._order.host, self._order.port)
@@ -84,14 +84,14 @@ class GroupPipeline:
             return
         executor = PipelineExecutor(runner, outbound, inbound, limits, busy=member.gate.busy)
         rule = MicrobatchRule("even", ChunkPrice(cost_by_shape(self._parts.shape)))
-        ledger, self._held = await asyncio.to_thread(self._make_ledger)  # the event loop beats: no work grows there
+        ledger, self._held = await asyncio.to_thread(self._make_ledger)  # off the event loop, so that beats continue
         engine = make_engine(self._parts, ledger, executor, limits, self._order.num_members, rule)
         self._note_held(engine)
         self.engine = AsyncEngine(engine)
         await self.engine.start()
 
     def limit(self, num_quanta: int) -> None:
-        """Plans may name blocks of so many quanta from now on."""
+        """Let plans name blocks of ``num_quanta`` quanta from now on."""
         self._limits = replace(self._limits, num_blocks=self._count_blocks(num_quanta))
         if self._worker is not None:
             self._worker.limits = self._limits
@@ -99,7 +99,7 @@ class GroupPipeline:
     # -- of the leader -------------------------------------------------------------------------------------------------
 
     def grow(self, num_quanta: int) -> None:
-        """All members have so many quanta: the ledger gets their blocks."""
+        """Add blocks to the ledger, up to ``num_quanta`` quanta, which all members have."""
         end = self._count_blocks(num_quanta)
 
         def add(engine: Engine) -> None:
@@ -109,7 +109,7 @@ class GroupPipeline:
         self._expect_engine().post(add)
 
     def adopter(self, request: int, num_computed: int) -> Callable[[Engine, SeqId], None]:
-        """What lets a request that waits in the loop go on from blocks that are held for it."""
+        """A callback that lets a waiting request run from the blocks that are held for it."""
 
         def take(engine: Engine, seq_id: SeqId) -> None:
             blocks = self._expect_held().take(request)
@@ -120,7 +120,7 @@ class GroupPipeline:
         return take
 
     def release(self, request: int) -> None:
-        """A request does not come, or comes without KV."""
+        """Free the blocks held for a request: it ended, or is recomputed."""
 
         def drop(engine: Engine) -> None:
             self._expect_held().drop(request)
@@ -129,10 +129,10 @@ class GroupPipeline:
         self._expect_engine().post(drop)
 
     async def plan(self, num_quanta: int) -> tuple[ShrinkPlan, list[Request]]:
-        """Drain the pipeline, and plan to shrink it; it is held until ``commit``.
+        """Drain the pipeline, and plan to shrink it; it stays paused until ``commit``.
 
         Returns:
-            The plan, and the youngest requests, for which there was no room: they are not here any more.
+            The plan, and the youngest requests, which no longer fit: they were aborted here.
         """
         self._pause = await self._expect_engine().pause()
         plan, given_back = await self._pause.run(partial(_plan, self._count_blocks(num_quanta)))
@@ -140,7 +140,7 @@ class GroupPipeline:
         return plan, given_back
 
     async def commit(self) -> None:
-        """All members have moved their blocks: go on."""
+        """Commit the planned shrink, and resume; all members have moved their blocks."""
         if self._pause is None or self._shrink is None:
             raise InvariantError("a shrink is committed that was not planned")
         await self._pause.run(partial(_commit, self._shrink))
@@ -150,7 +150,7 @@ class GroupPipeline:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     async def hold(self) -> list[Record]:
-        """Compute nothing until ``go_on``, or for good. Of the leader: what it has; of others nothing is to be held."""
+        """Pause. The leader's records; empty for other members. ``go_on`` resumes."""
         self.is_ending = True
         if self.engine is None:
             return []
@@ -158,21 +158,21 @@ class GroupPipeline:
         return await self._pause.run(lambda engine: take_records(engine.loop))
 
     def go_on(self) -> None:
-        """Compute as before ``hold``."""
+        """Resume after ``hold``."""
         self.is_ending = False
         if self._pause is not None:
             self._pause.release()
             self._pause = None
 
     async def leave(self) -> list[Record]:
-        """Compute nothing more. Of the leader: what it has; its links stay open until ``close``."""
+        """Stop computing. The leader's records, whose links stay open until ``close``; empty for other members."""
         records = await self.hold()
         if self._worker is not None:
             await asyncio.to_thread(self._worker.close)
         return records
 
     async def close(self) -> None:
-        """End the links and what computes over them. Safe to call twice."""
+        """Close the links, the thread and the engine. Safe to call twice."""
         self.is_ending = True
         await asyncio.to_thread(self._ring.close)
         if self._worker is not None:
@@ -181,7 +181,7 @@ class GroupPipeline:
             await self.engine.close()
 
     def _note_held(self, engine: Engine) -> None:
-        """While blocks are held, requests may wait for them with nothing else to run."""
+        """Tell the loop how many blocks are held: requests may wait for them while nothing else runs."""
         engine.loop.state.num_returning_blocks = self._expect_held().num_blocks
 
     def _count_blocks(self, num_quanta: int) -> int:

@@ -1,4 +1,4 @@
-"""What the front knows of one group: who its members are, how layers and blocks are divided, and what is told whom."""
+"""The front's plan of one group: its members, the division of layers and blocks, and the contents of orders."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Traveller:
     """A request whose KV moves between members.
 
     Attributes:
-        entry: Of the front's book.
+        entry: The request in the front's book.
         num_computed: Leading tokens whose KV moves.
         place: Of the member that has it.
         blocks: By the group's ids.
-        sources: Where each of them lies before it is copied: itself, or a slot of the member (``core.kv_sources``).
+        sources: The place of each block before the copy: the same block, or a swap slot (``core.kv_sources``).
     """
 
     entry: Entry
@@ -66,22 +66,22 @@ class Traveller:
 
 @dataclass(eq=False, slots=True)
 class GroupPlan:
-    """See the module.
+    """The front's plan of one group.
 
     Attributes:
         number: Of the group.
         epochs: Of its members, by place.
         max_model_len: Most tokens of a request.
         since_s: When its state, or the progress in it, changed last.
-        begun_s: When the present change, a drop or a restore, was asked for.
-        reports: What members said when they were paused, and their blocks, by epoch.
-        merge: What becomes of members of groups that it takes in; None if there are none.
-        kept: Layers by place, once the group drops.
-        sizes: Quanta, from then on.
-        travellers: Requests on their way, by the book's numbers.
+        begun_s: When the current change, a drop or a restore, was requested.
+        reports: Each paused member's report and its blocks, by epoch.
+        merge: How it takes in old groups; None before ``divide`` if there are none.
+        kept: Layers that each place keeps; empty before ``divide``.
+        sizes: Quanta of the group; None before ``divide``.
+        travellers: Requests whose KV moves, by the book's numbers.
         moves: The leader's plan of a shrink: how many blocks move, and the integers of ``Move``.
-        names: Of its members, by place: as commands call them.
-        secret: That members show each other, hexadecimal.
+        names: Of its members in commands, by place.
+        secret: The secret that members show each other, hexadecimal.
     """
 
     number: int
@@ -100,37 +100,37 @@ class GroupPlan:
 
     @property
     def most_quanta(self) -> int:
-        """Quanta of the group once it has settled: all that a member may name."""
+        """Quanta of the settled group: the most that a member may name."""
         return self._expect_sizes().num_settled_quanta
 
     def name_of(self, epoch: int) -> str:
-        """What commands call a member."""
+        """The name of a member in commands."""
         return dict(zip(self.epochs, self.names, strict=True))[epoch]
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def report_of(self, place: int) -> Prepared:
-        """What the member of a place said when it was paused."""
+        """The report of the paused member of a place."""
         return self.reports[self.epochs[place]][0]
 
     @property
     def num_own_blocks(self) -> int:
-        """Blocks of all members' own pools."""
+        """Blocks of all members' own pools together."""
         reports = [self.report_of(place) for place in range(len(self.epochs))]
         return sum(
             one.num_kv_pages // (one.quantum_pages * len(one.param_pages)) * one.quantum_blocks for one in reports
         )
 
     def count_blocks(self, num_quanta: int) -> int:
-        """Blocks of so many quanta."""
+        """Blocks in ``num_quanta`` quanta."""
         return num_quanta * self.report_of(0).quantum_blocks
 
     def divide(self, shape: ModelShape, facts: InstanceFacts, entries: Mapping[int, Mapping[int, Entry]]) -> None:
-        """Cut the layers, and let requests keep their KV as far as there is room: the oldest first.
+        """Divide the layers, and choose the requests that keep their KV: the oldest, as far as there is room.
 
         Args:
             shape: Of the model.
-            facts: Of a member; all are alike.
+            facts: Of any member; the used ones are equal in all.
             entries: Requests that are placed on members, by epoch and ticket.
 
         Raises:
@@ -164,9 +164,9 @@ class GroupPlan:
             self.travellers[entry.number] = Traveller(entry, num_computed, row.place, blocks, sources)
 
     def find_copiers(self) -> dict[int, frozenset[int]]:
-        """For each request on its way: epochs of members that copy KV of it. Its own member copies swapped blocks.
+        """For each moving request: epochs of members that copy KV of it. Its own member copies swapped blocks.
 
-        Members of the group that it comes from have their layers of it.
+        Members of the group that it comes from already have their layers of it.
         """
         copiers, holders = {}, self._expect_merge().holders
         for request, one in self.travellers.items():
@@ -176,7 +176,7 @@ class GroupPlan:
         return copiers
 
     def choose_homes(self, is_wanted: Callable[[Entry], bool]) -> dict[int, int]:
-        """For each request on its way that is wanted: the member to which the fewest blocks went before."""
+        """For each moving request that is wanted: the member with the fewest blocks assigned so far."""
         counts, homes = dict.fromkeys(self.epochs, 0), {}
         for request, one in self.travellers.items():
             if is_wanted(one.entry):
@@ -187,7 +187,7 @@ class GroupPlan:
     # -- telling -------------------------------------------------------------------------------------------------------
 
     def message(self, order: Order) -> tuple[GroupOrder, tuple[int, ...]]:
-        """An order as it is sent, and the integers beside it. ``ADOPT`` is the caller's."""
+        """The message of an order, and the integers beside it. ``ADOPT`` orders are built by the caller."""
         epoch, number = order.epoch, order.number
         plain = _PLAIN.get(order.kind)
         if plain is not None:
@@ -271,7 +271,7 @@ class GroupPlan:
 
 
 def rows_with_blocks(message: Prepared | HandedOver, blocks: Sequence[int]) -> list[tuple[KvRow, tuple[int, ...]]]:
-    """Rows that have KV, each with its blocks, or their sources."""
+    """The rows that have KV, each with its blocks or their sources."""
     rows, start = [], 0
     for row in message.rows:
         if row.num_blocks:
@@ -281,7 +281,7 @@ def rows_with_blocks(message: Prepared | HandedOver, blocks: Sequence[int]) -> l
 
 
 def _no_merge(kept: Sequence[range], num_layers: int) -> Merge:
-    """Of members that have all layers before."""
+    """The merge of members that all have every layer before."""
     places = tuple(range(len(kept)))
     held = tuple(range(num_layers) for _ in places)
     return Merge(tuple(kept), held, places, tuple((place,) * num_layers for place in places))
@@ -294,5 +294,5 @@ def _memory_of(report: Prepared, layer_block_bytes: int) -> StageMemory:
 
 
 def _most_quanta(report: Prepared) -> int:
-    """A member that keeps one layer alone has addresses for so many."""
+    """Quanta that a member has pages for if it keeps a single layer."""
     return (report.num_kv_pages + sum(report.param_pages)) // report.quantum_pages

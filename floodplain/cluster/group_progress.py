@@ -1,4 +1,4 @@
-"""One group from prepare to its end: its state, and which answers are still awaited. No I/O, no clock."""
+"""The state of one group, and the answers that it awaits. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from floodplain.core.groups import GroupEvent, GroupState, advance
 
 
 class Group:
-    """One group, under a number that no other group has.
+    """One group, under a unique number.
 
     Attributes:
-        number: Names it.
-        epochs: Of its members, by place; the first one's is the leader's.
-        state: Where it is.
-        old: Groups that it takes in when it drops layers; until then they live.
+        number: The group's number.
+        epochs: Of its members, by place; the first is the leader.
+        state: Its state.
+        old: Groups that it takes in when it drops layers; they live until then.
         fetches: Requests whose KV is copied between members, or will be.
     """
 
@@ -30,23 +30,23 @@ class Group:
 
     @property
     def leader(self) -> int:
-        """The epoch of the member that has the step loop."""
+        """The epoch of the member that runs the step loop."""
         return self.epochs[0]
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Epochs of members whose answer, for the group as a whole, is missing."""
+        """Epochs of members whose answer for the whole group is missing."""
         step = self._step
         return tuple(epoch for epoch in step.by.choose(self.epochs) if step.answer and epoch not in self._answered)
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether all members are paused and have said what they hold: ``GroupBook.drop`` may follow."""
+        """Whether all members are paused and have reported what they hold: ``GroupBook.drop`` may follow."""
         return self.state is GroupState.PREPARING and not self.awaited
 
     @property
     def is_returned(self) -> bool:
-        """Whether all members serve by themselves: ``GroupBook.adopt`` may follow."""
+        """Whether all members serve alone: ``GroupBook.adopt`` may follow."""
         return self.state is GroupState.RETURNING and not self.awaited
 
     @property
@@ -54,11 +54,11 @@ class Group:
         return STEPS.get(self.state, Step())
 
     def awaits(self, epoch: int, answer: Answer) -> bool:
-        """Whether this answer of this member, for the group as a whole, is missing."""
+        """Whether this member's answer for the whole group is missing."""
         return self._step.answer is answer and epoch in self.awaited
 
     def take(self, event: GroupEvent) -> list[Order] | None:
-        """An event takes place: the orders of the state that it leads to. None if it is stale.
+        """Apply an event. The orders of the state that it leads to; None if the event is stale.
 
         A state in which nothing is to be copied is left at once.
 
@@ -78,7 +78,7 @@ class Group:
         return orders
 
     def note(self, epoch: int, answer: Answer) -> list[Order] | None:
-        """A member has done what it was told: orders that follow. None if the answer is stale."""
+        """A member has executed an order. The orders that follow; None if the answer is stale."""
         step = self._step
         if answer is not step.answer or epoch not in self.awaited:
             return None
@@ -88,7 +88,7 @@ class Group:
     def note_request(
         self, epoch: int, answer: Answer, request: int, *, is_ok: bool
     ) -> tuple[Outcome | None, list[Order]] | None:
-        """A member has copied one request's KV, or has failed to: what becomes of it, and orders. None if stale."""
+        """A member has copied one request's KV, or failed to. Its outcome, and orders that follow. None if stale."""
         if REQUEST_ANSWERS.get(self.state) is not answer:
             return None
         answered = self.fetches.answer(request, epoch, is_ok=is_ok)
@@ -101,7 +101,7 @@ class Group:
         return outcome, [self.order(owner, kind, (request,)), *self._end_fetches()]
 
     def expect(self, state: GroupState) -> None:
-        """Check that the caller's decision is due.
+        """Check that the group is in ``state`` and awaits no answer.
 
         Raises:
             InvariantError: The group is in another state, or answers are missing.
@@ -124,14 +124,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one call has changed.
+    """The effect of one call.
 
     Attributes:
         group: The group, in its new state.
-        orders: To be sent, in this order.
-        entered: The state that it is in since this call; None if it is still in the same.
-        ended: Epochs whose lives end now, the last place first.
-        lost: Requests that are to be computed again from their tokens.
+        orders: Orders to send, in this sequence.
+        entered: The state that this call entered; None if it did not change.
+        ended: Epochs whose lives must end now, last place first.
+        lost: Requests that must be recomputed from their tokens.
     """
 
     group: Group
@@ -142,16 +142,16 @@ class Change:
 
 
 def exchange_of(epochs: tuple[int, ...], copiers: Mapping[int, Collection[int]]) -> Fetches:
-    """Each request's KV is copied by these members; the leader goes on with it."""
+    """The copies of an exchange: these members copy each request's KV, and the leader resumes it."""
     return Fetches({request: (set(members), epochs[0]) for request, members in copiers.items()})
 
 
 def collection_of(homes: Mapping[int, int]) -> Fetches:
-    """Each request's KV is copied by the member that goes on with it."""
+    """The copies of a collection: each request's KV is copied by the member that resumes it."""
     return Fetches({request: ({home}, home) for request, home in homes.items()})
 
 
 def cancel_orders(group: Group, without: int | None = None) -> tuple[Order, ...]:
-    """Members of a group that was being prepared go on, but for one that has ended or never paused."""
+    """Orders to resume, for members of a group under preparation; ``without``: one that ended or never paused."""
     epochs = Who.ALL.choose(group.epochs)
     return tuple(group.order(epoch, OrderKind.CANCEL) for epoch in epochs if epoch != without)

@@ -1,4 +1,4 @@
-"""``/groups``, and what drops and restores layers by hand: ``/v1/cluster/drop`` and ``/v1/cluster/restore``."""
+"""``/groups``, and ``/v1/cluster/drop`` and ``/v1/cluster/restore``, by which an operator drops and restores layers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Groups(BaseModel):
 
 
 def list_groups(grouping: Grouping, now: float) -> Groups:
-    """What is known now."""
+    """The state of all groups now."""
     rows = []
     for group in grouping.groups:
         plan = grouping.plan_of(group.number)
@@ -130,7 +130,7 @@ def group_router(front: Front) -> APIRouter:
 
 
 def find_epoch(front: Front, name: str) -> int:
-    """The epoch of an instance.
+    """The epoch of the instance of this name.
 
     Raises:
         UserError: There is none of this name.

@@ -1,8 +1,8 @@
-"""One group as a member has it: from the pause to the last page that returned. Orders come from the front.
+"""A member's side of one group, from the pause to the return of the last page. It executes the front's orders.
 
-Two phases. Until ``drop`` nothing is unmapped: the engine is paused, and ``cancel`` lets it go on. From then on the
-member has some layers only, until ``close``, or ``abandon`` if the group ends otherwise. In place of its own engine a
-member may bring a session of an old group, which goes on if the new group is cancelled, and ends when it drops.
+Two phases. Until ``drop`` nothing is unmapped: the engine is paused, and ``cancel`` resumes it. From then on the
+member has only some layers, until ``close``, or ``abandon`` if the group fails. In place of its own engine a
+member may bring a session of an old group, which resumes if the new group is cancelled, and ends when it drops.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ T = TypeVar("T")
 
 
 class Session:
-    """See the module. Everything is called on one event loop, one order after the other.
+    """A member's side of one group. Everything is called on one event loop, one order after the other.
 
     Args:
-        member: What it is a session of.
+        member: The group member.
         number: Of the group.
-        old: Of a group that is taken in; None if the member serves alone.
+        old: The session of a group that is taken in; None if the member serves alone.
 
     Attributes:
-        old: The same, until ``drop``.
+        old: As above, until ``drop``; then None.
     """
 
     def __init__(self, member: GroupMember, number: int, old: Session | None = None) -> None:
@@ -48,19 +48,19 @@ class Session:
         self._puller: Puller | None = None
         self._secret = b""
         self._threads: set[asyncio.Future[Any]] = set()
-        self._loading: dict[int, list[BlockId]] = {}  # of requests that come home: blocks of the own pool
+        self._loading: dict[int, list[BlockId]] = {}  # by request: blocks of the own pool that KV is collected into
 
     # -- in -------------------------------------------------------------------------------------------------------
 
     async def pause(self) -> list[Record]:
-        """Hold the engine at a step boundary, the old pipeline's if there is one: what it has."""
+        """Pause the engine, or the old group's pipeline, at a step boundary. Records of its requests."""
         if self.old is not None:
             return await self.old._expect_pipeline().hold()
         self._pause = await self._member.engine.pause()
         return await self._pause.run(lambda engine: take_records(engine.loop))
 
     def cancel(self) -> None:
-        """Go on as before."""
+        """Resume what was paused."""
         if self.old is not None:
             self.old._expect_pipeline().go_on()
         if self._pause is not None:
@@ -71,12 +71,12 @@ class Session:
         """Unmap all layers but some, link with the neighbours, and compute as a stage.
 
         Args:
-            order: What the front has planned, and
-            integers: beside it.
+            order: The front's plan, and
+            integers: the integers beside it.
             on_left: Called when the pipeline of the old group has ended, if there is one.
 
         Raises:
-            PeerLost: A neighbour is not there.
+            PeerLost: A neighbour cannot be reached.
         """
         member, self._secret = self._member, bytes.fromhex(order.secret)
         self._puller = Puller(self._secret)
@@ -97,7 +97,7 @@ class Session:
         await self.pipeline.open()
 
     def _unmap(self, order: Drop, used: tuple[int, ...], engine: Engine) -> None:
-        """The engine's thread is held. Its requests are the front's again; their KV stays in its pages."""
+        """Abort the paused engine's requests, which are the front's again, and unmap; their KV stays in its pages."""
         pool, memory, ledger = self._member.pool, self._member.memory, engine.loop.state.ledger
         for seq_id in list(engine.loop.state.sequences):
             engine.finish(seq_id, FinishReason.ABORT)
@@ -111,7 +111,7 @@ class Session:
             raise
 
     async def _take_over(self, old: Session, order: Drop, used: tuple[int, ...], on_left: Callable[[], None]) -> None:
-        """The old group is no more; its KV stays in its pages."""
+        """End the old group; its KV stays in its pages."""
         await old._end()
         on_left()
         self.old = None
@@ -122,7 +122,7 @@ class Session:
     # -- KV comes -------------------------------------------------------------------------------------------------
 
     async def fetch(self, order: Fetch, integers: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
-        """Copy the kept layers of requests: from the members that have them, and from the own swap space."""
+        """Copy the kept layers of requests from the members that have them, and from the own swap space."""
         memory, num_blocks, start = self._member.memory, len(integers) // 2, 0
         for held in order.held:
             end = start + held.num_blocks
@@ -135,7 +135,7 @@ class Session:
             on_copied(held.request, await self._in_thread(copy, one, memory.write))
 
     async def collect(self, order: Collect, blocks: Sequence[int], on_copied: Callable[[int, bool], None]) -> None:
-        """Bring requests home: all their layers into blocks of the own pool."""
+        """Copy KV of requests, in all layers, into blocks of the own pool."""
         start = 0
         for held in order.held:
             sources = tuple(blocks[start : start + held.num_blocks])
@@ -154,13 +154,13 @@ class Session:
         return is_own_here and self._expect_puller().copy(replace(one, layers=others), write)
 
     def adopter(self, request: int, num_computed: int) -> Callable[[Engine, SeqId], None]:
-        """What is to be called with the engine that goes on with a request when the request waits there."""
+        """A callback for the engine that resumes a request: it gives the waiting request its blocks."""
         if request in self._loading:
             return partial(self._adopt_loaded, request, num_computed)
         return self._expect_pipeline().adopter(request, num_computed)
 
     def release(self, request: int) -> None:
-        """A request does not come, or comes without KV. Of one that was adopted nothing changes."""
+        """Free the blocks reserved for a request that ended or is recomputed; no effect if it was adopted."""
         if request in self._loading:
             self._member.engine.post(partial(self._abort_load, request))
         elif self.pipeline is not None and self.pipeline.engine is not None:
@@ -169,7 +169,7 @@ class Session:
     # -- while grouped --------------------------------------------------------------------------------------------
 
     async def settle(self, num_quanta: int) -> None:
-        """Unmap KV of dropped layers, and map more quanta; swap space is not read any more."""
+        """Unmap KV of dropped layers, and map more quanta; swap space is no longer served."""
         await self._in_thread(self._member.bulk.withdraw, SWAP)
         if await self._in_thread(self._member.memory.settle, num_quanta) is None:
             raise InvariantError(f"a group's member cannot have {num_quanta} quanta")
@@ -180,18 +180,18 @@ class Session:
         await self._in_thread(self._member.memory.shrink, moves, quanta)
 
     async def fill(self, order: Fill) -> tuple[int, int]:
-        """Map and fill the parameters of dropped layers: how many came from other members, and from the backstop."""
+        """Map and fill parameters of dropped layers. (number from other members, number from the backstop)"""
         counts = await self._in_thread(self._member.fill, self._expect_puller(), order.addresses)
-        self._expect_pipeline().is_ending = True  # a neighbour that returns before this member hangs up
+        self._expect_pipeline().is_ending = True  # a neighbour that returns earlier closes its link
         return counts
 
     # -- out ------------------------------------------------------------------------------------------------------
 
     async def leave_pipeline(self, used: Sequence[int]) -> list[Record]:
-        """Leave the pipeline; of the leader: what it has. The own engine gets the memory that is spare by now.
+        """Leave the pipeline, and return spare memory to the own pool. The leader's records; others' are empty.
 
         Args:
-            used: Quanta with KV of requests; the leader knows them from what it has.
+            used: Quanta with KV of requests; the leader derives them from its records.
         """
         pipeline = self._expect_pipeline()
         records = await pipeline.leave()
@@ -211,10 +211,10 @@ class Session:
         await self._run(lambda engine: self._member.grow(engine, self._member.memory.close_group()))
 
     async def abandon(self) -> None:
-        """The group ended otherwise: serve alone again, without any request. The parameters come from the backstop.
+        """Leave a failed group: serve alone again, without requests. Parameters come from the backstop.
 
         Raises:
-            UserError: The backstop is unreadable.
+            UserError: The backstop cannot be read.
         """
         self.cancel()
         if self.old is not None:
@@ -224,7 +224,7 @@ class Session:
             await self._run(self._repair)
 
     async def _end(self) -> None:
-        """End copies, the pipeline, and what others read."""
+        """End copies, the pipeline, and the stores served to others."""
         self._expect_puller().close()
         await asyncio.gather(*self._threads, return_exceptions=True)
         await self._end_pipeline()
@@ -249,7 +249,7 @@ class Session:
             raise InvariantError("spare pages of a group are gone")
         self._member.grow(engine, pages)
 
-    # -- on the engine's thread: blocks of requests that come home ------------------------------------------------
+    # -- on the engine's thread: blocks that KV is collected into -------------------------------------------------
 
     def _begin_load(self, request: int, num_blocks: int, engine: Engine) -> list[BlockId] | None:
         blocks = engine.loop.state.ledger.begin_load(num_blocks)
@@ -275,7 +275,7 @@ class Session:
             await self.pipeline.close()
 
     async def _run(self, function: Callable[[Engine], T]) -> T:
-        """Call something with the own engine, at a boundary, on its thread."""
+        """Call a function with the own engine, at a step boundary, on its thread."""
         pause = await self._member.engine.pause()
         try:
             return await pause.run(function)

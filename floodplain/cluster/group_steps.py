@@ -1,4 +1,4 @@
-"""What members of a group are told and answer, state by state. No I/O, no clock."""
+"""The orders to members of a group and their answers, by state. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from floodplain.core.groups import GroupEvent, GroupState
 
 
 class OrderKind(StrEnum):
-    """What a member is told to do."""
+    """The kinds of orders to a member."""
 
     PREPARE = "prepare"
-    """Pause at a step boundary; say what is held. Answered by CONFIRMED, or by a refusal."""
+    """Pause at a step boundary; report what is held. Answered by CONFIRMED, or by a refusal."""
     CANCEL = "cancel"
-    """Go on as before."""
+    """Resume: the group is not formed."""
     DROP = "drop"
-    """Unmap parameters, map the group's pool, link with both neighbours: DROPPED."""
+    """Unmap parameters, map the group's pool, link with both neighbours. Answered by DROPPED."""
     FETCH = "fetch"
     """Copy KV of each of these requests, in the kept layers, from the member that has it: FETCHED for each."""
     ADOPT = "adopt"
-    """Go on with these requests: their KV is there."""
+    """Resume these requests: their KV is there."""
     RELEASE = "release"
     """Free the blocks that are reserved for these requests: no member writes to them any more."""
     SETTLE = "settle"
@@ -29,11 +29,11 @@ class OrderKind(StrEnum):
     GROW = "grow"
     """Every member has mapped the settled quanta: add their blocks to the ledger."""
     PLAN = "plan"
-    """Drain the pipeline, give back what is too much, plan the shrink: PLANNED."""
+    """Drain the pipeline, give back requests that will not fit, plan the shrink. Answered by PLANNED."""
     MOVE = "move"
     """Move blocks as planned, unmap quanta: MOVED."""
     COMMIT = "commit"
-    """Every member has moved: commit the shrink and go on."""
+    """Every member has moved its blocks: commit the shrink and resume."""
     FILL = "fill"
     """Map dropped parameters, and fill them: FILLED."""
     RETURN = "return"
@@ -45,7 +45,7 @@ class OrderKind(StrEnum):
 
 
 class Answer(StrEnum):
-    """What a member says when it has done what it was told."""
+    """A member's answer when it has executed an order."""
 
     CONFIRMED = "confirmed"
     DROPPED = "dropped"
@@ -67,19 +67,19 @@ class Who(StrEnum):
     OTHERS = "others"
 
     def choose(self, epochs: tuple[int, ...]) -> tuple[int, ...]:
-        """Their epochs; the first of ``epochs`` is the leader's."""
+        """The epochs of these members; the first of ``epochs`` is the leader's."""
         return {Who.ALL: epochs, Who.LEADER: epochs[:1], Who.OTHERS: epochs[1:]}[self]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What takes place in one state.
+    """The orders and answers of one state.
 
     Attributes:
-        orders: Sent when it is entered, in this order.
-        answer: Awaited; None if none is, or if answers are for single requests.
-        by: From these members.
-        event: Takes place when all have answered; None if the caller decides.
+        orders: Sent when the state is entered, in this sequence.
+        answer: The awaited answer; None if there is none, or if answers are for single requests.
+        by: The members that must answer.
+        event: Follows when all have answered; None if the caller decides.
     """
 
     orders: tuple[tuple[OrderKind, Who], ...] = ()
@@ -104,10 +104,10 @@ STEPS: Mapping[GroupState, Step] = {
     GroupState.ADOPTING: Step(event=GroupEvent.ADOPTED),
     GroupState.CLOSING: Step(((OrderKind.CLOSE, Who.ALL),), Answer.CLOSED, event=GroupEvent.CLOSED),
 }
-"""Of all states but ``SOLO`` and ``OVER``."""
+"""The steps of all states except ``SOLO`` and ``OVER``."""
 
 REQUEST_ANSWERS = {GroupState.EXCHANGING: Answer.FETCHED, GroupState.ADOPTING: Answer.COLLECTED}
-"""Answers for single requests. A member's late answer of one of these states cannot be taken for one of the other."""
+"""Answers for single requests. They differ, so a late answer of one state is never taken for one of the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""The front's side of groups: instances are told to drop layers, to run as a pipeline, and to restore them.
+"""The front's side of groups: orders instances to drop layers, to run as a pipeline, and to restore layers.
 
-``GroupBook`` says which order is due, ``GroupPlan`` what is in it; this sends it, and moves requests in the front's
-book: those whose KV is on its way are lifted, and put where they go on, or wait to be computed again.
+``GroupBook`` decides which order is due, ``GroupPlan`` its content; this sends it, and moves requests in the front's
+book: requests whose KV moves are lifted, then placed where they resume, or wait to be recomputed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from floodplain.lending.fields import WireError
 logger = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT_S = 10.0
-"""A member that does not pause for so long, in the middle of a long step, does not join."""
+"""If a member has not paused after this time, perhaps in a long step, the group is cancelled."""
 STEP_TIMEOUT_S = 60.0
-"""A group in which nothing is done for so long, though something is awaited, is over."""
+"""A group that awaits an answer and gets none for so long is ended."""
 
 
 class Grouping:
-    """See the module. Everything is called on the front's event loop.
+    """The groups of a front. Everything is called on the front's event loop.
 
     Args:
         book: Requests and instances.
@@ -45,8 +45,8 @@ class Grouping:
         place: Places requests that wait.
 
     Attributes:
-        groups: Those that are being made or live.
-        counts: What became of others.
+        groups: Groups that are being formed or live.
+        counts: Counters of all changes.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Grouping:
     # -- the operator, or the monitor, asks ---------------------------------------------------------------------------
 
     def drop(self, epochs: Sequence[int]) -> int:
-        """Begin to make a group of these instances, the leader first; its number.
+        """Begin to form a group of these instances, the leader first. Its number.
 
-        Groups of them that are pipelined are taken in as wholes; then the order is one in which layers can be shared.
+        Pipelined groups of them are taken in whole; the members' order is then one in which the layers can be divided.
 
         Raises:
-            UserError: Of the front's instances these cannot be a group.
+            UserError: These instances cannot form a group.
         """
         max_model_len = find_max_model_len(self._book.roster, epochs, self._shape.num_layers)
         old = {group.epochs: self._plans[group.number].kept for group in self.groups.find_old(epochs)}
@@ -96,16 +96,16 @@ class Grouping:
         self._apply(change)
 
     def plan_of(self, number: int) -> GroupPlan | None:
-        """What is known of a group that is being made or lives."""
+        """The plan of a group that is being formed or lives; None if there is none."""
         return self._plans.get(number)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def take(self, message: GroupAnswer, integers: Sequence[int]) -> None:
-        """A member answers. Of a group that has ended nothing counts.
+        """Apply a member's answer; answers of a group that has ended are ignored.
 
         Raises:
-            WireError: It is no answer of a member.
+            WireError: The sender is no member, or the answer is invalid.
         """
         plan, group = self._plans.get(message.number), self.groups.get(message.number)
         if plan is None or group is None:
@@ -114,7 +114,7 @@ class Grouping:
             raise WireError(f"it is no member of group {message.number}")
         leads = message.epoch == group.leader
         if not (isinstance(message, Copied) or group.awaits(message.epoch, answer_of(message, leads=leads))):
-            return  # late, or said twice
+            return  # late, or sent twice
         match message:
             case Prepared():
                 self._take_prepared(plan, message, integers)
@@ -135,7 +135,7 @@ class Grouping:
             self._bring_home(plan)
 
     def end(self, epoch: int) -> None:
-        """The life of an instance is over: with it, those of its group, and of one that is to be taken in."""
+        """An instance's life has ended: end its group, and a group that would be taken in."""
         changes = []
         while (group := self.groups.find(epoch)) is not None:
             self.counts.problems[group.number] = f"instance {self._plans[group.number].name_of(epoch)} is gone"
@@ -144,13 +144,13 @@ class Grouping:
             self._apply(change)
 
     def forget(self, entry: Entry) -> None:
-        """The client of a request hung up: its KV is not wanted any more."""
+        """A request has ended at the front: its KV need not be copied any more."""
         for plan in self._plans.values():
             if entry.number in plan.travellers:
                 self.groups.abort(plan.number, entry.number)
 
     def expire(self, now: float) -> None:
-        """End groups in which nothing was done for too long; ask often."""
+        """End groups that made no progress for too long; call often."""
         for group in self.groups:
             limit_s = PREPARE_TIMEOUT_S if group.state is GroupState.PREPARING else STEP_TIMEOUT_S
             if group.state is not GroupState.PIPELINED and now - self._plans[group.number].since_s > limit_s:
@@ -160,7 +160,7 @@ class Grouping:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def _note(self, plan: GroupPlan, change: Change | None) -> None:
-        """A member has answered; an answer that is late or repeated does not keep a group from expiring."""
+        """Apply a change. An answer that is late or repeated makes none, and does not keep a group from expiring."""
         if change is not None:
             plan.since_s = time.monotonic()
             self._apply(change)
@@ -185,7 +185,7 @@ class Grouping:
         self._place()
 
     def _divide(self, plan: GroupPlan, group: Group) -> None:
-        """All members are paused: phase two."""
+        """All members are paused: begin phase two."""
         entries = {epoch: self._book.entries_of(epoch) for epoch in plan.epochs}
         plan.divide(self._shape, self._book.roster.expect(plan.epochs[0]).facts, entries)
         for epoch, by_ticket in entries.items():
@@ -208,8 +208,8 @@ class Grouping:
             self._lift(plan, entry)
 
     def _bring_home(self, plan: GroupPlan) -> None:
-        """All members serve by themselves: each request goes on where the fewest blocks went before."""
-        homes = plan.choose_homes(self._book.is_lifted)  # those whose clients have not hung up
+        """All members serve alone: each request is assigned to the member with the fewest blocks so far."""
+        homes = plan.choose_homes(self._book.is_lifted)  # without requests whose clients disconnected
         for epoch in plan.epochs:
             self._book.roster.expect(epoch).part = None
         self._apply(self.groups.adopt(plan.number, homes))
@@ -254,7 +254,7 @@ class Grouping:
                 self._lead(plan, now)
             case GroupState.PIPELINED:
                 self.counts.note(plan.number, "dropped", now - plan.begun_s)
-            case GroupState.HANDOVER:  # what came behind the leader's answer would run there, and no one would read it
+            case GroupState.HANDOVER:  # the output of a later request there would be lost
                 self._book.roster.expect(plan.epochs[0]).part = "paused"
             case GroupState.SOLO:
                 self.counts.note(plan.number, "cancelled" if plan.sizes is None else "restored", now - plan.begun_s)
@@ -266,7 +266,7 @@ class Grouping:
                 self._forget_plan(plan)
 
     def _lead(self, plan: GroupPlan, now: float) -> None:
-        """The leader takes requests. If no KV is to be copied, SETTLING is the first state that is seen entered."""
+        """Let the leader take requests. If no KV is to be copied, SETTLING is the first state that is seen entered."""
         leader = self._book.roster.expect(plan.epochs[0])
         if leader.part == "leading":
             return
@@ -278,11 +278,11 @@ class Grouping:
         del self._plans[plan.number]
         for epoch in plan.epochs:
             if (instance := self._book.roster.get(epoch)) is not None:
-                old = self.groups.find(epoch)  # of a merge that was cancelled
+                old = self.groups.find(epoch)  # of a cancelled merge
                 instance.part = None if old is None else "leading" if epoch == old.leader else "grouped"
 
     def _lift(self, plan: GroupPlan, entry: Entry) -> None:
-        """Off its instance: with its KV if it is a traveller, else it waits to be computed again."""
+        """Take a request off its instance: with its KV if it is a traveller, else to be recomputed."""
         self._book.lift(entry)
         if entry.number not in plan.travellers:
             self._book.wait(entry)

@@ -1,4 +1,4 @@
-"""An instance that serves by itself: an engine that computes what the front tells it, and has no clients of its own."""
+"""An instance with a whole model: its engine computes requests of the front, and has no clients of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Replica:
     """A ``Member`` with a whole model.
 
     Args:
-        engine: Not yet started.
+        engine: The engine, not yet started.
 
     Attributes:
         engine: As above.
@@ -28,20 +28,20 @@ class Replica:
         self.engine = engine
 
     async def start(self) -> None:
-        """See ``Member``."""
+        """Start the engine."""
         await self.engine.start()
 
     async def close(self) -> None:
-        """See ``Member``."""
+        """Close the engine."""
         await self.engine.close()
 
     async def rest(self) -> None:
-        """See ``Member``."""
+        """Return when the engine has no step under way."""
         pause = await self.engine.pause()
         pause.release()
 
     def hello(self, token: str) -> Hello:
-        """See ``Member``."""
+        """The ``Hello`` of this instance: its token and facts."""
         one = self.engine.engine
         ledger = one.loop.state.ledger
         facts = InstanceFacts(
@@ -57,5 +57,5 @@ class Replica:
         return Hello(token, facts)
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """See ``Member``."""
+        """Serve one life: requests of the front until the connection ends or the process is to stop."""
         await Life(link, welcome, self.engine).run(is_stopping, drain_timeout_s)

@@ -1,6 +1,6 @@
-"""Copies of KV and parameters between members of a group: what one serves, and how another one takes it.
+"""Copies of KV and parameters between members of a group: the stores that a member serves, and the pulling side.
 
-A member pulls: it knows what it lacks, verifies each chunk, and says of each request whether all of it is there.
+Members pull: each knows what it lacks, verifies each chunk, and reports for each request whether its copy is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 KV, SWAP, PARAMETERS = "kv", "swap", "parameters"
 """Names of stores: part = layer; indices = blocks by the group's ids, slots of swap space, or pieces."""
 PIECE_BYTES = 2**20
-"""Of parameters: an index of their store."""
+"""Bytes of one index of the parameter store."""
 
 IntArray = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
@@ -35,17 +35,17 @@ Writer = Callable[[int, Sequence[int], ByteArray], bool]
 
 
 class KvStore:
-    """KV of a member's group memory, for others; see ``bulk_stores.Store``.
+    """Serves the KV of a member's group memory to other members; a ``bulk_stores.Store``.
 
     Args:
-        memory: Of the member.
+        memory: The member's group memory.
     """
 
     def __init__(self, memory: GroupMemory) -> None:
         self._memory = memory
 
     def read(self, part: int, indices: IntArray) -> ByteArray:
-        """See ``Store``."""
+        """The bytes of blocks ``indices`` in layer ``part``; see ``bulk_stores.Store.read``."""
         data = self._memory.read(part, indices.tolist())
         if data is None:
             raise NotServed(f"KV of layer {part} is not here, or blocks have no memory")
@@ -53,17 +53,17 @@ class KvStore:
 
 
 class ParameterStore:
-    """Parameters of the layers that a member has, for others; see ``bulk_stores.Store``.
+    """Serves parameters of the layers that a member has to other members; a ``bulk_stores.Store``.
 
     Args:
-        buffers: Of all layers of the model.
+        buffers: The parameter buffers of all layers of the model.
     """
 
     def __init__(self, buffers: Sequence[PagedBuffer]) -> None:
         self._buffers = buffers
 
     def read(self, part: int, indices: IntArray) -> ByteArray:
-        """See ``Store``."""
+        """The bytes of pieces ``indices`` of layer ``part``; see ``bulk_stores.Store.read``."""
         buffer = self._buffers[part]
         if not buffer.is_filled or int(indices.max(initial=0)) >= count_pieces(buffer):
             raise NotServed(f"parameters of layer {part} are not here")
@@ -71,24 +71,24 @@ class ParameterStore:
 
 
 def count_pieces(buffer: PagedBuffer) -> int:
-    """Pieces of a layer's parameters."""
+    """The number of pieces of a layer's parameters."""
     return -(-buffer.tensor.numel() // PIECE_BYTES)
 
 
 def piece_of(index: int) -> slice:
-    """The bytes of a piece."""
+    """The byte range of a piece."""
     return slice(index * PIECE_BYTES, (index + 1) * PIECE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCopy:
-    """One request's KV, to be copied.
+    """One request's KV that is to be copied.
 
     Attributes:
         request: The front's number of it.
-        sources: Its blocks where it lies: see ``core.kv_sources``.
-        targets: The same here.
-        layers: Which layers come from which bulk server.
+        sources: Its blocks or swap slots at the member that has them (``core.kv_sources``).
+        targets: The local blocks to copy into, in the same order.
+        layers: By address of a bulk server: the layers to copy from it.
     """
 
     request: int
@@ -97,7 +97,7 @@ class RequestCopy:
     layers: Mapping[str, Sequence[int]]
 
     def find_targets(self) -> dict[str, dict[int, int]]:
-        """For each store that has some of its blocks: the block here for each index there."""
+        """For each store that has some of the blocks: the local block of each index of that store."""
         found: dict[str, dict[int, int]] = {}
         for source, target in zip(self.sources, self.targets, strict=True):
             slot = find_slot(source)
@@ -107,10 +107,10 @@ class RequestCopy:
 
 
 class Puller:
-    """Pulls from the bulk servers of other members; one thread at a time, but for ``close``.
+    """Pulls from bulk servers of other members. One thread at a time, except for ``close``.
 
     Args:
-        secret: Of the group.
+        secret: The group's secret.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -120,7 +120,7 @@ class Puller:
         self._is_closed = False
 
     def copy(self, one: RequestCopy, write: Writer) -> bool:
-        """Whether all of a request's KV is here now, proven whole."""
+        """Copy a request's KV. True if all of it is here now and every chunk was verified."""
         targets_of, is_written = one.find_targets(), True
 
         def sink(item: BulkItem, indices: IntArray, data: ByteArray) -> None:
@@ -136,7 +136,7 @@ class Puller:
         return is_written
 
     def fill(self, address: str, layer: int, buffer: PagedBuffer) -> bool:
-        """Whether a layer's parameters are in its buffer now; the caller proves that they are the right ones."""
+        """Copy a layer's parameters into its buffer. True if all arrived; the caller verifies their content."""
 
         def sink(_: BulkItem, indices: IntArray, data: ByteArray) -> None:
             start = int(indices[0]) * PIECE_BYTES
@@ -146,7 +146,7 @@ class Puller:
         return self._fetch(address, [item], sink) == [Outcome.OK]
 
     def close(self) -> None:
-        """End what is under way, which then fails; on any thread."""
+        """Abort the copies under way, which then fail. May be called on any thread."""
         self._is_closed = True
         for client in list(self._clients.values()):
             client.close()
@@ -154,14 +154,14 @@ class Puller:
     def _fetch(
         self, address: str, items: Sequence[BulkItem], sink: Callable[[BulkItem, IntArray, ByteArray], None]
     ) -> list[Outcome]:
-        """The outcome of each item; all are missing if the other end is lost, now and from then on."""
+        """The outcome of each item. All items are ``MISSING`` if the peer is lost, in this and later calls."""
         while address not in self._lost and not self._is_closed:
             is_new = address not in self._clients
             try:
                 return self._client(address).fetch(items, sink)
             except PeerLost as error:
                 self._clients.pop(address).close()
-                if is_new:  # else the server may have closed what was idle for long
+                if is_new:  # else the server may have closed a connection that was idle for long
                     logger.warning("a copy from %s failed: %s", address, error)
                     self._lost.add(address)
         return [Outcome.MISSING] * len(items)
@@ -176,7 +176,7 @@ class Puller:
 
 
 def group_layers(layers: Iterable[int], address_of: Callable[[int], str]) -> dict[str, list[int]]:
-    """Layers by the address that each comes from."""
+    """The layers, grouped by the address that each is copied from."""
     found: dict[str, list[int]] = {}
     for layer in layers:
         found.setdefault(address_of(layer), []).append(layer)
@@ -184,7 +184,7 @@ def group_layers(layers: Iterable[int], address_of: Callable[[int], str]) -> dic
 
 
 def write_pool(pool: KVPool) -> Writer:
-    """Writes blocks of a pool that are loading: no step reads them."""
+    """A writer of blocks of ``pool`` that are loading: no step reads them."""
 
     def write(layer: int, blocks: Sequence[int], data: ByteArray) -> bool:
         if not all(pool.is_backed(block) for block in blocks):
@@ -197,7 +197,7 @@ def write_pool(pool: KVPool) -> Writer:
 
 
 def copy_own(memory: GroupMemory, one: RequestCopy, layers: Iterable[int], write: Writer) -> bool:
-    """Copy the layers that a member has itself from its group memory; whether all are there."""
+    """Copy layers that the member itself has, from its group memory. True if all were copied."""
     for layer in layers:
         data = memory.read(layer, one.sources)
         if data is None or not write(layer, one.targets, data):

@@ -1,6 +1,6 @@
-"""Instance processes of the front: started by it, started again when they end, and never left behind.
+"""Instance processes of the front: it starts them, restarts them when they end, and leaves none behind.
 
-A slot is the place of one of them. The launcher decides when its process starts, starts again, or is killed;
+A slot is the place of one process. The launcher decides when the process starts, restarts, or is killed;
 ``Processes`` does it: on this machine (``local_processes.py``), or on those of a Ray cluster (``ray_processes.py``).
 """
 
@@ -21,11 +21,11 @@ from floodplain.web.accepting import SCARCE
 logger = logging.getLogger(__name__)
 
 LOST_TIMEOUT_S = 30.0
-"""A child that fell silent and does not join again within this time is killed, and another one started."""
+"""A child that fell silent and has not joined again after this time is killed and restarted."""
 PARTED_TIMEOUT_S = 300.0
-"""The same of one whose life ended otherwise: it may read dropped layers again, or end a long step."""
+"""The same for a life that ended otherwise: the child may be reading dropped layers, or in a long step."""
 FIRST_RETRY_S = 1.0
-"""After a process that could not be started because the system had no room for it; then twice as long each time."""
+"""Delay after a start that failed for lack of system resources; doubled each time."""
 
 
 class Processes(Protocol):
@@ -33,16 +33,16 @@ class Processes(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """Slots are numbered from 0."""
+        """The number of slots; they are numbered from 0."""
         ...
 
     async def run(self, slot: int, address: str, token: str) -> Ending:
         """Start a slot's process, and return when it has ended; its log goes to our standard error.
 
         Args:
-            slot: Which; it has no process.
+            slot: The slot; it has no process.
             address: Of the front.
-            token: With which it joins.
+            token: The token with which it joins.
 
         Raises:
             OSError: It cannot be started.
@@ -54,7 +54,7 @@ class Processes(Protocol):
         ...
 
     async def close(self) -> None:
-        """End all: ask, wait, kill. Tasks that await ``run`` were cancelled before."""
+        """End all processes: ask, wait, kill. Tasks that await ``run`` were cancelled before."""
         ...
 
 
@@ -62,8 +62,8 @@ class Lost(NamedTuple):
     """How a life of a slot's instance ended.
 
     Attributes:
-        words: Why; empty if it is not the reason itself.
-        served_s: For how many seconds it served and was heard; None if it never served.
+        words: Why; empty if the life's end was only a consequence.
+        served_s: Seconds for which it served, up to its last message; None if it never served.
     """
 
     words: str
@@ -71,22 +71,22 @@ class Lost(NamedTuple):
 
 
 class Launcher:
-    """See the module. Everything is called on one event loop.
+    """Starts and restarts the processes of all slots. Everything is called on one event loop.
 
     A start has failed if its process ended, or its instance was lost, before it had served for ``SETTLED_S``. A process
-    that was lost may come back by itself, as one that was stopped does: it is let in again when its delay is over.
+    that was lost may join again by itself, as a stopped one does: it is admitted again when its delay is over.
 
     Args:
-        processes: Of all slots; ``close`` closes them.
-        on_change: Called when a slot's instance serves, or its process has ended; whether it may start again.
+        processes: The processes of all slots; ``close`` closes them.
+        on_change: Called when a slot's instance serves, is lost, or its process has ended. True if it may be restarted.
         lost_timeout_s: As ``LOST_TIMEOUT_S``.
 
     Attributes:
         tokens: Each slot's secret, and the slot.
-        serving: Slots whose instance serves.
+        serving: Slots with a serving instance.
         last_words: Why the last start of a slot failed, or its instance ended.
-        refused: Slots whose last process ended for bad input: no other start would do better.
-        given_up: Slots that are not started again.
+        refused: Slots whose last process ended for bad input: another start would fail too.
+        given_up: Slots that are not restarted any more.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Launcher:
         self._restarts = [Restarts() for _ in range(processes.num_slots)]
         self._serving_since_s: dict[int, float] = {}
         self._lost: dict[int, Lost] = {}
-        self._again_s: dict[int, float] = {}  # when what was lost may be back; inf: never
+        self._again_s: dict[int, float] = {}  # when a lost instance may join again; inf: never
         self._killed: set[int] = set()
         self._killings: dict[int, asyncio.TimerHandle] = {}
         self._keepers: list[asyncio.Task[None]] = []
 
     def start(self, address: str) -> None:
-        """Start all slots; each joins the front at this address when it has loaded its model."""
+        """Start all slots. Each instance joins the front at this address once its model is loaded."""
         slots = {slot: token for token, slot in self.tokens.items()}
         self._keepers = [asyncio.create_task(self._keep(slot, slots[slot], address)) for slot in sorted(slots)]
         for keeper in self._keepers:
@@ -117,14 +117,14 @@ class Launcher:
 
     @property
     def failure(self) -> BaseException | None:
-        """A bug of ours that keeps a slot from being started again; None while all is well."""
+        """A bug that keeps a slot from being restarted; None while there is none."""
         ended = [keeper.exception() for keeper in self._keepers if keeper.done() and not keeper.cancelled()]
         return next((error for error in ended if error is not None), None)
 
     # -- what the front says of a slot -----------------------------------------------------------------------------
 
     def admits(self, slot: int) -> bool:
-        """Whether the instance of a slot may join now; if not, it is to ask again."""
+        """Whether the instance of a slot may join now; if not, it must try again later."""
         lost = self._lost.get(slot)
         if lost is not None and lost.words and slot not in self._again_s:
             self._judge(slot, lost.served_s, lost.words)
@@ -133,23 +133,23 @@ class Launcher:
         return time.monotonic() >= self._again_s.get(slot, 0.0)
 
     def note_joined(self, slot: int) -> None:
-        """An instance of this slot joined; it may have to be linked with others before it serves."""
+        """An instance of this slot joined; before it serves it may have to be linked with others."""
         self._forget(slot)
 
     def note_serving(self, slot: int) -> None:
-        """It serves."""
+        """The slot's instance serves."""
         self._serving_since_s[slot] = time.monotonic()
         self.serving.add(slot)
         self._on_change()
 
     def note_lost(self, slot: int, why: str, silent_s: float) -> None:
-        """Its life ended, after a silence of so many seconds.
+        """The life of the slot's instance ended, after ``silent_s`` seconds without a message.
 
         Args:
             slot: Of the instance.
-            why: ``silent``: it may be stopped or wedged; ``stuck``: it is killed; ``hung_up``; else it is not the
+            why: ``silent``: it may be stopped or hung; ``stuck``: it is killed; ``hung_up``; others are not the
                 reason itself.
-            silent_s: Since it was heard last.
+            silent_s: Seconds since its last message.
         """
         served_s, words = self._count_served_s(slot), "it hung up" if why == "hung_up" else ""
         self.serving.discard(slot)
@@ -169,7 +169,7 @@ class Launcher:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End all processes. Nothing is started again."""
+        """End all processes. None is restarted."""
         for slot in list(self._killings):
             self._spare(slot)
         for keeper in self._keepers:
@@ -185,7 +185,7 @@ class Launcher:
             killing.cancel()
 
     def _forget(self, slot: int) -> None:
-        """Nothing of an earlier life counts any more."""
+        """Clear what is known of the slot's earlier life."""
         self._spare(slot)
         self._lost.pop(slot, None)
         self._again_s.pop(slot, None)
@@ -208,7 +208,7 @@ class Launcher:
         return None if since_s is None else time.monotonic() - since_s
 
     def _judge(self, slot: int, served_s: float | None, words: str) -> None:
-        """A life ended, or a process did: when the next one may begin."""
+        """Decide when the slot may start or join again, after a life or a process ended."""
         restarts = self._restarts[slot]
         delay_s = restarts.next_delay_s(served_s)
         self.last_words[slot] = words
@@ -225,7 +225,7 @@ class Launcher:
         lost = self._lost.get(slot)
         served_s = self._count_served_s(slot) if lost is None else lost.served_s
         if ending.status in FROM_OUTSIDE and slot not in self._killed and served_s is not None:
-            served_s = max(served_s, SETTLED_S)  # whatever ended it from outside says nothing of its start
+            served_s = max(served_s, SETTLED_S)  # a signal from outside does not count as a failed start
         words = ending.describe()
         if lost is not None and lost.words and slot in self._killed:
             words = lost.words
@@ -241,7 +241,7 @@ class Launcher:
             try:
                 ending = await self._processes.run(slot, address, token)
             except (OSError, RuntimeError) as error:
-                if _is_scarce(error):  # no start has failed
+                if _is_scarce(error):  # does not count as a failed start
                     delay_s = min(MOST_DELAY_S, FIRST_RETRY_S * 2.0**num_short)
                     num_short = min(num_short + 1, 8)
                     logger.warning("instance %d cannot be started now: %s; it is tried again in %g s",
@@ -262,5 +262,5 @@ class Launcher:
 
 
 def _is_scarce(error: OSError | RuntimeError) -> bool:
-    """Whether there is no room for a process now, or for the thread that waits for its end."""
+    """Whether the system has no resources for a process now, or for the thread that waits for its end."""
     return error.errno in SCARCE if isinstance(error, OSError) else str(error) == "can't start new thread"

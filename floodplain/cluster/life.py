@@ -1,4 +1,4 @@
-"""One life of an instance: from the front's welcome until the connection ends, or this process is to stop."""
+"""One life of an instance: from the front's welcome to the end of the connection or of this process."""
 
 from __future__ import annotations
 
@@ -40,36 +40,36 @@ from floodplain.lending.fields import WireError
 logger = logging.getLogger(__name__)
 
 FRONT_SILENCE_S = 10.0
-"""A front that says nothing for so long is hung up on, and dialled again."""
+"""The connection to a front that sends nothing for so long is closed; the instance then connects again."""
 
 
 class Life:
-    """One epoch. Nothing of it is left when ``run`` returns.
+    """One life under one epoch. Nothing of it is left when ``run`` returns.
 
     Args:
         link: To the front.
-        welcome: What the front answered.
-        engine: Started; what computes.
+        welcome: The front's answer to the hello.
+        engine: The started engine; None: there is none yet.
     """
 
     def __init__(self, link: FrameLink, welcome: Welcome, engine: AsyncEngine | None) -> None:
         self._engine, self._link = engine, link
-        self._before = EngineStats() if engine is None else engine.stats()  # counted in lives before this one
+        self._before = EngineStats() if engine is None else engine.stats()  # counts of earlier lives
         if engine is not None:
             engine.engine.meter.renew()
         self._epoch, self._beat_s = welcome.epoch, welcome.beat_s
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._requests: dict[int, Request] = {}
-        self._num_known: dict[int, int] = {}  # tokens of each request that the front knows, or is about to
+        self._num_known: dict[int, int] = {}  # by ticket: tokens that were sent to the front, or are about to be
         self._rows: list[TokenRow] = []
         self._heard_s = time.monotonic()
 
     async def run(self, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """Return when the connection ends, or this process is to stop and its requests have ended.
+        """Serve until the connection ends, or until this process is to stop and its requests have ended.
 
         Args:
-            is_stopping: Whether it is.
-            drain_timeout_s: How long requests may go on then.
+            is_stopping: Set when this process is to stop.
+            drain_timeout_s: How long requests may still run then.
         """
         listening = asyncio.create_task(self._listen())
         beating = asyncio.create_task(self._beat())
@@ -126,11 +126,11 @@ class Life:
         return EngineStats() if self._engine is None else since(self._engine.stats(), self._before)
 
     def _meter(self) -> StepMeter | None:
-        """Of what computes; None while nothing does."""
+        """The step meter of the engine; None if there is no engine."""
         return None if self._engine is None else self._engine.engine.meter
 
     def find_failure(self) -> BaseException | None:
-        """What ended the engine, if something did."""
+        """The exception that ended the engine; None if there is none."""
         return None if self._engine is None else self._engine.failure
 
     async def _ended(self) -> None:
@@ -142,7 +142,7 @@ class Life:
         self._requests[ticket] = request_of(message, token_ids, time.monotonic())
         self._num_known[ticket] = len(token_ids)
         self._streams[ticket] = asyncio.create_task(self._stream(ticket, on_added))
-        self._streams[ticket].add_done_callback(lambda _: self._forget(ticket))  # one that never ran has no end itself
+        self._streams[ticket].add_done_callback(lambda _: self._forget(ticket))  # also if it never ran
 
     def _forget(self, ticket: int) -> None:
         del self._streams[ticket], self._requests[ticket], self._num_known[ticket]
@@ -165,7 +165,7 @@ class Life:
         self._send(Accepted(self._epoch, ticket))
 
     def _add(self, ticket: int, delta: OutputDelta) -> None:
-        """Rows of one step go out together: all streams of the step run before what is called soon."""
+        """Add a row. All rows of a step are sent together: its streams run before the scheduled ``_flush``."""
         if not self._rows:
             asyncio.get_running_loop().call_soon(self._flush)
         token = delta.token_ids[0] if delta.token_ids else None

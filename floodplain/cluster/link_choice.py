@@ -1,6 +1,6 @@
-"""How activations go from one stage to the next: from device to device by NCCL, or by way of the host.
+"""The choice of how activations reach the next stage: from device to device by NCCL, or through host memory.
 
-Both ends of a link say what they are; from that both come to the same choice. No flag: NCCL is used whenever it can be.
+Both ends of a link send their facts, and compute the same choice from them. No flag: NCCL is used whenever possible.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from floodplain.lending.fields import WireError
 logger = logging.getLogger(__name__)
 
 FIND_TIMEOUT = timedelta(seconds=10)
-"""For the two processes of a group to find each other."""
+"""Longest time for the two processes of a group to find each other."""
 GLOO_TIMEOUT = timedelta(seconds=10)
 NCCL_TIMEOUT = timedelta(days=1)
-"""A silent stage is the front's to find, which ends the link; torch's own watchdog would end this process."""
+"""The front detects a silent stage and ends the link; with a shorter value torch's watchdog would end this process."""
 SENDER, RECEIVER = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class EndFacts:
-    """What one end of a link says of itself.
+    """The facts of one end of a link.
 
     Attributes:
         device: The GPU's UUID; empty on a CPU.
@@ -50,13 +50,13 @@ Choose = Callable[[EndFacts, EndFacts], str | None]
 
 
 def describe_end(device: torch.device) -> EndFacts:
-    """The facts of a stage on this device."""
+    """The facts of an end on this device."""
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     return EndFacts(uuid, dist.is_available() and dist.is_nccl_available())
 
 
 def choose_backend(one: EndFacts, other: EndFacts) -> str | None:
-    """The backend of torch.distributed that carries activations; None: they go by way of the host.
+    """The torch.distributed backend that carries activations; None: they pass through host memory.
 
     NCCL needs two GPUs: it refuses two processes on the same one.
     """
@@ -65,7 +65,7 @@ def choose_backend(one: EndFacts, other: EndFacts) -> str | None:
 
 
 def introduce(link: StageLink, device: torch.device) -> None:
-    """Say what this end is, as the first frame. Both ends do this before either calls ``choose_link``.
+    """Send the facts of this end, as the first frame. Both ends do this before either calls ``choose_link``.
 
     Raises:
         PeerLost: The link has ended.
@@ -76,18 +76,18 @@ def introduce(link: StageLink, device: torch.device) -> None:
 def choose_link(
     link: StageLink, rank: int, limits: PlanLimits, device: torch.device, host: str, choose: Choose = choose_backend
 ) -> Link:
-    """Agree with the other end; blocks until it has answered, or the link is closed.
+    """Agree with the other end on a link. Blocks until it has answered, or the link is closed.
 
     Args:
         link: Just opened, and ``introduce``d.
         rank: ``SENDER`` or ``RECEIVER`` of activations.
-        limits: What activations must be like.
+        limits: Bounds on the shape and dtype of activations.
         device: Of this stage.
-        host: Of the receiver: an address of its own, at which the sender reaches it.
+        host: The address of the receiver at which the sender reaches it.
         choose: Chooses the backend.
 
     Raises:
-        PeerLost: The link has ended, or the other end says what is nonsense.
+        PeerLost: The link has ended, the other end breaks the protocol, or no process group can be made.
     """
     try:
         name = choose(describe_end(device), from_json(EndFacts, link.recv().body))
@@ -101,7 +101,7 @@ def choose_link(
 
 
 def _open_group(name: str, link: StageLink, rank: int, host: str) -> PairGroup:
-    """A group over a store of its own, which the receiver has."""
+    """A process group of the two ends, over its own store, which the receiver runs."""
     if rank == RECEIVER:
         with socket.create_server((host, 0), family=_family_of(host)) as listener:
             port = listener.getsockname()[1]

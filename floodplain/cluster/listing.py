@@ -1,4 +1,4 @@
-"""``GET /instances``: who is there, for operators."""
+"""``GET /instances``: the list of instances, for operators."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Listing(BaseModel):
 
 
 def list_instances(front: Front, now: float) -> Listing:
-    """What is known now."""
+    """The state of all instances now."""
     rows = []
     for one in front.book.roster:
         stats = front.sums.latest(one.epoch)

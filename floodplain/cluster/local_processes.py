@@ -1,4 +1,4 @@
-"""Instance processes of this machine, as children of the front."""
+"""Instance processes on this machine, as children of the front."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from floodplain.cluster.endings import Ending, LastWords
 
 
 class LocalProcesses:
-    """``Processes`` of this machine. Everything is called on one event loop.
+    """``Processes`` on this machine. Everything is called on one event loop.
 
     Args:
-        commands: Of each slot, without the address.
-        environment: Of all of them.
+        commands: For each slot, without the address.
+        environment: Environment variables of all processes.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
@@ -25,11 +25,11 @@ class LocalProcesses:
 
     @property
     def num_slots(self) -> int:
-        """See ``Processes``."""
+        """The number of slots."""
         return len(self._commands)
 
     async def run(self, slot: int, address: str, token: str) -> Ending:
-        """See ``Processes``."""
+        """Start a slot's process as a child; see ``Processes.run``."""
         child = await Child.start([*self._commands[slot], "--join", address], self._environment, token)
         self._children[slot] = child
         words = LastWords(slot)
@@ -38,16 +38,16 @@ class LocalProcesses:
         return Ending(await child.wait(), words.complaint, words.line)
 
     def kill(self, slot: int) -> None:
-        """See ``Processes``."""
+        """Kill a slot's process, if there is one."""
         if slot in self._children:
             self._children[slot].kill()
 
     async def close(self) -> None:
-        """See ``Processes``."""
+        """End all children: ask, wait, kill."""
         await asyncio.gather(*[child.end() for child in self._children.values()])
         self._children.clear()
 
 
 def share_cores(num_instances: int) -> int:
-    """Threads with which each of so many instances computes on a CPU."""
+    """The number of compute threads for each of ``num_instances`` instances on this machine's CPU; at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // num_instances)

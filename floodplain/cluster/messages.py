@@ -1,7 +1,7 @@
-"""What the front and its instances say to each other.
+"""Messages between the front and its instances.
 
 The first message of a connection is an instance's ``Hello``; the front answers ``Welcome`` or ``Denied``. From then on
-every message carries the epoch that the welcome gave, and one of another epoch counts for nothing.
+every message carries the epoch that the welcome gave; a message of another epoch is ignored.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from floodplain.lending.fields import WireError
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """An instance dials in.
+    """The first message of an instance.
 
     Attributes:
-        token: The secret that the front gave out.
-        facts: What it is.
-        stage: None if it needs no other instance.
+        token: The secret that admits the instance.
+        facts: The facts of the instance.
+        stage: Its part of a pipeline; None if it has all layers.
         can_drop: Whether it may be a member of a group that drops layers.
-        can_move: Whether running requests may move to it, and from it, with their KV.
+        can_move: Whether running requests may migrate to it and from it with their KV.
     """
 
     token: str
@@ -51,7 +51,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """A life begins: ``epoch`` names it. Both sides speak every ``beat_s``; the front waits ``silence_s`` at most."""
+    """A life begins, named by ``epoch``. Both sides send every ``beat_s``; the front waits at most ``silence_s``."""
 
     epoch: int
     beat_s: Annotated[float, Range(0.001, 3600.0)]
@@ -64,14 +64,14 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """The front does not take the instance: ``reason`` says what to change."""
+    """The front refuses the instance; ``reason`` says what to change."""
 
     reason: Line
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody wants the request under this ticket any more."""
+    """Abort the request of this ticket."""
 
     epoch: int
     ticket: int
@@ -79,15 +79,15 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """All stages of a pipeline are there: link up. The instance answers ``Formed``, or ends this life.
+    """All stages of a pipeline have joined: open the links. The instance answers ``Formed``, or ends this life.
 
     Attributes:
         epoch: Of the instance.
-        number: Of the pipeline; no other one ever has it.
-        secret: That its members show each other, hexadecimal.
+        number: Unique number of the pipeline.
+        secret: The secret that its members show each other, hexadecimal.
         num_blocks: KV blocks that all members have.
-        max_model_len: Tokens of a request for which all have room.
-        host: Where the next stage listens (of the last one: the first), and
+        max_model_len: Most tokens of a request for which all members have room.
+        host: Where the next stage listens (for the last stage: the first), and
         port: on which port.
     """
 
@@ -102,14 +102,14 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class FrontBeat:
-    """The front is there."""
+    """The front is alive."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """What a request gained in a step; see ``OutputDelta``. ``token`` is None where it ended without one."""
+    """One request's result of a step; see ``OutputDelta``. ``token`` is None where the request ended without one."""
 
     ticket: int
     token: TokenId | None
@@ -120,7 +120,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What the requests of an instance gained."""
+    """The results of an instance's requests."""
 
     epoch: int
     rows: tuple[TokenRow, ...]
@@ -128,7 +128,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The instance has taken a request, which may wait there."""
+    """The instance has accepted a request, which may still wait there."""
 
     epoch: int
     ticket: int
@@ -136,7 +136,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The instance does not take a request: ``why`` is one of ``REFUSALS``, and the rest is the error's."""
+    """The instance refuses a request: ``why`` is one of ``REFUSALS``, the other fields are the error's."""
 
     epoch: int
     ticket: int
@@ -147,7 +147,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The instance is there, and this is how it is, and how it gets on."""
+    """The instance is alive; its statistics and the progress of its steps."""
 
     epoch: int
     stats: EngineStats
@@ -156,14 +156,14 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The instance takes nothing more, and exits when its requests have ended."""
+    """The instance accepts nothing more, and exits when its requests have ended."""
 
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A stage is linked with its neighbours in the pipeline of this number."""
+    """A stage is linked with both neighbours in the pipeline of this number."""
 
     epoch: int
     number: int
@@ -188,15 +188,15 @@ REFUSALS: Mapping[str, type[UserError]] = {
 
 
 def pack(message: FrontMessage | InstanceMessage, token_ids: tuple[int, ...] = ()) -> bytes:
-    """A message as a frame."""
+    """The frame of a message."""
     kind = type(message).__name__
-    if isinstance(message, Tokens):  # the one that is sent in every step
+    if isinstance(message, Tokens):  # sent in every step, so packed without ``to_json``
         return pack_frame({"kind": kind, "epoch": message.epoch, "rows": [_pack_row(row) for row in message.rows]})
     return pack_frame({"kind": kind} | to_json(message), token_ids)
 
 
 def read_front_message(body: dict[str, object]) -> FrontMessage:
-    """What the front said.
+    """The message of the front in a frame.
 
     Raises:
         WireError: It is no message of this version.
@@ -206,7 +206,7 @@ def read_front_message(body: dict[str, object]) -> FrontMessage:
 
 
 def read_instance_message(body: dict[str, object]) -> InstanceMessage:
-    """What an instance said.
+    """The message of an instance in a frame.
 
     Raises:
         WireError: It is no message of this version.
@@ -226,7 +226,7 @@ def _pack_row(row: TokenRow) -> list[object]:
 
 
 def _read_row(row: object) -> TokenRow:
-    """By hand, since each token of each request passes here."""
+    """A row of ``Tokens``. Read by hand for speed: every token of every request passes here."""
     if not isinstance(row, list) or len(row) != len(TokenRow.__slots__):
         raise WireError("a row of Tokens has not its fields")
     ticket, token, reason, num_cached, logprobs = row
@@ -252,14 +252,14 @@ def _read(body: dict[str, object], kinds: Mapping[str, type[Any]]) -> Any:
 
 
 def refusal_of(error: UserError, epoch: int, ticket: int) -> Refused:
-    """What an instance says of a request that it does not take."""
+    """The message by which an instance refuses a request because of ``error``."""
     why = next(name for name, cls in REFUSALS.items() if isinstance(error, cls))
     field = error.field if isinstance(error, RequestRefused) else None
     return Refused(epoch, ticket, why, str(error), field)
 
 
 def error_of(message: Refused) -> UserError:
-    """The same as an exception again."""
+    """The exception of a refusal."""
     if message.why == "refused":
         return RequestRefused(message.message, message.field)
     return REFUSALS.get(message.why, UserError)(message.message)

@@ -34,7 +34,7 @@ class ClusterMetrics(Collector):
 
     Args:
         model_name: The label of every sample.
-        front: Whose instances these are. Read on a scraper's thread: rows are taken as they stand.
+        front: The front. It is read on a scraper's thread, without a lock: values may be of different moments.
     """
 
     def __init__(self, model_name: str, front: Front) -> None:
@@ -42,7 +42,7 @@ class ClusterMetrics(Collector):
         self._front = front
 
     def collect(self) -> Iterator[Metric]:
-        """All of them, now."""
+        """All metrics, as of now."""
         front = self._front
         instances = list(front.book.roster)
         states = {(state,): sum(one.state == state for one in instances) for state in STATES}

@@ -1,7 +1,7 @@
-"""The front's side of migrations: running requests move from one instance to another with their KV.
+"""The front's side of migrations: moves running requests from one instance to another with their KV.
 
-``policy.migration`` says which, ``MigrationBook`` what is due next; this sends it, and moves requests in the front's
-book. A request that cannot go on where it was is computed again from the front's tokens, as after a death.
+``policy.migration`` chooses requests, ``MigrationBook`` the next action; this sends it, and moves requests in the
+front's book. A request that neither end can resume is recomputed from the front's tokens, as after an instance's death.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from floodplain.policy.migration import LOW_FREENESS, MovableRequest, apply_move
 logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 30.0
-"""A migration in which an instance that lives does not answer for so long is given up."""
+"""A migration is aborted if a live instance does not answer for so long."""
 
 
 @dataclass(eq=False, slots=True)
 class MigrationCounts:
-    """Counters, which only grow.
+    """Counters of migrations; they only grow.
 
     Attributes:
         num_ended: Migrations, by ``MigrationResult``.
-        downtime_s: From the order to stop a request until it was told to go on, of all that were stopped.
+        downtime_s: Total time from the order to stop a request to the order to resume it.
         num_tokens: Tokens whose KV moved.
     """
 
@@ -65,7 +65,7 @@ class MigrationCounts:
 
 @dataclass(eq=False, slots=True)
 class _Trip:
-    """What is known of one migration; integers are blocks that the target is to copy."""
+    """The front's data of one migration; ``blocks`` are those that the target is to copy."""
 
     entry: Entry
     ticket: int
@@ -78,7 +78,7 @@ class _Trip:
 
 
 class Migrating:
-    """See the module. Everything is called on the front's event loop.
+    """The migrations of a front. Everything is called on the front's event loop.
 
     Args:
         book: Requests and instances.
@@ -86,8 +86,8 @@ class Migrating:
         place: Places requests that wait.
 
     Attributes:
-        migrations: Those under way.
-        counts: What became of others.
+        migrations: Migrations under way.
+        counts: Counters of ended ones.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class Migrating:
     # -- beginnings ----------------------------------------------------------------------------------------------------
 
     def move_one(self, source: int, target: int) -> int:
-        """Begin to move the shortest request that runs on ``source``, by hand; the migration's number.
+        """Begin to migrate the shortest request that runs on ``source``. The migration's number.
 
         Raises:
-            UserError: These instances cannot, or no request is there to move.
+            UserError: These instances cannot take part, or ``source`` runs no request that can move.
         """
         name_of = self._book.roster.name_of
         for epoch in (source, target):
@@ -121,7 +121,7 @@ class Migrating:
         return self._begin(min(rows, key=lambda row: row.num_blocks).number, source, target)
 
     def look(self, now: float) -> None:
-        """Begin the moves that are worth it, and give up those that do not go on; ask often."""
+        """Begin the migrations that are worth it, and abort those without progress; call often."""
         for number in [number for number, trip in self._trips.items() if now - trip.since_s > STEP_TIMEOUT_S]:
             logger.warning("migration %d is given up: nothing was said for %g s", number, STEP_TIMEOUT_S)
             self._apply(self.migrations.expire(number))
@@ -138,7 +138,7 @@ class Migrating:
             self._begin(plan.request, plan.source, plan.target)
 
     def _view(self, one: Instance) -> InstanceView:
-        """An instance as if all migrations had arrived."""
+        """The view of an instance as if all migrations were complete."""
         view = InstanceView(one.epoch, one.num_blocks, one.num_demanded_blocks, len(one.tickets))
         for migration in self.migrations:
             num_blocks = self._book.count_blocks(self._trips[migration.number].entry)
@@ -168,10 +168,10 @@ class Migrating:
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def take(self, message: MigrationAnswer, integers: Sequence[int]) -> None:
-        """An instance answers. Of a migration that is over nothing counts.
+        """Apply an instance's answer; answers of a migration that is over are ignored.
 
         Raises:
-            WireError: It is no answer.
+            WireError: The sender has no part in the migration, or the answer is invalid.
         """
         trip, one = self._trips.get(message.number), self.migrations.get(message.number)
         if trip is None or one is None:
@@ -179,7 +179,7 @@ class Migrating:
         if message.epoch not in (one.source, one.target):
             raise WireError(f"it has no part in migration {one.number}")
         if not _is_awaited(one, message):
-            return  # late, or said twice
+            return  # late, or sent twice
         check_blocks(integers, 0, MAX_TOKEN_ID)
         is_placed = (trip.entry.epoch, trip.entry.ticket) == (one.source, trip.ticket)
         if not is_placed and one.state is not MigrationState.FINISHING:  # its instance gave it back
@@ -212,12 +212,12 @@ class Migrating:
         self._apply(self.migrations.stop(one.number, message.epoch, num_blocks))
 
     def end(self, epoch: int) -> None:
-        """The life of an instance is over; requests that were placed on it are given back already."""
+        """An instance's life has ended; the requests placed on it were given back before."""
         for step in self.migrations.end(epoch):
             self._apply(step)
 
     def forget(self, entry: Entry) -> None:
-        """A request has ended."""
+        """A request has ended: cancel its migration."""
         self._tried_s.pop(entry.number, None)
         one = self.migrations.find(entry.number)
         if one is not None:
@@ -248,7 +248,7 @@ class Migrating:
                 self._send(epoch, StopRequest(epoch, one.number, one.num_copied), ())
             case Act.LIFT:
                 self._book.lift(trip.entry)
-                self._send(epoch, Abort(epoch, trip.ticket), ())  # one that has not stopped yet is not wanted there
+                self._send(epoch, Abort(epoch, trip.ticket), ())  # in case the source has not stopped it
             case Act.GO_ON:
                 self._go_on(one, trip, epoch)
             case Act.RECOMPUTE:

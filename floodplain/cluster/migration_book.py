@@ -1,11 +1,11 @@
-"""Requests that move from one instance to another while they run: what is due next, whatever fails. No I/O, no clock.
+"""The state machine of migrations: which action is due next, whatever fails. No I/O, no clock.
 
-    HOLDING    the source is asked for blocks that do not change any more
-    COPYING    the target copies these; the request runs on. Then HOLDING again while many blocks are new, else
+    HOLDING    the source is asked to hold the sealed blocks, which do not change any more
+    COPYING    the target copies these; the request keeps running. Then HOLDING while many blocks are new, else
     STOPPING   the source ends the request at its next step, and holds all of its blocks
-    FINISHING  the target copies the rest. Then the request goes on there, or in the source from its own blocks
+    FINISHING  the target copies the rest. Then it resumes the request, or the source does from its own blocks
 
-Until FINISHING the request is the source's, and ends or moves with it. In FINISHING it is with neither.
+Until FINISHING the request is placed on the source, and is given back if the source ends. In FINISHING it is lifted.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from enum import StrEnum
 from floodplain.core.errors import InvariantError
 
 FEW_BLOCKS = 1
-"""New full blocks that are copied while the request stands still."""
+"""With at most so many new full blocks the request is stopped, and they are copied meanwhile."""
 MOST_STAGES = 6
-"""Copies while the request runs; one that grows faster than it is copied stops then."""
+"""Most copies while the request runs; then it is stopped even if it grows faster than it is copied."""
 
 
 class MigrationState(StrEnum):
-    """See the module."""
+    """The states in the module's docstring."""
 
     HOLDING = "holding"
     COPYING = "copying"
@@ -32,16 +32,16 @@ class MigrationState(StrEnum):
 
 
 class Act(StrEnum):
-    """What is due at an instance, or (``LIFT``, ``RECOMPUTE``) in the front's book."""
+    """Actions at an instance, or (``LIFT``, ``RECOMPUTE``) in the front's book."""
 
     HOLD = "hold"
     PULL = "pull"
     STOP = "stop"
     LIFT = "lift"
-    """The request is the source's no more."""
+    """Take the request off the source."""
     GO_ON = "go on"
     RECOMPUTE = "recompute"
-    """A lifted request waits for any instance, and is computed again from its tokens."""
+    """Let a lifted request wait for any instance: it is recomputed from its tokens."""
     RELEASE = "release"
 
 
@@ -50,29 +50,29 @@ class MigrationResult(StrEnum):
 
     MOVED = "moved"
     FAILED = "failed"
-    """The request runs on where it was, or is computed again."""
+    """The request keeps running where it was, or is recomputed."""
     CANCELLED = "cancelled"
     """The request had ended, or did not run."""
 
 
 Action = tuple[Act, int]
-"""What is due, and the epoch of the instance."""
+"""An action, and the epoch of its instance."""
 
 
 @dataclass(eq=False, slots=True)
 class Migration:
-    """One request on its way.
+    """One migration of one request.
 
     Attributes:
-        number: No other one ever has it.
+        number: Unique number of the migration.
         request: The front's number of the request.
-        source: Epoch of the instance that it leaves; None once its life has ended.
-        target: Of the one to which it goes; None likewise.
+        source: Epoch of the source; None once its life has ended.
+        target: Epoch of the target; None once its life has ended.
         state: See the module.
         num_copied: Leading blocks that the target has, and
-        num_copying: how many it copies now.
-        num_stages: Copies that have begun while the request ran.
-        result: Once it is over.
+        num_copying: how many it is copying now.
+        num_stages: Copies that began while the request ran.
+        result: The result; None until the migration is over.
     """
 
     number: int
@@ -87,26 +87,26 @@ class Migration:
 
 
 Step = tuple[Migration, list[Action]]
-"""A migration that has gone on, and what is due, in this order."""
+"""A migration after a transition, and its actions in sequence."""
 
 
 class MigrationBook:
-    """See the module. What is said of a migration that is over, or in another state, changes nothing (None)."""
+    """All migrations under way. A message about one that is over, or in another state, changes nothing (None)."""
 
     def __init__(self) -> None:
         self._migrations: dict[int, Migration] = {}
         self._next_number = 1
 
     def __iter__(self) -> Iterator[Migration]:
-        """Those under way."""
+        """The migrations under way."""
         return iter(list(self._migrations.values()))
 
     def __len__(self) -> int:
-        """Migrations under way."""
+        """The number of migrations under way."""
         return len(self._migrations)
 
     def get(self, number: int) -> Migration | None:
-        """A migration under way."""
+        """The migration of this number, if it is under way."""
         return self._migrations.get(number)
 
     def find(self, request: int) -> Migration | None:
@@ -114,7 +114,7 @@ class MigrationBook:
         return next((one for one in self._migrations.values() if one.request == request), None)
 
     def begin(self, request: int, source: int, target: int) -> Step:
-        """A request that runs is to move."""
+        """Begin the migration of a running request."""
         if source == target or self.find(request) is not None:
             raise InvariantError(f"request {request} cannot move from {source} to {target}")
         one = Migration(self._next_number, request, source, target)
@@ -125,7 +125,7 @@ class MigrationBook:
     # -- instances say -------------------------------------------------------------------------------------------------
 
     def hold(self, number: int, epoch: int, num_blocks: int | None) -> Step | None:
-        """The source holds so many blocks that the target lacks; None: the request does not run there."""
+        """The source holds ``num_blocks`` that the target lacks; None: the request does not run there."""
         one = self._find(number, MigrationState.HOLDING)
         if one is None or epoch != one.source or one.target is None:
             return None
@@ -137,7 +137,7 @@ class MigrationBook:
         return self._copy(one, num_blocks, MigrationState.COPYING)
 
     def pull(self, number: int, epoch: int, *, is_whole: bool, num_full_blocks: int) -> Step | None:
-        """The target has copied what it was told, or failed; the request has so many full blocks by now."""
+        """The target has copied what was ordered, or failed; the request now has ``num_full_blocks`` full blocks."""
         one = self._migrations.get(number)
         if one is None or epoch != one.target:
             return None
@@ -154,7 +154,7 @@ class MigrationBook:
         return one, [(Act.HOLD, one.source)]
 
     def stop(self, number: int, epoch: int, num_blocks: int | None) -> Step | None:
-        """The source has ended the request, and has so many blocks that the target lacks; None: it has not."""
+        """The source has ended the request, with ``num_blocks`` that the target lacks; None: it did not end it."""
         one = self._find(number, MigrationState.STOPPING)
         if one is None or epoch != one.source:
             return None
@@ -169,7 +169,7 @@ class MigrationBook:
     # -- what else happens ---------------------------------------------------------------------------------------------
 
     def end(self, epoch: int) -> list[Step]:
-        """The life of an instance is over; before FINISHING its requests are given back by the caller."""
+        """An instance's life has ended. Before FINISHING the caller gives its requests back."""
         steps = []
         for one in self:
             if epoch == one.source:
@@ -180,17 +180,17 @@ class MigrationBook:
                 one.target = None
                 if one.state is MigrationState.FINISHING:
                     steps.append(self._deliver(one, is_whole=False))
-                elif one.state is not MigrationState.STOPPING:  # else the source has ended it, and must be told
+                elif one.state is not MigrationState.STOPPING:  # else the source ends it, and must be told
                     steps.append(self._end(one, MigrationResult.FAILED))
         return steps
 
     def abort(self, number: int) -> Step | None:
-        """The request has ended, or is on another instance."""
+        """Cancel a migration: the request has ended, or is on another instance."""
         one = self._migrations.get(number)
         return None if one is None else self._end(one, MigrationResult.CANCELLED)
 
     def expire(self, number: int) -> Step | None:
-        """An instance lives and does not answer. If it may have ended the request, that is computed again."""
+        """Abort a migration with a silent live instance. The request is recomputed if it may have been ended."""
         one = self._migrations.get(number)
         if one is None:
             return None
@@ -216,7 +216,7 @@ class MigrationBook:
         return one, [(Act.STOP, one.source or 0)]
 
     def _deliver(self, one: Migration, *, is_whole: bool) -> Step:
-        """A lifted request goes on: in the target if all is there, else in the source, else anywhere."""
+        """Resume a lifted request: on the target if all is there, else on the source, else anywhere."""
         result = MigrationResult.MOVED if is_whole else MigrationResult.FAILED
         where, other = (one.target, one.source) if is_whole else (one.source, one.target)
         self._close(one, result)
@@ -224,7 +224,7 @@ class MigrationBook:
         return one, [act, *([] if other is None else [(Act.RELEASE, other)])]
 
     def _end(self, one: Migration, result: MigrationResult) -> Step:
-        """The request is where it is."""
+        """End the migration; the request stays where it is."""
         self._close(one, result)
         return one, [(Act.RELEASE, epoch) for epoch in (one.source, one.target) if epoch is not None]
 

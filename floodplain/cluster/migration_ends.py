@@ -1,6 +1,6 @@
-"""The two ends of a migration in an instance: the source lets its blocks be read, the target copies them.
+"""The two ends of a migration in an instance: the source serves its blocks, the target copies them.
 
-What happens to blocks happens on the engine's thread, in the order of the front's messages.
+Blocks are held, reserved and freed on the engine's thread, in the order of the front's messages.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class HeldKvStore:
-    """KV of blocks that are held for migrations; see ``bulk_stores.Store``. Part: a layer; indices: blocks.
+    """A ``bulk_stores.Store`` of blocks that are held for migrations. Part: a layer; indices: blocks.
 
     Args:
-        pool: That has them.
+        pool: The KV pool with the blocks.
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -41,17 +41,17 @@ class HeldKvStore:
         self._lock = threading.Lock()
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """Let these be read, once more each."""
+        """Let these blocks be read; adds one hold to each."""
         with self._lock:
             self._held.update(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Undo a ``hold``."""
+        """Undo one ``hold``."""
         with self._lock:
             self._held -= Counter(blocks)
 
     def read(self, part: int, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
-        """See ``Store``. Blocks are not released, and so not used again, while they are read."""
+        """The bytes of held blocks. The lock keeps them from being released, and so reused, during the read."""
         blocks = indices.tolist()
         with self._lock:
             if not all(block in self._held for block in blocks):
@@ -61,9 +61,9 @@ class HeldKvStore:
 
 
 def call(engine: AsyncEngine, function: Callable[[Engine], T]) -> asyncio.Future[T]:
-    """Have ``function`` called on the engine's thread between two steps; what it raises ends the engine.
+    """Call ``function`` on the engine's thread between two steps; an exception that it raises ends the engine.
 
-    Calls are made in the order in which they were asked for.
+    Calls are made in the order of submission.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -77,12 +77,12 @@ def call(engine: AsyncEngine, function: Callable[[Engine], T]) -> asyncio.Future
 
 
 class SourceEnd:
-    """See the module. Of one migration, at the instance that has the request.
+    """One migration at the source: the instance that has the request.
 
     Args:
         engine: Of the instance.
-        store: What others may read.
-        request: As it was given to the engine.
+        store: The blocks that other instances may read.
+        request: The request, as it was submitted to the engine.
     """
 
     def __init__(self, engine: AsyncEngine, store: HeldKvStore, request: Request) -> None:
@@ -90,20 +90,20 @@ class SourceEnd:
         self._outgoing = Outgoing(engine.engine.loop, request)
 
     def hold(self, num_copied: int) -> asyncio.Future[Sequence[BlockId] | None]:
-        """Hold sealed blocks; those behind ``num_copied``, or None if the request does not run."""
+        """Hold the sealed blocks. Those after ``num_copied``; None if the request does not run."""
         return call(self._engine, partial(self._hold, num_copied))
 
     def stop(self, num_copied: int) -> asyncio.Future[tuple[Stopped, Sequence[BlockId]] | None]:
-        """End the request and hold all of its blocks; those behind ``num_copied``. None if it does not run."""
+        """End the request and hold all its blocks. Those after ``num_copied``; None if it does not run."""
         return call(self._engine, partial(self._stop, num_copied))
 
     def adopt(self, engine: Engine, seq_id: SeqId) -> None:
-        """The request is here again; on the engine's thread."""
+        """Resume the request here from its blocks. Called on the engine's thread."""
         self._store.release(self._outgoing.blocks)
         self._outgoing.adopt(seq_id, engine.clock())
 
     def release(self) -> None:
-        """Nothing is to be copied any more. Safe to call twice."""
+        """Free the held blocks: nothing more is copied. Safe to call twice."""
         self._engine.post(lambda _: self._release())
 
     def _hold(self, num_copied: int, _: Engine) -> Sequence[BlockId] | None:
@@ -130,12 +130,12 @@ class SourceEnd:
 
 
 class TargetEnd:
-    """See the module. Of one migration, at the instance that is to go on with the request.
+    """One migration at the target: the instance that is to resume the request.
 
     Args:
         engine: Of the instance.
-        pool: Its KV.
-        secret: That the source admits.
+        pool: The instance's KV pool.
+        secret: The secret that the source admits.
     """
 
     def __init__(self, engine: AsyncEngine, pool: KVPool, secret: bytes) -> None:
@@ -146,7 +146,7 @@ class TargetEnd:
         self._is_closed = False
 
     def pull(self, address: str, sources: Sequence[int]) -> Coroutine[Any, Any, bool]:
-        """Copy blocks of all layers; whether all are here, proven whole."""
+        """Copy blocks in all layers. True if all arrived and were verified."""
         return self._copy(address, sources, call(self._engine, lambda _: self._incoming.reserve(len(sources))))
 
     async def _copy(
@@ -160,11 +160,11 @@ class TargetEnd:
         return await asyncio.shield(self._copying)
 
     def adopt(self, num_computed: int, engine: Engine, seq_id: SeqId) -> None:
-        """The request is here; on the engine's thread."""
+        """Let the request run from the copied blocks. Called on the engine's thread."""
         self._incoming.adopt(seq_id, num_computed, engine.clock())
 
     async def close(self) -> None:
-        """Hang up, end a copy, and free what was not adopted. Safe to call twice."""
+        """Disconnect, abort a copy, and free blocks that were not adopted. Safe to call twice."""
         self._is_closed = True
         self._puller.close()
         if self._copying is not None:

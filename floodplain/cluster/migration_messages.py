@@ -1,6 +1,6 @@
-"""What the front and two instances say while a running request moves between these: see ``cluster.migration_book``.
+"""Messages of the front and two instances during a migration; ``cluster.migration_book`` has the protocol.
 
-Every message names the migration by its number, which is used once. Blocks lie beside messages as 32-bit ids.
+Every message names the migration by its number, which is used once. Block ids are sent beside a message, 32 bits each.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from floodplain.core.ranges import HostPort, Secret
 
 @dataclass(frozen=True, slots=True)
 class HoldKv:
-    """To the source: hold the request's sealed blocks, and let the target read them: ``KvHeld``.
+    """To the source: hold the request's sealed blocks, and let the target read them. Answered by ``KvHeld``.
 
     Attributes:
         epoch: Of the source.
         number: Of the migration.
         ticket: Of the request.
         num_copied: Leading blocks that the target has.
-        secret: That the target will show, hexadecimal.
+        secret: The secret that the target will show, hexadecimal.
     """
 
     epoch: int
@@ -32,13 +32,13 @@ class HoldKv:
 
 @dataclass(frozen=True, slots=True)
 class PullKv:
-    """To the target: copy these blocks, which lie beside the message, from the source: ``KvPulled``.
+    """To the target: copy the blocks beside the message from the source. Answered by ``KvPulled``.
 
     Attributes:
         epoch: Of the target.
         number: Of the migration.
         address: Of the source's bulk server, ``HOST:PORT``.
-        secret: That it admits, hexadecimal.
+        secret: The secret that the source admits, hexadecimal.
     """
 
     epoch: int
@@ -49,7 +49,7 @@ class PullKv:
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """To the source: end the request, and hold all of its blocks: ``RequestStopped``.
+    """To the source: end the request, and hold all of its blocks. Answered by ``RequestStopped``.
 
     Attributes:
         epoch: Of the source.
@@ -64,13 +64,13 @@ class StopRequest:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Go on with the request from the blocks that are here, as target or as source. Its tokens lie beside the message.
+    """To source or target: resume the request from the blocks that are there. Its tokens are beside the message.
 
     Attributes:
         epoch: Of the instance.
-        number: Of the migration, which is over for the instance.
+        number: Of the migration, which ends for this instance.
         num_computed: Leading tokens whose KV is there.
-        submit: Else as any request.
+        submit: The request, as in any placement.
     """
 
     epoch: int
@@ -81,7 +81,7 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseKv:
-    """The migration is over for the instance: free the blocks that are still held or reserved for it."""
+    """To source or target: free the blocks that are still held or reserved; the migration ends for it."""
 
     epoch: int
     number: int
@@ -89,13 +89,13 @@ class ReleaseKv:
 
 @dataclass(frozen=True, slots=True)
 class KvHeld:
-    """The source holds blocks; those that the target lacks lie beside the message.
+    """The source holds blocks; those that the target lacks are beside the message.
 
     Attributes:
         epoch: Of the source.
         number: Of the migration.
-        is_running: Whether the request runs there; if it does not, nothing is held.
-        address: Of its bulk server, ``HOST:PORT``.
+        is_running: Whether the request runs there; if False, nothing is held.
+        address: Of the source's bulk server, ``HOST:PORT``.
     """
 
     epoch: int
@@ -106,12 +106,12 @@ class KvHeld:
 
 @dataclass(frozen=True, slots=True)
 class KvPulled:
-    """The target has copied blocks, or has failed to.
+    """The target has copied blocks, or failed to.
 
     Attributes:
         epoch: Of the target.
         number: Of the migration.
-        is_whole: Whether all are there, and were proven whole.
+        is_whole: Whether all arrived and were verified.
     """
 
     epoch: int
@@ -121,13 +121,13 @@ class KvPulled:
 
 @dataclass(frozen=True, slots=True)
 class RequestStopped:
-    """The source has ended the request; blocks that the target lacks lie beside the message.
+    """The source has ended the request; blocks that the target lacks are beside the message.
 
     Attributes:
         epoch: Of the source.
         number: Of the migration.
-        is_stopped: False if it ended before, or does not run: then it is where it was.
-        num_tokens: Its known tokens, prompt included; the front was told all of them.
+        is_stopped: False if the request ended before or does not run: then its placement does not change.
+        num_tokens: Its known tokens, prompt included; all of them were sent to the front before.
         num_computed: Leading tokens whose KV is held.
     """
 

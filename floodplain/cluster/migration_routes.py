@@ -1,4 +1,4 @@
-"""``/migrations``, and what moves a request by hand: ``/v1/cluster/migrate``."""
+"""``/migrations``, and ``/v1/cluster/migrate``, by which an operator moves a request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Begun(BaseModel):
 
 
 def list_migrations(migrating: Migrating) -> Migrations:
-    """What is known now."""
+    """The state of all migrations now."""
     rows = [
         MigrationRow(
             number=one.number, source=one.source, target=one.target, state=one.state, copied_blocks=one.num_copied

@@ -1,7 +1,7 @@
-"""Watches the load of all instances behind a front: when groups drop layers, and when they restore them. No I/O.
+"""Watches the load of a front's instances, and decides when groups drop layers and when they restore them. No I/O.
 
-``policy.drop_timing`` says when, ``policy.relief`` whether it pays, ``policy.drop`` which instances. Where nothing more
-can be dropped and requests wait on, an autoscaler is told: a drop is the bridge until another instance is up.
+``policy.drop_timing`` decides when, ``policy.relief`` whether it pays, ``policy.drop`` which instances. If nothing more
+can be dropped and requests still wait, an autoscaler is notified: a drop bridges the time until a new instance is up.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from floodplain.policy.relief import Lever, Offer, Overload, ReliefDecision, cho
 logger = logging.getLogger(__name__)
 
 FIRST_REMAP_S_PER_BYTE = 2.5e-10
-"""Of a drop, before one was measured: a quarter of a second for a gigabyte on a host, whose pages are 4 KiB."""
+"""Cost of a drop before one was measured: a quarter of a second per gigabyte on a host with 4 KiB pages."""
 FIRST_BANDWIDTH = 1e9
-"""Bytes of KV per second between members, before any was measured."""
+"""Assumed bytes of KV per second between members."""
 SETTINGS = DropTimingSettings()
 MOST_DROPS = 2
-"""Between two restores, if a drop need not pay: the second one merges groups. The price of a merge is not known."""
+"""Most drops between two restores if a drop need not pay: the second merges groups. The price of a merge is unknown."""
 NOTICE_S = 10.0
-"""Between two notices to an autoscaler."""
+"""Least seconds between two notices to an autoscaler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What an autoscaler is told: memory is short, and no more can be made.
+    """A notice to an autoscaler: memory is short, and no more can be made.
 
     Attributes:
-        missing_blocks: KV blocks that requests need and do not have.
+        missing_blocks: KV blocks that requests need and that do not exist.
         blocks: Of all pools.
-        waiting_requests: That are not in memory.
-        short_s: For how long memory has been short.
-        grouped: Whether layers are dropped already.
+        waiting_requests: Requests without blocks on a device.
+        short_s: Seconds for which memory has been short.
+        grouped: Whether layers are already dropped.
     """
 
     missing_blocks: int
@@ -58,23 +58,23 @@ class Notice:
 
 
 class Monitor:
-    """See the module. Everything is called on the front's event loop.
+    """The load watcher of a front. Everything is called on the front's event loop.
 
     Args:
         book: Requests and instances.
-        sums: What instances say of themselves.
-        grouping: What drops and restores.
+        sums: The statistics of the instances.
+        grouping: Executes drops and restores.
         shape: Of the model.
-        is_priced: Whether a drop must pay (``policy.relief``), or is made whenever memory is short.
-        most_stages: Instances in a group, at most.
-        on_overload: Called with what an autoscaler should know.
-        settings: When it moves.
+        is_priced: True: a drop must pay (``policy.relief``); False: it happens whenever memory is short.
+        most_stages: Most instances in a group.
+        on_overload: Called with each notice for an autoscaler.
+        settings: Thresholds and times of drops and restores.
 
     Attributes:
-        arrivals: To be told of requests.
-        load: The last look; None before the first.
-        decision: The last price of a drop, if one was asked for.
-        num_notices: To an autoscaler.
+        arrivals: Meter of requests, which the caller updates.
+        load: The load at the last ``look``; None before the first.
+        decision: The last decision of ``policy.relief``; None if there was none.
+        num_notices: Notices to an autoscaler so far.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Monitor:
         self._noticed_s = self._priced_s = -inf
 
     def look(self, now: float) -> None:
-        """Look at the load, and act on it; without an instance there is none."""
+        """Measure the load, and drop or restore layers if due. Does nothing if there is no instance."""
         if not len(self._book.roster):
             return
         load = self.load = self._find_load(now)
@@ -137,7 +137,7 @@ class Monitor:
         )
 
     def _find_heads(self) -> list[Instance]:
-        """Instances that have requests, or could: all but the members of groups that another one leads."""
+        """Instances on which requests may be placed: all but grouped members that do not lead."""
         return [one for one in self._book.roster if one.part != "grouped"]
 
     def _count_absent(self, heads: list[Instance]) -> int:
@@ -211,7 +211,7 @@ class Monitor:
     # -- what is done -------------------------------------------------------------------------------------------------
 
     def _drop(self, need_blocks: int) -> bool:
-        """Whether a group is being made."""
+        """Begin drops. True if at least one group is being formed."""
         loads = [*self._single_loads(), *self._group_loads()]
         if len(loads) < 2:
             return False

@@ -1,4 +1,4 @@
-"""An instance whose running requests can move to another one with their KV, and that takes such (Llumnix, 4.2)."""
+"""An instance that can be source and target of migrations of running requests with their KV (Llumnix, 4.2)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from floodplain.web.listen import bind
 
 
 class Movable(Replica):
-    """See the module.
+    """A ``Replica`` whose running requests can migrate to and from other instances with their KV.
 
     Args:
-        opened: Its engine.
-        host: At which other instances reach this process.
+        opened: The opened engine.
+        host: The address at which other instances reach this process.
 
     Attributes:
-        bulk_gate: Called before each chunk that others get; it returns when that may be sent.
+        bulk_gate: Called before each chunk that is sent to another instance; it returns when the chunk may be sent.
     """
 
     def __init__(self, opened: OpenedEngine, host: str) -> None:
@@ -38,22 +38,22 @@ class Movable(Replica):
         self._bulk = BulkServer(bind(host, 0), lambda: self.bulk_gate())
 
     async def start(self) -> None:
-        """See ``Member``."""
+        """Start the engine and the bulk server."""
         await super().start()
         self._bulk.serve(KV, self._store, self._pool.layout.layer_block_bytes)
         self._bulk.start()
 
     async def close(self) -> None:
-        """See ``Member``."""
+        """Close the bulk server, then the engine."""
         await asyncio.to_thread(self._bulk.close)
         await super().close()
 
     def hello(self, token: str) -> Hello:
-        """See ``Member``."""
+        """The ``Hello`` of this instance, with ``can_move``."""
         return replace(super().hello(token), can_move=True)
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """See ``Member``."""
+        """Serve one life; migrations under way end with it."""
         life = MovableLife(link, welcome, self.engine, self._pool, self._store, self._bulk)
         try:
             await life.run(is_stopping, drain_timeout_s)
@@ -62,11 +62,11 @@ class Movable(Replica):
 
 
 def open_movable(config: EngineConfig, front_host: str) -> Movable:
-    """Load a model, and let other instances copy KV of requests that move.
+    """Load a model into an instance whose requests can migrate.
 
     Args:
         config: The engine flags.
-        front_host: Where the front is: other instances reach this one from there, too.
+        front_host: The front's host: its network is the one over which other instances reach this one.
 
     Raises:
         UserError: As ``open_engine``.

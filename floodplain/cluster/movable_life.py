@@ -1,4 +1,4 @@
-"""One life of an instance whose requests can move: orders of the front, carried out at either end of a migration."""
+"""One life of an instance whose requests can migrate: executes the front's orders as source or target."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from floodplain.runtime.migration import Stopped
 
 
 class MovableLife(Life):
-    """See the module.
+    """A life that also executes migration orders.
 
     Args:
         link: To the front.
-        welcome: What the front answered.
-        engine: Started; what computes.
-        pool: Its KV.
-        store: What others may read of it.
-        bulk: Where they read it.
+        welcome: The front's answer to the hello.
+        engine: The started engine.
+        pool: The engine's KV pool.
+        store: The blocks of the pool that others may read.
+        bulk: The server of the store.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class MovableLife(Life):
         self._failed: BaseException | None = None
 
     def find_failure(self) -> BaseException | None:
-        """What ended the engine, or an order."""
+        """The failure of the engine, or of an order; None if there is none."""
         return self._own.failure or self._failed
 
     async def end_migrations(self) -> None:
-        """Nothing is held or copied when this returns, and nothing is read any more."""
+        """End all migrations. On return nothing is held, copied or read."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -80,7 +80,7 @@ class MovableLife(Life):
             self._obey(message, token_ids)
 
     def _obey(self, order: MigrationOrder, integers: tuple[int, ...]) -> None:
-        """The engine is told at once, so that orders take effect one after the other."""
+        """Execute an order. The engine gets it at once, so that orders take effect in sequence."""
         match order:
             case HoldKv():
                 self._hold(order)
@@ -163,7 +163,7 @@ class MovableLife(Life):
     # -- as either -----------------------------------------------------------------------------------------------------
 
     def _go_on(self, order: GoOn, token_ids: tuple[int, ...]) -> None:
-        """Its blocks are free when its stream has ended, if they were not adopted."""
+        """Resume the request. When its stream ends, blocks that were not adopted are freed."""
         number, ticket = order.number, order.submit.ticket
         if number in self._targets:
             self._begin(order.submit, token_ids, partial(self._targets[number].adopt, order.num_computed))

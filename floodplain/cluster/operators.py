@@ -1,4 +1,4 @@
-"""Who may look at the cluster, and who may change it."""
+"""Access checks of the routes that show and change the cluster."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from floodplain.web.origin import LOOPBACK_ONLY, expect_json, expect_own_names
 from floodplain.web.strict_json import JsonRoute
 
 OWN_NAMES = "own_names"
-"""What an application's state holds under this name are the names by which it may be asked for."""
+"""Attribute of an application's state with the host names under which it answers."""
 
 
 class OperatorRoute(JsonRoute):
-    """A route about the cluster. With API keys, any may look, and an admin's change; without, this machine may do both.
+    """A route about the cluster. With API keys, any key may read, an admin's may change; else the loopback may do both.
 
-    Without keys a web page that is open on this machine is kept out, by ``Host``, ``Origin`` and ``Content-Type``.
+    Without keys, requests of a web page open on this machine are refused by ``Host``, ``Origin`` and ``Content-Type``.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler of the route, behind the check."""
+        """The route's handler, behind the access check."""
         handle = super().get_route_handler()
 
         async def handle_checked(request: Request) -> Response:

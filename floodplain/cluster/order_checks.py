@@ -1,4 +1,4 @@
-"""What a front may tell an instance: each check raises ``WireError``, which ends the connection and not the process."""
+"""Checks of a front's orders to an instance: each raises ``WireError``, which ends the connection, not the process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def check_submit(message: Submit, token_ids: Sequence[int], taken: object) -> No
     """Check a placement.
 
     Args:
-        message: It.
-        token_ids: Beside it: prompt and known tokens.
-        taken: What has its ticket already; None: nothing.
+        message: The placement.
+        token_ids: Prompt and known tokens, from beside it.
+        taken: The stream that has its ticket already; None if there is none.
     """
     if taken is not None:
         raise WireError("a ticket comes twice")
@@ -27,13 +27,13 @@ def check_submit(message: Submit, token_ids: Sequence[int], taken: object) -> No
 
 
 def check_form(message: Form, num_blocks: int, max_model_len: int) -> None:
-    """Check what a stage is told of its pipeline, which has at most its own blocks."""
+    """Check an order to form a pipeline, which may have at most this stage's own blocks."""
     if message.num_blocks > num_blocks or message.max_model_len > max_model_len:
         raise WireError("a pipeline is larger than its stage")
 
 
 def check_migration_order(order: MigrationOrder, integers: Sequence[int], taken: object) -> None:
-    """Check what an instance is told of a migration; arguments as in ``check_submit``."""
+    """Check a migration order; arguments as in ``check_submit``."""
     if isinstance(order, PullKv):
         _check_whole(integers)
     elif isinstance(order, GoOn):
@@ -41,11 +41,11 @@ def check_migration_order(order: MigrationOrder, integers: Sequence[int], taken:
 
 
 def check_group_order(order: GroupOrder, integers: Sequence[int], taken: object, num_layers: int) -> None:
-    """Check what a member of a group is told.
+    """Check a group order.
 
     Args:
-        order: It.
-        integers: Beside it.
+        order: The order.
+        integers: The integers beside it.
         taken: As in ``check_submit``.
         num_layers: Of the model.
     """
@@ -86,7 +86,7 @@ def _check_fetch(order: Fetch, integers: Sequence[int], num_layers: int) -> None
     num_blocks = _count_blocks(order.held)
     if 2 * num_blocks != len(integers):
         raise WireError("blocks of a copy are not whole")
-    _check_whole(integers[:num_blocks])  # behind them are sources, of which those below zero are slots
+    _check_whole(integers[:num_blocks])  # after them are sources; negative ones are slots
 
 
 def _check_goes_on(order: Adopt | GoOn, token_ids: Sequence[int], taken: object) -> None:

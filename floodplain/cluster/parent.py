@@ -1,4 +1,4 @@
-"""An instance's side of ``launcher``: it reads its token from the front's pipe, and does not outlive the front."""
+"""The child's side of ``launcher``: reads the token from the front's pipe, and exits with the front."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def read_token(source: str) -> str:
     """The token of an instance.
 
     Args:
-        source: A file of secrets, or ``-``: the first line of standard input. This process then ends when standard
-            input does, and with the process that started it.
+        source: A file of secrets, or ``-``: the first line of standard input. This process then exits when standard
+            input ends, and with the process that started it.
 
     Raises:
         UserError: There is none, or others may read the file.
@@ -37,7 +37,7 @@ def read_token(source: str) -> str:
 
 
 def signal_at_parents_end(number: int) -> None:
-    """The kernel sends this process a signal when the thread that started it ends: also if it is stopped."""
+    """Let the kernel send this process a signal when the thread that started it ends, even if this one is stopped."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 

@@ -1,4 +1,4 @@
-"""The engine of a pipeline's leader: a step loop as deep as there are stages, first come first served, without swap."""
+"""The engine of a pipeline's leader: FCFS, without swap space, with as many outstanding steps as stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from floodplain.runtime.state import LoopConfig, LoopState
 
 
 def plan_limits(stage: StageParts, num_blocks: int, max_model_len: int) -> PlanLimits:
-    """What plans of a pipeline with so many blocks may name."""
+    """The bounds of plans in a pipeline with ``num_blocks`` blocks."""
     return PlanLimits(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
@@ -31,10 +31,10 @@ def plan_limits(stage: StageParts, num_blocks: int, max_model_len: int) -> PlanL
 
 
 def read_price(step_profile: Path) -> ChunkPrice:
-    """What work costs, by a profile of steps of one engine: parts of stages are as those of all layers.
+    """The cost of chunks from a step profile of one engine. The ratios are taken to be those of a stage.
 
     Raises:
-        UserError: It cannot be read, or is of another kind.
+        UserError: The profile cannot be read, or is of another kind.
     """
     return ChunkPrice(read_cost(read_profile(step_profile, "step").result))
 
@@ -47,10 +47,10 @@ def make_engine(
     num_stages: int,
     rule: MicrobatchRule,
 ) -> Engine:
-    """An engine over a pipeline that was just linked: no request, no cached prefix.
+    """The engine of a pipeline that was just linked; without requests or cached prefixes.
 
     Args:
-        stage: The first one.
+        stage: The parts of the first stage.
         ledger: Of the pipeline's blocks.
         executor: Over all stages; the engine closes it.
         limits: Of the pipeline.

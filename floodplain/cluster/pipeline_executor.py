@@ -1,4 +1,4 @@
-"""The executor of a pipeline's leader, and the thread of its other stages."""
+"""The executor of a pipeline's leader, and the compute thread of its other stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PipelineExecutor:
         busy: Entered while the stage computes.
 
     Attributes:
-        meter: The engine's; it rests while other stages compute.
+        meter: The engine's step meter; it is idle while other stages compute.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class PipelineExecutor:
         self._facts = PipelineFacts()
 
     def submit(self, plan: StepPlan) -> None:
-        """See ``Executor``. The first stage has run when this returns.
+        """Run the first stage on a plan, and send its activations on. The stage has run when this returns.
 
         Raises:
-            PeerLost: Another stage is gone.
+            PeerLost: Another stage has ended.
         """
         begin_s = self._clock()
         if not self._under_way:
@@ -75,10 +75,10 @@ class PipelineExecutor:
             self._outbound.send(pack_plan(step, self._outbound.carries_tensors))
 
     def collect(self) -> StepResult:
-        """See ``Executor``.
+        """Wait for the tokens of the oldest plan that was not collected.
 
         Raises:
-            PeerLost: Another stage is gone.
+            PeerLost: Another stage has ended.
         """
         plan = self._under_way.popleft()
         with self.meter.waiting():
@@ -91,29 +91,29 @@ class PipelineExecutor:
         return result
 
     def facts(self) -> PipelineFacts:
-        """How busy stages were; may be asked on any thread."""
+        """How busy the stages were. May be called on any thread."""
         return self._facts
 
     def poll_transfers(self) -> Sequence[tuple[int, Sequence[int]]]:
-        """See ``Executor``: a pipeline has no swap space."""
+        """Always empty: a pipeline has no swap space."""
         return ()
 
     def wait_transfers(self, timeout_s: float) -> Sequence[tuple[int, Sequence[int]]]:
-        """See ``Executor``: a pipeline has no swap space."""
+        """Always empty: a pipeline has no swap space."""
         return ()
 
     def take_copy_times(self) -> Sequence[CopyTime]:
-        """See ``Executor``: a pipeline has no swap space."""
+        """Always empty: a pipeline has no swap space."""
         return ()
 
     def close(self) -> None:
-        """End the links."""
+        """Close both links."""
         self._outbound.close()
         self._inbound.close()
 
 
 class StageWorker:
-    """A stage behind the first, on a thread of its own: plans come in, and go on when its layers have run.
+    """Runs a stage behind the first on its own thread: receives plans, runs its layers, sends the result on.
 
     Args:
         runner: Of the stage.
@@ -125,7 +125,7 @@ class StageWorker:
 
     Attributes:
         limits: As above; may be changed between two plans.
-        meter: Which steps have begun and ended; it rests while other stages compute.
+        meter: Counts steps that began and ended; it is idle while other stages compute.
         failure: Why the thread ended: ``PeerLost``, or a bug of ours; None while it runs.
     """
 
@@ -147,11 +147,11 @@ class StageWorker:
         self._thread = threading.Thread(target=self._run, name="floodplain-stage", daemon=True)
 
     def start(self) -> None:
-        """Begin to take plans."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End both links, and wait for the thread."""
+        """Close both links, and wait for the thread to end."""
         self._inbound.close()
         self._outbound.close()
         if self._thread.ident is not None:
@@ -161,11 +161,11 @@ class StageWorker:
         try:
             while True:
                 self._pass_on(read_plan(self._inbound.recv(), self.limits))
-        except BaseException as error:  # whatever it is, the event loop must learn of it
+        except BaseException as error:  # any exception must reach the event loop
             self.failure = error
             if not isinstance(error, PeerLost):
                 logger.critical("the stage's thread died", exc_info=error)
-            self._inbound.close()  # its neighbours learn at once that the pipeline is over
+            self._inbound.close()  # so that the neighbours see at once that the pipeline has ended
             self._outbound.close()
 
     def _pass_on(self, step: Travelling) -> None:

@@ -1,8 +1,8 @@
-"""Stages that join become a pipeline, and end together. No I/O, no clock.
+"""Forms pipelines of joined stages, which end together. No I/O, no clock.
 
-A pipeline is formed when all of its stages are there, under a number that no other one ever has. It serves when all
-members are linked. When the life of one ends, so do those of the others: the KV of its layers is gone for every
-request. They join anew, with their parameters, and the next pipeline is formed when the missing stage is there again.
+A pipeline is formed when all of its stages have joined, under a unique number. It serves when all
+members are linked. When the life of one ends, the lives of the others end: the KV of its layers is lost for every
+request. They join again, with their parameters, and the next pipeline is formed when the missing stage has joined.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Pipeline:
     """One life of a pipeline.
 
     Attributes:
-        number: Names it.
-        epochs: Of its members, by stage; the first one is the leader's, which is given the requests.
-        linked: Those that are linked with their neighbours.
+        number: The pipeline's number.
+        epochs: Of its members, by stage; the first is the leader, on which requests are placed.
+        linked: Epochs of members that are linked with both neighbours.
     """
 
     number: int
@@ -28,12 +28,12 @@ class Pipeline:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it serves."""
+        """Whether all members are linked: it serves."""
         return len(self.linked) == len(self.epochs)
 
 
 class PipelineBook:
-    """Owner of which stages are there, and of the pipelines of which they are members.
+    """The joined stages, and the pipelines that they form.
 
     Args:
         num_stages: Stages of each pipeline.
@@ -47,21 +47,21 @@ class PipelineBook:
 
     @property
     def pipelines(self) -> list[Pipeline]:
-        """Those that were formed and have not ended."""
+        """The pipelines that were formed and have not ended."""
         return list(self._pipelines.values())
 
     def join(self, epoch: int, stage: int) -> int | None:
-        """A stage is there, under a new epoch.
+        """A stage joined, under a new epoch.
 
         Returns:
-            The epoch of an older one that gathered for the same place, and whose life is over: it is silent, perhaps.
+            The epoch of an older instance of the same stage, perhaps a silent one, whose life must end; None if none.
         """
         older = self._gathered.get(stage)
         self._gathered[stage] = epoch
         return older
 
     def form(self) -> Pipeline | None:
-        """The next pipeline, if all of its stages are there."""
+        """The next pipeline, if all of its stages have joined; else None."""
         if len(self._gathered) < self.num_stages:
             return None
         epochs = tuple(self._gathered[stage] for stage in range(self.num_stages))
@@ -72,7 +72,7 @@ class PipelineBook:
         return pipeline
 
     def link(self, epoch: int, number: int) -> Pipeline | None:
-        """A member is linked. The pipeline, if it serves now; None if it does not yet, or is over."""
+        """A member is linked. The pipeline if all are linked now; else None, also if it has ended."""
         pipeline = self._pipelines.get(number)
         if pipeline is None or epoch not in pipeline.epochs or pipeline.is_whole:
             return None
@@ -80,7 +80,7 @@ class PipelineBook:
         return pipeline if pipeline.is_whole else None
 
     def end(self, epoch: int) -> list[int]:
-        """The life of an instance is over: the epochs of those whose lives end with it, last stage first."""
+        """An instance's life has ended. The epochs of the other members of its pipeline, last stage first."""
         self._gathered = {stage: other for stage, other in self._gathered.items() if other != epoch}
         ended = [pipeline for pipeline in self._pipelines.values() if epoch in pipeline.epochs]
         for pipeline in ended:
@@ -88,10 +88,10 @@ class PipelineBook:
         return [other for pipeline in ended for other in reversed(pipeline.epochs) if other != epoch]
 
     def check_integrity(self) -> None:
-        """Check that no epoch has two places.
+        """Check that no epoch is in two places.
 
         Raises:
-            InvariantError: One has.
+            InvariantError: One is.
         """
         placed = [*self._gathered.values(), *(epoch for one in self._pipelines.values() for epoch in one.epochs)]
         if len(placed) != len(set(placed)):

@@ -1,4 +1,4 @@
-"""How the front places a request on an instance."""
+"""The message by which the front places a request on an instance."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from floodplain.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Go on with a request. Its tokens, prompt and known ones, lie beside the message.
+    """Compute or resume a request. Its prompt and known tokens are beside the message.
 
     Attributes:
         epoch: Of the instance.
         ticket: Names the placement.
         request_id: The client's name for it.
-        num_prompt: How many of the tokens are the prompt.
-        params: Without stop strings: the front finds them in the text.
-        age_s: Since it arrived at the front.
-        priority: As in ``core.request``, and so are the others.
+        num_prompt: Number of prompt tokens, which come first.
+        params: Without stop strings: the front checks them in the text.
+        age_s: Seconds since it arrived at the front.
+        priority: As in ``core.request``, like the remaining fields.
     """
 
     epoch: int
@@ -45,7 +45,7 @@ def submit_of(request: Request, epoch: int, ticket: int, now: float) -> Submit:
         request: With its known tokens, which lie beside the message.
         epoch: Of the instance.
         ticket: Of the placement.
-        now: On the clock of ``arrival_s``: clocks of machines differ, so the age is sent.
+        now: On the clock of ``arrival_s``. The age is sent, because clocks of machines differ.
     """
     params = request.params
     return Submit(
@@ -64,7 +64,7 @@ def submit_of(request: Request, epoch: int, ticket: int, now: float) -> Submit:
 
 
 def request_of(message: Submit, token_ids: tuple[int, ...], now: float) -> Request:
-    """The request that a message places, as its instance submits it."""
+    """The request of a placement, as the instance submits it to its engine."""
     return Request(
         request_id=message.request_id,
         prompt_token_ids=token_ids[: message.num_prompt],

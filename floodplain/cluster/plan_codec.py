@@ -1,7 +1,7 @@
-"""Step plans and their tokens as frames between stages: what a stage needs of a plan, and nothing else.
+"""Step plans and their tokens as frames between stages: only what a stage needs of a plan.
 
-Stages behind the first need no token ids of prompts: they get activations. Of a request they need how it samples.
-Everything is checked against the stage's own sizes: a block that is not there would end the process.
+Stages behind the first get activations instead of token ids. Of a request they need only its sampling parameters.
+Everything is checked against the stage's own sizes: a block id out of range would end the process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_STAGES = 256
 
 @dataclass(frozen=True, slots=True)
 class PlanLimits:
-    """What a plan may name.
+    """The bounds of a plan.
 
     Attributes:
         num_blocks: Blocks of the pipeline.
@@ -36,7 +36,7 @@ class PlanLimits:
         max_batched_tokens: Most tokens of a step.
         hidden_size: Width of activations.
         vocab_size: Token ids are below this.
-        dtype: Of activations.
+        dtype: Dtype of activations.
     """
 
     num_blocks: int
@@ -48,18 +48,18 @@ class PlanLimits:
 
     @property
     def max_data_bytes(self) -> int:
-        """Bytes of the largest activations."""
+        """Bytes of the largest activations of a step."""
         return self.max_batched_tokens * self.hidden_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Travelling:
-    """A plan on its way through the stages.
+    """A plan with its activations, between two stages.
 
     Attributes:
-        plan: In stages behind the first with zeros as token ids.
+        plan: The plan; behind the first stage its token ids are zeros.
         x: Activations [T, hidden].
-        busy_s: What each stage so far computed for it.
+        busy_s: Seconds that each stage so far computed for it.
     """
 
     plan: StepPlan
@@ -68,7 +68,7 @@ class Travelling:
 
 
 def pack_plan(step: Travelling, keeps_tensor: bool = False) -> Frame:
-    """The frame of a plan, for the next stage; its activations as host bytes, or as the tensor that they are."""
+    """The frame of a plan for the next stage, with its activations as host bytes or (``keeps_tensor``) as a tensor."""
     plan = step.plan
     body = {
         "step": plan.step_id,
@@ -92,10 +92,10 @@ def _pack_chunk(chunk: PrefillChunk) -> tuple[object, ...]:
 
 
 def read_plan(frame: Frame, limits: PlanLimits) -> Travelling:
-    """The plan that a frame carries.
+    """The plan in a frame.
 
     Raises:
-        PeerLost: It carries none, or one that names what is not there.
+        PeerLost: The frame has no valid plan within ``limits``.
     """
     try:
         plan = _read_plan(frame, limits)
@@ -158,10 +158,10 @@ def pack_result(result: StepResult, busy_s: tuple[float, ...]) -> Frame:
 
 
 def read_result(frame: Frame, plan: StepPlan, vocab_size: int) -> tuple[StepResult, tuple[float, ...]]:
-    """The tokens of a plan, and what each stage computed for it.
+    """The tokens of a plan, and the seconds that each stage computed for it.
 
     Raises:
-        PeerLost: They are none, or another plan's.
+        PeerLost: The frame has no valid tokens, or those of another plan.
     """
     tokens = frame.integers
     try:

@@ -1,4 +1,4 @@
-"""Which prompts an instance has seen, as content keys of their blocks: where a prefix is probably cached."""
+"""Content keys of the prompt blocks that an instance was given: a guess of which prefixes it has cached."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from floodplain.core.hashing import BlockKey
 
 
 class PrefixMemory:
-    """The keys of the blocks that an instance was given last. A guess: the instance may have evicted them.
+    """The keys of the blocks that an instance was given last. It may have evicted them since.
 
     Args:
-        max_keys: The oldest are forgotten; as many as the instance has blocks.
+        max_keys: Most keys, as many as the instance has blocks; the oldest are dropped.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -21,11 +21,11 @@ class PrefixMemory:
         self._keys: OrderedDict[BlockKey, None] = OrderedDict()
 
     def count_known(self, keys: Sequence[BlockKey]) -> int:
-        """Leading keys that are remembered."""
+        """The number of leading keys that are remembered."""
         return sum(1 for _ in takewhile(self._keys.__contains__, keys))
 
     def note(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks are computed there next."""
+        """Add keys of blocks that the instance computes next."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None

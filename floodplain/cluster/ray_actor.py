@@ -1,7 +1,7 @@
-"""What runs on a machine of a Ray cluster for one slot: an actor that holds an instance process as its child.
+"""The actor of one slot on a machine of a Ray cluster: it holds an instance process as its child.
 
-Ray imports this there, so it needs nothing but the standard library. An actor that Ray starts again somewhere else has
-no process; the call ``watch``, which Ray then repeats, starts one.
+Ray imports this there, so it uses only the standard library. An actor that Ray restarts on another machine has
+no process; the call ``watch``, which Ray then repeats, starts a new one.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 from floodplain.cluster.child import Child
 
 MOST_LINES = 1024
-"""Of a process's log that are kept until the driver asks for them; the oldest are dropped."""
+"""Most log lines that are kept until the driver reads them; the oldest are dropped."""
 _NOT_FOR_CHILDREN = ("RAY_", "FLOODPLAIN_")
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A process that is to run.
+    """A process to run.
 
     Attributes:
-        arguments: Of its Python interpreter, which is the actor's own.
-        variables: Of its environment; the others are the machine's.
+        arguments: Arguments of the Python interpreter, which is the actor's own.
+        variables: Environment variables; all others are the machine's.
         folder: Its working directory, if the machine has it.
         token: The first line of its standard input.
     """
@@ -39,7 +39,7 @@ class Order:
 
 
 class Keeper:
-    """The actor of one slot. Its calls run on one event loop, which Ray has a thread for."""
+    """The actor of one slot. Its calls run on one event loop, on a thread of Ray."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
@@ -49,10 +49,10 @@ class Keeper:
         self._lock = asyncio.Lock()
 
     async def watch(self, order: Order) -> tuple[list[str], int | None]:
-        """The next lines of the process's log, or its exit status once it has ended; starts it if there is none.
+        """The next lines of the process's log, or its exit status once it has ended. Starts it if there is none.
 
         Raises:
-            OSError: It cannot be started.
+            OSError: The process cannot be started.
         """
         async with self._lock:  # Ray may repeat a call whose answer was lost
             if self._child is None or self._reader is None:
@@ -75,7 +75,7 @@ class Keeper:
             self._child.kill()
 
     async def end(self) -> None:
-        """Ask the process to end, and kill it if it does not."""
+        """Ask the process to exit, and kill it if it does not."""
         if self._child is not None and self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])
@@ -97,6 +97,6 @@ async def _start(order: Order) -> Child:
 
 
 def environment_of(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an instance: the machine's without Ray's and ours, and the front's ``variables``."""
+    """The environment of an instance: the machine's without Ray's and our variables, plus ``variables``."""
     kept = {name: value for name, value in environ.items() if not name.upper().startswith(_NOT_FOR_CHILDREN)}
     return {**kept, **variables}

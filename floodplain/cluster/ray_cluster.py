@@ -1,6 +1,6 @@
-"""A Ray cluster, as the front's driver uses it: joined or started, and an actor placed for each slot.
+"""Joins or starts a Ray cluster for the front's driver, and places an actor for each slot.
 
-Ray does the placement, and starts an actor again, elsewhere if its machine is gone. Only this file calls Ray.
+Ray decides placement, and restarts an actor, elsewhere if its machine is gone. Only this file imports Ray.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from floodplain.core.errors import UserError
 
 HEAD_TIMEOUT_S = 5.0
 PLACEMENT_TIMEOUT_S = 30.0
-"""Within this time Ray has room for all instances, or it is an error."""
+"""If Ray has no room for all instances within this time, it is an error."""
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Of Ray's shared memory where we start Ray: nothing of ours lies there, and this is about the least it takes."""
+"""Ray's shared memory where we start Ray: we store nothing there, and this is about the least it accepts."""
 _LOCAL_VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # 15 without
-    "RAY_worker_oom_score_adjustment": "0",  # 1000 without: the kernel would kill instances first
+    "RAY_worker_niceness": "0",  # default 15
+    "RAY_worker_oom_score_adjustment": "0",  # default 1000: the kernel would kill instances first
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill instances, whose pools fill memory by design
 }
-"""Of a Ray that we start."""
+"""Environment of a Ray that we start."""
 
 
 def open_actors(setup: RaySetup) -> list[Any]:
-    """Connect to Ray and have an actor placed for each slot.
+    """Connect to Ray, and place an actor for each slot.
 
     Raises:
-        UserError: Ray cannot be reached, does not take the token, or has no room; the message is one line.
+        UserError: Ray cannot be reached, refuses the token, or has no room; the message is one line.
     """
     _use_token(setup)  # before the first import, at which Ray reads it
 
@@ -69,7 +69,7 @@ def open_actors(setup: RaySetup) -> list[Any]:
 
 
 def _use_token(setup: RaySetup) -> None:
-    """Have Ray authenticate by a token: a fresh one where we start it; of a cluster, the environment may say no."""
+    """Let Ray authenticate by a token: a fresh one if we start Ray; else the environment may name or disable it."""
     if setup.cluster == LOCAL:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": _make_token_file()}
         os.environ.pop("RAY_AUTH_TOKEN", None)
@@ -98,7 +98,7 @@ def _connect(setup: RaySetup) -> None:
 
 
 def _check_head(address: str) -> None:
-    """Refuse an address at which nothing listens: Ray would ask it for ever."""
+    """Raise if nothing listens at the address: Ray would retry it forever."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), HEAD_TIMEOUT_S).close()
@@ -108,7 +108,7 @@ def _check_head(address: str) -> None:
 
 @contextlib.contextmanager
 def _captured_log() -> Iterator[IO[bytes]]:
-    """What this process and its libraries write to standard error meanwhile; Ray's reasons are nowhere else."""
+    """Redirects standard error of this process and its libraries to a file: Ray reports reasons only there."""
     with tempfile.TemporaryFile() as log:
         kept = os.dup(2)
         os.dup2(log.fileno(), 2)
@@ -138,14 +138,14 @@ def _init_ray(setup: RaySetup) -> None:
 
 
 def _make_token_file() -> str:
-    """A file in memory with a fresh token, which only this user's processes can open, and only while this one runs."""
+    """A memory file with a fresh token. Only this user's processes can open it, and only while this one runs."""
     file = os.memfd_create("ray-token")
     os.write(file, secrets.token_hex(32).encode())
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
 def _check_reach(setup: RaySetup) -> None:
-    """Refuse machines that cannot dial the front."""
+    """Raise if the cluster has machines that cannot connect to the front."""
     import ray
 
     from floodplain.web.listen import is_loopback

@@ -1,12 +1,12 @@
-"""The process that speaks to Ray for the front: it has actors placed, one for each slot, and ends with the front.
+"""The driver: the process that calls Ray for the front. It places an actor for each slot, and exits with the front.
 
-It is not the front, because Ray ends a process that loses its cluster, and streams must outlive that. The front writes
-a line of JSON for each order to its standard input and reads one for each event from its standard output:
+It is a separate process because Ray ends a process that loses its cluster, and streams must survive that. The front
+writes a line of JSON for each order to its standard input and reads one for each event from its standard output:
 
     in:   a ``RaySetup``, then {"run": slot, and the fields of an ``Order``}, {"kill": slot}
     out:  {"ready": true} or {"failed": why}, then {"log": slot, "line": ...}, {"ended": slot, "status", "words"}
 
-When the input ends, so do the instances, the actors and this process. When this process is killed, Ray ends its actors,
+When the input ends, the instances, the actors and this process end. If this process is killed, Ray ends its actors,
 and the kernel their instances.
 """
 
@@ -34,8 +34,8 @@ class Driver:
     """Orders and events between the front and the actors.
 
     Args:
-        actors: Of each slot.
-        events: The front reads them.
+        actors: The actor of each slot.
+        events: The stream of events, which the front reads.
     """
 
     def __init__(self, actors: list[Any], events: IO[str]) -> None:
@@ -45,12 +45,12 @@ class Driver:
 
     def say(self, **event: Any) -> None:
         """Write an event."""
-        with contextlib.suppress(OSError):  # the front is gone: so is the input
+        with contextlib.suppress(OSError):  # the front is gone: the input ends too
             self._events.write(json.dumps(event) + "\n")
             self._events.flush()
 
     async def take_orders(self, reader: asyncio.StreamReader) -> None:
-        """Do what the front orders, until its lines end; then end all instances."""
+        """Execute the front's orders until its input ends; then end all instances."""
         while line := await reader.readline():
             order = json.loads(line)
             if "kill" in order:
@@ -65,13 +65,13 @@ class Driver:
         await asyncio.wait(ends, timeout=END_TIMEOUT_S + 1.0)
 
     async def _run(self, slot: int, order: Order) -> None:
-        """Follow a slot's process until it ends. Of an actor that dies, Ray starts another and repeats the call."""
+        """Follow a slot's process until it ends. If its actor dies, Ray restarts the actor and repeats the call."""
         status: int | None = None
         words: str | None = None
         while status is None and words is None:
             try:
                 lines, status = await self._actors[slot].watch.remote(order)
-            except Exception as error:  # whatever Ray has: the slot's process cannot run
+            except Exception as error:  # any error of Ray: the slot's process cannot run
                 status, words = -1, first_line(error)
                 break
             for line in lines:
@@ -94,7 +94,7 @@ async def _serve(events: IO[str]) -> int:
     except UserError as error:
         driver.say(failed=str(error))
         return 1
-    signal_at_parents_end(signal.SIGCONT)  # there is something to end from now on; one that is stopped reads no input
+    signal_at_parents_end(signal.SIGCONT)  # a stopped driver reads no input: wake it to end the actors
     driver.say(ready=True)
     await driver.take_orders(reader)
     return 0
@@ -104,7 +104,7 @@ def main() -> int:
     """Serve the front that is this process's parent, until the input ends, as it also does when the front is killed."""
     signal_at_parents_end(signal.SIGKILL)
     events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray prints is log
+    os.dup2(2, 1)  # Ray's output goes to the log
     try:
         return asyncio.run(_serve(events))
     finally:

@@ -1,4 +1,4 @@
-"""Instance processes on the machines of a Ray cluster, by way of a process that speaks to Ray (``ray_driver.py``)."""
+"""Instance processes on the machines of a Ray cluster, started by a driver process (``ray_driver.py``)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from floodplain.core.errors import UserError
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0
-"""Between attempts to reach a Ray that was there before."""
+"""Seconds between attempts to reach a Ray cluster that was reached before."""
 CLOSE_TIMEOUT_S = 30.0
-"""A driver that has not ended its instances after this time is killed, and Ray ends them."""
+"""A driver that has not ended its instances after this time is killed; Ray then ends them."""
 FIRST_RELEASE = (2, 52)
-"""Of Ray, that has token authentication."""
+"""The first release of Ray with token authentication."""
 READY_TIMEOUT_S = 180.0
-"""A driver that says nothing for so long is killed: Ray waits for some answers without a limit."""
+"""A driver that is not ready after this time is killed: Ray waits for some answers without a limit."""
 START_END_TIMEOUT_S = 10.0
-"""The same for one that is still connecting, which takes no order meanwhile."""
+"""Time to end for a driver that is still connecting: it reads no order meanwhile."""
 _DRIVER = "import sys; from floodplain.cluster.ray_driver import main; sys.exit(main())"
 _SENT = ("OMP_NUM_THREADS", "FLOODPLAIN_")
 
 
 class DriverLink:
-    """A running driver. Everything is called on one event loop.
+    """A running driver process. Everything is called on one event loop.
 
     Args:
         process: With pipes for standard input and output.
@@ -54,7 +54,7 @@ class DriverLink:
         """Start a driver, and return when its actors are placed.
 
         Raises:
-            OSError: They are not; the message is one line.
+            OSError: They cannot be placed; the message is one line.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _DRIVER,
@@ -83,7 +83,7 @@ class DriverLink:
         return self._reader.done()
 
     async def run(self, slot: int, order: Mapping[str, Any]) -> Ending:
-        """Order a process, and return when it has ended, or the driver has."""
+        """Start a slot's process. Returns when the process or the driver has ended."""
         ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._endings[slot] = ending
         self._order({"run": slot, **order})
@@ -92,11 +92,11 @@ class DriverLink:
         return await ending
 
     def kill(self, slot: int) -> None:
-        """Order the end of a slot's process."""
+        """Tell the driver to kill a slot's process."""
         self._order({"kill": slot})
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the driver, its actors and their processes: ask, wait, kill."""
+        """End the driver, its actors and their processes: ask, wait ``timeout_s``, then kill."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -135,7 +135,7 @@ class DriverLink:
             ending, words = self._endings.pop(slot, None), self._words.pop(slot, LastWords(slot))
             if ending is not None and not ending.done():
                 ending.set_result(Ending(int(event["status"]), event["words"] or words.complaint, words.line))
-        elif not self._ready.done():  # else the front closes, and does not wait for it any more
+        elif not self._ready.done():  # else the front is closing and no longer waits for it
             if "failed" in event:
                 self._ready.set_exception(ConnectionError(str(event["failed"])))
             else:
@@ -146,10 +146,10 @@ _LOST = Ending(-1, "the process that speaks to Ray has ended")
 
 
 def check_ray() -> None:
-    """Refuse to begin without Ray, or with one so old that it ignores that it is to authenticate.
+    """Raise if Ray is not installed, or too old to authenticate.
 
     Raises:
-        UserError: See above; the message says what to install.
+        UserError: It is; the message says what to install.
     """
     try:
         version = importlib.metadata.version("ray")
@@ -162,13 +162,13 @@ def check_ray() -> None:
 
 
 class RayProcesses:
-    """``Processes`` of a Ray cluster. Everything is called on one event loop.
+    """``Processes`` on a Ray cluster. Everything is called on one event loop.
 
-    If Ray is lost after it was there, ``run`` waits until it is there again; the front goes on meanwhile.
+    If a cluster that was reached before is lost, ``run`` waits until it is reached again; the front continues.
 
     Args:
-        commands: Of each slot, without the address; another machine runs them by its own Python interpreter.
-        environment: Of the driver. Threads, and our variables, go to instances as well.
+        commands: For each slot, without the address; another machine uses its own Python interpreter.
+        environment: Of the driver. Instances get ``OMP_NUM_THREADS`` and the ``FLOODPLAIN_`` variables of it.
         setup: What Ray is to place.
 
     Raises:
@@ -186,11 +186,11 @@ class RayProcesses:
 
     @property
     def num_slots(self) -> int:
-        """See ``Processes``."""
+        """The number of slots."""
         return len(self._arguments)
 
     async def run(self, slot: int, address: str, token: str) -> Ending:
-        """See ``Processes``."""
+        """Start a slot's process on the cluster; see ``Processes.run``."""
         link = await self._connect()
         order = {
             "arguments": [*self._arguments[slot], "--join", address],
@@ -201,12 +201,12 @@ class RayProcesses:
         return await link.run(slot, order)
 
     def kill(self, slot: int) -> None:
-        """See ``Processes``."""
+        """Kill a slot's process, if there is one."""
         if self._link is not None:
             self._link.kill(slot)
 
     async def close(self) -> None:
-        """See ``Processes``."""
+        """End the driver and all processes."""
         if self._link is not None:
             await self._link.close()
 

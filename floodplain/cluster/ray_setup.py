@@ -1,21 +1,21 @@
-"""What the front asks of Ray; light to import, because the command line is built from it."""
+"""The front's requirements of Ray. Light to import, because the command line is built from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LOCAL = "auto"
-"""Of ``--cluster``: a Ray of this machine alone, which starts and ends with the front."""
+"""Value of ``--cluster``: a Ray on this machine only, which starts and ends with the front."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySetup:
-    """What a driver is to have placed.
+    """The resources that a driver places.
 
     Attributes:
         cluster: HOST:PORT of a Ray cluster's head, or ``LOCAL``.
         host: Where the front listens.
-        num_slots: Actors, each of which gets
+        num_slots: Number of actors, each of which gets
         num_cpus: CPUs, and
         num_gpus: GPUs.
     """

@@ -1,4 +1,4 @@
-"""The front's live requests: each is placed on an instance, and its caller gets what comes of it."""
+"""The front's live requests: places each on an instance, and passes its results to its caller."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from floodplain.core.ranges import MAX_TOKEN_ID
 from floodplain.core.request import Request
 
 Send = Callable[[int, FrontMessage, tuple[int, ...]], None]
-"""Sends a message, and ids beside it, to the instance of an epoch; nothing if its life is over."""
+"""Sends a message and token ids to the instance of an epoch; does nothing if its life has ended."""
 
 
 class Requests:
-    """See the module.
+    """The live requests of a front.
 
     Args:
-        book: Where each request is.
-        send: See ``Send``.
+        book: The placement of each request.
+        send: Sends messages to instances; see ``Send``.
         on_finished: Called with each request that ended by ``stop`` or ``length``.
         vocab_size: Token ids are below this.
 
     Attributes:
         on_opened: Called with each request that arrives.
-        on_closed: Called with each request that ended, however.
-        num_moved: Requests that went on elsewhere, and
+        on_closed: Called with each request that ended, for any reason.
+        num_moved: Requests that were placed on another instance, and
         num_moved_tokens: tokens that were computed again for them, prompts included.
         num_prompt_tokens: Prompt tokens of all requests that got a token, each once.
         num_generated_tokens: Tokens that callers got.
@@ -47,7 +47,7 @@ class Requests:
         self._callers: dict[int, Caller] = {}
 
     def submit(self, request: Request, caller: Caller) -> Entry:
-        """A request arrives; its caller gets what comes of it."""
+        """Add a request, and place it if possible; its caller gets its results."""
         entry = self._book.open(request)
         self._callers[entry.number] = caller
         self.on_opened(entry)
@@ -55,7 +55,7 @@ class Requests:
         return entry
 
     def drop(self, entry: Entry) -> None:
-        """Its caller reads no more. Safe to call twice."""
+        """End a request that its caller no longer reads: its instance aborts it. Safe to call twice."""
         self._callers.pop(entry.number, None)
         self.on_closed(entry)
         where = self._book.close(entry)
@@ -63,7 +63,7 @@ class Requests:
             self._send(where[0], Abort(*where), ())
 
     def place(self) -> None:
-        """Send requests that wait to instances, as far as there are any for them."""
+        """Place waiting requests on instances as far as possible, and send them there."""
         now = time.monotonic()
         for entry in self._book.place():
             assert entry.epoch is not None and entry.ticket is not None
@@ -75,7 +75,7 @@ class Requests:
             self._send(entry.epoch, message, request.prompt_token_ids + request.known_token_ids)
 
     def give_back(self, entry: Entry) -> None:
-        """Its instance cannot go on with it: it waits for another one, or is given up."""
+        """Take a request off its instance, which cannot continue it: it waits for another, or fails."""
         if not self._book.give_back(entry):
             self.on_closed(entry)
             caller = self._callers.pop(entry.number)
@@ -84,10 +84,10 @@ class Requests:
     # -- instances say -------------------------------------------------------------------------------------------------
 
     def take_tokens(self, message: Tokens) -> None:
-        """Requests gained tokens, or ended.
+        """Apply the new tokens and ends of an instance's requests.
 
         Raises:
-            WireError: One cannot have gained that.
+            WireError: A row names another instance's request, or an impossible token.
         """
         now = time.monotonic()
         for row in message.rows:
@@ -95,7 +95,7 @@ class Requests:
             entry = self._book.find(message.epoch, row.ticket)
             if entry is None:
                 continue
-            if row.token is None:  # its instance stops
+            if row.token is None:  # the instance ended it without a token
                 self.give_back(entry)
                 self.place()
                 continue
@@ -111,10 +111,10 @@ class Requests:
                 self._finish(entry, caller, is_known=row.finish_reason is not None)
 
     def take_acceptance(self, message: Accepted) -> None:
-        """An instance has taken a request.
+        """An instance has accepted a request.
 
         Raises:
-            WireError: It was never given it.
+            WireError: The request was never placed on it.
         """
         self._book.check_ticket(message.epoch, message.ticket)
         entry = self._book.find(message.epoch, message.ticket)
@@ -122,10 +122,10 @@ class Requests:
             self._callers[entry.number].accept()
 
     def take_refusal(self, message: Refused) -> None:
-        """An instance does not take a request.
+        """An instance refuses a request: place it on another one, or fail it.
 
         Raises:
-            WireError: It was never given it.
+            WireError: The request was never placed on it.
         """
         self._book.check_ticket(message.epoch, message.ticket)
         entry = self._book.find(message.epoch, message.ticket)
@@ -145,6 +145,6 @@ class Requests:
             self._callers.pop(entry.number)
             self.on_closed(entry)
             self._book.close(entry)
-        else:  # a stop string: only the text knows it
+        else:  # a stop string: the instance does not know of it
             self.drop(entry)
         self._on_finished(caller.lifecycle)

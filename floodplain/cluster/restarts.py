@@ -1,21 +1,21 @@
-"""When an instance that ended is started again. Pure."""
+"""Delays and limits of restarts of an instance. Pure."""
 
 from __future__ import annotations
 
 FIRST_DELAY_S, MOST_DELAY_S = 0.1, 30.0
 SETTLED_S = 1.0
-"""An instance that served for less was lost while it started."""
+"""An instance that served for less time counts as a failed start."""
 CALM_S = 60.0
-"""An instance that served for so long was well: the delay begins anew."""
+"""After an instance served for so long, the delay is reset."""
 MAX_FAILED_STARTS = 5
-"""So many starts in a row that came to nothing: it is not started again."""
+"""After so many failed starts in a row it is not restarted."""
 
 
 class Restarts:
-    """The restarts of one slot: delays double, and starts that come to nothing are bounded.
+    """The restarts of one slot: delays double, and failed starts in a row are bounded.
 
     Attributes:
-        num_failed: Starts in a row that came to nothing.
+        num_failed: Failed starts in a row.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Restarts:
         self._num_short = 0
 
     def next_delay_s(self, served_s: float | None) -> float | None:
-        """Seconds until it is started again; None: never.
+        """Count an end; the seconds until the restart, or None: no restart.
 
         Args:
             served_s: How long it served; None if it never did.

@@ -1,4 +1,4 @@
-"""The instances that serve, each under an epoch that no other ever has. No I/O, no clock."""
+"""The joined instances, each under a unique epoch. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class Instance:
 
     Attributes:
         epoch: Names this life.
-        facts: What it said of itself.
-        slot: The launcher's place for it; None if somebody else started it.
+        facts: The facts in its ``Hello``.
+        slot: The launcher's slot of it; None if the launcher did not start it.
         joined_s: When it joined.
-        heard_s: When it last said anything.
-        num_blocks: Blocks of its pool, as it said last.
-        num_demanded_blocks: Of the requests that are placed on it.
+        heard_s: When its last message arrived.
+        num_blocks: Blocks of its pool, by its last message that names them.
+        num_demanded_blocks: Blocks of the requests that are placed on it.
         tickets: Their tickets.
-        is_leaving: It takes no more requests.
-        stage: Its part of a pipeline; None if it needs no other.
-        is_linked: Of a stage: its pipeline is formed.
+        is_leaving: Whether it is draining and accepts no more requests.
+        stage: Its part of a pipeline; None if it has all layers.
+        is_linked: Of a stage: whether its pipeline is formed.
         can_drop: Whether it may be a member of a group that drops layers.
-        can_move: Whether running requests may move to it, and from it, with their KV.
+        can_move: Whether running requests may migrate to it and from it with their KV.
         was_serving: Whether it has been able to serve since it joined.
         part: Its part in such a group, one of ``paused``, ``leading``, ``grouped``; None while it is in none.
-        prefixes: What it was given.
+        prefixes: Prefixes of the requests that were placed on it.
     """
 
     epoch: int
@@ -54,26 +54,26 @@ class Instance:
 
     @property
     def name(self) -> str:
-        """Its slot, or ``e`` and its epoch if it has none: as commands name it."""
+        """Its slot; ``e`` and its epoch if it has no slot. Commands use this name."""
         return f"e{self.epoch}" if self.slot is None else str(self.slot)
 
     def __str__(self) -> str:
-        """As logs name it: by its name, and by its epoch beside it."""
+        """Its name for logs; with the epoch if the name is a slot."""
         return f"instance {self.name}" + ("" if self.slot is None else f" (epoch {self.epoch})")
 
     @property
     def can_serve(self) -> bool:
-        """Whether requests that are given to it, or to its pipeline or group, are computed now or soon."""
+        """Whether requests on it, its pipeline or its group are computed now or soon."""
         return not self.is_leaving and (self.stage is None or self.is_linked)
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it is given new ones: of a pipeline, only the first stage."""
+        """Whether new requests may be placed on it. In a pipeline: on the first stage only."""
         return self.state in ("serving", "leading") and (self.stage is None or not self.stage.stage)
 
     @property
     def state(self) -> str:
-        """One of ``STATES``: a stage is forming until all others are there, too."""
+        """One of ``STATES``: a stage is ``forming`` until its pipeline is formed."""
         if self.is_leaving:
             return "leaving"
         if self.part is not None:
@@ -82,10 +82,10 @@ class Instance:
 
 
 class Roster:
-    """Who is there.
+    """All joined instances.
 
     Args:
-        silence_s: An instance that says nothing for so long is taken for dead.
+        silence_s: An instance that sends nothing for so long is declared dead.
     """
 
     def __init__(self, silence_s: float) -> None:
@@ -99,12 +99,12 @@ class Roster:
         return iter(list(self._instances.values()))
 
     def __len__(self) -> int:
-        """Instances that are there."""
+        """The number of instances."""
         return len(self._instances)
 
     @property
     def can_serve(self) -> bool:
-        """Whether any of them can."""
+        """Whether any instance can serve."""
         return any(one.can_serve for one in self._instances.values())
 
     def get(self, epoch: int) -> Instance | None:
@@ -112,7 +112,7 @@ class Roster:
         return self._instances.get(epoch)
 
     def name_of(self, epoch: int) -> str:
-        """What commands and logs call the instance of this epoch; by its epoch alone once its life has ended."""
+        """The name of the instance of this epoch in commands and logs; ``e`` and the epoch once its life has ended."""
         instance = self._instances.get(epoch)
         return f"e{epoch}" if instance is None else instance.name
 
@@ -127,7 +127,7 @@ class Roster:
         return self._instances[epoch]
 
     def join(self, facts: InstanceFacts, slot: int | None, now: float, stage: StageFacts | None = None) -> Instance:
-        """An instance begins a life."""
+        """Add an instance, under a new epoch."""
         epoch, self._next_epoch = self._next_epoch, self._next_epoch + 1
         prefixes = PrefixMemory(facts.num_blocks)
         instance = Instance(epoch, facts, slot, now, now, facts.num_blocks, prefixes)
@@ -136,20 +136,20 @@ class Roster:
         return instance
 
     def hear(self, epoch: int, now: float) -> bool:
-        """It said something. False: its epoch has ended, and nothing that it says counts."""
+        """Note a message of an epoch. False: the epoch has ended, and its message must be ignored."""
         instance = self._instances.get(epoch)
         if instance is not None:
             instance.heard_s = now
         return instance is not None
 
     def remove(self, epoch: int) -> Instance | None:
-        """Its life ends; None if it had ended."""
+        """Remove the instance whose life ends; None if it was removed before."""
         return self._instances.pop(epoch, None)
 
     def find_silent(self, now: float) -> list[int]:
-        """Epochs of instances that have been silent for too long. Ask several times in ``silence_s``.
+        """Epochs of instances that have been silent for too long. Call several times in each ``silence_s``.
 
-        If this process itself was held up since it asked last, it has heard nobody, whoever spoke: all begin anew.
+        If this process itself was stopped since the last call, messages may be unread: every silence restarts.
         """
         if self._looked_s is None or now - self._looked_s > self._silence_s / 2:
             for instance in self._instances.values():

@@ -1,4 +1,4 @@
-"""What an instance may say of a request: each check raises ``WireError``, which ends its connection. Pure."""
+"""Checks of an instance's messages about requests: each raises ``WireError``, which ends its connection. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from floodplain.lending.fields import WireError
 
 
 def check_token(entry: Entry, row: TokenRow, max_model_len: int, vocab_size: int) -> None:
-    """Check that a placed request may gain a token.
+    """Check that a placed request may get this token.
 
     Args:
         entry: The request.
-        row: With a token.
+        row: A row with a token.
         max_model_len: Of its instance.
         vocab_size: Token ids are below this.
     """
@@ -32,13 +32,13 @@ def check_token(entry: Entry, row: TokenRow, max_model_len: int, vocab_size: int
 
 
 def check_rows(rows: Sequence[KvRow], integers: Sequence[int], least: int, most: int) -> None:
-    """Check the requests that a member of a group has.
+    """Check the rows of a group member.
 
     Args:
-        rows: They.
-        integers: Their blocks, or the sources of these.
-        least: Of these integers.
-        most: They are below this.
+        rows: The rows.
+        integers: Their blocks, or the sources of their blocks.
+        least: Least allowed integer.
+        most: All integers must be below this.
     """
     tickets = {row.ticket for row in rows}
     if len(tickets) < len(rows) or any(row.num_computed > row.num_tokens for row in rows):
@@ -49,7 +49,7 @@ def check_rows(rows: Sequence[KvRow], integers: Sequence[int], least: int, most:
 
 
 def check_blocks(integers: Collection[int], least: int, most: int) -> None:
-    """Check that blocks, or what stands for them, are from ``least`` on and below ``most``."""
+    """Check that block ids or sources are at least ``least`` and below ``most``."""
     if integers and not least <= min(integers) <= max(integers) < most:
         raise WireError("a block is named that is not there")
 
@@ -57,13 +57,13 @@ def check_blocks(integers: Collection[int], least: int, most: int) -> None:
 def check_report(
     report: Prepared, integers: Sequence[int], num_layers: int, others: Iterable[tuple[Prepared, object]]
 ) -> str | None:
-    """Check what a paused member says of itself; why it does not go with the others, None if it does.
+    """Check a paused member's report. Why it cannot join the others; None if it can.
 
     Args:
-        report: It.
+        report: The report.
         integers: Sources of its rows' blocks (``core.kv_sources``).
         num_layers: Of the model.
-        others: What other members have said before.
+        others: The reports of other members so far.
     """
     if len(report.param_pages) != num_layers or not max(report.param_pages):
         raise WireError("a member has other layers than the model")
@@ -80,8 +80,8 @@ def check_moves(num_moves: int, integers: Sequence[int], num_quanta: int, quantu
     """Check a leader's plan of a shrink.
 
     Args:
-        num_moves: Pairs of blocks that lead ``integers``.
-        integers: They, then quanta that go.
+        num_moves: Number of block pairs at the start of ``integers``.
+        integers: The pairs, then the quanta to unmap.
         num_quanta: Of the group.
         quantum_blocks: Blocks of a quantum.
     """

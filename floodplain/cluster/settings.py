@@ -1,4 +1,4 @@
-"""The flags of many instances behind one endpoint; light to import, because the command line is built from it."""
+"""The flags of several instances behind one endpoint. Light to import, because the command line is built from it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ STANDARD_INPUT = "-"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.5, 300.0
 BEATS_PER_TIMEOUT = 5
 MAX_STRANGERS = 32
-"""Connections to the front that have not shown a token yet; the oldest makes way for one more."""
+"""Most connections to the front without a token; one more closes the oldest of them."""
 FILES_PER_INSTANCE = 6
-"""Of the front: the connection, two pipes, and as many while an instance is being started again."""
+"""Open files of the front per instance: a connection and two pipes, doubled while it is being restarted."""
 
 
 SPLITS = get_args(Split)
@@ -31,7 +31,7 @@ MOST_STAGES = 4
 
 
 def count_front_files(num_instances: int | None) -> int:
-    """Files that instances take of their front; None: there are none, and it is no front."""
+    """Open files that instances cost their front; None: there are no instances, and it is no front."""
     return 0 if num_instances is None else MAX_STRANGERS + FILES_PER_INSTANCE * num_instances
 
 
@@ -263,10 +263,10 @@ class InstanceConfig:
 
 
 def split_address(text: str, flag: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``; an IPv6 host stands in brackets.
+    """Host and port of ``HOST:PORT``; an IPv6 host is in brackets.
 
     Raises:
-        UserError: It is no address.
+        UserError: The text is no address.
     """
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
@@ -277,10 +277,10 @@ def split_address(text: str, flag: str) -> tuple[str, int]:
 
 
 def split_stage(text: str) -> tuple[int, int]:
-    """The number of a stage, and of all stages, of ``STAGE/STAGES``.
+    """(number of the stage, number of stages) of ``STAGE/STAGES``.
 
     Raises:
-        UserError: It is no stage.
+        UserError: The text is no stage.
     """
     parts = text.split("/")
     if len(parts) == 2 and all(part.isascii() and part.isdigit() and len(part) < 5 for part in parts):

@@ -1,4 +1,4 @@
-"""What a front tells of its own instances to what starts their processes."""
+"""The interface through which the front notifies the launcher about its own instances."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class Slots(Protocol):
-    """What hears of the lives of the front's own instances. Slots are numbered from 0."""
+    """Notified of the lives of the front's own instances. Slots are numbered from 0."""
 
     def admits(self, slot: int, /) -> bool:
-        """Whether the instance of a slot may join now; if not, it is to ask again."""
+        """Whether the instance of a slot may join now; if not, it must try again later."""
         ...
 
     def note_joined(self, slot: int, /) -> None:
@@ -17,9 +17,9 @@ class Slots(Protocol):
         ...
 
     def note_serving(self, slot: int, /) -> None:
-        """It serves; of a pipeline: all of its stages are linked."""
+        """A slot's instance serves; in a pipeline: all stages are linked."""
         ...
 
     def note_lost(self, slot: int, why: str, silent_s: float, /) -> None:
-        """Its life ended, after a silence of so many seconds."""
+        """The life of a slot's instance ended, ``silent_s`` seconds after its last message."""
         ...

@@ -1,4 +1,4 @@
-"""Frames between stages of a pipeline: a JSON object, 64-bit integers and raw bytes beside it, on a blocking socket.
+"""Frames between stages of a pipeline: a JSON object, 64-bit integers and raw bytes, on a blocking socket.
 
 A frame is three lengths (big endian), the object's bytes, the integers and the bytes (little endian, as they lie in
 memory). Nothing of it is ever executed, and a length is checked before a byte of what it announces is read.
@@ -22,7 +22,7 @@ import torch
 from floodplain.core.errors import InvariantError, PeerLost
 
 MAX_BODY_BYTES = 16 * 2**20
-"""Of a frame's object and integers; activations have a limit of their own."""
+"""Most bytes of a frame's object and integers; activations have a separate limit."""
 
 _HEAD = struct.Struct("!IIQ")
 _NO_INTEGERS: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -31,13 +31,13 @@ _NO_BYTES: npt.NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """What is sent at once.
+    """One message between stages.
 
     Attributes:
         body: A JSON object.
-        integers: Beside it, int64.
-        data: Raw bytes, uint8: a tensor's.
-        tensor: Activations on a device, in place of ``data``; a connection cannot carry them, a ``DeviceLink`` does.
+        integers: int64, beside the object.
+        data: Raw bytes of a tensor, uint8.
+        tensor: Activations on a device, in place of ``data``. Only a ``DeviceLink`` can send them.
     """
 
     body: dict[str, Any]
@@ -47,10 +47,10 @@ class Frame:
 
 
 class FrameSocket:
-    """One connection, in frames. ``send`` and ``read`` may run on two threads; ``close`` ends both.
+    """Sends and receives frames on one connection. ``send`` and ``read`` may run on two threads; ``close`` ends both.
 
     Args:
-        sock: Connected, blocking; owned from now on.
+        sock: A connected, blocking socket; owned from now on.
         max_data_bytes: Most raw bytes of a frame that the peer may send.
 
     Raises:
@@ -65,7 +65,7 @@ class FrameSocket:
         self._sending = threading.Lock()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame; wait while the peer does not read.
+        """Send a frame; blocks while the peer does not read.
 
         Raises:
             PeerLost: The connection has ended, or ``close`` was called.
@@ -84,10 +84,10 @@ class FrameSocket:
             raise PeerLost(f"a stage's connection ended while a frame was sent ({error})") from None
 
     def read(self) -> Frame:
-        """The next frame; wait for it.
+        """The next frame; blocks until it arrives.
 
         Raises:
-            PeerLost: The connection has ended, also in the middle of a frame, or what came is no frame.
+            PeerLost: The connection has ended, also within a frame, or the data is no frame.
         """
         num_text, num_integers, num_data = _HEAD.unpack(self._read_exactly(_HEAD.size).tobytes())
         if num_text + num_integers > MAX_BODY_BYTES or num_data > self._max_data_bytes or num_integers % 8:
@@ -97,7 +97,7 @@ class FrameSocket:
         return Frame(body, integers, self._read_exactly(num_data))
 
     def close(self) -> None:
-        """Hang up: a ``send`` or ``read`` that waits fails. Safe to call twice."""
+        """Close the connection: a blocked ``send`` or ``read`` fails. Safe to call twice."""
         with contextlib.suppress(OSError):  # the peer has hung up, or this end
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

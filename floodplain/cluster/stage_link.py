@@ -1,8 +1,8 @@
-"""The link from one stage of a pipeline to another: a connection that carries step plans with their activations.
+"""A link between two pipeline stages: a connection that carries step plans and their activations.
 
-The sender dials, and shows a secret that the front gave to the members of this pipeline alone. Frames are read by a
-thread as they arrive, so that two stages which send to each other never wait for each other's full buffers. KV and
-parameters have connections of their own (``bulk_server.py``), so that activations never wait behind them.
+The sender connects, and shows a secret that the front gave only to members of this pipeline. A thread reads frames as
+they arrive, so that two stages which send to each other never block on each other's full buffers. KV and
+parameters have their own connections (``bulk_server.py``), so that activations never queue behind them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from floodplain.core.errors import InvariantError, PeerLost
 from floodplain.web.accepting import RETRY_S, SCARCE
 
 HELLO_TIMEOUT_S = 5.0
-"""For a stranger's hello, after which it is hung up on."""
+"""A connection that has sent no hello after this time is closed."""
 MAX_STRANGERS = 64
-"""Connections that have not said hello yet; the oldest is hung up on for one more."""
+"""Most connections without a hello; one more closes the oldest of them."""
 SECRET_BYTES = 32
 MAX_UNREAD = 64
-"""Activations that lie unread; no pipeline has so many steps under way."""
+"""Most unread frames of a link; no pipeline has so many outstanding steps."""
 
 _MAGIC = b"FPSL"
 _HELLO = struct.Struct(f"!4sIH{SECRET_BYTES}s")
@@ -34,12 +34,12 @@ _YES = b"\x01"
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """What both ends of a link must agree on.
+    """The values that both ends of a link must agree on.
 
     Attributes:
         secret: Of the pipeline, ``SECRET_BYTES`` long.
-        number: Of the pipeline: a member of an older one is refused.
-        sender: The stage that dials.
+        number: Of the pipeline: members of an older one are refused.
+        sender: Number of the stage that connects.
     """
 
     secret: bytes
@@ -47,11 +47,11 @@ class LinkKey:
     sender: int
 
     def hello(self) -> bytes:
-        """The first bytes of a connection."""
+        """The first bytes that the sender sends."""
         return _HELLO.pack(_MAGIC, self.number, self.sender, self.secret)
 
     def opens(self, hello: bytes) -> bool:
-        """Whether a hello is that of this link."""
+        """Whether these bytes are the hello of this link."""
         return hmac.compare_digest(self.hello(), hello)
 
 
@@ -59,11 +59,11 @@ class StageLink:
     """One end of a link; ``send`` and ``recv`` may be called on two threads.
 
     Args:
-        sock: Connected.
+        sock: A connected socket.
         max_data_bytes: Most raw bytes of a frame.
 
     Attributes:
-        carries_tensors: False: activations are raw bytes of a frame.
+        carries_tensors: Always False: activations are sent as raw bytes of a frame.
     """
 
     carries_tensors = False
@@ -84,10 +84,10 @@ class StageLink:
         self._sock.send(frame)
 
     def recv(self) -> Frame:
-        """The next frame, in the order in which they were sent.
+        """The next frame, in the order of sending.
 
         Raises:
-            PeerLost: The link has ended, and all that came before was given out.
+            PeerLost: The link has ended, and every frame that arrived was returned.
         """
         if self._lost is None:
             frame = self._frames.get()
@@ -98,7 +98,7 @@ class StageLink:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more arrives, frames that wait for ``recv`` aside."""
+        """Whether no more frames arrive; frames that arrived may still be unread."""
         return not self._reader.is_alive()
 
     def wait_end(self) -> None:
@@ -106,7 +106,7 @@ class StageLink:
         self._reader.join()
 
     def close(self) -> None:
-        """End the link; whoever waits on it gets ``PeerLost``. Safe to call twice, on any thread."""
+        """Close the link; a blocked ``recv`` raises ``PeerLost``. Safe to call twice, on any thread."""
         self._sock.close()
         self._reader.join()
 
@@ -122,10 +122,10 @@ class StageLink:
 
 
 async def dial_link(host: str, port: int, key: LinkKey, max_data_bytes: int) -> StageLink:
-    """Open a link to the stage that listens there.
+    """Open a link to the stage that listens at ``host:port``.
 
     Raises:
-        PeerLost: It does not listen, or does not take the key.
+        PeerLost: It cannot be reached, or refuses the key.
     """
     try:
         sock = await _dial(host, port, key.hello())
@@ -151,10 +151,10 @@ async def _dial(host: str, port: int, hello: bytes) -> socket.socket:
 
 
 async def accept_link(listener: socket.socket, key: LinkKey, max_data_bytes: int) -> StageLink:
-    """Wait for the link with this key; strangers are hung up on, and hold nothing up. Cancel it to give up.
+    """Wait for the connection that shows this key; others are closed. Cancel the call to give up.
 
     Args:
-        listener: Listening, not blocking; it stays open.
+        listener: Listening and non-blocking; it stays open.
         key: Of the link.
         max_data_bytes: Most raw bytes of a frame.
     """
@@ -162,23 +162,23 @@ async def accept_link(listener: socket.socket, key: LinkKey, max_data_bytes: int
 
 
 class _Door:
-    """Connections whose hellos are read side by side, until one shows the key."""
+    """Reads the hellos of several connections concurrently, until one shows the key."""
 
     def __init__(self, listener: socket.socket, key: LinkKey) -> None:
         self._listener, self._key = listener, key
         self._found: list[socket.socket] = []
         self._is_found = asyncio.Event()
-        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._strangers: dict[asyncio.Task[None], None] = {}  # connections without a hello, oldest first
 
     async def wait(self) -> socket.socket:
-        """The connection; the caller owns it."""
+        """The connection that shows the key; the caller owns it."""
         listening = asyncio.create_task(self._listen())
         waiting = asyncio.create_task(self._is_found.wait())
         found = None
         try:
             await asyncio.wait((listening, waiting), return_when=asyncio.FIRST_COMPLETED)
             if not self._found:
-                listening.result()  # the listener is broken
+                listening.result()  # raises: the listener is broken
                 raise InvariantError("a listener ends without an error")
             found = self._found[0]
             return found
@@ -227,7 +227,7 @@ class _Door:
 
 
 async def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or fewer if the connection ends."""
+    """``num_bytes`` bytes, or fewer if the connection ends."""
     loop, data = asyncio.get_running_loop(), b""
     while len(data) < num_bytes and (more := await loop.sock_recv(sock, num_bytes - len(data))):
         data += more

@@ -1,7 +1,7 @@
-"""A stage of a pipeline as a member of the front: it keeps its layers, and links up anew whenever a pipeline is formed.
+"""One pipeline stage as a ``Member``: it keeps its layers, and opens new links whenever a pipeline is formed.
 
-The first stage leads: it has the step loop, and is the one that the front gives requests. When a link ends, or the
-connection to the front, the pipeline is over: requests go on elsewhere from their tokens, or in the next pipeline.
+The first stage leads: it has the step loop and gets the requests from the front. When a link or the connection to the
+front ends, the pipeline ends: its requests resume from their tokens on another instance, or in the next pipeline.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from floodplain.web.listen import bind
 logger = logging.getLogger(__name__)
 
 LINK_HOST = "127.0.0.1"
-"""Where stages listen for each other: all of them are the front's own, on its machine."""
+"""Address at which stages listen for each other: the front starts all of them on its own machine."""
 
 
 class StageMember:
-    """A ``Member`` with some layers.
+    """A ``Member`` that holds some of the model's layers.
 
     Args:
-        stage: Loaded; ``close`` closes it.
+        stage: The loaded stage; ``close`` closes it.
         place: Its number, from 0.
         num_stages: Of the pipeline.
         rule: How the leader divides work.
@@ -54,21 +54,21 @@ class StageMember:
         self.listener: socket.socket = bind(LINK_HOST, 0)
 
     async def start(self) -> None:
-        """See ``Member``. This thread gives its compute threads up for the one that computes."""
+        """Listen for the stage before. Releases this thread's compute threads to the thread that computes."""
         release_compute_threads()
         self.listener.listen()
         self.listener.setblocking(False)
 
     async def close(self) -> None:
-        """See ``Member``."""
+        """Close the listener and the stage."""
         self.listener.close()
         self.stage.close()
 
     async def rest(self) -> None:
-        """See ``Member``: a life of a stage ends when its thread has."""
+        """Return at once: when a life of a stage ends, its thread has ended."""
 
     def hello(self, token: str) -> Hello:
-        """See ``Member``."""
+        """The ``Hello`` of this stage: its facts, its place, and the address at which it listens."""
         stage, (host, port) = self.stage, self.listener.getsockname()[:2]
         facts = InstanceFacts(
             version=__version__,
@@ -83,7 +83,7 @@ class StageMember:
         return Hello(token, facts, StageFacts(self.place, self.num_stages, host, port))
 
     async def live(self, link: FrameLink, welcome: Welcome, is_stopping: asyncio.Event, drain_timeout_s: float) -> None:
-        """See ``Member``. A neighbour that is lost ends the life, and not the process."""
+        """Serve one life. The loss of a neighbouring stage ends the life, not the process."""
         life = _StageLife(link, welcome, self)
         try:
             await life.run(is_stopping, drain_timeout_s)
@@ -104,10 +104,10 @@ def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, st
         place: Its number, from 0.
         num_stages: Of the pipeline.
         split: As ``MicrobatchRule.split``.
-        step_profile: See ``read_price``.
+        step_profile: File of measured step times (``read_price``); None: the price follows from the model's shape.
 
     Raises:
-        UserError: See ``build_stage`` and ``read_price``.
+        UserError: As ``build_stage`` and ``read_price``.
     """
     price = None if step_profile is None else read_price(step_profile)
     stage = build_stage(config, place, num_stages)
@@ -116,7 +116,7 @@ def open_stage(config: EngineConfig, place: int, num_stages: int, split: str, st
 
 
 class _StageLife(Life):
-    """One epoch of a stage, in which it is a member of one pipeline at most."""
+    """One epoch of a stage, in which it is a member of at most one pipeline."""
 
     def __init__(self, link: FrameLink, welcome: Welcome, member: StageMember) -> None:
         super().__init__(link, welcome, None)
@@ -136,14 +136,14 @@ class _StageLife(Life):
         return super()._meter() if self._worker is None else self._worker.meter
 
     def find_failure(self) -> BaseException | None:
-        """What ended the pipeline, if something did."""
+        """The exception that ended the pipeline; None if there is none."""
         forming = self._forming
         if forming is not None and forming.done() and not forming.cancelled() and forming.exception() is not None:
             return forming.exception()
         return super().find_failure() if self._worker is None else self._worker.failure
 
     async def disband(self) -> None:
-        """End the links and what computes over them."""
+        """Close the links, the stage's thread and the engine."""
         if self._forming is not None:
             self._forming.cancel()
             await asyncio.gather(self._forming, return_exceptions=True)
@@ -155,10 +155,10 @@ class _StageLife(Life):
             await self._engine.close()
 
     async def _form(self, form: Form) -> None:
-        """Link with both neighbours, and begin to compute.
+        """Link with both neighbours, and start to compute.
 
         Raises:
-            PeerLost: One is not there.
+            PeerLost: A neighbour cannot be reached.
         """
         member = self._member
         limits = plan_limits(member.stage.parts, form.num_blocks, form.max_model_len)
@@ -169,7 +169,7 @@ class _StageLife(Life):
         inbound, outbound = await self._ring.open(form.host, form.port)
         if member.place == 0:
             executor = PipelineExecutor(runner, outbound, inbound, limits)
-            ledger = await asyncio.to_thread(member.stage.make_ledger, limits.num_blocks)  # the event loop beats
+            ledger = await asyncio.to_thread(member.stage.make_ledger, limits.num_blocks)  # beats continue
             engine = AsyncEngine(
                 make_engine(member.stage.parts, ledger, executor, limits, member.num_stages, member.rule)
             )

@@ -1,4 +1,4 @@
-"""Links a stage of a pipeline with both of its neighbours: the one before dials it, and it dials the next one."""
+"""Links a pipeline stage with both neighbours: it accepts from the stage before, and connects to the next."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from floodplain.cluster.stage_link import LinkKey, StageLink, accept_link, dial_
 from floodplain.core.errors import PeerLost
 
 LINK_TIMEOUT_S = 10.0
-"""A stage that is not linked with its neighbours after this time gives the pipeline up."""
+"""A stage that is not linked with both neighbours after this time fails with ``PeerLost``."""
 
 
 class StageRing:
-    """The two links of one stage. ``close`` it, whatever became of them.
+    """The two links of one stage. ``close`` it in every case.
 
     Args:
-        listener: Where the stage before dials; it stays open.
+        listener: The socket to which the stage before connects; it stays open.
         secret: Of the pipeline.
         number: Of the pipeline.
         place: Of this stage, from 0, and
@@ -49,17 +49,17 @@ class StageRing:
         self._before = LinkKey(secret, number, (place - 1) % num_stages)
         self._own = LinkKey(secret, number, place)
         self._links: list[StageLink] = []
-        self._threads = ThreadPoolExecutor(2, "floodplain-link-choice")  # they wait for other stages: not the loop's
+        self._threads = ThreadPoolExecutor(2, "floodplain-link-choice")  # they block on other stages: not the loop's
 
     async def open(self, host: str, port: int) -> tuple[Link, Link]:
-        """(from the stage before, to the next one).
+        """(link from the stage before, link to the next stage).
 
         Args:
             host: Where the next stage listens, and
             port: on which port.
 
         Raises:
-            PeerLost: One is not there.
+            PeerLost: A neighbour cannot be reached.
         """
         tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._dial(host, port))]
         try:
@@ -74,7 +74,7 @@ class StageRing:
         return inbound, outbound
 
     def close(self) -> None:
-        """End the links that there are. Safe to call twice; waits for their threads."""
+        """Close the links that exist. Safe to call twice; waits for their threads."""
         for link in self._links:
             link.close()
         self._threads.shutdown(wait=False)
@@ -89,8 +89,8 @@ class StageRing:
         return link if self._is_last else await self._choose(link, SENDER, host)
 
     async def _choose(self, link: StageLink, rank: int, host: str) -> Link:
-        """Stages on CPUs have nothing to choose, and say nothing. ``close`` ends what is made here, too: a device link
-        ends with its connection."""
+        """The link to use: on CPUs the given one, without exchanging facts. ``close`` ends a device link made here too,
+        because it ends with its connection."""
         if not describe_end(self._device).device:
             return link
         introduce(link, self._device)
@@ -98,7 +98,7 @@ class StageRing:
         return await asyncio.get_running_loop().run_in_executor(self._threads, choose)
 
     async def _keep(self, coming: Coroutine[Any, Any, StageLink]) -> StageLink:
-        """A link that comes, so that ``close`` ends it whatever becomes of the other one."""
+        """Wait for a link and keep it, so that ``close`` ends it even if the other link fails."""
         link = await coming
         self._links.append(link)
         return link

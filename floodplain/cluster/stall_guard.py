@@ -1,4 +1,4 @@
-"""Which of a front's instances are stuck: beats go to ``StallWatch``, with what the front knows of units."""
+"""Finds a front's stuck instances: feeds ``StallWatch`` with beats and with the units that compute together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from floodplain.engine.step_meter import Progress
 
 
 class StallGuard:
-    """See the module.
+    """Finds a front's stuck instances.
 
     Args:
-        watch: That judges.
+        watch: Decides which instances are stuck.
         roster: Of the front.
-        forming: Of its pipelines; None if it has none.
-        grouping: Of its groups; None if it has none.
+        forming: The front's pipelines; None if it has none.
+        grouping: The front's groups; None if it has none.
     """
 
     def __init__(self, watch: StallWatch, roster: Roster, forming: Forming | None, grouping: Grouping | None) -> None:
@@ -27,11 +27,11 @@ class StallGuard:
         self._forming, self._grouping = forming, grouping
 
     def hear(self, instance: Instance, progress: Progress, now: float) -> None:
-        """An instance beats."""
+        """Note a beat of an instance."""
         self._watch.hear(instance.epoch, progress, now, owes=self._owes(instance))
 
     def find_stuck(self) -> Iterator[Stuck]:
-        """Those that live and are stuck; the caller may end lives meanwhile."""
+        """The live instances that are stuck. The caller may end lives during the iteration."""
         self._watch.keep({one.epoch for one in self._roster})
         return (stuck for stuck in self._watch.find_stuck(self._units()) if self._roster.get(stuck.epoch) is not None)
 
@@ -45,6 +45,6 @@ class StallGuard:
         return [*units, *((one.epoch,) for one in self._roster if one.epoch not in shared)]
 
     def _owes(self, instance: Instance) -> bool:
-        """Whether it has requests, and is not held up by a change of its group, which has timers of its own."""
+        """Whether it has requests, and no change of its group, which has its own timers, delays it."""
         group = None if self._grouping is None else self._grouping.groups.find(instance.epoch)
         return bool(instance.tickets) and (group is None or group.state is GroupState.PIPELINED)

@@ -1,12 +1,12 @@
-"""Which instances do not get on although their processes beat. No I/O; the clock is the front's, and only gaps count.
+"""Detects instances that send beats but make no progress. No I/O; only gaps of the front's clock count.
 
 An instance *stands still* while its beats show work and the same counts of steps and copies. It is *stuck* when
 
-- its thread has been in one piece of work of its own for longer than its limit: it alone is blamed; or
-- requests are placed on it, and it has stood still for longer than the limit although it waits for nothing of its own.
-  In a pipeline each member then waits for another one, and no member says for whom: all of them are blamed.
+- its thread has been in one piece of its own work for longer than its limit: only this instance is stuck; or
+- requests are placed on it, and it has stood still for longer than the limit without work of its own.
+  In a pipeline each member then waits for another, and it is unknown which one: all of them are stuck.
 
-Times between two beats count as far as beats are due: neither a front nor an instance that was stopped makes a stall.
+The time between two beats is capped (``GAP_BEATS``), so that a stopped front or instance does not look stuck.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from floodplain.engine.step_meter import Progress
 
 FACTOR = 10.0
-"""How much longer than the longest honest step a step may be."""
+"""Limit of a step, as a multiple of the longest step that ended."""
 LEAST_S = 10.0
-"""No limit is shorter: a busy machine, a page fault, a garbage collection."""
+"""Least limit: allows for a busy machine, page faults, garbage collection."""
 FIRST_STEP_S = 20.0
-"""The least limit of an instance that has ended no step: it may find caches cold."""
+"""Least limit of an instance that has ended no step: its caches may be cold."""
 UNKNOWN_S = 60.0
-"""The limit while no instance has ended a step: its kernels may be compiled in it."""
+"""Limit while no instance has ended a step: kernels may be compiled in it."""
 MOST_S = 3600.0
-"""No limit is longer, whatever instances say."""
+"""Largest limit, whatever instances report."""
 GAP_BEATS = 2.0
-"""Time between two beats counts up to so many beats."""
+"""The time between two beats counts at most as so many beat periods."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StallRule:
     """How long an instance may stand still.
 
     Attributes:
-        fixed_s: What the operator said; None: as long as steps have shown.
+        fixed_s: The operator's limit; None: derived from the steps that ended.
     """
 
     fixed_s: float | None = None
@@ -47,7 +47,7 @@ class StallRule:
             longest_s: The longest step that any instance has ended, and
             most_tokens: the most tokens of one; 0 if none has ended.
             progress: Of this instance: its step may be larger than any that ended.
-            is_first: It has ended no step in this life.
+            is_first: Whether it has ended no step in this life.
         """
         if self.fixed_s is not None:
             return self.fixed_s
@@ -62,7 +62,7 @@ BY_STEPS = StallRule()
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A verdict: the instance of ``epoch`` has stood still for ``still_s``, and might have for ``limit_s``."""
+    """The instance of ``epoch`` is stuck: it has stood still for ``still_s``, more than ``limit_s``."""
 
     epoch: int
     still_s: float
@@ -70,7 +70,7 @@ class Stuck:
 
     @property
     def words(self) -> str:
-        """What a log says of it."""
+        """The text for a log."""
         return f"beats, and has computed nothing for {self.still_s:.1f} s (--stall-timeout: {self.limit_s:.1f} s)"
 
 
@@ -84,17 +84,17 @@ class _Heard:
 
     @property
     def own_s(self) -> float:
-        """How long it has stood still in one piece of its own work."""
+        """Seconds that it has stood still in one piece of its own work."""
         busy_s = self.progress.busy_s
         return 0.0 if busy_s is None else min(busy_s, self.still_s)
 
 
 class StallWatch:
-    """Told of each beat; says which instances are stuck.
+    """Finds stuck instances from their beats.
 
     Args:
         rule: How long an instance may stand still.
-        beat_s: How often it beats.
+        beat_s: Seconds between its beats.
     """
 
     def __init__(self, rule: StallRule, beat_s: float) -> None:
@@ -103,13 +103,13 @@ class StallWatch:
         self._longest_s, self._most_tokens = 0.0, 0
 
     def hear(self, epoch: int, progress: Progress, now: float, *, owes: bool) -> None:
-        """A beat of an instance.
+        """Note a beat of an instance.
 
         Args:
             epoch: Of the instance.
-            progress: What it says.
+            progress: The progress in the beat.
             now: The front's clock.
-            owes: Requests are placed on it, and nothing that the front ordered keeps it from computing them.
+            owes: Whether requests are placed on it, and no order of the front keeps it from computing them.
         """
         before = self._heard.get(epoch)
         if before is None:
@@ -124,14 +124,14 @@ class StallWatch:
         before.progress, before.heard_s, before.owes = progress, now, owes
 
     def keep(self, epochs: set[int]) -> None:
-        """These instances live; what is known of others is forgotten."""
+        """Forget all instances except these, which live."""
         self._heard = {epoch: heard for epoch, heard in self._heard.items() if epoch in epochs}
 
     def find_stuck(self, units: Iterable[Sequence[int]]) -> list[Stuck]:
         """Stuck instances.
 
         Args:
-            units: Epochs of instances that compute together, the leader first; one of its own for each other instance.
+            units: Epochs of instances that compute together, leader first; every other instance is a unit by itself.
         """
         return [stuck for unit in units for stuck in self._judge([epoch for epoch in unit if epoch in self._heard])]
 
@@ -139,7 +139,7 @@ class StallWatch:
         limits = {epoch: self._limit_s(self._heard[epoch]) for epoch in unit}
         own = {epoch: self._heard[epoch].own_s for epoch in unit}
         stuck = [Stuck(epoch, own[epoch], limits[epoch]) for epoch in unit if own[epoch] > limits[epoch]]
-        if stuck or any(own[epoch] > limits[epoch] / 2 for epoch in unit):  # a member that computes may end yet
+        if stuck or any(own[epoch] > limits[epoch] / 2 for epoch in unit):  # a member that still computes may end soon
             return stuck
         waiting = [one for epoch in unit if (one := self._heard[epoch]).owes and one.still_s > limits[epoch]]
         return [Stuck(epoch, waiting[0].still_s, limits[epoch]) for epoch in unit if waiting]

@@ -1,4 +1,4 @@
-"""One caller of the front: tokens become text here, so an instance may end and the text goes on."""
+"""One caller of the front. Tokens become text here, so the text survives the end of an instance."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from floodplain.model.tokenizer import StreamDecoder, Tokenizer
 
 
 class Caller:
-    """Owner of the text of one request; everything is called on the event loop.
+    """The text and the stream of one request. Everything is called on the event loop.
 
     Args:
-        tokenizer: The model's.
-        request: As it arrived.
-        on_accepted: Called once an instance has taken it.
+        tokenizer: The model's tokenizer.
+        request: The request as it arrived.
+        on_accepted: Called once an instance has accepted it.
 
     Attributes:
-        deltas: What the client has not read yet: deltas, or the exception that ends the stream.
-        lifecycle: Times as they are seen at the front.
+        deltas: Deltas that the client has not read, or the exception that ends the stream.
+        lifecycle: Times measured at the front.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Request, on_accepted: Callable[[], None] = lambda: None) -> None:
@@ -40,11 +40,11 @@ class Caller:
         )
 
     def take(self, token: int, row: TokenRow, now: float) -> FinishReason | None:
-        """The next token comes; why the request ends with it, or None.
+        """Add the next token. Why the request ends with it; None if it does not.
 
         Args:
-            token: It.
-            row: What else was said of it.
+            token: The token.
+            row: The row that brought it.
             now: On the clock of the request's arrival.
         """
         if not self.lifecycle.token_times_s:
@@ -71,14 +71,14 @@ class Caller:
         return reason
 
     def accept(self) -> None:
-        """An instance has taken the request; of several, the first one counts."""
+        """An instance has accepted the request; only the first call counts."""
         on_accepted, self._on_accepted = self._on_accepted, lambda: None
         on_accepted()
 
     def fail(self, error: BaseException) -> None:
-        """The request ends with an exception."""
+        """End the request with an exception."""
         self.deltas.put_nowait(error)
 
     def abort(self) -> None:
-        """The request ends because the server stops."""
+        """End the request because the server stops."""
         self.deltas.put_nowait(OutputDelta("", (), FinishReason.ABORT.value))

@@ -1,4 +1,4 @@
-"""The statistics of all instances as those of one engine: what a dead one has counted stays counted."""
+"""The sum of all instances' statistics, as of one engine. Counts of ended instances are kept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _GAUGES = frozenset(
     {"num_running", "num_waiting", "num_swapped", "kv_blocks", "kv_bytes", "cached_bytes", "num_blocks",
      "num_used_blocks", "lease_bytes"}
 )  # fmt: skip
-"""Fields that say how it is now; all others count since the start."""
+"""Fields with current values; all others count since the start."""
 _MOST_RECALLS = 4096
 
 
 class StatsBook:
-    """The last word of each instance, and what those have counted that are gone."""
+    """The latest statistics of each instance, and the sum of what ended ones counted."""
 
     def __init__(self) -> None:
         self._latest: dict[int, EngineStats] = {}
@@ -26,14 +26,14 @@ class StatsBook:
         self._recall_times_s: deque[float] = deque(maxlen=_MOST_RECALLS)
 
     def note(self, epoch: int, stats: EngineStats) -> None:
-        """An instance says how it is."""
+        """Set an instance's latest statistics."""
         before = self._latest.get(epoch, EngineStats())
         num_new = min(stats.num_recalls - before.num_recalls, len(stats.recall_times_s))
         self._recall_times_s.extend(stats.recall_times_s[len(stats.recall_times_s) - max(0, num_new) :])
-        self._latest = {**self._latest, epoch: stats}  # a scrape on another thread reads the old one to its end
+        self._latest = {**self._latest, epoch: stats}  # a new dict: another thread may read the old
 
     def retire(self, epoch: int) -> None:
-        """An instance is gone: its gauges are nothing, its counters stay."""
+        """An instance has ended: drop its gauges, keep its counters."""
         last = self._latest.get(epoch)
         if last is not None:
             blank = EngineStats()
@@ -42,17 +42,17 @@ class StatsBook:
             self._latest = {key: stats for key, stats in self._latest.items() if key != epoch}
 
     def latest(self, epoch: int) -> EngineStats:
-        """What an instance said last; zeros if it has said nothing."""
+        """The latest statistics of an instance; zeros if it has sent none."""
         return self._latest.get(epoch, EngineStats())
 
     def total(self) -> EngineStats:
-        """The sum of all. May be called on any thread."""
+        """The sum over all instances. May be called on any thread."""
         total = _add([self._gone, *self._latest.values()])
         return replace(total, recall_times_s=tuple(self._recall_times_s))
 
 
 def since(now: EngineStats, before: EngineStats) -> EngineStats:
-    """What an engine has counted since an earlier look, and how it is now: a new life counts from zero."""
+    """An engine's statistics, with counters less those of ``before``: a new life counts from zero."""
     values = {
         item.name: _subtract(getattr(now, item.name), getattr(before, item.name))
         for item in fields(EngineStats)
@@ -94,7 +94,7 @@ def _add_values(values: list[Any]) -> Any:
 
 
 def _add_expansion(many: list[EngineStats]) -> ExpansionFacts:
-    """Bytes and times add up; of those that live, the expansion is the mean, and streamed layers are the most."""
+    """Sums of bytes and times; of live instances, the mean expansion and the most streamed layers."""
     facts = [one.expansion for one in many]
     living = [one.expansion for one in many if one.num_blocks] or [ExpansionFacts()]
     return ExpansionFacts(

@@ -1,6 +1,6 @@
-"""A member's swap space while its engine is at rest: read by other members of its group, and by itself.
+"""Serves a member's swap space while its engine is at rest, to other members of its group and to itself.
 
-A slot is read only after the digest that was taken when its block was swapped out was found again over all of it.
+A slot is read only after its content was verified against the digest that was taken at swap-out.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from floodplain.memory.swap_slots import EMPTY_DIGEST, SwapSlots
 
 
 class SwapStore:
-    """See the module, and ``bulk_stores.Store``: part = layer, indices = slots.
+    """A ``bulk_stores.Store`` over swap space: part = layer, indices = slots.
 
     Args:
-        slots: In host memory; nothing is written to them between ``forget`` and the last ``read``.
+        slots: Slots in host memory; none is written between ``forget`` and the last ``read``.
     """
 
     def __init__(self, slots: SwapSlots) -> None:
@@ -32,7 +32,7 @@ class SwapStore:
         self._lock = threading.Lock()
 
     def forget(self) -> None:
-        """Slots may have been written since the last read: prove them again."""
+        """Forget which slots were verified: they may have been written since."""
         with self._lock:
             self._proven.clear()
 
@@ -40,7 +40,7 @@ class SwapStore:
         """One layer of some slots: uint8 [num_indices, layer_block_bytes].
 
         Raises:
-            NotServed: There is no such layer or slot, or a slot holds no whole block.
+            NotServed: There is no such layer or slot, or a slot's content does not match its digest.
         """
         slots = indices.tolist()
         is_there = 0 <= part < self._slots.layout.num_layers and all(0 <= s < self._slots.num_slots for s in slots)
@@ -63,7 +63,7 @@ class SwapStore:
 
 
 def copy_slots(swap: SwapStore | None, layers: Iterable[int], one: RequestCopy, write: Writer) -> bool:
-    """Copy what a request has in the own swap space; whether all of that is there, proven whole."""
+    """Copy what a request has in the own swap space. True if all of it was there and verified."""
     if swap is None:
         return False
     targets = one.find_targets().get(SWAP, {})

@@ -1,4 +1,4 @@
-"""Tells an autoscaler by HTTP what it should know; a webhook that fails is logged, and nothing waits for it."""
+"""Posts notices to an autoscaler by HTTP. A failure is logged, and nothing waits for a post."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LIMITS = AnswerLimits(total_s=5.0, max_bytes=2**16)
 
 
 class Webhook:
-    """Posts JSON objects to an address, one after the other; what comes while one is under way is left out.
+    """Posts JSON objects to an address, one at a time; those posted while one is under way are dropped.
 
     Args:
-        url: Of the autoscaler.
+        url: The autoscaler's address.
     """
 
     def __init__(self, url: str) -> None:
@@ -28,12 +28,12 @@ class Webhook:
         self._posting: asyncio.Task[None] | None = None
 
     def post(self, body: Mapping[str, Any]) -> None:
-        """Begin to post; call it on an event loop."""
+        """Start to post. Call it on an event loop."""
         if self._posting is None or self._posting.done():
             self._posting = asyncio.create_task(self._post(dict(body)))
 
     async def close(self) -> None:
-        """Wait for what is under way, at most its timeout."""
+        """Wait for the post under way, at most its timeout."""
         if self._posting is not None:
             await self._posting
 

@@ -1,8 +1,8 @@
-"""What it costs and gains to let layers of the KV cache stream: a closed form, and the stall of one step. Pure.
+"""Costs and gains of streaming layers of the KV cache: a closed form, and the stall of one step. Pure.
 
 A decode step takes T = (W + K) / H: it reads all weights (W bytes) and the batch's KV (K) at the memory's bandwidth H.
-With a full pool of ``a`` bytes and the *expansion* e, K = e a. Streamed layers bring their part of K over a link of
-bandwidth L = rho H. The best expansion is the one at which both take equally long: with more, compute waits.
+With a full pool of ``a`` bytes and the *expansion* e, K = e a. Streamed layers load their part of K over a link of
+bandwidth L = rho H. The best expansion makes both equally long: with more, compute waits for copies.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from functools import lru_cache
 from floodplain.core.layer_places import MOST_SLOTS, LayerPlaces, every_place
 
 Path = tuple[int, int]
-"""A chain of layers that compute and layers that are copied, each after the one before it: how many of either."""
+"""A chain of dependent work: (number of layers that compute, number of layers that are copied)."""
 
 
 def best_expansion(weight_bytes: float, pool_bytes: float, link_ratio: float) -> float:
-    """e* = (1 + rho W / a) / (1 - rho), if slots took no memory and layers could be split.
+    """e* = (1 + rho W / a) / (1 - rho), for slots without memory and divisible layers.
 
     Args:
         weight_bytes: W: weights that one step reads.
@@ -33,7 +33,7 @@ def best_expansion(weight_bytes: float, pool_bytes: float, link_ratio: float) ->
 
 
 def expansion_gain(expansion: float, weight_bytes: float, pool_bytes: float) -> float:
-    """Tokens per second, over those without expansion, where load fills both pools and no step waits for a copy.
+    """The gain in tokens per second if load fills both pools and no step waits for a copy.
 
     g = e (W/a + 1) / (W/a + e): e times the batch, in steps that read e times the KV and the same weights.
     """
@@ -44,14 +44,14 @@ def expansion_gain(expansion: float, weight_bytes: float, pool_bytes: float) -> 
 def best_places(
     num_layers: int, weight_bytes: float, pool_bytes: float, link_ratio: float, num_slots: int = MOST_SLOTS
 ) -> LayerPlaces:
-    """The closed form with slots counted and layers whole: the last places whose copies take no longer than a step.
+    """The closed form with slots and whole layers: the largest expansion whose copies take no longer than a step.
 
     Args:
         num_layers: Of the model; more than ``num_slots``.
-        weight_bytes: See ``best_expansion``, as for the two that follow.
+        weight_bytes: As in ``best_expansion``.
         pool_bytes: Memory of the pool, slots included.
-        link_ratio: Of the bandwidths.
-        num_slots: Through which streamed layers pass.
+        link_ratio: As in ``best_expansion``.
+        num_slots: Slots for streamed layers.
     """
     best = LayerPlaces(num_layers, 0, num_slots)
     for places in every_place(num_layers, num_slots):
@@ -64,8 +64,8 @@ def best_places(
 def step_stall_s(places: LayerPlaces, step_s: float, copy_s: float) -> float:
     """Seconds for which compute waits for copies in one step.
 
-    All layers are taken to compute equally long, and the link to load one layer after the other. Loads begin when the
-    step begins, so the first streamed layers hide behind the layers before them only.
+    Assumes that all layers compute equally long, and that the link loads one layer at a time. Loads begin when the
+    step begins, so the first streamed layers overlap only with the layers before them.
 
     Args:
         places: Which layers stream, and through which slots.
@@ -75,7 +75,7 @@ def step_stall_s(places: LayerPlaces, step_s: float, copy_s: float) -> float:
     num_layers = places.num_layers
     layer_s = step_s / num_layers
     longest_s = 0.0
-    for computed, copied in critical_paths(places):  # thousands of times in a review: no generator, no call
+    for computed, copied in critical_paths(places):  # hot loop of a review: no generator, no call
         path_s = (computed - num_layers) * layer_s + copied * copy_s
         if path_s > longest_s:
             longest_s = path_s
@@ -84,10 +84,10 @@ def step_stall_s(places: LayerPlaces, step_s: float, copy_s: float) -> float:
 
 @lru_cache(maxsize=1024)
 def critical_paths(places: LayerPlaces) -> tuple[Path, ...]:
-    """The chains of one step that can be the longest: which one is depends on what layers and copies take.
+    """The chains of one step that can be the longest, depending on the times of layers and copies.
 
-    A load follows the load before it, and the use of its slot by another layer; a layer computes after the layer before
-    it, and after its load. The first chain has no copy: all layers.
+    A load starts after the load before it, and after the last use of its slot; a layer computes after the layer before
+    it, and after its load. The first chain has all layers and no copy.
     """
     start: tuple[Path, ...] = ((0, 0),)
     computed, loaded = start, start
@@ -108,7 +108,7 @@ def _longer(paths: Iterable[Path], num_computed: int = 0, num_copied: int = 0) -
 
 
 def _longest(some: Iterable[Path], others: Iterable[Path]) -> tuple[Path, ...]:
-    """Those of both that are the longest for some ratio of the two durations: a convex hull, by rising copies."""
+    """The paths that are longest for some ratio of the two durations: a convex hull, by rising copies."""
     kept: list[Path] = []
     for path in sorted({*some, *others}, key=lambda path: (path[1], path[0])):
         while kept and kept[-1][0] <= path[0]:

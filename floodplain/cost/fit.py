@@ -1,7 +1,7 @@
-"""The parameters of a step's time, from steps that were measured: least squares, none of them negative. Pure.
+"""Fits the parameters of a step's time to measured steps: non-negative least squares. Pure.
 
-Errors are relative, so that a decode of a few tokens weighs as much as a long prompt. A stalled step is far from every
-fit: such rows lose their weight, and are left out at last.
+Errors are relative, so that a decode of a few tokens counts as much as a long prompt. A stalled step is far from every
+fit: such rows get less weight, and are dropped at the end.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ FloatArray = npt.NDArray[np.float64]
 NUM_FOLDS = 5
 _NUM_REWEIGHTS = 30
 _NEAR, _FAR = 2.0, 6.0
-"""In robust standard deviations: from where on a residual loses weight, and from where on its row is left out."""
+"""In robust standard deviations: residuals beyond the first get less weight, rows beyond the second are dropped."""
 _TO_DEVIATION = 1.4826
 """The standard deviation of normal residuals over the median of their absolute values."""
 _EXACT = 1e-9
-"""A relative error that is none: where rows have no noise, this is their deviation."""
+"""A relative error that counts as zero: the deviation of rows without noise."""
 _SETTLED = 1e-3
 _SINGULAR = 1e-9
 _SHARE = 0.05
-"""Of a direction that rows say nothing about: a part with less of it is not named."""
+"""Least share in an undetermined direction for a part to be named in the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One measured step: what it computed, and its seconds."""
+    """One measured step: its work and its seconds."""
 
     work: StepWork
     seconds: float
@@ -41,13 +41,13 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """Parameters, and how far they are off on steps that they were not fitted to.
+    """Parameters, and their errors on steps that they were not fitted to.
 
     Attributes:
         cost: Fitted to all rows.
-        median_error: Of the relative errors: each row is told by a fit to the other folds.
-        p95_error: The same at 95 %.
-        num_outliers: Rows that the fit to all rows left out.
+        median_error: Median relative error; each row is predicted by a fit to the other folds.
+        p95_error: 95th percentile of the same errors.
+        num_outliers: Rows that the fit to all rows dropped.
     """
 
     cost: StepCost
@@ -61,7 +61,7 @@ def fit_steps(rows: Sequence[StepRow], parts: Sequence[str] = PARTS, seed: int =
 
     Args:
         rows: In any order.
-        parts: Which of ``PARTS`` there are; the others cost nothing.
+        parts: The ``PARTS`` to fit; the others cost nothing.
         seed: Of the folds.
 
     Raises:
@@ -92,7 +92,7 @@ def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatAr
     x = np.zeros(matrix.shape[1])
     is_free = np.zeros(len(x), dtype=bool)
     least = 1e-12 * float(np.linalg.norm(target))
-    for _ in range(3 * len(x) + 10):  # each round frees a column for good, but for the last digits
+    for _ in range(3 * len(x) + 10):  # each round frees a column for good, up to rounding
         gradient = np.where(is_free, -np.inf, scaled.T @ (target - scaled @ x))
         if is_free.all() or gradient.max() <= least:
             break
@@ -104,7 +104,7 @@ def nonnegative_least_squares(matrix: FloatArray, target: FloatArray) -> FloatAr
 def _step_to_best(
     matrix: FloatArray, target: FloatArray, x: FloatArray, is_free: npt.NDArray[np.bool_]
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """Go towards the least squares of the free columns; a column that becomes 0 on the way is free no more."""
+    """Move towards the least squares of the free columns; a column that reaches 0 is fixed."""
     while True:
         best = np.zeros_like(x)
         best[is_free] = np.linalg.lstsq(matrix[:, is_free], target, rcond=None)[0]
@@ -140,7 +140,7 @@ def _check(amounts: FloatArray, seconds: FloatArray, parts: Sequence[str]) -> No
 
 
 def _fit_robust(amounts: FloatArray, seconds: FloatArray) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """(parameters, which rows are outliers): Huber's weights until they settle, then least squares of what is near."""
+    """(parameters, outlier rows): Huber weights until they settle, then least squares of the other rows."""
     matrix, ones = amounts / seconds[:, None], np.ones(len(seconds))
     weights = ones
     for _ in range(_NUM_REWEIGHTS):

@@ -1,4 +1,4 @@
-"""What a copy costs: bandwidth as a function of its size, and the links that the papers and measurements name."""
+"""The cost of a copy: bandwidth as a function of its size, and the links of papers and measurements."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from floodplain.core.errors import UserError
 
 GB = 1e9
 _CALL_LATENCY_S = 10e-6
-"""Assumed for every link: what one asynchronous copy costs before its first byte. No source measures it alone."""
+"""Assumed for every link: latency of an asynchronous copy. No source measures it separately."""
 _LARGE_BYTES = 512 * 2**20
-"""Size at which tools that report one bandwidth copy (nvbandwidth's default buffer); for quoted numbers, assumed."""
+"""Copy size of tools that report one bandwidth (nvbandwidth's default buffer); assumed for quoted numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCurve:
-    """The time of one copy by its size, in one direction: straight lines through what was seen.
+    """The time of one copy by its size, in one direction: linear between measured points.
 
     Attributes:
         latency_s: Time of the smallest copy.
-        points: (bytes, bytes per second seen at that size), sizes ascending.
+        points: (bytes, measured bytes per second at that size), sizes ascending.
 
     Raises:
-        UserError: No point, a number that is not positive, or a larger copy that would take no longer.
+        UserError: There is no point, a number is not positive, or a larger copy would take no longer.
     """
 
     latency_s: float
@@ -38,7 +38,7 @@ class LinkCurve:
             raise UserError(f"link points {self.points} must rise in size and in the time that a copy takes")
 
     def time_s(self, num_bytes: int) -> float:
-        """Seconds of one copy; beyond the last point the last line goes on."""
+        """Seconds of one copy; the last line is extended beyond the last point."""
         (low, start), (high, end) = next(
             (segment for segment in pairwise(self._times()) if num_bytes <= segment[1][0]), self._times()[-2:]
         )
@@ -50,7 +50,7 @@ class LinkCurve:
 
     @property
     def peak_bandwidth(self) -> float:
-        """Bytes per second that no copy of any size exceeds."""
+        """An upper bound of the bytes per second of a copy of any size."""
         slopes = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(self._times())]
         return max(*slopes, *(bandwidth for _, bandwidth in self.points))
 
@@ -63,10 +63,10 @@ class LinkProfile:
     """A link as seen from the GPU that computes.
 
     Attributes:
-        name: What ``--hardware`` and results call it.
-        outbound: Away from the GPU.
-        inbound: Towards it.
-        source: Who says so.
+        name: Its name in ``--hardware`` and results.
+        outbound: The curve away from the GPU.
+        inbound: The curve towards it.
+        source: The source of the numbers.
     """
 
     name: str
@@ -76,12 +76,12 @@ class LinkProfile:
 
     @property
     def peak_bandwidth(self) -> float:
-        """Of the faster direction."""
+        """The peak bandwidth of the faster direction."""
         return max(self.outbound.peak_bandwidth, self.inbound.peak_bandwidth)
 
 
 def common_scale(profiles: Iterable[LinkProfile], copy_bandwidth: float) -> float:
-    """The one factor by which emulated links are slowed down, so that their ratios are kept.
+    """The one factor by which emulated links are slowed down, which keeps their ratios.
 
     Args:
         profiles: All links of one experiment.

@@ -1,4 +1,4 @@
-"""The shapes of transformer decoders: what one needs to know to count parameters, bytes and products.
+"""The shapes of transformer decoders: the numbers needed to count parameters, bytes and products.
 
 Only the independent numbers are stored; all others are derived, so that they cannot contradict each other.
 """
@@ -11,7 +11,7 @@ from typing import Literal
 from floodplain.core.errors import UserError
 
 OPT_POSITION_OFFSET = 2
-"""OPT's table of learned positions begins with this many rows that no token uses."""
+"""Unused rows at the start of OPT's table of learned positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class ModelShape:
         num_kv_heads: key/value heads, each of
         head_dim: numbers.
         ffn_size: Width of the feed-forward part.
-        tied_embeddings: The output projection is the embedding table.
-        qkv_bias: The query, key and value projections have biases.
-        max_position: The longest context that the model was made for, in tokens.
+        tied_embeddings: Whether the output projection is the embedding table.
+        qkv_bias: Whether the query, key and value projections have biases.
+        max_position: The longest context of the model, in tokens.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ModelShape:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads together; the values have as many."""
+        """Width of all key heads together, and also of all value heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -87,7 +87,7 @@ class ModelShape:
         return self.num_params * dtype_bytes
 
     def kv_bytes_per_token(self, dtype_bytes: int = 2) -> int:
-        """Bytes of keys and values that one token leaves in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.kv_size * dtype_bytes
 
 

@@ -1,4 +1,4 @@
-"""A model as the stages of a pipeline: which layers each has, and what a chunk of work costs there."""
+"""A model as the stages of a pipeline: the layers of each stage, and the cost of a chunk of work."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from floodplain.cost.model_shape import ModelShape
 from floodplain.cost.step_time import StepCost
 
 SLACK = 0.1
-"""A stage may be dearer than in the most even cut by this part of it, for the sake of memory."""
+"""Share by which a stage may cost more than in the most even cut, to gain memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPrice:
-    """What a piece of one sequence's work costs: KunServe's Eq. 1. What a batch costs once, evens out over batches.
+    """The cost of a chunk of one sequence: KunServe's Eq. 1, without the constant cost of a batch.
 
     Attributes:
         cost: The parts of a step, in any unit.
@@ -25,7 +25,7 @@ class ChunkPrice:
     cost: StepCost
 
     def __call__(self, prefix: int, num_tokens: int) -> float:
-        """The cost of ``num_tokens`` tokens behind ``prefix`` others."""
+        """The cost of ``num_tokens`` tokens after a prefix of ``prefix`` tokens."""
         cost = self.cost
         if num_tokens == 1:
             return cost.decode_s + cost.context_token_s * (prefix + 1)
@@ -35,7 +35,7 @@ class ChunkPrice:
 
 
 def cost_by_shape(shape: ModelShape) -> StepCost:
-    """A step's parts by counting products, in those of one token without attention: before any step was measured.
+    """A step's parts by counting products, without measurement; the unit is one token without attention.
 
     A token multiplies by each parameter of a layer once, and by the keys and values of each token that it attends to.
     """
@@ -45,12 +45,12 @@ def cost_by_shape(shape: ModelShape) -> StepCost:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What the memory of one stage holds, beside what every instance keeps: embedding and head.
+    """The memory of one stage, without that of embedding and head, which every instance keeps.
 
     Attributes:
-        num_bytes: For layers and their KV.
-        layer_bytes: Parameters of a layer.
-        block_bytes: Of a KV block, in one layer.
+        num_bytes: Bytes for layers and their KV.
+        layer_bytes: Bytes of a layer's parameters.
+        block_bytes: Bytes of a KV block in one layer.
     """
 
     num_bytes: int
@@ -58,28 +58,28 @@ class StageMemory:
     block_bytes: int
 
     def count_blocks(self, num_layers: int) -> int:
-        """KV blocks beside so many layers; it falls with each."""
+        """KV blocks that fit beside the parameters of ``num_layers`` layers; falls with each layer."""
         return max(0, self.num_bytes - num_layers * self.layer_bytes) // (num_layers * self.block_bytes)
 
 
 def head_layers(shape: ModelShape) -> float:
-    """The work of the output projection in that of a layer: the last stage does it, too."""
+    """The work of the output projection, which the last stage also does, in layers."""
     return shape.vocab_size * shape.hidden_size / shape.layer_params
 
 
 def split_layers(
     num_layers: int, memories: Sequence[StageMemory], head_cost: float, slack: float = SLACK
 ) -> tuple[range, ...]:
-    """Cut a model into stages: of all cuts that are nearly as even in cost as can be, the one with the most KV blocks.
+    """Cut a model into stages: of all cuts with nearly even costs, the one with the most KV blocks.
 
-    A pipeline is as slow as its dearest stage, and each block needs room in all stages. Among cuts with as many blocks
-    the most even one is taken.
+    A pipeline is as slow as its most expensive stage, and each block needs room in all stages. Of cuts with as many
+    blocks the most even one is chosen.
 
     Args:
-        num_layers: All layers of the model; alike.
-        memories: Of each stage.
-        head_cost: Of what the last stage does beside its layers, in the cost of a layer.
-        slack: How much dearer than need be the dearest stage may be, as a part of it.
+        num_layers: All layers of the model, which are equal.
+        memories: The memory of each stage.
+        head_cost: Cost of the last stage's other work, in layers.
+        slack: Share by which the most expensive stage may exceed the least possible.
 
     Raises:
         UserError: There are fewer layers than stages.
@@ -100,19 +100,19 @@ def split_layers(
     bounds = _bounds(dear, memories, num_blocks, num_layers)
     low = min(_costs(num_layers, extra), key=lambda cost: (sum(_even(bounds, extra, cost)) < num_layers, cost))
     counts = _even(bounds, extra, low)
-    while sum(counts) > num_layers:  # several stages are as dear: the first of them gives a layer up
+    while sum(counts) > num_layers:  # of equally expensive stages, the first gives up a layer
         counts[max(range(num_stages), key=lambda stage: (counts[stage] > 1, counts[stage] + extra[stage]))] -= 1
     ends = [sum(counts[:stage]) for stage in range(num_stages + 1)]
     return tuple(range(begin, end) for begin, end in pairwise(ends))
 
 
 def _costs(num_layers: int, extra: Sequence[float]) -> list[float]:
-    """All that a stage can cost."""
+    """All possible costs of a stage."""
     return sorted({n + cost for n in range(1, num_layers + 1) for cost in extra})
 
 
 def _least_cost(num_layers: int, extra: Sequence[float]) -> float:
-    """The dearest stage of the most even cut."""
+    """The cost of the most expensive stage in the most even cut."""
     return next(
         cost
         for cost in _costs(num_layers, extra)
@@ -121,7 +121,7 @@ def _least_cost(num_layers: int, extra: Sequence[float]) -> float:
 
 
 def _even(bounds: Sequence[int], extra: Sequence[float], cost: float) -> list[int]:
-    """The most layers of each stage within its bound if no stage may be dearer; one at least."""
+    """The most layers of each stage within its bound and ``cost``; at least one."""
     return [min(bound, _count_under(cost, more, bound)) for bound, more in zip(bounds, extra, strict=True)]
 
 
@@ -130,7 +130,7 @@ def _count_under(cost: float, extra: float, most: int) -> int:
 
 
 def _bounds(dear: Sequence[int], memories: Sequence[StageMemory], num_blocks: int, num_layers: int) -> list[int]:
-    """The most layers of each stage so that it is not too dear and has room for so many blocks; 0 if it never has."""
+    """The most layers of each stage within its cost bound and with room for ``num_blocks``; 0 if it has none."""
     roomy = [
         max((n for n in range(1, num_layers + 1) if memory.count_blocks(n) >= num_blocks), default=0)
         for memory in memories
@@ -139,7 +139,7 @@ def _bounds(dear: Sequence[int], memories: Sequence[StageMemory], num_blocks: in
 
 
 def _last_that(values: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """The largest of rising values for which it holds, given that it does for all smaller ones; 0 if for none."""
+    """The largest of rising ``values`` for which ``holds`` is true (it is monotone); 0 if there is none."""
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2

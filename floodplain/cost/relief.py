@@ -1,8 +1,8 @@
-"""How many tokens per second an overloaded cluster makes, and what each way to relieve it costs first. Pure.
+"""Tokens per second of an overloaded cluster, and the initial cost of each way to relieve it. Pure.
 
-A step of ``n`` streams takes ``base_s + n token_s``. More streams in memory make more tokens as long as the base, which
-loads parameters, is a good part of the step: that is all that more KV memory can gain. Where the base is nothing, the
-device is bound by compute, and no lever makes more tokens.
+A step of ``n`` streams takes ``base_s + n token_s``. More streams in memory give more tokens as long as the base, which
+loads parameters, is a large part of the step: that is all that more KV memory can gain. If the base is zero, the
+device is compute-bound, and no lever gives more tokens.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 EVEN_BUBBLE = {1: 0.0, 2: 0.02, 3: 0.04, 4: 0.055}
-"""Part of the stages' time that is idle, with microbatches of equal cost (docs/design/017); uneven layers add to it."""
+"""Idle share of the stages' time with microbatches of equal cost (docs/design/017); uneven layers add to it."""
 
 EXCHANGE_LOSS = 0.5
-"""Part of a second's tokens that a second of exchange costs: requests that are handed over wait, new ones run."""
+"""Share of tokens lost during an exchange: handed-over requests wait, new ones run."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """The time of a step that is full of streams.
+    """The time of a step with only streams.
 
     Attributes:
-        base_s: Of any step.
-        token_s: For each stream: its decode, and the part of a prompt that comes with each output token.
-        prompt_token_s: For each token of a prompt.
+        base_s: Seconds of any step.
+        token_s: Seconds for each stream: its decode, and the prompt tokens per output token.
+        prompt_token_s: Seconds for each token of a prompt.
     """
 
     base_s: float
@@ -31,19 +31,19 @@ class StreamStep:
     prompt_token_s: float = 0.0
 
     def tokens_per_s(self, num_streams: float) -> float:
-        """Output of an instance whose memory holds so many streams."""
+        """Output tokens per second of an instance with ``num_streams`` streams in memory."""
         return num_streams / (self.base_s + num_streams * self.token_s)
 
     def pipeline_tokens_per_s(
         self, num_streams: float, num_stages: int, hop_s: float = 0.0, bubble: float | None = None
     ) -> float:
-        """Output of a pipeline: its streams are divided over the stages, and each stage has a part of the layers.
+        """Output tokens per second of a pipeline: each stage has a share of the layers, and of the streams at a time.
 
         Args:
-            num_streams: That the memory of the group holds.
+            num_streams: Streams in the memory of the group.
             num_stages: Of the pipeline.
-            hop_s: From one stage to the next.
-            bubble: Idle part of the stages' time; None takes that of equal stages.
+            hop_s: Seconds from one stage to the next.
+            bubble: Idle share of the stages' time; None: that of equal stages.
         """
         idle = EVEN_BUBBLE.get(num_stages, max(EVEN_BUBBLE.values())) if bubble is None else bubble
         cycle_s = self.base_s + num_streams / num_stages * self.token_s + num_stages * hop_s
@@ -52,13 +52,13 @@ class StreamStep:
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """What streams that take turns move.
+    """The KV that streams move when they take turns.
 
     Attributes:
-        kv_bytes: Of a stream in the middle of its life.
-        context_tokens: Tokens that these are.
-        slice_tokens: That a stream generates in a turn.
-        turning: Part of the memory that takes turns; the rest belongs to streams that run to their end.
+        kv_bytes: KV of a stream in the middle of its life.
+        context_tokens: Tokens of this KV.
+        slice_tokens: Tokens that a stream generates in a turn.
+        turning: Share of the memory for streams that take turns; the rest is for streams that run to their end.
     """
 
     kv_bytes: float
@@ -67,12 +67,12 @@ class TurnCost:
     turning: float = 0.6
 
     def swap_tokens_per_s(self, tokens_per_s: float, bandwidth: float) -> float:
-        """Tokens per second with turns over a link that is busy one way with each turn's return.
+        """Tokens per second with turns, each of which swaps in over a link of ``bandwidth``.
 
-        Copies hide behind steps until the link is full; then it sets the pace of the streams that take turns.
+        Copies overlap with steps until the link is saturated; then it limits the streams that take turns.
 
         Args:
-            tokens_per_s: Without turns.
+            tokens_per_s: Tokens per second without turns.
             bandwidth: Of the link, bytes per second.
         """
         wanted = self.turning * tokens_per_s
@@ -80,17 +80,17 @@ class TurnCost:
         return tokens_per_s - wanted + min(wanted, possible)
 
     def recompute_tokens_per_s(self, step: StreamStep, num_streams: float) -> float:
-        """Tokens per second if each turn begins with its whole context, computed again like a prompt."""
+        """Tokens per second if each turn begins with recomputing the whole context."""
         again_s = self.turning * self.context_tokens * step.prompt_token_s / self.slice_tokens
         return num_streams / (step.base_s + num_streams * (step.token_s + again_s))
 
 
 @dataclass(frozen=True, slots=True)
 class DropCost:
-    """What a drop takes before it gains.
+    """The cost of a drop before it gains.
 
     Attributes:
-        remap_s: For which members are paused: unmapping and mapping pages.
+        remap_s: Seconds for which members are paused to unmap and map pages.
         exchange_bytes: KV that each member sends, all members at once.
         bandwidth: Of the link between members, bytes per second.
     """
@@ -106,10 +106,10 @@ class DropCost:
 
     @property
     def pause_s(self) -> float:
-        """Seconds of all tokens that are lost."""
+        """The cost of a drop in seconds of lost tokens."""
         return self.remap_s + EXCHANGE_LOSS * self.exchange_s
 
 
 def exchanged_bytes(kv_bytes: float, num_stages: int) -> float:
-    """KV that a member sends in a drop: of what it holds, the layers that the other members keep."""
+    """KV that a member sends in a drop: the layers of its KV that the other members keep."""
     return kv_bytes * (num_stages - 1) / num_stages

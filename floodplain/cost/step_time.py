@@ -1,9 +1,9 @@
 """The time of a step as a sum of named parts (KunServe, section 4.3, Eq. 1-3). Pure.
 
-A chunk of ``n`` prompt tokens with ``p`` tokens before it costs its attention to those (``n p`` pairs), its attention
-to itself (``n (n + 1) / 2`` pairs), what ``n`` tokens cost in all matrices, and a constant. Beyond the paper, the KV of
-the ``p`` tokens is read, which is most of what a short chunk behind a long prefix takes. A decode costs a constant and
-its context. What a batch costs once, whatever is in it, is mostly the loading of parameters.
+The cost of a chunk of ``n`` prompt tokens after ``p`` others is its attention to those (``n p`` pairs), its attention
+to itself (``n (n + 1) / 2`` pairs), ``n`` tokens in all matrices, and a constant. Beyond the paper, the KV of
+the ``p`` tokens is read, which dominates a short chunk after a long prefix. A decode costs a constant and
+its context. The constant cost of a batch is mostly the loading of parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from floodplain.core.request import SeqId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """What a step computes, in the numbers that its time is linear in.
+    """The work of a step, in the numbers in which its time is linear.
 
     Attributes:
         num_decodes: Sequences that feed one token.
@@ -60,22 +60,22 @@ class StepWork:
 
     @property
     def amounts(self) -> tuple[int, ...]:
-        """How much there is of each part of ``PARTS``, in that order: one step, then the attributes."""
+        """The amount of each part of ``PARTS``, in that order: one step, then the attributes."""
         return (1, *astuple(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds of each part of a step. With the parts that ``sim.executor.StepLine`` has, it is that line.
+    """Seconds of each part of a step. With only the parts of ``sim.executor.StepLine`` it equals that line.
 
     Attributes:
-        base_s: Of any step: parameters are loaded once for the batch (Eq. 3).
+        base_s: For any step: parameters are loaded once for the batch (Eq. 3).
         decode_s: For each decode.
         context_token_s: For each token that a decode attends to.
         chunk_s: For each chunk.
         prefill_token_s: For each token of a chunk: matrices (Eq. 1, FFN).
         self_pair_s: For each pair within a chunk (Eq. 1, self-attention).
-        prefix_token_s: For each token before a chunk: its KV is read once, however short the chunk.
+        prefix_token_s: For each token before a chunk: its KV is read once, independent of the chunk's length.
         prefix_pair_s: For each pair of a chunk's token and one before the chunk (Eq. 1, prefix attention).
     """
 
@@ -99,12 +99,12 @@ class StepCost:
 
 PARTS = tuple(item.name for item in fields(StepCost))
 LINE_PARTS = ("base_s", "decode_s", "prefill_token_s")
-"""Those of a straight line in decodes and prompt tokens."""
+"""The parts of a straight line in decodes and prompt tokens."""
 
 
 class WorkMeter:
-    """Says what the plans of one loop compute. A plan names its decodes; how long their contexts are follows from the
-    plans before it, so all of them are shown, in order.
+    """Measures the work of one loop's plans. A plan names its decodes; their context lengths follow from earlier
+    plans, so every plan must be measured, in order.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class WorkMeter:
         """The work of the next plan. A chunk of one token is a decode, as in ``StepPlan.count_work``.
 
         Raises:
-            InvariantError: A sequence decodes that no earlier plan began.
+            InvariantError: A sequence decodes that no earlier plan started.
         """
         for seq_id in plan.released:
             self._contexts.pop(seq_id, None)
@@ -130,7 +130,7 @@ class WorkMeter:
 
 
 class StepTimer:
-    """The time of each plan of one loop, which must all be asked for, in order: a new timer for each loop."""
+    """The time of each plan of one loop. Every plan must be timed, in order; use a new timer for each loop."""
 
     def __init__(self, cost: StepCost) -> None:
         self._cost = cost
@@ -142,10 +142,10 @@ class StepTimer:
 
 
 def read_cost(result: Mapping[str, Any]) -> StepCost:
-    """The cost that the result of a step profile says: its ``parts`` if it has them, else the line beside them.
+    """The cost in the result of a step profile: its ``parts`` if it has them, else the line beside them.
 
     Raises:
-        UserError: A part is no time.
+        UserError: A part is not a time.
     """
     parts = result.get("parts", result)
     named = {name: parts[name] for name in PARTS if name in parts}

@@ -1,4 +1,4 @@
-"""Verbs as processes; and those of the demo's second part: a coordinator and two servers."""
+"""Runs verbs as processes, and the processes of the demo's second part: a coordinator and two servers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STOP_TIMEOUT_S = 20.0
 
 
 class VerbProcess:
-    """``floodplain VERB …`` in a process of its own. A context manager; leaving it ends the process.
+    """Runs ``floodplain VERB …`` in a child process. A context manager; leaving it ends the process.
 
     Args:
         words: The verb and its flags.
-        log: What it writes to standard error goes there.
-        cores: It may run on these, and computes with as many threads; None leaves both to the system.
-        num_threads: It and its children compute with so many each; None: as ``cores`` says.
+        log: File for its standard error.
+        cores: Cores that it may use, with as many compute threads; None leaves both to the system.
+        num_threads: Compute threads of it and of each child; None: the number of ``cores``.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class VerbProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """Of the process; None while it runs."""
+        """The exit status of the process; None while it runs."""
         return self._process.poll()
 
     def wait_ready(self) -> Mapping[str, Any]:
-        """What the verb says when it serves: a JSON object with its ``url``.
+        """Wait until the verb serves. Its JSON object, which has its ``url``.
 
         Raises:
-            UserError: It ended, or was not ready in time; with its last word.
+            UserError: It ended, or was not ready in time; with the last line of its log.
         """
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -68,12 +68,12 @@ class VerbProcess:
         return dict(json.loads(line))
 
     def ask_to_stop(self) -> None:
-        """As an operator would, and without waiting for it."""
+        """Send SIGTERM, as an operator would, without waiting."""
         if self._process.poll() is None:
             self._process.terminate()
 
     def stop(self) -> None:
-        """Ask it to stop, and kill it if that takes too long. Safe to call twice."""
+        """Send SIGTERM, wait, and kill it after ``STOP_TIMEOUT_S``. Safe to call twice."""
         self.ask_to_stop()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -98,7 +98,7 @@ class VerbProcess:
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:
-    """Addresses of two servers that know each other through a coordinator.
+    """Addresses of two servers that use the same coordinator.
 
     Attributes:
         coordinator: Of the coordinator.
@@ -115,13 +115,13 @@ class Neighbourhood:
 def neighbourhood(
     folder: Path, model: str, producer_flags: Sequence[str], consumer_flags: Sequence[str]
 ) -> Iterator[Neighbourhood]:
-    """Run a coordinator and two servers, each server on cores of its own; all of them end with the context.
+    """Run a coordinator and two servers, each server on its own cores. All end with the context.
 
     Args:
         folder: For the coordinator's store and the processes' logs.
-        model: That both serve.
-        producer_flags: Flags of ``floodplain serve`` for the one that lends.
-        consumer_flags: The same for the one that borrows.
+        model: The model of both servers.
+        producer_flags: Flags of ``floodplain serve`` for the lender.
+        consumer_flags: The same for the borrower.
 
     Raises:
         UserError: One of them does not start.
@@ -139,12 +139,12 @@ def neighbourhood(
         producer = start("producer", [*serve, *producer_flags], near)
         consumer = start("consumer", [*serve, *consumer_flags], far)
         yield Neighbourhood(url, *(str(process.wait_ready()["url"]) for process in (producer, consumer)))
-        for process in (producer, consumer):  # side by side, and before the coordinator
+        for process in (producer, consumer):  # both at once, and before the coordinator
             process.ask_to_stop()
 
 
 def split_cores() -> tuple[list[int] | None, list[int] | None]:
-    """Two halves of the cores that this process may use; None where there is one, or the system does not say."""
+    """Two halves of the cores of this process; None if it has one core, or the system does not tell."""
     if not hasattr(os, "sched_getaffinity"):
         return None, None
     cores = sorted(os.sched_getaffinity(0))
@@ -154,7 +154,7 @@ def split_cores() -> tuple[list[int] | None, list[int] | None]:
 
 @contextmanager
 def _bound_to(cores: Sequence[int] | None) -> Iterator[None]:
-    """Children inherit the cores of the thread that starts them."""
+    """Bind this thread to cores for a while, which children started meanwhile inherit."""
     if not cores:
         yield
         return

@@ -1,7 +1,7 @@
-"""The second part of ``floodplain demo``: one of three processes lends memory, takes it back, and lends it again.
+"""The second part of ``floodplain demo``: a server lends memory, recalls it, and lends it again.
 
-A server with a light load lends most of its KV pool. Another one has more requests than its own memory holds, and keeps
-the KV of those who wait their turn in what it borrows. Half-way the first server's load doubles for a while. It is the
+A server with a light load lends most of its KV pool. Another one has more requests than its own memory holds, and swaps
+the KV of preempted requests to borrowed memory. Half-way the first server's load doubles for a while. It is the
 experiment of AQUA's Figure 12, with real servers and a real coordinator of leases; only the links' speeds are emulated.
 """
 
@@ -28,14 +28,14 @@ from floodplain.workload.spec import WorkloadSpec, build
 def serve_scene(
     base: EngineConfig, sample: WorkloadSpec, scale: LendingScale, num_resident: int, *, progress: bool
 ) -> dict[str, Any]:
-    """Start the three processes, play the scene, end them; returns what was seen, for ``leases`` of ``demo.json``.
+    """Start the three processes, run the scene, end them. The results, for ``leases`` of ``demo.json``.
 
     Args:
         base: The engine of the first part.
         sample: Its requests.
-        scale: Of the scene.
+        scale: Size and times of the scene.
         num_resident: Requests that the pool of ``base`` holds.
-        progress: Whether to say on standard error what happens.
+        progress: Whether to report progress on standard error.
 
     Raises:
         UserError: A process does not start.
@@ -69,7 +69,7 @@ async def _play(lender: DemoServer, borrower: DemoServer, scale: LendingScale) -
             done, _ = await asyncio.wait(visits, timeout=scale.end_s, return_when=asyncio.FIRST_EXCEPTION)
             for visit in done:
                 visit.result()
-        finally:  # the scene is over: whoever still waits for an answer leaves
+        finally:  # the scene is over: abort requests without an answer
             for visit in visits:
                 visit.cancel()
             await asyncio.gather(*visits, return_exceptions=True)
@@ -77,7 +77,7 @@ async def _play(lender: DemoServer, borrower: DemoServer, scale: LendingScale) -
 
 
 def describe(scene: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a reader of the page should know, and what happened, in plain words."""
+    """Paragraphs for the page: the setup, and what happened."""
     scale, recalls, rates = scene["scene"], scene["recalls"], scene["tokens_per_s"]
     took = (
         f"{recalls['num']} leases were taken back; from the word until the memory was free it took "
@@ -102,7 +102,7 @@ def describe(scene: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def summarise(samples: Sequence[LendingSample], lender: DemoServer, borrower: DemoServer) -> dict[str, Any]:
-    """The scene in numbers: recalls, what was lent, the borrower's tokens per second with and without, failures."""
+    """The scene in numbers: recalls, lent bytes, the borrower's tokens per second with and without, failures."""
     last, records = samples[-1], [*lender.records, *borrower.records]
     return {
         "recalls": {
@@ -118,7 +118,7 @@ def summarise(samples: Sequence[LendingSample], lender: DemoServer, borrower: De
 
 
 def _rate(samples: Sequence[LendingSample], *, is_lent: bool) -> float | None:
-    """Of the borrower, over the time in which memory was lent, or was not, since it began to work."""
+    """The borrower's tokens per second while memory was lent (or was not), from its first token on."""
     first = samples[0].num_tokens
     busy = [pair for pair in pairwise(samples) if pair[0].num_tokens > first and (pair[0].lent_bytes > 0) is is_lent]
     seconds = sum(after.time_s - before.time_s for before, after in busy)

@@ -1,7 +1,7 @@
-"""The load of the demo's second part: a lender whose users double for a while, and a borrower with a crowd.
+"""The load of the demo's second part: a lender whose users double for a while, and an overloaded borrower.
 
-Users send their next request when the last one is answered. So the load on memory is the same on a quick machine and on
-a slow one, and what doubles it is the scene, not chance.
+Each user sends the next request when the last one is answered. So the load on memory is the same on a fast and on
+a slow machine, and it doubles by the scene, not by chance.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
 LENDER_POOL_BYTES = 224 * 2**20
 COMING_S = 0.5
-"""All users come within so many seconds: their requests do not all end at once."""
+"""All users start within so many seconds, so that their requests do not all end at once."""
 NUM_WARM_UP, WARM_UP_TOKENS = 2, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendingScale:
-    """How long the scene is and how large.
+    """The times and sizes of the scene, in seconds from its start.
 
     Attributes:
-        lend_after_s: Calm before the lender lends.
-        borrow_s: When the borrower's users come.
-        double_s: When as many users again come to the lender.
-        light_s: When these leave.
-        end_s: When everybody leaves.
-        num_lender_users: Of the lender, at first.
-        num_borrower_users: Of the borrower.
+        lend_after_s: Time without load changes before the lender lends (``--lend-after``).
+        borrow_s: When the borrower's users start.
+        double_s: When the lender's users double.
+        light_s: When the added users send no further requests.
+        end_s: When the scene ends.
+        num_lender_users: The lender's users at first.
+        num_borrower_users: The borrower's users.
         num_resident: Requests that the borrower's own memory holds.
     """
 
@@ -63,7 +63,7 @@ QUICK_SCENE = LendingScale(
 
 
 def lender_flags(base: EngineConfig, scale: LendingScale) -> list[str]:
-    """Flags of the server that lends."""
+    """Flags of the lending server."""
     return [
         *_common_flags(base),
         *("--kv-memory", str(LENDER_POOL_BYTES), "--swap", "none", "--policy", "fcfs"),
@@ -72,7 +72,7 @@ def lender_flags(base: EngineConfig, scale: LendingScale) -> list[str]:
 
 
 def borrower_flags(base: EngineConfig, scale: LendingScale, num_resident: int) -> list[str]:
-    """Flags of the server that borrows; ``base`` has a pool for ``num_resident`` requests."""
+    """Flags of the borrowing server; ``base`` has a pool for ``num_resident`` requests."""
     pool_bytes = round((base.kv_memory or 0) * scale.num_resident / num_resident)
     return [
         *_common_flags(base),
@@ -86,12 +86,12 @@ def _common_flags(base: EngineConfig) -> list[str]:
 
 
 def texts(sample: WorkloadSpec, number: int) -> WorkloadSpec:
-    """Requests like those of the first part, other ones for each ``number``."""
+    """Requests like those of the first part; different ones for each ``number``."""
     return replace(sample, request_rate=math.inf, seed=sample.seed + 1 + number)
 
 
 def short_texts(sample: WorkloadSpec, number: int) -> WorkloadSpec:
-    """The same, half as long: a crowd of them is more even than a few long ones."""
+    """The same at half the length: the load of many short requests is more even than that of a few long ones."""
     return replace(
         texts(sample, number),
         length_scale=sample.length_scale / 2,
@@ -105,28 +105,28 @@ def _halve(num_tokens: int | None) -> int | None:
 
 
 class DemoServer:
-    """A server and the requests that its users have for it, over and over.
+    """A server and the requests of its users, which repeat.
 
     Args:
-        url: Where.
-        model: Its name there.
-        requests: At least one.
+        url: The server's address.
+        model: The model's name.
+        requests: The requests that are repeated; at least one.
     """
 
     def __init__(self, url: str, model: str, requests: Sequence[LoadRequest]) -> None:
         self.url = url
         self.records: list[RequestRecord] = []
-        """Of what was answered, in that order."""
+        """Records of finished requests, in that order."""
         self._model = model
         self._requests: Iterator[LoadRequest] = cycle(requests)
 
     async def warm_up(self) -> None:
-        """A few short requests: what an engine does once is done before anybody looks."""
+        """Send a few short requests, so that one-time work of the engine is done before the measurement."""
         short = [replace(next(self._requests), max_tokens=WARM_UP_TOKENS) for _ in range(NUM_WARM_UP)]
         await asyncio.gather(*(self.send(request) for request in short))
 
     async def visit(self, num_users: int, from_s: float, to_s: float = math.inf) -> None:
-        """So many users come, one after another, ``from_s`` from now; after ``to_s`` none begins another request."""
+        """Run users that start one after another, ``from_s`` from now; after ``to_s`` none sends another request."""
         end_s = time.monotonic() + to_s
 
         async def use(number: int) -> None:
@@ -137,7 +137,7 @@ class DemoServer:
         await asyncio.gather(*(use(number) for number in range(num_users)))
 
     async def send(self, request: LoadRequest) -> list[RequestRecord]:
-        """Send one request now, and wait for its answer; its one record, not kept."""
+        """Send one request now, and wait for its answer. Its record, which is not added to ``records``."""
         from floodplain.workload.client import run_load
         from floodplain.workload.http_target import HttpTarget
 

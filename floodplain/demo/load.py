@@ -1,4 +1,4 @@
-"""The load of ``floodplain demo``: how large it is, its requests, and the engine whose memory it outgrows."""
+"""The load of ``floodplain demo``: its size, its requests, and an engine whose memory is too small for it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from floodplain.workload.spec import WorkloadSpec, build
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large the demo is.
+    """The size of the demo.
 
     Attributes:
-        quiet_s: Phases of the load: before the burst,
+        quiet_s: Seconds of the load before the burst,
         burst_s: in it, and
         tail_s: after it.
-        burst_factor: How many times as many arrive in it.
-        num_resident: Requests that the pool holds at half of their output.
-        length_scale: Of chat-like lengths; they are cut at
+        burst_factor: Arrival rate in the burst over the rate outside it.
+        num_resident: Requests that the pool holds when half of their output is generated.
+        length_scale: Factor on chat-like lengths, which are cut at
         max_input: and at
         max_output: tokens.
-        pool_part: With ``--expansion``, the pool is one part in so many.
+        pool_part: With ``--expansion``, the full pool over the small one.
     """
 
     quiet_s: float
@@ -46,7 +46,7 @@ QUICK = Scale(
 
 
 def sample_spec(seed: int, scale: Scale) -> WorkloadSpec:
-    """Chat-like requests, kept short so that a laptop's processor sees many."""
+    """Chat-like requests, short enough that a laptop's processor serves many."""
     return WorkloadSpec(
         request_rate=1.0,
         num_prompts=200,
@@ -59,7 +59,7 @@ def sample_spec(seed: int, scale: Scale) -> WorkloadSpec:
 
 
 def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpec:
-    """Quiet, several times as much, quiet again."""
+    """The load of the demo: the stable rate, a burst, the stable rate again."""
     num_prompts = round(stable_rate * (scale.quiet_s + scale.burst_factor * scale.burst_s + scale.tail_s))
     return replace(
         sample,
@@ -72,7 +72,7 @@ def burst(sample: WorkloadSpec, stable_rate: float, scale: Scale) -> WorkloadSpe
 
 
 def engine_config(model: str, sample: WorkloadSpec, scale: Scale) -> EngineConfig:
-    """An engine whose pool holds ``num_resident`` requests at half of their output."""
+    """An engine whose pool holds ``num_resident`` requests when half of their output is generated."""
     from floodplain.engine.build import kv_bytes_per_token
     from floodplain.model.weights.open_model import open_model
 

@@ -1,4 +1,4 @@
-"""What ``floodplain demo`` leaves behind: ``demo.json``, the pictures, the page; and what it says at the end."""
+"""The output of ``floodplain demo``: ``demo.json``, the pictures, the page, and the summary that it prints."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ LEASES_CAPTION = (
 def write_files(
     folder: Path, scale: Scale, runs: list[Run], leases: Mapping[str, Any] | None, *, expands: bool = False
 ) -> dict[str, Any]:
-    """Write everything into ``folder``; returns what ``demo.json`` holds.
+    """Write all files into ``folder``. The content of ``demo.json``.
 
     Args:
-        folder: Made if need be.
+        folder: Made if it does not exist.
         scale: Of the first part.
         runs: Of the first part.
-        leases: What the second part saw; None if it did not come about.
+        leases: Results of the second part; None if it did not run.
         expands: Whether the runs are those of ``--expansion``.
     """
     from floodplain.observe.plots import draw_all, save_figures
@@ -72,7 +72,7 @@ def write_files(
 
 
 def print_summary(folder: Path, summary: Mapping[str, Any], *, as_json: bool) -> None:
-    """The table of the runs, the leases in a line, and where to look; or all of ``demo.json``."""
+    """Print the table of the runs, a line about leases, and the page's path; or all of ``demo.json``."""
     from floodplain.observe.strict_json import to_json
     from floodplain.observe.table import format_number, format_table, summary_rows, transposed
 

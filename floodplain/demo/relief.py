@@ -1,7 +1,7 @@
-"""``floodplain demo --cluster``: in a spike two instances drop layers and serve as a pipeline; later they restore them.
+"""``floodplain demo --cluster``: two instances drop layers in a spike, serve as a pipeline, and restore them later.
 
 One front and two instances, as ``floodplain serve --instances 2 --relief drop`` starts them. A few users; then several
-times as many, who need more KV than both pools hold; then the few again, until all layers are back. The experiment is
+times as many, which need more KV than both pools hold; then the few again, until all layers are back. The experiment is
 that of KunServe's Figure 12, with real processes on one machine.
 """
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 PHASES = ("before", "spike", "after")
 NO_DROP_S = 10.0
-"""If no layer was dropped so long after the spike, none will be."""
+"""If no layer was dropped within this time after the spike, none will be."""
 POLL_S = 0.05
 
 
 def serve_relief(
     model: str, seed: int, scale: ReliefScale, *, progress: bool
 ) -> tuple[list[RequestRecord], dict[str, Any]]:
-    """Start the processes, play the scene, end them: the requests' records, and ``cluster`` of ``demo.json``.
+    """Start the processes, run the scene, end them: the requests' records, and ``cluster`` of ``demo.json``.
 
     Args:
-        model: That both instances serve.
+        model: The model of both instances.
         seed: Of lengths and texts.
-        scale: Of the scene.
-        progress: Whether to say on standard error what happens.
+        scale: Size and times of the scene.
+        progress: Whether to report progress on standard error.
 
     Raises:
         UserError: The front does not start, or ended.
@@ -89,7 +89,7 @@ async def _play(
 
 
 def is_at_end(samples: Sequence[ReliefSample], now_s: float, scale: ReliefScale) -> bool:
-    """Whether all layers are back after the spike, or need not be waited for."""
+    """Whether all layers are back after the spike, or the scene need not wait for them."""
     if now_s < scale.calm_s:
         return False
     is_undropped = all(sample.phase == SOLO for sample in samples)
@@ -99,7 +99,7 @@ def is_at_end(samples: Sequence[ReliefSample], now_s: float, scale: ReliefScale)
 def summarise(
     records: Sequence[RequestRecord], samples: Sequence[ReliefSample], totals: ReliefTotals
 ) -> dict[str, Any]:
-    """The scene in numbers, and what the picture shows."""
+    """The scene in numbers, and the data of the picture."""
     sent = sorted(records, key=lambda record: record.sent_s)
     return {
         "blocks": {
@@ -144,7 +144,7 @@ def runs_of(records: Sequence[RequestRecord], model: str, seed: int, scale: Reli
 
 
 def describe_drop(cluster: Mapping[str, Any]) -> str:
-    """What the drop and the restore were like, in a sentence or two."""
+    """A sentence or two about the drop and the restore."""
     totals, blocks = cluster["totals"], cluster["blocks"]
     if not totals["num_drops"]:
         return "No layer was dropped: memory was not short for long enough on this machine."

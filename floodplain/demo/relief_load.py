@@ -1,7 +1,7 @@
-"""The load of ``floodplain demo --cluster``: users of two instances, and for a while several times as many.
+"""The load of ``floodplain demo --cluster``: users of two instances, whose number is multiplied for a while.
 
-Users send their next request when the last one is answered. So the KV that is needed is set by their number, and is the
-same on a quick machine and on a slow one.
+Each user sends the next request when the last one is answered. So the needed KV depends on their number only: it is the
+same on a fast and on a slow machine.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ NUM_INSTANCES = 2
 BLOCK_TOKENS = 16
 DTYPE = "bfloat16"
 POOL_MARGIN = 1.08
-"""An engine maps whole quanta of blocks, at most as many as its memory holds."""
+"""Spare KV memory: an engine maps only whole quanta of blocks."""
 SILENCE_S = 2.0
-"""``--instance-timeout``: twice the default, as both instances, the front and the users may share two cores."""
+"""``--instance-timeout``: twice the default, because both instances, the front and the users may share two cores."""
 NUM_PROMPTS = 600
 LENGTH_SCALE = 8.0
-"""Chat-like prompts, so many times as long, are nearly all cut at ``max_input``."""
+"""Factor on chat-like lengths, so large that nearly all prompts are cut at ``max_input``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReliefScale:
-    """How long the scene is and how large.
+    """The times and sizes of the scene.
 
     Attributes:
-        spike_s: When more users come.
-        calm_s: When these begin no further requests.
-        give_up_s: When the scene ends without a restore.
-        after_s: How long it goes on after the restore.
+        spike_s: When more users start.
+        calm_s: When these send no further requests.
+        give_up_s: When the scene ends even without a restore.
+        after_s: Seconds that the scene continues after the restore.
         num_users: Users at first, and after the spike.
         num_spike_users: Users in the spike, the first ones included.
         pool_blocks: KV blocks of an instance.
         max_input: Tokens of nearly all prompts.
-        max_output: Tokens of an answer, at most; at least half as many.
+        max_output: Most tokens of an answer; the least is half of it.
     """
 
     spike_s: float
@@ -70,7 +70,7 @@ QUICK_RELIEF = ReliefScale(
 
 
 def relief_requests(tokenizer: PromptTokenizer, seed: int, scale: ReliefScale) -> list[LoadRequest]:
-    """Requests of nearly equal size: so many users need so much KV. Answers differ, so that users are not in step."""
+    """Requests of nearly equal size, so that KV is proportional to users. Answers differ: users are not in step."""
     spec = WorkloadSpec(
         request_rate=math.inf,
         num_prompts=NUM_PROMPTS,
@@ -85,7 +85,7 @@ def relief_requests(tokenizer: PromptTokenizer, seed: int, scale: ReliefScale) -
 
 
 def serve_words(model: str, seed: int, scale: ReliefScale, token_bytes: int) -> list[str]:
-    """``serve`` and its flags; a token has ``token_bytes`` of KV."""
+    """The words of ``serve`` and its flags; a token has ``token_bytes`` of KV."""
     kv_memory = round(scale.pool_blocks * BLOCK_TOKENS * token_bytes * POOL_MARGIN)
     return [
         *("serve", model, "--port", "0", "--instances", str(NUM_INSTANCES), "--relief", "drop"),
@@ -100,10 +100,10 @@ class Crowd:
 
     Args:
         target: The server.
-        requests: What they ask, over and over; at least one.
+        requests: The requests that they repeat; at least one.
 
     Attributes:
-        records: What was answered or failed, in that order, in seconds since ``begin``.
+        records: Records of finished or failed requests, in that order, in seconds since ``begin``.
     """
 
     def __init__(self, target: LoadTarget, requests: Sequence[LoadRequest]) -> None:
@@ -113,12 +113,12 @@ class Crowd:
         self._begin_s = time.monotonic()
 
     async def warm_up(self) -> None:
-        """A few short requests that are not counted: what an engine does once is done."""
+        """Send a few short requests that are not recorded, so that one-time work of the engine is done."""
         short = [replace(next(self._requests), max_tokens=WARM_UP_TOKENS) for _ in range(2 * NUM_WARM_UP)]
         await asyncio.gather(*(self._send(request) for request in short))
 
     def begin(self) -> float:
-        """Times count from now; returns now."""
+        """Set the origin of times to now. Now, in monotonic seconds."""
         self._begin_s = time.monotonic()
         return self._begin_s
 
@@ -127,12 +127,12 @@ class Crowd:
         return time.monotonic() - self._begin_s
 
     async def visit(self, num_users: int, from_s: float, is_over: Callable[[float], bool]) -> None:
-        """So many users come, one after another, ``from_s`` from now. A user whose request failed leaves.
+        """Run users that start one after another, ``from_s`` from now. A user stops after a failed request.
 
         Args:
-            num_users: How many.
-            from_s: Seconds until the first one comes.
-            is_over: Whether none begins another request at this second since ``begin``.
+            num_users: Number of users.
+            from_s: Seconds until the first one starts.
+            is_over: Whether users send no further request at this second since ``begin``.
         """
 
         async def use(number: int) -> None:
@@ -154,7 +154,7 @@ class Crowd:
 
 
 def shifted(record: RequestRecord, by_s: float) -> RequestRecord:
-    """The same, with all its times that much later."""
+    """The record with all its times increased by ``by_s``."""
     return replace(
         record,
         arrival_s=record.arrival_s + by_s,

@@ -1,4 +1,4 @@
-"""What ``floodplain demo --cluster`` leaves behind: ``demo.json``, the picture, the page; and what it prints."""
+"""The output of ``floodplain demo --cluster``: ``demo.json``, the picture, the page, and the summary it prints."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ROWS: tuple[tuple[str, str, float], ...] = (
 
 
 def write_cluster_files(folder: Path, runs: Sequence[Run], cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Write everything into ``folder``; returns what ``demo.json`` holds.
+    """Write all files into ``folder``. The content of ``demo.json``.
 
     Args:
-        folder: Made if need be.
-        runs: One for each phase, as ``relief.runs_of`` gives them.
-        cluster: As ``relief.serve_relief`` gives it.
+        folder: Made if it does not exist.
+        runs: One for each phase, from ``relief.runs_of``.
+        cluster: From ``relief.serve_relief``.
     """
     from floodplain.observe.plots import save_figures, to_svg
     from floodplain.observe.relief import draw_relief
@@ -57,7 +57,7 @@ def write_cluster_files(folder: Path, runs: Sequence[Run], cluster: Mapping[str,
 
 
 def print_cluster_summary(folder: Path, summary: Mapping[str, Any], *, as_json: bool) -> None:
-    """The table of the phases, the drop and its price in words, and where to look; or all of ``demo.json``."""
+    """Print the table of the phases, the drop and its price, and the page's path; or all of ``demo.json``."""
     from floodplain.observe.strict_json import to_json
     from floodplain.observe.table import format_number, format_table
 
@@ -75,7 +75,7 @@ def print_cluster_summary(folder: Path, summary: Mapping[str, Any], *, as_json: 
 
 
 def describe_price(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """TPOT beside TTFT, in each phase."""
+    """A paragraph with median TPOT and TTFT in each phase."""
     from floodplain.observe.table import format_number
 
     def medians(result: Mapping[str, Any]) -> str:
@@ -90,7 +90,7 @@ def describe_price(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def paragraphs(scene: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a reader of the page should know first."""
+    """Paragraphs for the page: the setup of the scene."""
     return (
         "One endpoint and two instances of a small language model, each a process of its own that computes with one "
         f"thread. {scene['num_users']} users ask, one request after another. From second {scene['spike_s']:g} to "

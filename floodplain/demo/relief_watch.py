@@ -1,4 +1,4 @@
-"""Looks at ``/groups`` and ``/instances`` of a front several times a second while instances drop layers and restore."""
+"""Polls ``/groups`` and ``/instances`` of a front several times a second while instances drop and restore layers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class ReliefSample:
         time_s: Seconds since the watch began.
         phase: ``solo``, ``dropping``, ``exchanging``, ``pipelined`` or ``restoring``.
         used_blocks: KV blocks that requests hold.
-        blocks: KV blocks that there are: those of the group's pool while there is a group.
+        blocks: Existing KV blocks: those of the group's pool while there is a group.
         num_running: Requests in running batches.
-        num_waiting: Requests that wait, and those whose KV is on its way.
+        num_waiting: Requests that wait, and those whose KV is being copied.
     """
 
     time_s: float
@@ -64,16 +64,16 @@ def relief_columns(samples: Sequence[ReliefSample]) -> dict[str, list[Any]]:
 def relief_sample_of(
     time_s: float, groups: Mapping[str, Any], instances: Mapping[str, Any], solo_blocks: int | None = None
 ) -> ReliefSample:
-    """What the answers of ``/groups`` and ``/instances`` say; of a group that is over nothing.
+    """The sample in the answers of ``/groups`` and ``/instances``; groups that are over do not count.
 
-    Requests are counted by the front, exactly. Blocks and running requests are what instances said last: they are
-    bounded by what they can be.
+    The front counts requests exactly. Blocks and running requests are from the instances' last beats, so they are
+    clipped to their possible range.
 
     Args:
-        time_s: When.
-        groups: The one answer.
-        instances: The other one.
-        solo_blocks: Blocks of all pools if no layer is dropped; None: as instances say.
+        time_s: Time of the sample.
+        groups: The answer of ``/groups``.
+        instances: The answer of ``/instances``.
+        solo_blocks: Blocks of all pools if no layer is dropped; None: as instances report.
     """
     rows = [row for row in groups["groups"] if row["state"] in _PHASE_OF]
     phase = _PHASE_OF[rows[0]["state"]] if rows else SOLO
@@ -93,7 +93,7 @@ def relief_sample_of(
 
 
 def _bound(blocks: int, solo_blocks: int | None, phase: str, *, is_alone: bool) -> int:
-    """Blocks that there are: just after a change, one instance has said so and another one has not."""
+    """The existing blocks. Just after a change some instances have reported it and others have not."""
     if solo_blocks is None:
         return blocks
     if phase == "dropping":
@@ -104,7 +104,7 @@ def _bound(blocks: int, solo_blocks: int | None, phase: str, *, is_alone: bool) 
 
 
 def find_spans(samples: Sequence[ReliefSample]) -> list[dict[str, Any]]:
-    """The phases but ``solo``, each from its first sample to the first one of the next: ``phase, from_s, to_s``."""
+    """All phases except ``solo``, each from its first sample to the first of the next: ``phase, from_s, to_s``."""
     spans: list[dict[str, Any]] = []
     last = SOLO
     for sample in samples:
@@ -117,18 +117,18 @@ def find_spans(samples: Sequence[ReliefSample]) -> list[dict[str, Any]]:
 
 
 def has_restored(samples: Sequence[ReliefSample]) -> bool:
-    """Whether layers were dropped, and no group is left."""
+    """Whether layers were dropped, and no group exists any more."""
     return bool(samples) and samples[-1].phase == SOLO and any(sample.phase == "restoring" for sample in samples)
 
 
 @asynccontextmanager
 async def watching_relief(url: str, begin_s: float, period_s: float = PERIOD_S) -> AsyncIterator[list[ReliefSample]]:
-    """Take samples into the list that is given until the context ends; a look that fails is left out.
+    """Append samples to the context's list until the context ends; a poll that fails is skipped.
 
     Args:
         url: The front's.
-        begin_s: Times count from it, on the monotonic clock.
-        period_s: Seconds between two looks.
+        begin_s: Origin of times, on the monotonic clock.
+        period_s: Seconds between two polls.
     """
     samples: list[ReliefSample] = []
 
@@ -151,16 +151,16 @@ async def watching_relief(url: str, begin_s: float, period_s: float = PERIOD_S) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReliefTotals:
-    """What became of groups since the front began. Seconds are of all drops and all restores together.
+    """Totals of all groups since the front started. Seconds are sums over all drops or all restores.
 
     Attributes:
-        num_drops: Groups that were made.
+        num_drops: Groups that dropped layers.
         num_restores: Groups that ended with all layers back.
-        usable_s: From the decisions to drop until the pools could be used.
-        dropped_s: From the same until no KV was on its way.
-        restored_s: From the decisions to restore until all was as before.
-        num_carried: Requests that went on with their KV, and
-        num_recomputed: those that did not.
+        usable_s: From the decision to drop until the pool was usable.
+        dropped_s: From the decision to drop until all KV was copied.
+        restored_s: From the decision to restore until all layers were back.
+        num_carried: Requests that kept their KV, and
+        num_recomputed: requests that were recomputed.
     """
 
     num_drops: int
@@ -173,7 +173,7 @@ class ReliefTotals:
 
 
 def totals_of(groups: Mapping[str, Any], metrics: str) -> ReliefTotals:
-    """What the answers of ``/groups`` and ``/metrics`` say."""
+    """The totals in the answers of ``/groups`` and ``/metrics``."""
     return ReliefTotals(
         num_drops=groups["changes"].get("dropped", 0),
         num_restores=groups["changes"].get("restored", 0),
@@ -186,7 +186,7 @@ def totals_of(groups: Mapping[str, Any], metrics: str) -> ReliefTotals:
 
 
 async def read_totals(url: str) -> ReliefTotals:
-    """Ask the front.
+    """The front's totals.
 
     Raises:
         UserError: It does not answer.

@@ -1,4 +1,4 @@
-"""Serving the load of ``floodplain demo``: one engine for each way, and what this machine can sustain."""
+"""Serves the load of ``floodplain demo`` with one engine for each way, and measures this machine's capacity."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: 
     """Serve the requests of ``spec`` one way; returns its name and benchmark result, ``floodplain.residence`` included.
 
     Args:
-        way: Who runs when, and where KV goes.
-        base: The engine, whichever way.
+        way: The policy, its settings, and where KV goes.
+        base: The engine flags that all ways share.
         spec: The load.
-        capacity: Requests a second, for the result.
-        progress: Whether to show how far the load has come.
+        capacity: Measured requests a second, for the result.
+        progress: Whether to show the progress of the load.
     """
     from floodplain.bench.offline import run_offline
     from floodplain.observe.result import benchmark_result
@@ -56,10 +56,10 @@ async def serve_way(way: Way, base: EngineConfig, spec: WorkloadSpec, capacity: 
 
 
 async def measure_machine(base: EngineConfig, batch: WorkloadSpec) -> tuple[float, tuple[str, ...]]:
-    """(requests a second that this machine can sustain with a full pool, goals from requests without load).
+    """(requests a second that this machine sustains with a full pool, goals measured without load).
 
-    Capacity: time a full batch over two output lengths; the longer run less the shorter one is pure decoding. They are
-    the same prompts, and nothing is cached, so that they differ in nothing else.
+    Capacity: a full batch is timed with two output lengths; the difference is pure decoding. Both runs have
+    the same prompts, and prefixes are not cached, so that nothing else differs.
     """
     from floodplain.bench.engine_target import EngineTarget
     from floodplain.workload.goals import measure_goals
@@ -103,13 +103,13 @@ def _run_info(engine: AsyncEngine, spec: WorkloadSpec, facts: dict[str, Any]) ->
 
 
 async def _warm_up(engine: AsyncEngine, spec: WorkloadSpec) -> None:
-    """A few other texts: threads, allocator and learned prices are alike for every way."""
+    """Serve a few other texts, so that threads, allocator and learned prices are in the same state for every way."""
     batch = replace(spec, num_prompts=NUM_WARM_UP)
     await _time_batch(engine, batch, 0, WARM_UP_TOKENS)
 
 
 async def _time_batch(engine: AsyncEngine, spec: WorkloadSpec, number: int, num_tokens: int) -> float:
-    """Seconds for the requests of ``spec`` with another seed, all at once, so many output tokens each."""
+    """Seconds for the requests of ``spec``, with another seed, sent at once, with ``num_tokens`` output tokens each."""
     from floodplain.bench.engine_target import EngineTarget
     from floodplain.workload.client import run_load
 

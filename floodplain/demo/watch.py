@@ -1,4 +1,4 @@
-"""Looks at two servers' ``/metrics`` a few times a second while one lends memory to the other."""
+"""Polls the ``/metrics`` of two servers a few times a second while one lends memory to the other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from floodplain.web.exchange import NoAnswer
 
 PERIOD_S = 0.25
 LIMITS = AnswerLimits(connect_s=60.0, total_s=60.0)
-"""Of servers that were started here: one that has ended refuses connections at once, and a busy machine is slow."""
+"""Long limits, for local servers: an ended one refuses connections at once, and a busy machine is slow."""
 _PREFIX = "floodplain_"
 _IDLE_STATES = ("free", "cached")
-"""Of blocks that no request needs now."""
+"""States of blocks that no request needs now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,17 +28,17 @@ class LendingSample:
     Attributes:
         time_s: Seconds since the watch began.
         pool_bytes: The lender's KV pool.
-        used_bytes: Of it, what requests hold.
-        lent_bytes: Of leases that have not ended.
+        used_bytes: Bytes of it that requests hold.
+        lent_bytes: Bytes of leases that have not ended.
         num_waiting: Requests at the lender that wait.
         num_running: Requests on the borrower's device.
         num_off_device: Requests at the borrower that wait, or are swapped out.
         num_recalls: Leases that were recalled and are seen free again.
-        recall_s: How long these took together.
+        recall_s: Total seconds of these recalls.
         num_tokens: Tokens that the borrower generated.
         peer_bytes: The borrower's KV in borrowed memory.
         host_bytes: The borrower's KV in its host's memory.
-        num_forced: Leases that were taken away from the borrower before they were empty.
+        num_forced: Leases that the borrower lost before it had emptied them.
         stall_s: Time in which nothing could run at the borrower before a copy ended.
     """
 
@@ -69,7 +69,7 @@ def to_columns(samples: list[LendingSample]) -> dict[str, list[float]]:
 
 @asynccontextmanager
 async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> AsyncIterator[list[LendingSample]]:
-    """Take samples into the list that is given until the context ends, one at each end included."""
+    """Append samples to the context's list until the context ends; the last one at its end."""
     samples: list[LendingSample] = []
     begin_s = time.monotonic()
 
@@ -94,10 +94,10 @@ async def watching(producer: str, consumer: str, period_s: float = PERIOD_S) -> 
 
 
 async def get_text(url: str, path: str) -> str:
-    """What a server of the demo answers.
+    """The text of a demo server's answer.
 
     Raises:
-        UserError: It does not answer, or answers another status than 200.
+        UserError: It does not answer, or its status is not 200.
     """
     try:
         answer = await HttpClient(url).ask(path, limits=LIMITS)
@@ -109,7 +109,7 @@ async def get_text(url: str, path: str) -> str:
 
 
 def sample_of(time_s: float, lender_text: str, borrower_text: str) -> LendingSample:
-    """What both servers' ``/metrics`` say."""
+    """The sample in both servers' ``/metrics``."""
     producer, consumer = Scraped(lender_text, _PREFIX), Scraped(borrower_text, _PREFIX)
     pool_bytes, blocks = producer.sum("kv_bytes", tier="local"), dict(producer.by("kv_blocks", "state"))
     used = sum(count for state, count in blocks.items() if state not in _IDLE_STATES)

@@ -1,4 +1,4 @@
-"""The ways to serve a burst that ``floodplain demo`` compares, and the words of its page."""
+"""The ways to serve a burst that ``floodplain demo`` compares, and the text of its page."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from floodplain.policy.registry import make_policy
 from floodplain.policy.settings import SLICE_STEPS, SharingSettings, settings_for
 
 HOST_LINK, NEIGHBOUR_LINK = "emulated-pcie5", "emulated-nvlink4"
-"""To this machine's own memory, and to that of a neighbour GPU, which is about seven times faster."""
+"""Links to this machine's own memory, and to a neighbour GPU's, which is about seven times faster."""
 SWAP_POOLS = 8
-"""Swap space of the ways that have it, in KV pools: enough that it is hardly ever what newcomers wait for."""
+"""Swap space in KV pools, for ways that have it: so much that it is almost never the bottleneck."""
 TITLE = "Floodplain demo: one burst, served in three ways"
 EXPANSION_TITLE = "Floodplain demo: one burst, and a part of the memory"
 
@@ -22,13 +22,13 @@ class Way:
     """One column of the comparison.
 
     Attributes:
-        name: As pictures and ``demo.json`` have it.
-        words: What it does, for somebody who knows no policy by name.
-        policy: By the names of ``--policy``.
+        name: Its name in pictures and ``demo.json``.
+        words: Its description, for readers who know no policy.
+        policy: A value of ``--policy``.
         hardware: The link to swap space; None: there is no swap space.
-        settings: Of the policy, if it takes turns.
-        pool_part: The pool is one part in so many.
-        expansion: ``--kv-expansion``.
+        settings: Settings of the policy, if it takes turns.
+        pool_part: Divisor of the pool's size.
+        expansion: A value of ``--kv-expansion``.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Way:
     expansion: str = "off"
 
     def config(self, base: EngineConfig) -> EngineConfig:
-        """``base``, gone this way."""
+        """``base`` with the flags of this way."""
         num_bytes = SWAP_POOLS * base.kv_memory if self.hardware and base.kv_memory else None
         return replace(
             base,
@@ -89,7 +89,7 @@ WAYS = (
 
 
 def expansion_ways(pool_part: int) -> tuple[Way, ...]:
-    """The ways of ``--expansion``; the pool of the first two is one part in so many of the last one's."""
+    """The ways of ``--expansion``; the pool of the first two is 1/``pool_part`` of the last one's."""
     return (
         Way(
             name=f"1/{pool_part} of it",
@@ -113,7 +113,7 @@ def expansion_ways(pool_part: int) -> tuple[Way, ...]:
 
 
 def expansion_paragraphs(num_resident: int, pool_part: int, burst_s: float, burst_factor: float) -> tuple[str, ...]:
-    """See ``paragraphs``; and ``expansion_ways``."""
+    """Paragraphs for the page of ``--expansion``: the setup of the comparison."""
     return (
         f"A small language model answers a stable stream of requests. Then, for {burst_s:g} seconds, {burst_factor:g} "
         f"times as many arrive. The memory for their keys and values (KV) holds about {num_resident // pool_part} "
@@ -125,7 +125,7 @@ def expansion_paragraphs(num_resident: int, pool_part: int, burst_s: float, burs
 
 
 def paragraphs(num_resident: int, burst_s: float, burst_factor: float) -> tuple[str, ...]:
-    """What a reader of the page should know first."""
+    """Paragraphs for the page: the setup of the comparison."""
     return (
         f"A small language model answers a stable stream of requests. Then, for {burst_s:g} seconds, {burst_factor:g} "
         f"times as many arrive. The memory for their keys and values (KV) holds about {num_resident} requests: when "

@@ -1,1 +1,1 @@
-"""Files that users name: read within bounds, and every fault of one is one line."""
+"""Files that users name: read within bounds, with every fault as a one-line error."""

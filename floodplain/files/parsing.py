@@ -1,4 +1,4 @@
-"""Turns anything that a parser of a user's file can raise into one line that names the file."""
+"""Turns every exception of a parser of a user's file into a one-line error that names the file."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from floodplain.core.errors import InvariantError, UserError
 from floodplain.files.reading import read_text
 
 MAX_JSON_BYTES = 2**26
-"""Of one JSON file. The largest that are known, indices of checkpoints with many shards, have a few MB."""
+"""Largest JSON file. The largest known ones, indices of checkpoints with many shards, have a few MB."""
 _MAX_REASON = 200
 _MAX_NAMES, _MAX_NAME = 16, 40
-_RUST_PANIC = "PanicException"  # of pyo3: what a bug in a parser written in Rust raises; derives from BaseException
+_RUST_PANIC = "PanicException"  # of pyo3, for a bug in a parser written in Rust; derives from BaseException
 
 
 @contextmanager
 def parsing(source: object, fault: str = "cannot be read") -> Iterator[None]:
-    """While the context is open, every exception becomes a UserError that begins with ``source``.
+    """Turn every exception in this context into a ``UserError`` that begins with ``source``.
 
-    Parsers raise whatever a hostile file leads them to: RecursionError, OverflowError, MemoryError, IndexError, a panic
-    of Rust code. None of them tells the user which file to change.
+    Parsers raise anything on a hostile file: RecursionError, OverflowError, MemoryError, IndexError, a panic
+    of Rust code. None of these tells the user which file to change.
 
     Args:
         source: The file, perhaps with a line.
-        fault: What is wrong then.
+        fault: The fault in the error.
 
     Raises:
-        UserError: For all but a UserError, which passes, an interruption, and what only a bug of ours can be
+        UserError: For all exceptions but a UserError, which passes, an interruption, and those that only our bugs cause
             (InvariantError, NameError).
     """
     try:
@@ -56,7 +56,7 @@ def quiet_panics() -> Iterator[None]:
     """
     try:
         stderr, held = os.dup(2), os.memfd_create("stderr")
-    except OSError:  # standard error is closed: nothing is printed anyway
+    except OSError:  # standard error is closed: nothing is printed
         yield
         return
     has_panicked = False
@@ -77,7 +77,7 @@ def quiet_panics() -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an exception says, in one line of bounded length; its type if the message alone says too little."""
+    """An exception's message in one line of bounded length; with its type if the message says too little."""
     message = " ".join(str(error).split())[:_MAX_REASON]
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
@@ -89,7 +89,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def listed(names: Iterable[object]) -> str:
-    """Names from a file with commas between, as a message may show them: not too many, and none too long."""
+    """Names from a file, separated by commas, for a message: their number and lengths are bounded."""
     shown = [str(name) for name in islice(names, _MAX_NAMES + 1)]
     parts = [name if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]}…" for name in shown[:_MAX_NAMES]]
     return ", ".join([*parts, *(["…"] if len(shown) > _MAX_NAMES else [])]) or "(none)"
@@ -101,7 +101,7 @@ def parse_json(text: str, source: object, *, keys_once: bool = False) -> Any:
     Args:
         text: The whole text.
         source: The file, perhaps with a line; errors begin with it.
-        keys_once: Refuse a key that stands twice in an object; else the last one counts.
+        keys_once: Refuse a duplicate key in an object; else the last one counts.
 
     Raises:
         UserError: It is not JSON, or is nested too deeply.
@@ -117,7 +117,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES, *, keys_once: 
     """The JSON object in a file.
 
     Raises:
-        UserError: It cannot be read, is not JSON (see ``parse_json``), or is another value than an object.
+        UserError: It cannot be read, is not JSON (see ``parse_json``), or is not an object.
     """
     content = parse_json(read_text(path, max_bytes), path, keys_once=keys_once)
     if not isinstance(content, dict):

@@ -1,7 +1,7 @@
-"""A profile as JSON: what a model was measured to need or to spare, on what, and how sure that is.
+"""A profile as JSON: the measured need or spare capacity of a model, the machine, and the confidence.
 
-``floodplain profile`` writes it; ``floodplain place`` and ``--lend auto --profile`` read it. ``result`` holds what
-others count on and has the keys of its kind (``RESULT_KEYS``); everything else is for the reader.
+``floodplain profile`` writes it; ``floodplain place`` and ``--lend auto --profile`` read it. ``result`` has what
+programs read, with the keys of its kind (``RESULT_KEYS``); everything else is for people.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESULT_KEYS: dict[str, dict[str, type]] = {
     "swap": {"stable_rate_rps": float, "needs_bytes": int},
     "step": {"base_s": float, "decode_s": float, "prefill_token_s": float},
 }
-"""Keys that ``result`` has in each kind of profile, and their types. Rates are requests a second."""
+"""Keys of ``result`` in each kind of profile, and their types. Rates are requests a second."""
 ROLES = ("producer", "consumer")
 _MAX_NUMBER = 2**62
 
@@ -33,14 +33,14 @@ class Profile:
 
     Attributes:
         kind: ``llm``, ``media``, ``swap`` or ``step``.
-        subject: What was measured: a model, or a callable's name.
-        machine: On what.
-        is_virtual: Time and device were computed from a step line, not measured.
-        settings: What was asked for.
-        result: See ``RESULT_KEYS``; more keys may follow.
-        tries: What was tried, in order: one mapping each, as the kind has them.
-        errors: How sure the result is: confidence, held-out errors, spread, as the kind has them.
-        made_at: When, in ISO 8601 and UTC.
+        subject: The measured model, or the name of a callable.
+        machine: The machine of the measurement.
+        is_virtual: Whether time and device were computed from a step line, not measured.
+        settings: The settings of the measurement.
+        result: The keys of ``RESULT_KEYS``, and perhaps more.
+        tries: The tries in order: one mapping each, in the form of the kind.
+        errors: The errors of the result: confidence, held-out errors, spread, depending on the kind.
+        made_at: The time, in ISO 8601 and UTC.
         made_by: The version of Floodplain.
     """
 
@@ -57,16 +57,16 @@ class Profile:
 
     @property
     def spare_bytes(self) -> int:
-        """R_m of AQUA, section 5, with producers positive: what each of the model's GPUs lends, or needs below 0.
+        """R_m of AQUA, section 5: bytes that each of the model's GPUs lends (positive) or needs (negative).
 
-        A consumer needs what its ``swap`` profile says; without one it needs nothing that is known.
+        A consumer's need is in its ``swap`` profile; from other profiles its need is unknown, and counts as 0.
         """
         if self.kind == "swap":
             return -int(self.result["needs_bytes"])
         return int(self.result["free_bytes"]) if self.result.get("role") == "producer" else 0
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in a file."""
+        """The JSON object of its file."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
 
@@ -75,7 +75,7 @@ def read_profile(path: Path, *kinds: str) -> Profile:
 
     Args:
         path: The file.
-        kinds: Which kinds the caller can use; all of them if there are none.
+        kinds: The kinds that the caller accepts; none: all.
 
     Raises:
         UserError: It cannot be read, is no profile of this version, or is of another kind.

@@ -1,4 +1,4 @@
-"""Reads files that users name: regular ones, up to a bound, without ever waiting for bytes."""
+"""Reads files that users name: only regular ones, up to a bound, without blocking."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """What a file held when it was read.
+    """The content of a file when it was read.
 
     Attributes:
         data: All of its bytes.
@@ -36,8 +36,8 @@ def read_file(path: Path, max_bytes: int, kind: str = "") -> FileContent:
 
     Args:
         path: The file.
-        max_bytes: More are refused.
-        kind: What the file is to its owner, such as ``the API key file``: errors say it before the path.
+        max_bytes: A larger file is refused.
+        kind: The role of the file, such as ``the API key file``, which errors name before the path.
 
     Raises:
         UserError: It is missing, unreadable, too large or not a regular file; the message names it.
@@ -80,7 +80,7 @@ def decode(data: bytes, path: Path, kind: str = "") -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a regular file is there; False also where the path cannot be looked up."""
+    """Whether a regular file is there; False also if the path cannot be looked up."""
     try:
         return path.is_file()
     except OSError:
@@ -88,7 +88,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there; False also where the path cannot be looked up."""
+    """Whether a folder is there; False also if the path cannot be looked up."""
     try:
         return path.is_dir()
     except OSError:
@@ -100,7 +100,7 @@ def _named(path: Path, kind: str) -> str:
 
 
 def _read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
-    """At most one chunk more than ``max_bytes``; a file's size is not asked, for it may lie (as in /proc) or change."""
+    """At most one chunk more than ``max_bytes``. A file's stated size may be wrong (as in /proc) or change."""
     data = bytearray()
     while len(data) <= max_bytes and (chunk := file.read(_CHUNK_BYTES)):
         data += chunk

@@ -1,4 +1,4 @@
-"""Where results go: checked before the work; written whole or not at all; a failure after the work is one line."""
+"""Result files: checked before the work, written completely or not at all; failures are one-line errors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pathlib import Path
 from floodplain.core.errors import UserError, WriteFailed
 
 _PART = ".floodplain-{}.part"
-"""Name of a file that becomes a result once it is whole."""
+"""Name of a partial file, which is renamed to the result once it is complete."""
 _held_pipes: list[int] = []
 
 
 def check_writable(path: Path, flag: str = "--out") -> None:
-    """Make the folder of a result file, and make sure that the file can be written there.
+    """Make the folder of a result file, and check that the file can be written.
 
-    A link is followed, and what it leads to is left as it was. A pipe that no process reads is refused, not waited for.
+    A link is followed; its target is not changed. A pipe without a reader is refused, not waited for.
 
     Args:
         path: The file.
-        flag: Where the user gave it.
+        flag: The flag by which the user gave it.
 
     Raises:
         UserError: It cannot be opened, or no file can be made beside it.
@@ -45,17 +45,17 @@ def check_writable(path: Path, flag: str = "--out") -> None:
 
 
 def write_result(path: Path, content: bytes | str) -> None:
-    """Put ``content`` at ``path``, all of it or nothing: until it is whole on the disk, what was there stays.
+    """Write ``content`` to ``path`` atomically: until all of it is on disk, the old file stays.
 
     It is written beside and renamed. Links are followed, and the mode of an old file is kept. What cannot be replaced
     is written in place: a pipe, a device, ``/dev/stdout``, a file that is mounted by itself.
 
     Args:
-        path: The file; its folder is made if need be.
+        path: The file; its folder is made if it does not exist.
         content: Text is written in UTF-8; a lone surrogate (a byte of a file's name that is no UTF-8) as ``\\udcXX``.
 
     Raises:
-        WriteFailed: It cannot be written. Nothing is left beside.
+        WriteFailed: It cannot be written. No partial file is left.
     """
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     with writing(path):
@@ -66,14 +66,14 @@ def write_result(path: Path, content: bytes | str) -> None:
                 _replace(target, data, old)
                 return
         except OSError as error:
-            if error.errno != errno.EBUSY:  # a container was given this one file
+            if error.errno != errno.EBUSY:  # this file alone is mounted into a container
                 raise
         _write_in_place(path, data)
 
 
 @contextmanager
 def writing(name: object) -> Iterator[None]:
-    """While the context is open, an error of the system means that ``name`` cannot be written.
+    """Turn system errors in this context into ``WriteFailed`` for ``name``.
 
     Raises:
         WriteFailed: There was one.
@@ -85,20 +85,20 @@ def writing(name: object) -> Iterator[None]:
 
 
 def open_standard_streams() -> None:
-    """Lead standard streams that are closed to ``/dev/null``: the next file that is opened would get their number."""
+    """Open closed standard streams on ``/dev/null``, else the next opened file would get their number."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False))
 
 
 def _look_up(path: Path) -> tuple[os.stat_result | None, Path | None]:
-    """(what is there, the file that is to be replaced or made; None if what is there cannot be replaced)."""
+    """(status of the existing file, the file to replace or make; None if it cannot be replaced)."""
     try:
-        old = path.stat()  # refuses links that lead in a circle
+        old = path.stat()  # raises for circular links
     except FileNotFoundError:
         old = None
     target = _end_of_links(path)
@@ -107,7 +107,7 @@ def _look_up(path: Path) -> tuple[os.stat_result | None, Path | None]:
 
 
 def _end_of_links(path: Path) -> Path:
-    """Where links lead, up to one in ``/proc``: that is an open file, as ``/dev/stdout`` is, whatever its name."""
+    """The target of links, up to one in ``/proc``: that is an open file (as ``/dev/stdout``), not a name."""
     path = Path(os.path.realpath(path.parent), path.name)
     while path.is_symlink() and not path.is_relative_to("/proc"):
         link = path.parent / path.readlink()
@@ -118,26 +118,26 @@ def _end_of_links(path: Path) -> Path:
 def _try_to_open(path: Path, old: os.stat_result) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISFIFO(old.st_mode):
-        _held_pipes.append(fd)  # its reader would take this end for the end of the file
+        _held_pipes.append(fd)  # closing it would be end of file for the reader
     else:
         os.close(fd)
 
 
 def _open_part(folder: Path) -> tuple[int, Path]:
-    """A new file in ``folder``, locked for as long as it is open, so that it is not taken for a dead writer's."""
+    """A new file in ``folder``, locked while it is open, so that no other writer removes it as dead."""
     _remove_dead_parts(folder)
     while True:
         part = folder / _PART.format(secrets.token_hex(8))
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.fstat(fd).st_nlink:  # else another writer took it for dead before it was locked
+        if os.fstat(fd).st_nlink:  # else another writer removed it before it was locked
             return fd, part
         os.close(fd)
 
 
 def _remove_dead_parts(folder: Path) -> None:
-    """Remove what writers left that were killed."""
+    """Remove partial files of writers that were killed."""
     for part in folder.glob(_PART.format("*")):
         with suppress(OSError):
             fd = os.open(part, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -169,7 +169,7 @@ def _replace(target: Path, data: bytes, old: os.stat_result | None) -> None:
 def _write_in_place(path: Path, data: bytes) -> None:
     end = _end_of_links(path)
     if end.parent == Path(f"/proc/{os.getpid()}/fd"):
-        fd = os.dup(int(end.name))  # opened anew, it would begin at the file's beginning again
+        fd = os.dup(int(end.name))  # reopening would start at the file's beginning
     else:
         fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(fd, True)

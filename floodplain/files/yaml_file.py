@@ -1,4 +1,4 @@
-"""Reads YAML files that users name, as YAML 1.2 means them; what may mean two things is refused.
+"""Reads YAML 1.2 files that users name; ambiguous content is refused.
 
 libyaml finds the structure. Plain scalars are what the core schema of YAML 1.2 says (section 10.3.2 of its
 specification), where ``no`` is a text and ``1:30`` is no number. Refused, each with its line: a key that stands twice
@@ -43,14 +43,14 @@ def read_yaml_mapping(
 
     Args:
         path: The file.
-        max_bytes: More are refused.
+        max_bytes: A larger file is refused.
         max_depth: Values that are nested deeper are refused.
-        kind: What the file is to its owner, such as ``--config``: errors say it before the path.
-        same: What two spellings of one key have in common.
-        number: What a number becomes, of the text that stands there and its value.
+        kind: The role of the file, such as ``--config``, which errors name before the path.
+        same: The normal form of a key: keys with equal ones are duplicates.
+        number: Makes the result for a number from its text and its value.
 
     Raises:
-        UserError: It cannot be read, is not a mapping, or holds what the module's text says; one line that names the
+        UserError: It cannot be read, is not a mapping, or has refused content (see the module); one line that names the
             file and, where there is one, the line of it.
     """
     import yaml
@@ -84,7 +84,7 @@ class _Document:
     def read(self) -> Any:
         import yaml
 
-        next(self._events)  # of the stream
+        next(self._events)  # the stream's start
         first = next(self._events)
         if isinstance(first, yaml.StreamEndEvent):
             return None

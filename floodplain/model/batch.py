@@ -1,4 +1,4 @@
-"""What one forward pass computes: some sequences by one token (decodes), others by a run of tokens (prefills)."""
+"""The tokens of one forward pass: one token of some sequences (decodes), a run of tokens of others (prefills)."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ForwardBatch:
     Attributes:
         token_ids: [T].
         positions: [T], from 0 in each sequence.
-        slot_mapping: [T], where each token's key and value go: ``block * block_tokens + offset``.
+        slot_mapping: [T], the slot of each token's key and value: ``block * block_tokens + offset``.
         block_tables: [B, max_blocks]; entries past a sequence's context may be any valid block.
         context_lens: [B], tokens of each decoding sequence including this one.
-        max_context_len: The largest of ``context_lens``, known without asking the device; 0 without decodes.
+        max_context_len: The largest of ``context_lens``, known on the host; 0 without decodes.
         prefills: The segments, in the order of their rows.
-        logits_rows: [S], the rows whose logits are wanted.
+        logits_rows: [S], the rows whose logits are computed.
     """
 
     token_ids: torch.Tensor
@@ -53,5 +53,5 @@ class ForwardBatch:
 
     @property
     def num_decodes(self) -> int:
-        """Rows of the batch that are decodes, B."""
+        """B, the number of decode rows."""
         return self.context_lens.shape[0]

@@ -1,4 +1,4 @@
-"""Chat templates are programs from the model's folder: they may fail in any way, or never end."""
+"""Runs chat templates, which are programs from the model's folder: they may fail in any way, or never end."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from floodplain.core.errors import RequestRefused
 
 MAX_RENDER_S = 10.0
-"""How long a template may run: a thousand times what a long conversation takes."""
+"""Longest run of a template: a thousand times the time of a long conversation."""
 
 _TEMPLATE_FILE = "<template>"
-"""The file name that Jinja compiles templates under."""
+"""The file name with which Jinja compiles templates."""
 _MAX_QUOTED_CHARS = 300
 
 
@@ -25,15 +25,15 @@ class TemplateTooSlow(Exception):
 
 @contextmanager
 def template_errors(max_render_s: float = MAX_RENDER_S) -> Generator[None]:
-    """Turn every failure of the template that is rendered inside into one refusal of the messages.
+    """Turn every failure of the template rendered in this context into a refusal of the messages.
 
     Raises:
-        RequestRefused: The template failed or took too long; the message quotes the template's own.
+        RequestRefused: The template failed or took too long; the message quotes the template's error.
     """
     try:
         with _time_limit(max_render_s):
             yield
-    except Exception as error:  # the template is a program, of which any exception may come: KeyError, OverflowError...
+    except Exception as error:  # a template may raise anything: KeyError, OverflowError, ...
         reason = " ".join(str(error).split())[:_MAX_QUOTED_CHARS]
         kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
         raise RequestRefused(f"the chat template refuses these messages: {kind}{reason}", field="messages") from None
@@ -41,7 +41,7 @@ def template_errors(max_render_s: float = MAX_RENDER_S) -> Generator[None]:
 
 @contextmanager
 def _time_limit(max_render_s: float) -> Generator[None]:
-    """Stop a template at the first line that it begins too late. Traces this thread; other code is not slowed."""
+    """Stop a template at the first line that starts after the limit. Traces this thread; slows no other code."""
     end_s = time.monotonic() + max_render_s
 
     def check(frame: FrameType, event: str, argument: object) -> Any:

@@ -66,10 +66,10 @@ class HfTokenizer:
 
     @classmethod
     def from_gguf(cls, path: Path) -> HfTokenizer:
-        """The tokenizer in the metadata of a ``.gguf`` file; texts have the tokens that llama.cpp gives them.
+        """The tokenizer in the metadata of a ``.gguf`` file; it encodes texts as llama.cpp does.
 
         Raises:
-            UserError: There is none, it cannot be read, or llama.cpp's rules for it are not known here.
+            UserError: There is none, it cannot be read, or llama.cpp's rules for it are not implemented here.
         """
         from floodplain.model.weights.gguf_parts import read_fields
         from floodplain.model.weights.gguf_tokenizer import read_gguf_tokenizer
@@ -79,7 +79,7 @@ class HfTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model came with one."""
+        """Whether the model has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -92,7 +92,7 @@ class HfTokenizer:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def least_tokens(self, text: str) -> int:
-        """Fewest tokens that ``text`` can have; 0 if only tokenising it would tell."""
+        """A lower bound of the tokens of ``text``; 0 if only tokenising it would tell."""
         return self._bound.least_tokens(text) if self._bound else 0
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -103,7 +103,7 @@ class HfTokenizer:
         return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token, if ``is_byte_level``; none for a token that only pads the vocabulary."""
+        """The bytes of one token, if ``is_byte_level``; empty for a token that only pads the vocabulary."""
         cached = self._bytes_of_token.get(token_id)
         if cached is None:
             letters = self._tokenizer.convert_ids_to_tokens(token_id) or ""
@@ -123,7 +123,7 @@ class HfTokenizer:
         return self._fallback_byte_of_token[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token within a text: with the space that it would lose at the beginning of one."""
+        """The text of one token inside a text: with the space that it would lose at the start."""
         if self.is_byte_level:
             return self.decode([token_id])
         before = self.decode(self._word)
@@ -131,11 +131,11 @@ class HfTokenizer:
 
     @cached_property
     def _word(self) -> list[int]:
-        """Some text for other tokens to stand behind."""
+        """The tokens of a short text, used as the context before another token."""
         return self.encode("a", add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Text of a conversation by the model's own template."""
+        """The text of a conversation, by the model's chat template."""
         if not self.has_chat_template:
             raise UserError("this model has no chat template; use completions instead")
         with template_errors():
@@ -145,7 +145,7 @@ class HfTokenizer:
         return str(text)
 
     def apply_chat_template(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Tokens of a conversation by the model's own template, which writes the special tokens itself."""
+        """The tokens of a conversation, by the model's chat template, which writes the special tokens itself."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
 
@@ -156,7 +156,7 @@ def _from_pretrained(folder: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise UserError("only fast tokenizers (tokenizer.json) are supported")
-    tokenizer.decode(tokenizer.encode(_TRIAL))  # some faults of a file show only when it is used
+    tokenizer.decode(tokenizer.encode(_TRIAL))  # some faults of a file show only in use
     return tokenizer
 
 

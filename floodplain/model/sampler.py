@@ -15,7 +15,7 @@ from floodplain.core.sampling import SamplingParams
 IntArray = npt.NDArray[np.int64]
 
 NUM_CANDIDATES = 1024
-"""Top-k and top-p look at this many of the likeliest tokens first; only if that is too few are all tokens sorted."""
+"""Top-k and top-p examine so many of the likeliest tokens first; all tokens are sorted only if these are too few."""
 
 _NO_TOP_K = 2**62
 
@@ -27,8 +27,8 @@ class Sampler:
     without a seed use ``seed`` and a counter of calls.
 
     Args:
-        eos_token_ids: Tokens that end a sequence, kept back by ``min_tokens``.
-        seed: For requests that bring none.
+        eos_token_ids: Tokens that end a sequence, masked until ``min_tokens``.
+        seed: For requests without a seed.
     """
 
     def __init__(self, eos_token_ids: Collection[int], seed: int = 0) -> None:
@@ -50,9 +50,9 @@ class Sampler:
 
         Args:
             logits: [S, vocab], float32; may be overwritten.
-            params: One for each row. While the batch stays the same, give the same list object: what follows from it is
-                then not worked out again.
-            positions: [S], of the tokens that are chosen, in their sequences.
+            params: One for each row. While the batch does not change, pass the same list object: derived data is
+                then reused.
+            positions: [S], positions of the chosen tokens in their sequences.
             num_generated: [S], tokens that each sequence has generated before this one.
 
         Returns:
@@ -77,7 +77,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _RandomRows:
-    """Rows with a temperature: those that keep only the likeliest tokens, or (both None) those that keep all."""
+    """Rows with a temperature: either with top-k or top-p, or (both None) with neither."""
 
     rows: IntArray
     index: torch.Tensor
@@ -87,7 +87,7 @@ class _RandomRows:
     top_p: torch.Tensor | None
 
     def uniforms(self, call_seed: int, positions: IntArray) -> torch.Tensor:
-        """One number in [0, 1) for each row, from its own seed or else from ``call_seed``, and its position."""
+        """A number in [0, 1) for each row, from its position and its own seed, else from ``call_seed``."""
         seeds = [call_seed if own is None else own for own in self.own_seeds]
         salts = np.where([own is None for own in self.own_seeds], self.rows, positions[self.rows])
         mixed = _mix(_mix(np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)) ^ salts.astype(np.uint64))
@@ -110,7 +110,7 @@ class _RandomRows:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What follows from the parameters of a batch. ``kept_back`` is (row, min_tokens, token ids that it masks)."""
+    """Data derived from the parameters of a batch. ``kept_back``: (row, min_tokens, token ids that it masks)."""
 
     random: tuple[_RandomRows, ...] = ()
     kept_back: tuple[tuple[int, int, list[int]], ...] = ()
@@ -152,22 +152,22 @@ def _random_rows(
 
 
 def _keep_likeliest(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """Zero what top-k and then top-p drop.
+    """Set probabilities that top-k and then top-p exclude to zero.
 
     Args:
         probabilities: [R, n] of the n likeliest tokens, in falling order.
         top_k: [R, 1], ``_NO_TOP_K`` for none.
-        top_p: [R, 1], a part of what top-k leaves.
+        top_p: [R, 1], as a share of the mass that top-k leaves.
 
     Returns:
-        The probabilities that are left, and whether n tokens were enough to know them.
+        The remaining probabilities, and whether n tokens were enough to compute them.
     """
     num_candidates = probabilities.shape[-1]
     kept = probabilities * (torch.arange(num_candidates, device=probabilities.device) < top_k)
     cumulative = kept.cumsum(-1)
     mass = cumulative[:, -1:]
     is_enough = bool(((top_k <= num_candidates) | ((top_k == _NO_TOP_K) & (mass >= top_p))).all())
-    # Without top-k the candidates' mass is short of 1 by what the others have.
+    # Without top-k the candidates' mass is 1 less the mass of all other tokens.
     wanted = top_p * torch.where(top_k <= num_candidates, mass, 1.0)
     return kept * (cumulative - kept < wanted), is_enough
 
@@ -179,7 +179,7 @@ def _invert(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
 
 
 def _mix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's output function (Steele, Lea, Flood 2014): neighbouring numbers come out unrelated."""
+    """SplitMix64's output function (Steele, Lea, Flood 2014): maps neighbouring numbers to unrelated ones."""
     mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,12 +1,12 @@
 """The text of generated tokens, piece by piece: joined, it continues the text of the prompt.
 
-The law, for every tokenizer: prompt text + joined pieces is the text of prompt and output decoded as a whole. Three
+For every tokenizer, prompt text + joined pieces is the text of prompt and output decoded as a whole. Three
 exceptions:
 
-- A prompt that ends within a character: if the output completes the character, it is part of the first piece.
-- SentencePiece decodes a run of byte tokens to nothing but U+FFFD if any byte of the run is wrong. Whole characters
-  of such a run that were shown before the wrong byte came stay as they were shown.
-- Where ``ByteLevel`` is one of several decoders, broken bytes look as they do beside the last tokens alone.
+- If a prompt ends within a character and the output completes it, the character is part of the first piece.
+- SentencePiece decodes a run of byte tokens to U+FFFD only if any byte of the run is invalid. Complete characters
+  of such a run that were returned before the invalid byte are not changed.
+- If ``ByteLevel`` is one of several decoders, invalid bytes are decoded as after the last tokens only.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 BROKEN = "\ufffd"
-"""What bytes that are no character look like."""
+"""The text of bytes that form no character."""
 
 _MAX_CHARACTER_BYTES = 4
 _MAX_HELD_TOKENS = 8
-"""A character has at most 4 bytes, and thus tokens; after this many it is no character, only broken bytes."""
+"""Tokens that are held back for a character, which has at most 4 bytes; after so many the bytes are invalid."""
 _MAX_CONTEXT_TOKENS = 32
 
 
 class Decoding(Protocol):
-    """What pieces need of a tokenizer."""
+    """The part of a tokenizer that pieces use."""
 
     is_byte_level: bool
 
@@ -46,11 +46,11 @@ class TextPieces(Protocol):
     """The text of one sequence, token by token."""
 
     def push(self, token_id: int) -> str:
-        """Take the next token; return the text that is certain now: never a part of a character."""
+        """Take the next token; the text that is certain now, never a part of a character."""
         ...
 
     def flush(self) -> str:
-        """The rest of the text, when no token follows."""
+        """The rest of the text; no token follows."""
         ...
 
 
@@ -60,7 +60,7 @@ def open_pieces(tokenizer: Decoding, prompt: Sequence[int]) -> TextPieces:
 
 
 class BytePieces:
-    """Tokens are bytes: one UTF-8 decoder, constant cost per token."""
+    """Pieces of a byte-level tokenizer: one UTF-8 decoder, constant cost per token."""
 
     def __init__(self, tokenizer: Decoding, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -69,7 +69,7 @@ class BytePieces:
         self._is_prompt_open = bool(self._decoder.getstate()[0])
 
     def _last_bytes(self, prompt: Sequence[int]) -> bytes:
-        """Enough of the prompt's end to know whether it ends within a character."""
+        """The prompt's last bytes, enough to know whether it ends within a character."""
         last = b""
         for token_id in reversed(prompt):
             last = self._tokenizer.token_bytes(token_id) + last
@@ -78,15 +78,15 @@ class BytePieces:
         return last
 
     def push(self, token_id: int) -> str:
-        """See ``TextPieces``."""
+        """Take the next token; the text that is certain now."""
         return self._without_prompt(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
 
     def flush(self) -> str:
-        """See ``TextPieces``."""
+        """The rest of the text; no token follows."""
         return self._without_prompt(self._decoder.decode(b"", final=True))
 
     def _without_prompt(self, text: str) -> str:
-        """Drop the U+FFFD of a character that the prompt began and nothing completed: the prompt's text has it."""
+        """Drop the U+FFFD of an incomplete character that the prompt began: it is in the prompt's text."""
         if not text or not self._is_prompt_open:
             return text
         self._is_prompt_open = False
@@ -94,9 +94,9 @@ class BytePieces:
 
 
 class WindowPieces:
-    """Tokens look at their neighbours (SentencePiece, WordPiece): each is decoded behind the last ones that were shown.
+    """Pieces of tokenizers with context (SentencePiece, WordPiece): decodes each token after the last returned ones.
 
-    A run of SentencePiece byte tokens is followed byte by byte, since one wrong byte breaks all of it.
+    A run of SentencePiece byte tokens is checked byte by byte, since one invalid byte breaks the whole run.
     """
 
     def __init__(self, tokenizer: Decoding, prompt: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ class WindowPieces:
         self._context_text = tokenizer.decode(self._context)
 
     def push(self, token_id: int) -> str:
-        """See ``TextPieces``."""
+        """Take the next token; the text that is certain now."""
         byte = self._tokenizer.fallback_byte(token_id)
         if byte is None:
             return self._close_run() + self._take_token(token_id)
@@ -118,7 +118,7 @@ class WindowPieces:
         return held + self._take_byte(token_id, byte)
 
     def flush(self) -> str:
-        """See ``TextPieces``."""
+        """The rest of the text; no token follows."""
         return self._show() if self._pending and not self._run.num_open_bytes else self._close_run()
 
     def _take_byte(self, token_id: int, byte: int) -> str:
@@ -130,7 +130,7 @@ class WindowPieces:
         return self._show() if has_character else ""
 
     def _take_token(self, token_id: int) -> str:
-        """A token of any other kind. Some tokenizers hide bytes in those, too."""
+        """Take a token that is no byte token. Some tokenizers also hide bytes in those."""
         self._pending.append(token_id)
         text = self._new_text()
         if text.endswith(BROKEN) and len(self._pending) < _MAX_HELD_TOKENS:
@@ -138,7 +138,7 @@ class WindowPieces:
         return self._show()
 
     def _close_run(self) -> str:
-        """A token that is no byte, or nothing, follows a run: what it has of a character is broken."""
+        """End a run of byte tokens; an incomplete character of it is invalid."""
         text = self._show_broken(keeps_context=False) if self._run.num_open_bytes else ""
         self._run = _ByteRun()
         return text
@@ -150,14 +150,14 @@ class WindowPieces:
     def _show(self) -> str:
         text = self._new_text()
         own_text = self._tokenizer.decode(self._pending)
-        # The beginning of a text may lose its space: only tokens with text of their own can stand before others.
+        # The start of a text may lose its space: only tokens with text of their own can be the context of others.
         self._context = self._pending if own_text else self._end_of(self._context + self._pending)
         self._context_text = own_text or self._tokenizer.decode(self._context)
         self._pending, self._num_pending_of_prompt = [], 0
         return text
 
     def _show_broken(self, *, keeps_context: bool) -> str:
-        """One U+FFFD for each byte, less those that the text of the prompt has."""
+        """One U+FFFD for each byte, without those that are in the text of the prompt."""
         text = BROKEN * (len(self._pending) - self._num_pending_of_prompt)
         if not keeps_context:
             self._context = self._pending[-1:]
@@ -166,7 +166,7 @@ class WindowPieces:
         return text
 
     def _end_of(self, tokens: Sequence[int]) -> list[int]:
-        """The last tokens, as few as have text of their own, beginning with a whole character."""
+        """The fewest last tokens that have text of their own and begin with a whole character."""
         length = 1
         while length < len(tokens):
             last = list(tokens[-length:])
@@ -178,7 +178,7 @@ class WindowPieces:
 
 
 def _beyond(before: str, whole: str) -> str:
-    """What ``whole`` has after its longest beginning that it shares with ``before``."""
+    """The part of ``whole`` after its longest common prefix with ``before``."""
     if whole.startswith(before):
         return whole[len(before) :]
     num_shared = next(i for i, (a, b) in enumerate(zip(before, f"{whole}\0", strict=False)) if a != b)
@@ -186,11 +186,11 @@ def _beyond(before: str, whole: str) -> str:
 
 
 class _ByteRun:
-    """UTF-8 that is checked as it comes.
+    """Incremental UTF-8 validation.
 
     Attributes:
-        is_broken: A byte was wrong: all bytes of the run are broken, those to come too.
-        num_open_bytes: Bytes of the character that is not complete.
+        is_broken: Whether a byte was invalid: then all bytes of the run are, later ones too.
+        num_open_bytes: Bytes of an incomplete character.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class _ByteRun:
         return 0 if self.is_broken else len(self._decoder.getstate()[0])
 
     def take(self, more: bytes) -> tuple[bool, bool]:
-        """Take bytes; whether they completed a character, and whether the run is broken."""
+        """Add bytes. (whether they completed a character, whether the run is broken)"""
         if self.is_broken:
             return False, True
         try:
@@ -213,7 +213,7 @@ class _ByteRun:
 
 
 def _last_run(tokenizer: Decoding, tokens: Sequence[int]) -> bytes:
-    """The bytes of the byte tokens at the end."""
+    """The bytes of the byte tokens at the end of ``tokens``."""
     run = bytearray()
     for token_id in reversed(tokens):
         byte = tokenizer.fallback_byte(token_id)

@@ -1,4 +1,4 @@
-"""How few tokens a text can have, by the longest token of the vocabulary, without tokenising it."""
+"""A lower bound of a text's tokens, from the longest token of the vocabulary, without tokenising it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BYTES = range(256)
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """A bound from a tokenizer whose tokens together stand for every byte of a text but those that it drops.
+    """The bound of a tokenizer whose tokens represent every byte of a text except dropped ones.
 
     Attributes:
-        longest_token_bytes: No token stands for more bytes of a text.
-        dropped: Bytes that no token stands for: the tokenizer leaves them out.
-        composes: Whether the tokenizer brings texts to Unicode's composed form (NFC) first.
+        longest_token_bytes: Most bytes of a text that one token represents.
+        dropped: Bytes that no token represents: the tokenizer drops them.
+        composes: Whether the tokenizer first normalises texts to NFC.
     """
 
     longest_token_bytes: int
@@ -28,11 +28,11 @@ class TokenBound:
 
     @classmethod
     def of(cls, tokenizer_json: str, letters: Mapping[str, int]) -> Self | None:
-        """The bound of a ``tokenizer.json``; None if a part of it may drop or join what it should keep.
+        """The bound of a ``tokenizer.json``; None if a part of it may drop or join other bytes.
 
         Args:
             tokenizer_json: The content of the file.
-            letters: The byte that each letter of byte-level tokens stands for.
+            letters: The byte of each letter of byte-level tokens.
         """
         settings = json.loads(tokenizer_json)
         model, added = settings["model"], settings["added_tokens"]
@@ -53,7 +53,7 @@ class TokenBound:
         return cls(longest, dropped, any(part["type"] == "NFC" for part in normalizers))
 
     def least_tokens(self, text: str) -> int:
-        """Fewest tokens that ``text`` can have."""
+        """A lower bound of the tokens of ``text``; 0 if it is unknown."""
         if self.composes and not unicodedata.is_normalized("NFC", text):
             return 0
         return -(-len(text.encode().translate(None, self.dropped)) // self.longest_token_bytes)
@@ -68,7 +68,7 @@ def _flat(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 
 def _keeps(part: Mapping[str, Any]) -> bool:
-    """Whether a normalizer or pre-tokenizer drops nothing, and makes no text shorter unless it is NFC."""
+    """Whether a normalizer or pre-tokenizer drops nothing, and never shortens a text unless it is NFC."""
     match part["type"]:
         case "NFC" | "Prepend" | "ByteLevel" | "Digits" | "Metaspace":
             return True

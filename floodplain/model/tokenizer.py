@@ -13,14 +13,14 @@ Message = Mapping[str, Any]
 
 
 class Tokenizer(Protocol):
-    """What the engine and the server need of a tokenizer. May be called from several threads.
+    """The tokenizer interface of engine and server. May be called on several threads.
 
     Attributes:
-        vocab_size: Ids that it knows are below this. The model's vocabulary may be larger, for padding.
+        vocab_size: Known ids are below this. The model's vocabulary may be larger, for padding.
         eos_token_ids: Tokens that end a sequence.
-        special_token_ids: Tokens that ``skip_special_tokens`` leaves out of the text.
-        special_tokens: The same by their texts.
-        is_byte_level: Every token stands for bytes that do not depend on its neighbours: ``token_bytes``.
+        special_token_ids: Tokens that ``skip_special_tokens`` removes from the text.
+        special_tokens: Their ids by text.
+        is_byte_level: Whether a token's bytes do not depend on its neighbours, so that ``token_bytes`` works.
     """
 
     vocab_size: int
@@ -35,11 +35,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of ``text``, by default with what the model wants before it."""
+        """Tokens of ``text``, by default with the special tokens that the model expects before it."""
         ...
 
     def least_tokens(self, text: str) -> int:
-        """Fewest tokens that ``text`` can have; 0 if only tokenising it would tell."""
+        """A lower bound of the tokens of ``text``; 0 if only tokenising it would tell."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token within a text: with the space that it would lose at the beginning of one."""
+        """The text of one token inside a text: with the space that it would lose at the start."""
         ...
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
@@ -76,7 +76,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """For models with random weights: UTF-8 bytes are tokens 0 to 255, 256 ends a sequence, the rest are letters."""
+    """For models with random weights: tokens 0 to 255 are UTF-8 bytes, 256 ends a sequence, the rest are letters."""
 
     eos_token_ids = frozenset({256})
     special_tokens: Mapping[str, int] = MappingProxyType({"<eos>": 256})
@@ -130,16 +130,16 @@ _MAX_LOOK_BACK = 256
 class StreamDecoder:
     """The text of one sequence, token by token; it ends before a stop string.
 
-    What ``push`` and the final ``flush`` return is, joined, what the text of prompt and output has beyond that of the
-    prompt (see ``text_pieces``), or its part before the stop string that ends first. It never returns a part of a
-    character, nor what may yet become a stop string.
+    The joined results of ``push`` and the final ``flush`` are the text of prompt and output after that of the
+    prompt (see ``text_pieces``), up to the stop string that ends first. No result has a part of a
+    character, or text that may still become a stop string.
 
     Args:
-        tokenizer: The model's.
-        prompt: The tokens before the first one: a word that follows them keeps its space.
-        stop: Strings that end the text; so does a special token that has one of these texts, though it is left out.
-        skip_special_tokens: Leave special tokens out.
-        min_tokens: Before this many tokens no stop string is looked for.
+        tokenizer: The model's tokenizer.
+        prompt: The tokens before the output: a word that follows them keeps its space.
+        stop: Strings that end the text. A special token with such a text ends it too, even if it is removed.
+        skip_special_tokens: Remove special tokens.
+        min_tokens: Stop strings count only from this token on.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class StreamDecoder:
         self.is_stopped = False
 
     def push(self, token_id: int) -> str:
-        """Take the next token; return the text that is certain now, which may be empty."""
+        """Take the next token; the text that is certain now, which may be empty."""
         if self.is_stopped:
             return ""
         if token_id in self._stop_token_ids and self._num_tokens_before_stop == 0:
@@ -178,18 +178,18 @@ class StreamDecoder:
         return self._before_stop(text)
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
-        """The end of the prompt that its continuation can depend on: all of it only if its end is one run of bytes."""
+        """The part of the prompt's end that the output's text may depend on; all of it for one long run of bytes."""
         last = [token for token in prompt[-_MAX_LOOK_BACK:] if self._has_text(token)]
         if len(prompt) <= _MAX_LOOK_BACK or (last and self._tokenizer.fallback_byte(last[0]) is None):
             return last
         return [token for token in prompt if self._has_text(token)]
 
     def _has_text(self, token_id: int) -> bool:
-        """False for special tokens that are skipped, and for padding of the vocabulary."""
+        """Whether a token has text: not if it is special and skipped, or pads the vocabulary."""
         return token_id < self._vocab_size and token_id not in self._skipped
 
     def flush(self) -> str:
-        """The rest of the text, when no token follows."""
+        """The rest of the text; no token follows."""
         if self.is_stopped:
             return ""
         text = self._text.flush()

@@ -1,7 +1,7 @@
-"""A temporary folder that holds a tokenizer's data, for a loader that would also run code that a model brings.
+"""A temporary folder with only a tokenizer's data, for a loader that would also run a model's code.
 
-``AutoTokenizer`` takes class names, Python modules and paths from a model's folder. It is given a folder of links and
-copies instead, in which nothing but data is left. Whatever else lies beside the data is not seen.
+``AutoTokenizer`` reads class names, Python modules and paths from a model's folder. It gets a folder of links and
+copies instead, which has only data.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from floodplain.files.reading import is_file
 logger = logging.getLogger(__name__)
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""One of these must be there."""
+"""At least one of these files must exist."""
 _DATA = (*VOCABULARIES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja")
 _TEMPLATES = "additional_chat_templates"
 _TOKENIZER_CONFIG, _MODEL_CONFIG = "tokenizer_config.json", "config.json"
 MAX_DATA_BYTES = 2**28
-"""Of one file of data. The largest that are known have a few dozen MB."""
+"""Largest file of data. The largest known ones have a few dozen MB."""
 
 CLASSES = (
     "PreTrainedTokenizer", "TokenizersBackend", "LlamaTokenizer", "CodeLlamaTokenizer", "GPT2Tokenizer",
     "GPTNeoXTokenizer", "GemmaTokenizer", "Qwen2Tokenizer",
 )  # fmt: skip
-"""Classes of transformers that a folder may name, also with ``Fast`` behind it."""
+"""Classes of transformers that a folder may name, also with the suffix ``Fast``."""
 _MODEL_TYPES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "OPTForCausalLM": "opt", "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -43,7 +43,7 @@ _SETTINGS = frozenset((
     "extra_special_tokens", "fix_mistral_regex", "legacy", "mask_token", "model_max_length", "pad_token", "sep_token",
     "split_special_tokens", "tokenizer_class", "trim_offsets", "unk_token", "use_default_system_prompt",
 ))  # fmt: skip
-"""Keys of ``tokenizer_config.json`` that say how text becomes tokens; the others name code, files or training."""
+"""Keys of ``tokenizer_config.json`` that affect tokenisation; the others are about code, files or training."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def view_of_folder(folder: Path) -> Iterator[Path]:
     """A view of the tokenizer in a Hugging Face folder, while the context is open.
 
     Raises:
-        UserError: The folder names a class of tokenizer that is not supported, or a file is not as it must be.
+        UserError: The folder names an unsupported tokenizer class, or a file is malformed.
     """
     with _temporary_folder() as view:
         for name in _DATA:
@@ -92,7 +92,7 @@ def _tokenizer_settings(content: Mapping[str, Any], path: Path) -> dict[str, Any
 
 
 def _is_token(key: str, value: object) -> bool:
-    """Tokens with names of the model's own, such as ``image_token``."""
+    """Whether a key is a token with the model's own name, such as ``image_token``."""
     return key.endswith("_token") and isinstance(value, str)
 
 

@@ -1,1 +1,1 @@
-"""Floor 2: what is seen: metrics, results, plots, reports."""
+"""Floor 2: metrics, results, plots, reports."""

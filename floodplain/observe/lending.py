@@ -1,6 +1,6 @@
-"""Two engines and the memory that one lends the other, over time: the lender's memory, the borrower's KV, its tokens.
+"""Plots memory lent between two engines over time: the lender's memory, the borrower's KV, its tokens.
 
-The shape of AQUA's Figure 12, section 9.4.
+The form is that of AQUA's Figure 12, section 9.4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PANEL_INCHES = 1.9
 SMOOTH_S = 2.0
-"""Tokens per second are those of so many seconds."""
+"""Window of tokens per second."""
 MIB = 2**20
 _BLUE, _RED, _GREEN, _, _ORANGE, _SKY, _ = COLOURS
 _SHADE, _GREY = "#f0f0f0", "#d8d8d8"
@@ -27,12 +27,12 @@ Columns = Mapping[str, Sequence[float]]
 
 
 def draw_lending(scene: Mapping[str, Any], where: str) -> Figure:
-    """Draw what the demo's second part saw (``leases`` of ``demo.json``).
+    """Draw the results of the demo's second part (``leases`` of ``demo.json``).
 
     Args:
         scene: ``samples``: one list for each attribute of ``demo.watch.LendingSample``; ``scene``: when the
             lender's load doubled (``double_s``) and was light again (``light_s``); ``recalls``.
-        where: Which model, and on what.
+        where: The model and the machine.
     """
     columns: Columns = scene["samples"]
     with styled():
@@ -57,7 +57,7 @@ def draw_lending(scene: Mapping[str, Any], where: str) -> Figure:
 def token_rate(
     times_s: Sequence[float], counts: Sequence[float], smooth_s: float = SMOOTH_S
 ) -> tuple[list[float], list[float]]:
-    """Times, and the tokens per second of the ``smooth_s`` before each; of what there is near the start."""
+    """Times, and the tokens per second in the ``smooth_s`` before each; near the start, since the first sample."""
     when, rates = [], []
     for i in range(1, len(times_s)):
         first = min(i - 1, max(0, bisect_left(times_s, times_s[i] - smooth_s)))
@@ -67,7 +67,7 @@ def token_rate(
 
 
 def _draw_memory(panel: Axes, columns: Columns) -> None:
-    """What the lender's requests use, what is free in its pool, and what it has lent; white is on its way."""
+    """Draw the lender's used, free and lent memory; white is memory that is changing hands."""
     used = [value / MIB for value in columns["used_bytes"]]
     free = [(pool - value) / MIB for pool, value in zip(columns["pool_bytes"], columns["used_bytes"], strict=True)]
     lent = [value / MIB for value in columns["lent_bytes"]]
@@ -79,7 +79,7 @@ def _draw_memory(panel: Axes, columns: Columns) -> None:
 
 
 def _draw_away(panel: Axes, columns: Columns) -> None:
-    """Where the borrower keeps what does not fit on its device."""
+    """Draw the borrower's KV off its device."""
     peer, host = ([value / MIB for value in columns[name]] for name in ("peer_bytes", "host_bytes"))
     panel.stackplot(
         columns["time_s"], peer, host, step="post", colors=[_SKY, _ORANGE],

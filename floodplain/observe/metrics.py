@@ -26,7 +26,7 @@ REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 25.0, 50.0, 100.
 
 
 class ExpansionStats(Protocol):
-    """What layers that stream come to, as an engine counts it."""
+    """An engine's counts of streamed layers."""
 
     @property
     def expansion(self) -> float: ...  # noqa: D102
@@ -47,7 +47,7 @@ class ExpansionStats(Protocol):
 
 
 class StatsView(Protocol):
-    """What is read of the engine's statistics; ``floodplain.engine.outputs.EngineStats`` has it."""
+    """The engine statistics that metrics read; ``floodplain.engine.outputs.EngineStats`` has them."""
 
     @property
     def num_running(self) -> int: ...  # noqa: D102
@@ -96,7 +96,7 @@ class StatsView(Protocol):
 
 
 class _Histogram:
-    """Counts in buckets. The library's own also exports its birth date, which nobody was promised."""
+    """Counts in buckets. The library's own class also exports a creation time, which is not documented."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self._name = name
@@ -113,7 +113,7 @@ class _Histogram:
                 self._sum += value
 
     def family(self, model_name: str) -> Metric:
-        """A snapshot, cumulative as Prometheus wants it."""
+        """A snapshot with cumulative buckets, as Prometheus expects."""
         family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
         edges = [*map(str, self._bounds), "+Inf"]
         buckets = list(zip(edges, map(float, accumulate(self._counts)), strict=True))
@@ -126,11 +126,11 @@ class ServingMetrics(Collector):
 
     Args:
         model_name: The label of every sample.
-        stats: Gives the current statistics.
+        stats: Returns the current statistics.
     """
 
     def __init__(self, model_name: str, stats: Callable[[], StatsView]) -> None:
-        self._model_name = model_name.encode(errors="replace").decode()  # a path may hold what UTF-8 cannot
+        self._model_name = model_name.encode(errors="replace").decode()  # a path may have bytes that are no UTF-8
         self._stats = stats
         self._ttft = _Histogram(
             "floodplain_time_to_first_token_seconds", "First token - arrival.", FIRST_TOKEN_BUCKETS_S
@@ -145,14 +145,14 @@ class ServingMetrics(Collector):
         self._num_recalls = 0
 
     def observe(self, lifecycle: Lifecycle) -> None:
-        """Count a request that has ended."""
+        """Add a request that has ended to the histograms."""
         self._ttft.observe([lifecycle.ttft_s])
         self._tpot.observe([lifecycle.tpot_s])
         self._itl.observe(lifecycle.itl_s)
         self._e2e.observe([lifecycle.e2e_s])
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, now. Without swap space its counters stay 0."""
+        """All metrics, as of now. Without swap space its counters stay 0."""
         stats = self._stats()
         yield self._gauge(
             "requests_running", "Requests on the device, or on their way back to it.", {(): stats.num_running}
@@ -221,7 +221,7 @@ class ServingMetrics(Collector):
         yield self._counter("kv_stream_stall_seconds", text, {(): expansion.stall_s})
 
     def _stages(self, stats: StatsView) -> Metric:
-        """Of a pipeline; without one, no sample."""
+        """Busy and idle time of a pipeline's stages; without a pipeline, no sample."""
         seconds: dict[tuple[str, ...], float] = {}
         for stage, busy_s in stats.stage_busy_s.items():
             seconds |= {(stage, "busy"): busy_s, (stage, "bubble"): max(0.0, stats.pipeline_s - busy_s)}

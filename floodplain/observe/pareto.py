@@ -1,4 +1,4 @@
-"""What runs trade: TTFT against TPOT, one point a run, as large as its E2E is long."""
+"""Plots TTFT against TPOT: one point per run, whose area shows its E2E latency."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGEST_POINT = 900.0
 """Area in points squared of the run with the longest E2E."""
 
 LEGEND_SCALE = 0.3
-"""Of a point's width, in the legend."""
+"""Width of a point in the legend, relative to the plot."""
 
 AXES: tuple[tuple[str, str, float], ...] = (
     ("ttft", "TTFT p99 (s)", 1e-3),

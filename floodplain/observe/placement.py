@@ -1,4 +1,4 @@
-"""A placement of models in one picture: servers as rows, GPUs as cells, pairs of a producer and a consumer as arcs."""
+"""Plots a placement of models: servers as rows, GPUs as cells, pairs of a producer and a consumer as arcs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_ROWS = 40
-"""Servers beyond these are not drawn, and the picture says so."""
+"""Most servers that are drawn; the picture tells if there are more."""
 MAX_NAME = 14
 _BLUE = COLOURS[0]
 _LENDS, _NEEDS, _NEITHER, _EMPTY = "#9ecae1", "#fdae6b", "#dddddd", "#ffffff"
@@ -26,7 +26,7 @@ def draw_placement(document: Mapping[str, Any]) -> Figure:
     """Draw a placement (``floodplain place``).
 
     Args:
-        document: What ``--out`` holds.
+        document: The content of the ``--out`` file.
     """
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def draw_placement(document: Mapping[str, Any]) -> Figure:
 
 
 def _draw_server(panel: Axes, row: int, server: Mapping[str, Any]) -> dict[str, Place]:
-    """Draw a server's cells; the middle of each that is used, by its device."""
+    """Draw a server's cells. The middle of each used cell, by device."""
     from matplotlib.patches import Rectangle
 
     for gpu in range(server["num_gpus"]):

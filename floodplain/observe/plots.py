@@ -74,12 +74,12 @@ def _tpots_ms(result: Mapping[str, Any]) -> list[float | None]:
 
 
 def draw_ttft(runs: Sequence[Run]) -> Figure:
-    """Draw how long each request waited for its first token."""
+    """Draw each request's TTFT."""
     return _by_request("Wait for the first token (TTFT)", "seconds", runs, _ttfts_s)
 
 
 def draw_tpot(runs: Sequence[Run]) -> Figure:
-    """Draw the mean time of each request's further tokens."""
+    """Draw each request's mean time per further token."""
     return _by_request("Mean time per output token (TPOT)", "milliseconds", runs, _tpots_ms)
 
 
@@ -119,7 +119,7 @@ def _timeline(result: Mapping[str, Any]) -> dict[str, Sequence[float]]:
 
 
 def draw_all(runs: Sequence[Run]) -> dict[str, Figure]:
-    """Return every picture that the runs give, by its name: ``ttft``, ``tpot``, ``pareto``, ``timeline``, ``strip``."""
+    """Return every picture that the runs give, by name: ``ttft``, ``tpot``, ``pareto``, ``timeline``, ``strip``."""
     drawn = {
         "ttft": draw_ttft(runs),
         "tpot": draw_tpot(runs),
@@ -131,12 +131,12 @@ def draw_all(runs: Sequence[Run]) -> dict[str, Figure]:
 
 
 def to_svg(figure: Figure) -> str:
-    """Return a figure as SVG text; see ``render``."""
+    """Return a figure as SVG text."""
     return render(figure, "svg").decode()
 
 
 def save_plots(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Write every picture of the runs into ``folder``; see ``save_figures``."""
+    """Write every picture of the runs into ``folder``. The paths."""
     return save_figures(draw_all(runs), folder)
 
 

@@ -9,11 +9,11 @@ from floodplain.files.profile import Profile
 from floodplain.observe.table import format_table
 
 SIZE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-"""The largest that a size reaches names it."""
+"""Units of sizes; a size is written in the largest that it reaches."""
 
 
 def describe_profile(profile: Profile) -> str:
-    """What was measured, on what and when; the result; what was tried."""
+    """A profile as text: subject, machine and time; the result; the tries."""
     how = "computed from a step line for" if profile.is_virtual else "measured on"
     head = f"{profile.kind} profile of {profile.subject}, {how} {profile.machine}, {profile.made_at}"
     facts = format_table(["result", ""], [[key, format_fact(key, value)] for key, value in _facts(profile)])
@@ -21,7 +21,7 @@ def describe_profile(profile: Profile) -> str:
 
 
 def format_fact(key: str, value: Any) -> str:
-    """A value as people read it: sizes by the name of their key, numbers with four digits."""
+    """A value for people: sizes (by the key's suffix) with units, numbers with four digits."""
     if key.endswith("_bytes") and isinstance(value, int):
         size, unit = next((each for each in SIZE_UNITS if abs(value) >= each[0]), SIZE_UNITS[-1])
         return f"{value / size:.4g} {unit}"
@@ -35,7 +35,7 @@ def _facts(profile: Profile) -> list[tuple[str, Any]]:
 
 
 def _flat(mapping: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(key, value) of all values; keys of a mapping within it follow its own key and a point."""
+    """(key, value) of all values; keys of a nested mapping are joined by dots."""
     for key, value in mapping.items():
         if isinstance(value, Mapping):
             yield from ((f"{key}.{inner}", each) for inner, each in _flat(value))

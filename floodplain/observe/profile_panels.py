@@ -1,4 +1,4 @@
-"""Panels of a profile's picture: what was tried, over one horizontal axis, with limits, the result, and a legend."""
+"""Panels of a profile's picture: the tries over one horizontal axis, with limits, the result, and a legend."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Curve:
     """One panel.
 
     Attributes:
-        label: Of its vertical axis.
-        points: Of the tries.
-        name: What the points are, for a legend; None leaves them out of it.
-        limit: A horizontal line, if there is one to keep to, and what it is.
-        errors: Half of a bar's length for each point; none are drawn without them.
-        missed: Those of the points whose try missed the goals.
-        is_joined: A line goes through the medians of points above each other.
+        label: Label of its vertical axis.
+        points: One point for each try.
+        name: Name of the points in the legend; None: they are not in it.
+        limit: A horizontal line and its name; None: there is none.
+        errors: Half the length of each point's error bar; empty: no bars.
+        missed: The points of tries that missed the goals.
+        is_joined: Whether a line joins the medians of points with equal x.
     """
 
     label: str
@@ -45,7 +45,7 @@ class Curve:
 def draw_panels(
     profile: Profile, title: str, x_label: str, curves: Sequence[Curve], panel_inches: float = PANEL_INCHES
 ) -> Figure | None:
-    """A panel for each curve that has points, over one horizontal axis."""
+    """A panel for each curve that has points, over one horizontal axis; None if there is none."""
     shown = [curve for curve in curves if curve.points]
     if not shown:
         return None
@@ -59,7 +59,7 @@ def draw_panels(
 
 
 def _draw_curve(panel: Axes, curve: Curve) -> None:
-    """The points, a line through the median of those above each other, and the limit."""
+    """Draw the points, the line through their medians, and the limit."""
     xs, ys = [x for x, _ in curve.points], [y for _, y in curve.points]
     panel.scatter(xs, ys, color=_BLUE, s=14, zorder=3, label=curve.name)
     if curve.missed:
@@ -76,12 +76,12 @@ def _draw_curve(panel: Axes, curve: Curve) -> None:
 
 
 def mark_result(panel: Axes, x: float, label: str) -> None:
-    """A vertical line at what was found."""
+    """Draw a vertical line at the result."""
     panel.axvline(x, color=_GREEN, linewidth=1.4, zorder=1, label=label)
 
 
 def finish(figure: Figure | None) -> Figure | None:
-    """From zero on, and under the panels what the lines are, each once."""
+    """Start linear axes at zero, and add one legend under the panels."""
     if figure is None:
         return None
     for panel in figure.axes:

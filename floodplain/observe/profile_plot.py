@@ -1,4 +1,4 @@
-"""A profile as a picture, as AQUA draws its own (Figures 3, 4 and 7). What a profile does not say is not drawn."""
+"""Plots a profile in the form of AQUA's Figures 3, 4 and 7. Data that a profile lacks is not drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GREY = "#888888"
 
 
 def draw_profile(profile: Profile) -> Figure | None:
-    """Draw what was tried, and the result; None if no try has numbers that this kind of picture shows."""
+    """Draw the tries and the result; None if no try has numbers for this kind of picture."""
     with styled():
         return _KINDS[profile.kind](profile)
 
@@ -138,7 +138,7 @@ def _scale_times(panel: Axes) -> None:
 
 
 def _scale_batches(panel: Axes, batches: Sequence[int], limit: int | None) -> None:
-    """Logarithmic, with the doublings named."""
+    """Use a logarithmic axis with labels at the powers of two."""
     from matplotlib.ticker import NullFormatter
 
     largest = max([*batches, *([] if limit is None else [limit])])
@@ -150,7 +150,7 @@ def _scale_batches(panel: Axes, batches: Sequence[int], limit: int | None) -> No
 
 
 def _goal(settings: Mapping[str, Any], name: str, factor: float) -> tuple[float, str] | None:
-    """A goal in ms as a limit; those of ``--goodput`` stand there alone."""
+    """A goal in ms as a limit. With ``--goodput``, only its goals count."""
     goals = dict(each.split(":", 1) for each in settings.get("goodput") or ())
     value = goals.get(name) if goals else settings.get(f"{name}_ms")
     return None if value is None else (factor * float(value), "goal")
@@ -169,6 +169,6 @@ def _points(rows: Sequence[Mapping[str, Any]], x: str, y: str, factor: float = 1
 
 
 def _unit(values: Sequence[float]) -> tuple[float, str]:
-    """The largest unit of which the largest value has at least a half."""
+    """The largest unit of which the largest value is at least one half."""
     largest = max(values, default=0.0)
     return next((unit for unit in SIZE_UNITS if largest >= unit[0] / 2), SIZE_UNITS[-1])

@@ -1,6 +1,6 @@
-"""A spike over instances that drop layers and restore them, over time: KV blocks, requests, waits for the first token.
+"""Plots a spike over instances that drop and restore layers: KV blocks, requests and TTFT over time.
 
-The shape of KunServe's Figure 12.
+The form is that of KunServe's Figure 12.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PANEL_INCHES = 1.9
 HEADROOM = 1.3
-"""Of a panel, above its highest value: for words."""
+"""Height of a panel over its highest value, to leave room for text."""
 _BLUE, _RED, _GREEN, _, _, _SKY, _BLACK = COLOURS
 SHADES: Mapping[str, str] = {
     "dropping": "#f7b267",
@@ -24,20 +24,20 @@ SHADES: Mapping[str, str] = {
     "pipelined": "#e3f1e7",
     "restoring": "#e6d3ea",
 }
-"""Behind all panels, by the name of the span."""
+"""Background colours by the name of the span."""
 _BOX: Mapping[str, Any] = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.5}
 _WORDS: Mapping[str, Any] = {"va": "top", "fontsize": 8.5, "color": "#333333", "bbox": _BOX}
 _EDGE = 0.16
-"""Words nearer to an edge, as part of the width, begin or end at what they are about."""
+"""Text nearer to an edge than this share of the width is aligned to its position, not centred."""
 
 
 def draw_relief(cluster: Mapping[str, Any], where: str) -> Figure:
-    """Draw what ``floodplain demo --cluster`` saw (``cluster`` of ``demo.json``).
+    """Draw the results of ``floodplain demo --cluster`` (``cluster`` of ``demo.json``).
 
     Args:
         cluster: ``samples``: one list for each attribute of ``demo.relief_watch.ReliefSample``; ``spans``;
             ``requests`` with ``sent_s`` and ``ttft_s``; ``scene`` with the spike; ``totals``.
-        where: Which model, and on what.
+        where: The model and the machine.
     """
     from matplotlib.patches import Patch
 
@@ -104,7 +104,7 @@ def _shade(panel: Axes, cluster: Mapping[str, Any]) -> None:
 
 
 def _say_durations(panel: Axes, cluster: Mapping[str, Any]) -> None:
-    """Where layers were dropped, and where they were restored."""
+    """Write the durations of the drop and the restore at their times."""
     totals, begins = cluster["totals"], dict[str, float]()
     for span in cluster["spans"]:
         begins.setdefault(span["phase"], span["from_s"])
@@ -121,7 +121,7 @@ def _say_spike(panel: Axes, scene: Mapping[str, Any]) -> None:
 
 
 def _write(panel: Axes, when: float, words: str) -> None:
-    """At the top of a panel, in the middle above ``when`` if there is room on both sides."""
+    """Write text at the top of a panel, centred at ``when`` if there is room on both sides."""
     part = when / panel.get_xlim()[1]
     side = "left" if part < _EDGE else "right" if part > 1 - _EDGE else "center"
     panel.text(when, 0.97 * panel.get_ylim()[1], words, ha=side, **_WORDS)

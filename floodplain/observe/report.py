@@ -1,4 +1,4 @@
-"""One self-contained web page about a few runs: what happened in words, a table, pictures, the machine."""
+"""One self-contained web page about a few runs: a summary, a table, pictures, the machine."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Section:
     Attributes:
         title: Its heading.
         paragraphs: Plain text.
-        name: Of its picture.
-        svg: The picture, as ``plots.to_svg`` gives it.
-        caption: What it shows, in plain words (plain text).
+        name: Name of its picture.
+        svg: The picture, from ``plots.to_svg``.
+        caption: The picture's caption (plain text).
     """
 
     title: str
@@ -74,10 +74,10 @@ def render_report(
         title: Heading of the page.
         runs: Names and benchmark results; at least one.
         machine: Facts of the machine, shown as they are.
-        paragraphs: What the reader should know first, in plain words (plain text).
-        ways: What the names of the runs stand for, in plain words (plain text).
-        sections: What follows the pictures of the runs.
-        figures: The pictures of the runs, by the names of ``CAPTIONS``; None: all that they give.
+        paragraphs: The introduction (plain text).
+        ways: Descriptions of the runs by name (plain text).
+        sections: Sections after the pictures of the runs.
+        figures: The pictures of the runs, by the names of ``CAPTIONS``; None: all that they have data for.
     """
     if figures is None:
         figures = draw_all(runs)
@@ -121,7 +121,7 @@ def render_report(
 
 
 def explain(name: str, result: Mapping[str, Any]) -> str:
-    """Return what one run means for the people who waited, in plain words."""
+    """Return a summary of one run for readers without background, from the view of users."""
     if not result["completed"]:
         return f"{name}: no request was answered; {result['failed']} failed."
 
@@ -195,7 +195,7 @@ def inline_svg(svg: str, prefix: str, label: str) -> str:
 
 
 def explain_emulation(link: Mapping[str, Any]) -> str:
-    """Return what is real and what is not about an emulated link, in plain words; takes its facts of a result."""
+    """Return an explanation of which parts of an emulated link are real. ``link``: its facts in a result."""
     gigabytes = {key: format_number(link[key] / 1e9) for key in ("modelled_bandwidth", "bandwidth")}
     return (
         f"{link['name']}: copies to and from swap space are real and stay inside this machine's memory. Each is held "

@@ -1,4 +1,4 @@
-"""The result of a benchmark: what the client saw, under the keys of ``vllm bench serve --save-detailed``.
+"""The result of a benchmark, measured at the client, under the keys of ``vllm bench serve --save-detailed``.
 
 Definitions: ``docs/metrics.md``. A number that does not exist is None, never NaN.
 """
@@ -33,9 +33,9 @@ def benchmark_result(
     """Return a benchmark result: a JSON object as a dictionary.
 
     Args:
-        records: One for each request, in the order they were wanted.
-        info: What was run.
-        engine: The engine's own counts; None when only a client looked (its keys are then null).
+        records: One for each request, in the order of the workload.
+        info: The facts of the run.
+        engine: The engine's own counts; None if only a client measured (its keys are then null).
         timeline: The columns of a ``Timeline``, kept under ``floodplain.timeline`` for plots.
         save_tokens: Also keep the output token ids.
     """

@@ -1,8 +1,8 @@
-"""The columns of a comparison: latencies, attainment and throughput of runs, pooled over all requests of these runs.
+"""The columns of a comparison: latencies, attainment and throughput, pooled over all requests of the runs.
 
 A run is a mapping, as benchmarks keep it in JSON: a list with a value for each answered request under ``ttft_s``,
 ``tpot_s``, ``e2e_s`` and ``longest_gap_s``; ``output_tokens``, ``duration_s``, ``goals_s`` (TTFT, TPOT) and ``failed``
-(a number of requests, 0 if it is not there). A run that was measured before a key was added lacks the key; columns that
+(a number of requests, 0 if it is absent). A run that was measured before a key was added lacks the key; columns that
 need it are then None, and shown as missing.
 """
 
@@ -24,10 +24,10 @@ MISSING = "-"
 def latency_lists(times: Iterable[tuple[float, Sequence[float]]]) -> dict[str, Any]:
     """Return the part of a run that comes from its requests: latencies to 0.1 ms, and ``output_tokens``.
 
-    TPOT of an answer of one token is 0, as goodput counts it.
+    TPOT of an answer of one token is 0, as in goodput.
 
     Args:
-        times: (arrival, when each output token came) of each answered request, in seconds.
+        times: (arrival, time of each output token) of each answered request, in seconds.
     """
     known = list(times)
     return {
@@ -113,16 +113,16 @@ COUNTS: Mapping[str, Formula] = {
         ["recomputed_tokens"], lambda runs: float(np.mean([run["recomputed_tokens"] for run in runs]))
     ),
 }
-"""Means over runs: requests sent away, and tokens whose KV was computed again."""
+"""Means over runs: preempted requests, and tokens whose KV was recomputed."""
 
 
 def format_cell(name: str, value: float | None, base: float | None = None) -> str:
     """Return the value of a column for a table, with its unit; ``-`` for a missing one.
 
     Args:
-        name: The column's.
-        value: Of some way.
-        base: Of the baseline: the value then stands behind its ratio to it, except for *attained* and counts. None: no
+        name: The column's name.
+        value: The value of a way.
+        base: The baseline's value: then the ratio to it is shown first, except for *attained* and counts. None: no
             ratio.
     """
     if value is None:

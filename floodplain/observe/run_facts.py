@@ -1,4 +1,4 @@
-"""What a benchmark result says beside its latencies: what was run, where, and what the engine counted."""
+"""The facts of a benchmark result beside its latencies: the run, the hardware, and the engine's counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """Bytes that went to and came from one tier, what was written ahead included."""
+    """Bytes written to and read from one tier, backups included."""
 
     out_bytes: int = 0
     in_bytes: int = 0
@@ -17,15 +17,15 @@ class TierTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
-    """What swapping moved.
+    """KV that swapping moved.
 
     Attributes:
         out_bytes: KV written at preemptions.
-        in_bytes: KV brought back.
-        backup_bytes: KV written ahead, while its owner still ran.
-        stall_s: How long requests were alive and nothing could run before a copy ended.
+        in_bytes: KV swapped in.
+        backup_bytes: KV backed up while its request still ran.
+        stall_s: Time in which requests were live and nothing could run before a copy ended.
         by_tier: The traffic of each tier, by its name.
-        failed_transfers: Copies that were not whole, by problem; what they moved was computed again.
+        failed_transfers: Incomplete copies, by problem; their KV was recomputed.
     """
 
     out_bytes: int = 0
@@ -38,15 +38,15 @@ class SwapReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpansionReport:
-    """What layers that stream cost.
+    """The cost of streamed layers.
 
     Attributes:
-        expansion: How many times as many blocks the pool had at the end as if no layer streamed.
+        expansion: Blocks of the pool at the end, over those without streamed layers.
         streamed_layers: Layers that streamed at the end.
-        in_bytes: KV that was loaded for steps.
-        out_bytes: KV that was written to copies.
+        in_bytes: KV loaded for steps.
+        out_bytes: KV written to copies.
         stall_s: How long compute waited for loads.
-        limited: Why the expansion was not more at the end; None if it was as large as asked.
+        limited: Why the expansion was not larger at the end; None if it was as large as requested.
     """
 
     expansion: float = 1.0
@@ -59,11 +59,11 @@ class ExpansionReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareReport:
-    """Where it ran.
+    """The hardware of a run.
 
     Attributes:
         name: For example the GPU's; ``emulated-… on …`` when links are emulated.
-        emulated: Whether any part is.
+        emulated: Whether any link is emulated.
         links: The links in use, each as a mapping of its facts: ``tier``, ``name``, ``emulated``, ``bandwidth`` (bytes
             per second of a large copy, slower direction); of an emulated one also ``modelled_bandwidth``,
             ``slowdown`` (their ratio, the same for all links) and ``source``.
@@ -76,16 +76,16 @@ class HardwareReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What only the engine knows of a run.
+    """The facts of a run that only the engine knows.
 
     Attributes:
-        preemptions: How often a sequence was taken off the device.
+        preemptions: Number of preemptions.
         recomputed_tokens: Tokens computed again because their KV was dropped.
         wasted_tokens: Tokens sampled for a sequence that had ended while the step ran.
-        swap: What swapping moved.
+        swap: KV that swapping moved.
         steps: Steps executed.
         scheduler_s: The loop's own time, planning and taking in results, over all steps.
-        expansion: What layers that stream cost.
+        expansion: The cost of streamed layers.
     """
 
     preemptions: int
@@ -99,7 +99,7 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What was run, for the head of the result.
+    """The facts of a run, for the head of the result.
 
     Attributes:
         backend: ``floodplain`` (in process) or ``openai`` (over HTTP).
@@ -112,7 +112,7 @@ class RunInfo:
         skipped_rows: Rows of the trace's file that could not be replayed; None without a trace.
         config: The resolved configuration.
         goodput: The limits of a good request, ``ttft:MS …``: as asked, or measured (``workload.goals``).
-        hardware: Where the engine ran; None if unknown.
+        hardware: The engine's hardware; None if unknown.
     """
 
     backend: str

@@ -1,4 +1,4 @@
-"""Prometheus metrics of any server, read back from their text."""
+"""Parses the Prometheus metrics of any server."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from floodplain.core.errors import UserError
 from floodplain.files.parsing import parsing
 
 MAX_LINE = 2**16
-"""Letters of one line. Parsing takes time in proportion to the square of its labels."""
+"""Most characters of a line: parsing time is quadratic in its labels."""
 
 
 class Scraped:
     """The samples of a text by their names.
 
     Args:
-        text: What ``/metrics`` answered.
-        prefix: Left out of names that begin with it.
+        text: The answer of ``/metrics``.
+        prefix: Removed from names that begin with it.
 
     Raises:
-        UserError: It is no text of metrics.
+        UserError: The text is not in the format of metrics.
     """
 
     def __init__(self, text: str, prefix: str = "") -> None:
@@ -39,11 +39,11 @@ class Scraped:
         return bool(self._samples.get(name))
 
     def samples(self, name: str) -> Sequence[tuple[Mapping[str, str], float]]:
-        """(labels, value) of each sample of a name; none if there is no such name."""
+        """(labels, value) of each sample of a name; empty if there is none."""
         return self._samples.get(name, ())
 
     def sum(self, name: str, **labels: str) -> float:
-        """The samples of a name that have these labels, added up.
+        """The sum of a name's samples that have these labels.
 
         Raises:
             UserError: The sum is NaN or infinite.
@@ -51,7 +51,7 @@ class Scraped:
         return _finite(name, sum(value for found, value in self.samples(name) if labels.items() <= found.items()))
 
     def by(self, name: str, label: str) -> Iterator[tuple[str, float]]:
-        """(that label, value) of each sample of a name; the label is empty where it is missing.
+        """(the label's value, value) of each sample of a name; the first is empty if the label is missing.
 
         Raises:
             UserError: A value is NaN or infinite.

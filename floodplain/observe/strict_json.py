@@ -16,7 +16,7 @@ from floodplain.files.results import write_result
 def to_json(result: Mapping[str, Any]) -> str:
     """Return strict JSON: a float that is not finite becomes null; paths and other values become their text.
 
-    Half characters, which servers may send and no file can hold, are escaped.
+    Lone surrogates, which servers may send and no file can store, are escaped.
     """
     text = json.dumps(_strict(result), indent=1, allow_nan=False, ensure_ascii=False)
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Who was on the device when: one panel for each run, one row for each request, time to the right."""
+"""Plots when each request was on the device: one panel per run, one row per request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PANEL_INCHES = 2.6
 POINTS_PER_INCH = 72
 BAR_SHARE = 0.8
-"""Of a row's height."""
+"""Height of a bar, relative to its row."""
 ALIVE_COLOUR = "#b8b8b8"
 MAX_BAR_POINTS = 8.0
 
@@ -26,11 +26,11 @@ def residence_columns(lifecycles: Iterable[Lifecycle], start_s: float = 0.0) -> 
     """Return one list per fact, one entry per request in order of arrival, for a result's ``floodplain.residence``.
 
     Args:
-        lifecycles: Of requests that have ended.
+        lifecycles: Lifecycles of requests that have ended.
         start_s: When the load began; all times are seconds since then.
 
     Returns:
-        ``arrival_s``; ``first_token_s``, None without a token; ``finished_s``; ``on_device_s``, the request's stays as
+        ``arrival_s``; ``first_token_s``, None without a token; ``finished_s``; ``on_device_s``, times on the device as
         pairs of start and end.
     """
     columns: dict[str, list[Any]] = {"arrival_s": [], "first_token_s": [], "finished_s": [], "on_device_s": []}
@@ -46,7 +46,7 @@ def residence_columns(lifecycles: Iterable[Lifecycle], start_s: float = 0.0) -> 
 
 
 def draw_strip(runs: Sequence[Run]) -> Figure | None:
-    """Draw when each request was on the device, was alive, and got its first token; None if no run says so."""
+    """Draw when each request was on the device, live, and got its first token; None if no run has these data."""
     known = [
         (COLOURS[i % len(COLOURS)], name, columns)
         for i, (name, result) in enumerate(runs)
@@ -88,7 +88,7 @@ def _draw_rows(panel: Axes, columns: Mapping[str, Sequence[Any]], colour: str) -
 
 
 def _bars(rows: Iterable[Iterable[Sequence[float]]]) -> tuple[list[float], list[float]]:
-    """One line with a gap after every bar: a picture with thousands of bars stays small."""
+    """One line with a gap after every bar, so that a picture with thousands of bars stays small."""
     xs: list[float] = []
     ys: list[float] = []
     for row, pairs in enumerate(rows, start=1):

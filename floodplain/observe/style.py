@@ -53,7 +53,7 @@ def styled() -> Iterator[None]:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure whole or not at all, the same for the same data; the name's ending says how.
+    """Write a figure atomically, and the same for the same data; the name's suffix is the format.
 
     Raises:
         WriteFailed: It cannot be written.
@@ -62,7 +62,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def render(figure: Figure, kind: str) -> bytes:
-    """A figure as ``png``, ``svg`` or ``pdf``, the same for the same data; letters of an ``svg`` stay text."""
+    """A figure as ``png``, ``svg`` or ``pdf``, the same for the same data; text of an ``svg`` stays text."""
     unnamed = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {"Software": None}}
     buffer = io.BytesIO()
     with styled():
@@ -71,7 +71,7 @@ def render(figure: Figure, kind: str) -> bytes:
 
 
 def make_figure(title: str, where: str, num_panels: int = 1, panel_inches: float = 1.6) -> tuple[Figure, list[Axes]]:
-    """Return a figure with panels under each other, a title that says what, and a line that says where."""
+    """Return a figure with stacked panels, a title, and a subtitle ``where``."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 2.2 + panel_inches * num_panels), layout="constrained")
@@ -84,7 +84,7 @@ def make_figure(title: str, where: str, num_panels: int = 1, panel_inches: float
 
 
 def subtitle(runs: Sequence[Run]) -> str:
-    """Return model and hardware of the runs, each named once; with an emulated link if any run has one."""
+    """Return model and hardware of the runs, each once; with an emulated link if any run has one."""
     models = dict.fromkeys(str(result.get("model_id") or "unknown model") for _, result in runs)
     hardware = dict.fromkeys(
         str(lookup(result, "floodplain.hardware.name") or "hardware unknown (measured at the client)")
@@ -95,7 +95,7 @@ def subtitle(runs: Sequence[Run]) -> str:
 
 
 def add_legend(figure: Figure, panel: Axes, runs: Sequence[Run]) -> None:
-    """Put the legend of ``panel`` under the figure, unless there is only one thing to name."""
+    """Put the legend of ``panel`` under the figure, unless it has only one entry and there is one run."""
     handles, labels = panel.get_legend_handles_labels()
     if len(labels) > 1 or len(runs) > 1:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)))

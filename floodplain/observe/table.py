@@ -1,4 +1,4 @@
-"""A table for the terminal, and the rows that every summary of runs shows."""
+"""Tables for the terminal, and the rows of every summary of runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SUMMARY: tuple[tuple[str, str, float], ...] = (
 
 
 def lookup(result: Mapping[str, Any], key: str) -> Any:
-    """Return the value under a dotted key, or None where any part is missing."""
+    """Return the value under a dotted key; None if any part is missing."""
     value: Any = result
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -39,7 +39,7 @@ def lookup(result: Mapping[str, Any], key: str) -> Any:
 
 
 def format_number(value: float | None) -> str:
-    """Return a number with about three significant digits; ``-`` for one that does not exist."""
+    """Return a number with about three significant digits; ``-`` for None, NaN or infinity."""
     if value is None or not math.isfinite(value):
         return "-"
     if float(value).is_integer() and abs(value) < 1e15:
@@ -60,7 +60,7 @@ def summary_rows(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[st
 
 
 def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned table: the first column to the left, the others to the right; no cell breaks its line."""
+    """Return an aligned table: the first column to the left, the others to the right; no cell has a line break."""
     lines = [[printable(cell) for cell in cells] for cells in (headings, *rows)]
     widths = [max(len(cells[i]) for cells in lines) for i in range(len(headings))]
 
@@ -76,6 +76,6 @@ def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def transposed(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Return the table turned: one column for each run, which stays narrow on a terminal."""
+    """Return the transposed table: one column per run, which stays narrow on a terminal."""
     first, *others = zip(headings, *rows, strict=True)
     return list(first), [list(other) for other in others]

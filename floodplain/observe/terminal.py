@@ -1,4 +1,4 @@
-"""What the command line writes on the terminal and into its log: nothing that a terminal would obey."""
+"""The command line's output to terminal and log, with control characters escaped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from floodplain.core.printable import printable, printable_lines
 from floodplain.files.results import writing
 
 MAX_LINE = 1000
-"""Letters of an error that are printed."""
+"""Most characters of a printed error."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def say(text: str, screen_codes: str = "") -> None:
 
     Args:
         text: Shown with control characters escaped.
-        screen_codes: Our own, which the terminal obeys.
+        screen_codes: Our own control codes, written as they are.
 
     Raises:
         WriteFailed: Standard output is full, or its reader is gone.
@@ -41,7 +41,7 @@ def say(text: str, screen_codes: str = "") -> None:
 
 
 def announce(text: str) -> None:
-    """Say that a service is ready. One whose standard output cannot be written serves all the same."""
+    """Print that a service is ready. If standard output cannot be written, log a warning instead."""
     try:
         say(text)
     except WriteFailed as error:
@@ -51,35 +51,35 @@ def announce(text: str) -> None:
 def complain(message: str) -> None:
     """Print one line of bounded length on standard error."""
     line = " ".join(message.split())
-    with suppress(OSError):  # standard error may be full, or its reader gone: the status tells
+    with suppress(OSError):  # standard error may be full or closed: the status tells
         print(f"floodplain: {printable(line[:MAX_LINE])}{'…' if len(line) > MAX_LINE else ''}", file=sys.stderr)
 
 
 class LineFormatter(logging.Formatter):
-    """A log entry is one line, whatever its arguments hold; the lines of a traceback follow."""
+    """Formats a log entry as one line, whatever its arguments; the lines of a traceback follow."""
 
     def __init__(self) -> None:
         super().__init__(LOG_FORMAT)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line."""
+        """The entry's line, with control characters escaped."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: _ExcInfo) -> str:  # noqa: N802
-        """The traceback."""
+        """The traceback, with control characters escaped."""
         return printable_lines(super().formatException(ei))
 
 
 class SafeRecord(logging.LogRecord):
-    """A log entry for any handler: libraries have handlers of their own, and quote the files that they read."""
+    """A log entry that is safe for any handler: libraries have their own handlers, and quote files that they read."""
 
     def getMessage(self) -> str:  # noqa: N802
-        """The message, perhaps of several lines."""
+        """The message, perhaps of several lines, with control characters escaped."""
         return printable_lines(super().getMessage())
 
 
 def start_logging(is_quiet: bool) -> None:
-    """Log on standard error: warnings, and what our own parts tell unless ``is_quiet``."""
+    """Log to standard error: warnings, and our own informational entries unless ``is_quiet``."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
     logging.setLogRecordFactory(SafeRecord)

@@ -35,7 +35,7 @@ COLUMNS = tuple(each.name for each in fields(TimelineSample))
 class Timeline:
     """Keeps at most ``max_samples`` samples of a run of any length.
 
-    When full, it drops every second sample and from then on keeps one where it kept two: the spacing of samples
+    When full, it drops every second sample, and from then on keeps half as many: the spacing of samples
     follows the length of the run. The latest state is always kept.
 
     Args:
@@ -63,7 +63,7 @@ class Timeline:
         self._num_seen += 1
 
     def samples(self) -> list[TimelineSample]:
-        """Return what is kept, in order of time."""
+        """Return the kept samples, in order of time."""
         if self._latest is None or self._kept[-1] is self._latest:
             return list(self._kept)
         return [*self._kept, self._latest]
@@ -77,7 +77,7 @@ class Timeline:
 
 
 def client_timeline(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
-    """Return what a client can tell without the engine: requests with, and still without, a first token over time.
+    """Return a timeline from client records: requests with, and still without, a first token over time.
 
     The keys are those of ``Timeline.columns`` that a client can know: ``time_s, num_running, num_waiting``.
     """

@@ -23,10 +23,10 @@ from floodplain.web.gate import DrainSwitch, Gate
 from floodplain.web.scrape import scrape
 
 MAX_BODY_BYTES = 8 * 2**20
-"""A million tokens as ids; more is a mistake, or worse."""
+"""Largest body: a million token ids. A larger one is a mistake or an attack."""
 
 Extension = Callable[[FastAPI, CollectorRegistry], None]
-"""Adds to an application and to what it measures."""
+"""Adds routes to an application, and metrics to its registry."""
 
 
 def create_app(
@@ -42,8 +42,8 @@ def create_app(
 
     Args:
         engine: Not yet started.
-        drain: Turned on by whoever stops the server; None if nobody will.
-        keys: Who may use ``/v1``; None lets everybody in.
+        drain: Turned on by the caller when the server stops; None: the server is never drained.
+        keys: The keys that may use ``/v1``; None: no key is needed.
         max_body_bytes: Larger bodies get 413.
         ping_s: Seconds of silence after which a stream gets a comment; 0: none does.
         extend: Adds routes and metrics that belong to the kind of engine.
@@ -55,7 +55,7 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         await engine.start()
         if engine.failure is None and not drain.is_draining:
-            app.state.json_context = PromptLimit(engine.max_model_len)  # which an engine of many knows only now
+            app.state.json_context = PromptLimit(engine.max_model_len)  # a cluster engine knows it only after its start
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""API keys: whose they are, what they allow, and when a server needs them."""
+"""API keys: their clients, what they allow, and when a server needs them."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from floodplain.web.bearer import find_bearer, read_secret_lines
 from floodplain.web.listen import is_loopback
 
 KEY_LINE = "KEY, or [admin] NAME KEY [PRIORITY] [ttft=MS] [tpot=MS]"
-"""Of a key file."""
+"""Format of a line in a key file."""
 ADMIN = "admin"
 LEAST_ADMIN_LETTERS = 8
-"""Of an admin's key. A mistyped limit of a client that is called ``admin`` is shorter, and refused."""
+"""Least length of an admin's key. A mistyped limit of a client named ``admin`` is shorter, and so refused."""
 _LIMIT = re.compile(r"-?\d+|\w*=.*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Who sends a request.
+    """The sender of a request, as its API key identifies it.
 
     Attributes:
-        name: Whose requests these are; fairness may be counted by it.
-        best_priority: The lowest ``priority`` that its requests may ask for; lower is sooner.
-        best_goals: The tightest goals that they may ask for; what is None has no limit here.
-        shares_prefixes: Whether its requests find prefixes that other clients have computed.
+        name: The client's name; fairness may be counted by it.
+        best_priority: The lowest ``priority`` that its requests may set; lower is sooner.
+        best_goals: The tightest goals that its requests may set; a goal that is None has no limit.
+        shares_prefixes: Whether its requests may reuse prefixes that other clients computed.
         is_admin: Whether it may change the cluster.
     """
 
@@ -39,20 +39,20 @@ class Client:
     is_admin: bool = False
 
     def priority(self, asked: int | None) -> int:
-        """The priority of a request that asks for this one.
+        """The priority of a request that sets ``asked``; None: it sets none.
 
         Raises:
-            UserError: It is beyond the client's ceiling.
+            UserError: It is below ``best_priority``.
         """
         if asked is not None and asked < self.best_priority:
             raise UserError(f"priority {asked} is beyond this API key's ceiling: send {self.best_priority} or more")
         return max(self.best_priority, 0) if asked is None else asked
 
     def goals(self, asked: Goals) -> Goals:
-        """The goals of a request that asks for these.
+        """The goals of a request that sets ``asked``.
 
         Raises:
-            UserError: One of them is tighter than the client's.
+            UserError: One of them is tighter than in ``best_goals``.
         """
         best = self.best_goals
         for name, asked_s, best_s in (("ttft", asked.ttft_s, best.ttft_s), ("tpot", asked.tpot_s, best.tpot_s)):
@@ -62,9 +62,9 @@ class Client:
         return asked
 
     def cache_salt(self, asked: str | None) -> str:
-        """The cache salt of a request that asks for this one: no two clients have one in common.
+        """The cache salt of a request that sets ``asked``; different for each client unless it shares prefixes.
 
-        How long an answer takes tells whether its prefix was cached, so a shared prefix tells what others have sent.
+        Response time reveals whether a prefix was cached; a shared cache would so reveal what other clients sent.
         """
         if self.shares_prefixes or not self.name:
             return asked or ""
@@ -72,7 +72,7 @@ class Client:
 
 
 class KeyRing:
-    """The keys that may use the server, and whose they are.
+    """The API keys of a server, and their clients.
 
     Args:
         clients: By key; several keys may have one client.
@@ -87,7 +87,7 @@ class KeyRing:
 
         Args:
             path: The file.
-            share_prefixes: Let requests find prefixes that other clients have computed.
+            share_prefixes: Let requests reuse prefixes that other clients computed.
 
         Raises:
             UserError: As ``read_keys``.
@@ -96,15 +96,15 @@ class KeyRing:
         return cls({key: replace(client, shares_prefixes=share_prefixes) for key, client in clients.items()})
 
     def client_of(self, authorization: bytes) -> Client | None:
-        """Whose key an ``Authorization`` header carries; None if nobody's. Takes as long for every wrong key."""
+        """The client of the key in an ``Authorization`` header; None if it is unknown. Constant time for wrong keys."""
         return find_bearer(authorization, self._clients)
 
 
 def read_keys(path: Path) -> dict[str, Client]:
-    """Keys and their clients, from a file with a line for each: see ``KEY_LINE``.
+    """Keys and their clients, from a file with one key a line (``KEY_LINE``).
 
-    A bare key's client is named ``key-N`` after its line. PRIORITY is the lowest that its requests may ask for, 0
-    unless it says so; ``ttft`` and ``tpot`` are the tightest goals, in milliseconds. A line that begins with ``admin``
+    A bare key's client is named ``key-N`` after its line. PRIORITY is the lowest that its requests may set, 0
+    by default; ``ttft`` and ``tpot`` are the tightest goals, in milliseconds. A line that begins with ``admin``
     and has a name and a key after it is an admin's. ``#`` starts a comment.
 
     Raises:
@@ -143,7 +143,7 @@ def check_exposure(host: str, keys: KeyRing | None) -> None:
     """Refuse to serve other machines without keys.
 
     Raises:
-        UserError: ``host`` is not this machine alone, and there are no keys.
+        UserError: ``host`` is not a loopback address, and there are no keys.
     """
     if keys is None and not is_loopback(host):
         raise UserError(f"--host {host} lets other machines in: give --api-key-file FILE, or --host 127.0.0.1")

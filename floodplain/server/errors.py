@@ -1,4 +1,4 @@
-"""What errors say of the OpenAI endpoints: the fields of their requests, the statuses, and the error in a stream."""
+"""Errors of the OpenAI endpoints: the fields of their requests, the statuses, and the error event of a stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUEST_FIELDS = RequestFields(
     ),
     unsupported=UNSUPPORTED_FIELDS,
 )
-"""The fields of both endpoints; those of ``SamplingParams`` because its errors name them."""
+"""The fields of both endpoints, and those of ``SamplingParams``, because its errors name them."""
 
 
 def error_event(error: Exception) -> bytes:

@@ -1,6 +1,6 @@
-"""Server-sent events of a request that may wait long for its first token: the head comes first, and comments meanwhile.
+"""Server-sent events of a request that may wait long for its first token: sends the head early, and comments meanwhile.
 
-Waiting is what this server does about bursts, and proxies cut connections that are silent for a minute.
+Under bursts requests wait, and proxies cut connections that are silent for a minute.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from floodplain.server.streams import unless_hung_up
 PING = b": ping\n\n"
 """A comment, which clients skip. Source: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""No proxy is to keep events back; the second is nginx's."""
+"""Headers that forbid proxies to buffer events; the second is nginx's."""
 
 
 class Acceptance:
-    """Whether an engine has accepted all parts of one HTTP request.
+    """Tracks whether an engine has accepted all parts of one HTTP request.
 
     Args:
-        num_requests: The parts.
+        num_requests: Number of parts.
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -32,7 +32,7 @@ class Acceptance:
         self.is_whole = asyncio.Event()
 
     def note(self) -> None:
-        """One more is accepted."""
+        """Note that one more part was accepted."""
         self._num_left -= 1
         if self._num_left == 0:
             self.is_whole.set()
@@ -42,13 +42,13 @@ class EventStream(StreamingResponse):
     """Server-sent events whose head is sent once the request is accepted, after ``ping_s`` at the latest.
 
     A failure of ``events`` before the head is raised, so that it sets the status; later it becomes the last event.
-    ``events`` is closed however it ends: at the end, by a hang-up, or cancelled.
+    ``events`` is closed in every case: at the end, by a disconnect, or on cancellation.
 
     Args:
         events: Whole events.
         accepted: Set when the request is accepted.
         ping_s: Seconds of silence after which a comment is sent; 0: never.
-        describe: The events that end the stream after a failure.
+        describe: Makes the events that end the stream after a failure.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EventStream(StreamingResponse):
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; stop at once when the client hangs up."""
+        """Send the events; stop at once when the client disconnects."""
         await unless_hung_up(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
@@ -79,7 +79,7 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_events(self, send: Send) -> bytes:
-        """What ends the stream: nothing more if all went well."""
+        """Send all events. The bytes that must end the stream: empty, or the error events after a failure."""
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
@@ -106,7 +106,7 @@ class EventStream(StreamingResponse):
                 await self._send(send, PING)
 
     async def _begin(self, send: Send) -> None:
-        """Send the head, unless it is sent: the status is 200 from here on."""
+        """Send the head if it is not sent yet: from then on the status is 200."""
         if self._has_begun:
             return
         async with self._opening:

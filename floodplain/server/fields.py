@@ -1,6 +1,6 @@
-"""Fields of the OpenAI API and of vLLM that are not served: ignored if they cannot change tokens, else refused by name.
+"""Fields of the OpenAI API and of vLLM that are not supported: ignored if they cannot change tokens, else refused.
 
-A refused field is accepted at the values that mean "off", so that clients which spell out the defaults work.
+A refused field is accepted at the values that mean "off", so that clients which send the defaults work.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ OFF: Off = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-"""Of both endpoints."""
+"""Refused fields of both endpoints."""
 
 OFF_IN_COMPLETIONS: Off = {
     "add_special_tokens": (True,),
@@ -141,12 +141,12 @@ class Body(BoundedModel):
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Fields that were given and not looked at."""
+        """The fields that were given and ignored."""
         return self._ignored
 
     @classmethod
     def also_ignores(cls, fields: Mapping[str, Any]) -> frozenset[str]:
-        """Fields that cannot change tokens beside these other ``fields``."""
+        """Further fields that cannot change tokens, given the other ``fields``."""
         return frozenset()
 
     @model_validator(mode="wrap")
@@ -160,7 +160,7 @@ class Body(BoundedModel):
         known = {*hints, *cls.model_fields}
         for name, value in fields.items():
             if name not in known and not is_off(cls.off, name, value):
-                kept[name] = value  # to be refused, with its name
+                kept[name] = value  # validation refuses it by name
                 break
         body = validate(kept)
         body._ignored = frozenset(given)
@@ -185,7 +185,7 @@ def is_off(off: Off, name: str, value: object) -> bool:
 
 
 class IgnoredFields:
-    """Logs each field that is ignored, once."""
+    """Logs each ignored field once."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()

@@ -38,11 +38,11 @@ class Message(Body):
 
     @property
     def ignored_fields(self) -> set[str]:
-        """Fields of the message and its parts that were given and not looked at."""
+        """The fields of the message and its parts that were given and ignored."""
         parts = self.content if isinstance(self.content, list) else ()
         return {f"messages.{name}" for part in (self, *parts) for name in part.ignored}
 
     def templated(self) -> dict[str, str]:
-        """The message as chat templates know it: ``developer`` is today's name of ``system``."""
+        """The message in the form of chat templates: ``developer`` is a newer name of ``system``."""
         parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": parts}

@@ -1,4 +1,4 @@
-"""How many tokens a prompt may have."""
+"""The limit of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from floodplain.core.errors import RequestRefused
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """Refuses prompts by their number of tokens.
+    """Refuses prompts with too many tokens.
 
     Attributes:
-        max_model_len: A prompt of so many tokens leaves no room for its output.
+        max_model_len: Most tokens of prompt and output; a prompt of so many leaves no room for output.
     """
 
     max_model_len: int
 
     def check(self, num_tokens: int, what: str) -> None:
-        """Let a prompt pass that may fit.
+        """Refuse a prompt that cannot fit.
 
         Args:
-            num_tokens: How many it has at least.
-            what: It, in the words of the error.
+            num_tokens: A lower bound of its tokens.
+            what: Its name in the error.
 
         Raises:
-            RequestRefused: It cannot fit.
+            RequestRefused: The prompt and one token of output cannot fit.
         """
         if num_tokens >= self.max_model_len:
             limit = f"the {self.max_model_len} tokens of max_model_len"

@@ -1,4 +1,4 @@
-"""From the prompts of a body to tokens: in threads, and not at all if they cannot fit."""
+"""Tokenises the prompts of a body in threads; prompts that cannot fit are refused first."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from floodplain.server.requests import ChatRequest
 from floodplain.web.workers import Workers
 
 LONG_TEXTS = Workers(1, "long-texts")
-"""Tokenises large bodies, which may take seconds, one after the other."""
+"""Tokenises large bodies, which may take seconds, one at a time."""
 
 SHORT_TEXTS = Workers(1, "short-texts")
-"""Tokenises all others, so that they do not wait for large ones."""
+"""Tokenises all other bodies, so that they do not wait for large ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as tokens, and the fields anywhere in its body that were not looked at."""
+    """The tokens of a conversation, and the fields of its body that were ignored."""
 
     prompt: list[int]
     ignored_fields: frozenset[str]
 
 
 class PromptReader:
-    """Reads the prompts of one body. Cancelled, it leaves texts alone that it has not begun.
+    """Reads the prompts of one body. After a cancellation it does not begin further texts.
 
     Args:
-        tokenizer: The model's; it encodes in a worker's thread.
-        limit: How many tokens a prompt may have.
+        tokenizer: The model's tokenizer; it encodes on a worker's thread.
+        limit: The limit of a prompt's tokens.
         is_long: Whether the body is large.
     """
 
@@ -41,11 +41,11 @@ class PromptReader:
         self._workers = LONG_TEXTS if is_long else SHORT_TEXTS
 
     async def read_prompts(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """The tokens of texts; lists of tokens, whose number was checked with the body, stay as they are.
+        """The tokens of texts. Lists of tokens are returned as they are: their number was checked with the body.
 
         Raises:
-            RequestRefused: One has too many tokens; a text is then not tokenised if its length says so.
-            UserError: A text has none.
+            RequestRefused: One has too many tokens. If a text's length shows that, it is not tokenised.
+            UserError: A text has no tokens.
         """
         return [await self._read(prompt) for prompt in prompts]
 

@@ -1,4 +1,4 @@
-"""What the server needs of an engine and of its tokenizer, and nothing more."""
+"""The interfaces of engine and tokenizer that the server uses."""
 
 from __future__ import annotations
 
@@ -71,27 +71,27 @@ class ServingEngine(Protocol):
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the step loop, if something did: the server then stops with it. None while all is well."""
+        """The exception that ended the step loop, on which the server stops; None while there is none."""
         ...
 
     @property
     def can_serve(self) -> bool:
-        """Whether requests that come now are computed now; of many instances: whether one is there."""
+        """Whether new requests are computed now; with several instances: whether one serves."""
         ...
 
     async def start(self) -> None:
-        """Begin to step. Called once."""
+        """Start to step. Called once."""
         ...
 
     async def drain(self, timeout_s: float) -> None:
-        """Return when no request is live; those that are after ``timeout_s`` end with finish reason ``abort``.
+        """Return when no request is live; those left after ``timeout_s`` end with finish reason ``abort``.
 
         May be called again, with a shorter time, while it runs.
         """
         ...
 
     async def close(self) -> None:
-        """Abort what is live, stop stepping and free everything."""
+        """Abort live requests, stop stepping and free everything."""
         ...
 
     def generate(
@@ -106,9 +106,9 @@ class ServingEngine(Protocol):
         goals: Goals = NO_GOALS,
         on_accepted: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[OutputDelta, None]:
-        """The output as it comes; the last delta, and only that, has a ``finish_reason``.
+        """The output as it is generated; only the last delta has a ``finish_reason``.
 
-        Closing the generator (or cancelling who awaits it) aborts the request: its blocks are free within one step.
+        Closing the generator, or cancelling its consumer, aborts the request: its blocks are free within one step.
 
         ``on_accepted`` is called on the event loop once nothing but a failure can refuse the request any more, before
         the first delta.

@@ -1,7 +1,7 @@
-"""How each endpoint writes its answer: one JSON body, or one server-sent event for each delta.
+"""The answers of each endpoint: one JSON body, or one server-sent event for each delta.
 
-Events are put together as text: the model's name, the id and the time are encoded once for the request, because this
-runs for every token on the cores that compute them.
+Events are assembled as text: the model's name, the id and the time are encoded once for the request, because this
+runs for every token, on the cores that compute tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ApiReply(Protocol):
-    """What differs between the endpoints."""
+    """Writes the answers of one endpoint."""
 
     request_id: str
 
@@ -51,12 +51,12 @@ class ApiReply(Protocol):
         ...
 
     def logprobs(self, index: int, delta: OutputDelta) -> BaseModel | None:
-        """The log-probabilities of a delta of prompt ``index``, if there are any. Deltas come in their order."""
+        """The log-probabilities of a delta of prompt ``index``; None if it has none. Pass deltas in order."""
         ...
 
 
 class _EventWriter:
-    """The part of every event that does not change."""
+    """Writes events; keeps the parts that are the same in all of them."""
 
     def __init__(self, request_id: str, kind: str, model: str, created: int, detail: UsageDetail) -> None:
         head = json.dumps({"id": request_id, "object": kind, "created": created, "model": model})
@@ -72,7 +72,7 @@ class _EventWriter:
         usage: Usage | None,
         more: str = "",
     ) -> bytes:
-        """An event; ``fields`` stand in its choice, ``more`` beside it."""
+        """One event; ``fields`` go into its choice, ``more`` beside it."""
         scores = "null" if logprobs is None else logprobs.model_dump_json()
         reason = "null" if finish_reason is None else f'"{finish_reason}"'
         choice = f'{{"index": {index}, {fields}, "logprobs": {scores}, "finish_reason": {reason}}}'
@@ -84,21 +84,21 @@ class _EventWriter:
 
 
 class _TokenIds:
-    """The token ids in an answer, if the client asked for them: the prompt's once, before its first output."""
+    """The token ids in an answer, if the client asked for them: a prompt's once, before its first output."""
 
     def __init__(self, prompts: Sequence[Sequence[int]] | None) -> None:
         self._prompts = prompts
         self._told: set[int] = set()
 
     def new_prompt(self, index: int) -> list[int] | None:
-        """The tokens of a prompt, the first time."""
+        """The tokens of a prompt at the first call for it; then None."""
         if self._prompts is None or index in self._told:
             return None
         self._told.add(index)
         return list(self._prompts[index])
 
     def of_output(self, delta: OutputDelta) -> list[int] | None:
-        """The new tokens of an output."""
+        """The tokens of a delta; None if the client did not ask for them."""
         return None if self._prompts is None else list(delta.token_ids)
 
 
@@ -111,8 +111,8 @@ class CompletionReply:
 
     Args:
         model: The name of the model.
-        tokenizer: The model's.
-        name: What the request is called, after ``cmpl-``.
+        tokenizer: The model's tokenizer.
+        name: The request's name, which follows ``cmpl-``.
         detail: Which events of a stream carry a usage.
         shown_prompts: The tokens of the prompts, if token ids were asked for.
     """
@@ -134,17 +134,17 @@ class CompletionReply:
         self._offsets: dict[int, int] = {}
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
-        """See ``ApiReply``."""
+        """One delta as an event."""
         prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
         fields = f'"text": {json.dumps(delta.text)}{prompt}{_listed("token_ids", self._token_ids.of_output(delta))}'
         return self._writer.choice(fields, index, self.logprobs(index, delta), delta.finish_reason, usage)
 
     def usage_event(self, usage: Usage) -> bytes:
-        """See ``ApiReply``."""
+        """The event with the final usage."""
         return self._writer.usage(usage)
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> Completion:
-        """See ``ApiReply``."""
+        """The whole answer."""
         choices = [
             CompletionChoice(
                 index=index,
@@ -159,7 +159,7 @@ class CompletionReply:
         return Completion(id=self.request_id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def logprobs(self, index: int, delta: OutputDelta) -> CompletionLogprobs | None:
-        """See ``ApiReply``."""
+        """The log-probabilities of a delta; None if it has none."""
         if delta.logprobs is None:
             return None
         tokens = [self._tokenizer.token_text(token) for token in delta.token_ids]
@@ -173,7 +173,7 @@ class CompletionReply:
         return CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=tops, text_offset=offsets)
 
     def _top(self, token: str, entry: TokenLogprobs) -> dict[str, float]:
-        """Values by text. Of tokens with one text, the chosen one stays, else the likeliest."""
+        """Log-probabilities by text. Of tokens with the same text the chosen one is kept, else the likeliest."""
         top = {token: entry.chosen}
         for other, value in entry.top:
             top.setdefault(self._tokenizer.token_text(other), value)
@@ -200,7 +200,7 @@ class ChatReply:
         self._role = '"role": "assistant", '
 
     def event(self, index: int, delta: OutputDelta, usage: Usage | None = None) -> bytes:
-        """See ``ApiReply``. The first event also names the role."""
+        """One delta as an event. The first event also has the role."""
         fields = f'"delta": {{{self._role}"content": {json.dumps(delta.text)}}}'
         fields += _listed("token_ids", self._token_ids.of_output(delta))
         prompt = _listed("prompt_token_ids", self._token_ids.new_prompt(index))
@@ -208,11 +208,11 @@ class ChatReply:
         return self._writer.choice(fields, index, self.logprobs(index, delta), delta.finish_reason, usage, prompt)
 
     def usage_event(self, usage: Usage) -> bytes:
-        """See ``ApiReply``."""
+        """The event with the final usage."""
         return self._writer.usage(usage)
 
     def body(self, outputs: Sequence[OutputDelta], usage: Usage) -> ChatCompletion:
-        """See ``ApiReply``."""
+        """The whole answer."""
         choices = [
             ChatChoice(
                 index=index,
@@ -233,7 +233,7 @@ class ChatReply:
         )
 
     def logprobs(self, index: int, delta: OutputDelta) -> ChatLogprobs | None:
-        """See ``ApiReply``."""
+        """The log-probabilities of a delta; None if it has none."""
         if delta.logprobs is None:
             return None
         pairs = zip(delta.token_ids, delta.logprobs, strict=True)

@@ -75,12 +75,12 @@ class GenerationRequest(Body):
 
     @property
     def ignored_fields(self) -> frozenset[str]:
-        """Fields anywhere in the body that were given and not looked at."""
+        """The fields anywhere in the body that were given and ignored."""
         return self.ignored
 
     @property
     def goals(self) -> Goals:
-        """Its own."""
+        """The request's own goals, in seconds."""
         ttft_ms, tpot_ms = self.ttft_goal_ms, self.tpot_goal_ms
         return Goals(ttft_s=ttft_ms and ttft_ms / 1e3, tpot_s=tpot_ms and tpot_ms / 1e3)
 
@@ -123,7 +123,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: Int | None = None
 
     def sampling(self) -> SamplingParams:
-        """How to sample.
+        """The sampling parameters.
 
         Raises:
             UserError: A value is out of its range.
@@ -151,17 +151,17 @@ class ChatRequest(GenerationRequest):
 
     @property
     def ignored_fields(self) -> frozenset[str]:
-        """See ``GenerationRequest``."""
+        """The fields anywhere in the body and its messages that were given and ignored."""
         return self.ignored.union(*(message.ignored_fields for message in self.messages))
 
     @classmethod
     def also_ignores(cls, fields: Mapping[str, Any]) -> frozenset[str]:
-        """Tools that must not be called: they are not shown to the model either."""
+        """Tools, if they must not be called: they are not shown to the model either."""
         choices = {"tools": "tool_choice", "functions": "function_call"}
         return frozenset(name for name, choice in choices.items() if fields.get(choice) == "none")
 
     def sampling(self) -> SamplingParams:
-        """How to sample.
+        """The sampling parameters.
 
         Raises:
             UserError: A value is out of its range, or two fields contradict each other.

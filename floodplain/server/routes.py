@@ -34,7 +34,7 @@ from floodplain.web.strict_json import JsonRoute, is_large_body
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""The status, nginx's, of an answer that nobody waits for any more."""
+"""nginx's status for a request whose client has disconnected."""
 
 ERRORS = describe_errors(ERROR_STATUSES)
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ class OpenAIRoutes:
     """The endpoints under ``/v1``.
 
     Args:
-        engine: What computes.
+        engine: The engine that computes.
         ping_s: Seconds of silence after which a stream gets a comment; 0: none does.
     """
 
@@ -153,7 +153,7 @@ class OpenAIRoutes:
 
 
 def _name_of(body: GenerationRequest, request: Request) -> str:
-    """What the client calls the request, in its header before its body; else a name of ours."""
+    """The client's name of the request: from its header, else from its body; else a new random one."""
     name = request.headers.get("x-request-id", body.request_id or uuid.uuid4().hex)
     if not is_request_id(name):
         raise ApiError(400, "X-Request-Id should be 1 to 256 printable ASCII characters without spaces")
@@ -177,7 +177,7 @@ async def _events(stream: IndexedDeltas, reply: ApiReply, tally: Tally, detail: 
 
 
 def _end_of_failed(name: str, error: Exception) -> bytes:
-    """The events that end the stream of the request ``name`` after a failure."""
+    """The events that end the stream of request ``name`` after a failure."""
     if not isinstance(error, ApiError | UserError):
         logger.error("request %s failed in its stream", name, exc_info=error)
     return error_event(error) + DONE

@@ -1,4 +1,4 @@
-"""From an engine to a process that serves, and drains before it ends."""
+"""Serves an engine in a process, and drains it before the process exits."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from floodplain.web.limits import ConnectionLimits
 from floodplain.web.serving import StoppableServer
 
 CLOSING_GRACE_S = 2
-"""How long connections may take to close once nothing is computed for them any more."""
+"""Seconds in which connections may still close after the drain timeout."""
 
 
 class Server(StoppableServer):
-    """uvicorn, stopping as a model server should: first the requests drain, with a bound, then it exits.
+    """uvicorn with a drain: on a stop signal requests may finish within a time limit, then it exits.
 
     Args:
-        engine: Not yet started.
-        keys: Who may use ``/v1``; None lets everybody in.
-        drain_timeout_s: After so long, what still runs is aborted.
+        engine: The engine, not yet started.
+        keys: The keys that may use ``/v1``; None: no key is needed.
+        drain_timeout_s: Requests that still run after this time are aborted.
         on_ready: Called once the server takes requests.
-        limits: What connections are allowed.
+        limits: Bounds on connections.
         clock: Monotonic seconds, for the limits.
         ping_s: As in ``create_app``.
         extend: As in ``create_app``.
@@ -56,11 +56,11 @@ class Server(StoppableServer):
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine's step loop, if something did."""
+        """The exception that ended the engine's step loop; None if there is none."""
         return self._engine.failure
 
     def stop(self) -> None:
-        """Drain and exit; called again, abort what still runs. On the event loop."""
+        """Drain and exit; a second call aborts running requests. Called on the event loop."""
         timeout_s = 0.0 if self._drain.is_draining else self._drain_timeout_s
         self._drain.is_draining = True
         self._drains.add(asyncio.get_running_loop().create_task(self._engine.drain(timeout_s)))
@@ -81,8 +81,8 @@ def serve(
     """Serve on ``sock`` until SIGINT or SIGTERM; then drain and return.
 
     Raises:
-        UserError: Somebody else listens on the port by now.
-        BaseException: What ended the engine's step loop, if that is why the server stopped.
+        UserError: Another process listens on the port by now.
+        BaseException: The engine's failure, if that stopped the server.
     """
     server = Server(
         engine,

@@ -1,4 +1,4 @@
-"""The flags of a server; light to import, because the command line is built from it."""
+"""The flags of a server. Light to import, because the command line is built from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from floodplain.server.auth import KEY_LINE
 from floodplain.web.limits import KEEP_ALIVE_HELP, KEEP_ALIVE_S, MAX_CONNECTIONS_HELP, check_connection_flags
 
 PING_S = 15.0
-"""Well below the 60 s after which most proxies cut a silent connection."""
+"""Default seconds between comments: well below the 60 s after which most proxies cut a silent connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

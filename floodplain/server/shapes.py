@@ -1,6 +1,6 @@
-"""Values of several types in requests: each is checked as the one type that it is meant to be.
+"""Request fields that allow several types: each value is checked only as the type that it appears to be.
 
-So an error says what is wrong with the value, and not what else it might have been.
+So an error states what is wrong with the value, not the other types that it could have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_PROMPTS = 256
 """Most prompts in one completion request."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-"""Each new token of a text that may end in a stop string is compared with all of them, on the thread of the engine."""
+"""Bounded, because each new token's text is compared with all stop strings, on the engine's thread."""
 
 TEXT, TEXTS, TOKENS, TOKEN_LISTS = (f"{BRANCH} {name}" for name in ("text", "texts", "tokens", "token lists"))
 
@@ -26,16 +26,16 @@ Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
-"""What a client may call a request."""
+"""A client's name of a request."""
 
 
 def kind_of_text(value: object) -> str | None:
-    """The branch of a text, or of a list of texts."""
+    """The branch of a text or a list of texts; None for other values."""
     return TEXT if isinstance(value, str) else TEXTS if isinstance(value, list) else None
 
 
 def _kind_of_prompt(value: object) -> str | None:
-    """Which kind of prompt a value is meant to be: a list is what its first item says."""
+    """The branch of a prompt. A list's branch is decided by its first item."""
     if not isinstance(value, list):
         return TEXT if isinstance(value, str) else None
     first = value[0] if value else ""
@@ -52,7 +52,7 @@ Stop = Annotated[
 
 
 def _check_fits(value: object, info: ValidationInfo) -> object:
-    """Refuse too many tokens by their number, before any of them is looked at."""
+    """Refuse too many tokens by their number, before any token is validated."""
     if isinstance(value, list) and isinstance(info.context, PromptLimit):
         info.context.check(len(value), f"{len(value)} prompt tokens")
     return value

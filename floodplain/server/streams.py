@@ -1,4 +1,4 @@
-"""The output streams of one HTTP request: merged, gathered, counted, and given up when the client hangs up."""
+"""The output streams of one HTTP request: merged, gathered, counted, and cancelled when the client disconnects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tally:
         self._cached_lengths: dict[int, int] = {}
 
     def add(self, index: int, delta: OutputDelta) -> None:
-        """Count a delta of prompt ``index``; the first one says how much of the prompt was cached."""
+        """Count a delta of prompt ``index``; the first one has the number of cached prompt tokens."""
         self._output_lengths[index] += len(delta.token_ids)
         self._cached_lengths.setdefault(index, delta.num_cached_tokens)
 
@@ -58,7 +58,7 @@ def _usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: in
 
 
 async def merge(streams: Sequence[Deltas]) -> IndexedDeltas:
-    """The deltas of all streams as they come, with the index of their stream. Closing it closes them all.
+    """The deltas of all streams as they arrive, with the index of their stream. Closing it closes all streams.
 
     Raises:
         ApiError: A request was aborted because the server stops (503).
@@ -107,7 +107,7 @@ async def _interleave(streams: Sequence[Deltas]) -> IndexedDeltas:
 
 
 async def gather(stream: IndexedDeltas, num_prompts: int, tally: Tally) -> list[OutputDelta]:
-    """Run the stream to its end and join the deltas of each prompt into one."""
+    """Run the stream to its end, and join the deltas of each prompt into one."""
     parts: list[list[OutputDelta]] = [[] for _ in range(num_prompts)]
     async with aclosing(stream):
         async for index, delta in stream:
@@ -127,9 +127,9 @@ def _join(deltas: list[OutputDelta]) -> OutputDelta:
 
 
 async def unless_hung_up(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``; when the client hangs up first, ``work`` is cancelled at once and the answer is None.
+    """The result of ``work``; None if the client disconnects first, which cancels ``work`` at once.
 
-    The body of the request must have been read: what ``receive`` gives next is the hang-up.
+    The body of the request must have been read before, so that ``receive`` returns the disconnect next.
     """
     task = asyncio.ensure_future(work)
     hang_up = asyncio.ensure_future(_hang_up(receive))

@@ -1,1 +1,1 @@
-"""Floor 5: the loop and the policies in virtual time. Nothing here decides; the policies do."""
+"""Floor 5: the loop and the policies in virtual time. All decisions are the policies'."""

@@ -1,4 +1,4 @@
-"""Many instances behind one dispatcher in virtual time: the same loops, ledgers and policies as in the engine."""
+"""Several instances behind one dispatcher in virtual time: with the engine's loops, ledgers and policies."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from floodplain.sim.stages import VirtualStages
 
 
 class VirtualEngine(Protocol):
-    """What takes requests: ``sim.instance.VirtualInstance``, or ``VirtualStages``."""
+    """An engine that accepts requests: ``sim.instance.VirtualInstance`` or ``VirtualStages``."""
 
     loop: Loop
     lifecycles: dict[SeqId, Lifecycle]
 
     def submit(self, request: Request) -> SeqId:
-        """A request arrives now."""
+        """Submit a request that arrives now."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualModel:
-    """A model on instances that are alike.
+    """A model on equal instances.
 
     Attributes:
-        cost: Of a step through all layers.
-        sizes: Of layers and blocks.
+        cost: Cost of a step through all layers.
+        sizes: Sizes of layers and blocks.
         num_blocks: KV pool of an instance that has all layers.
         block_tokens: Tokens in a block.
         config: Limits of an instance's loop.
-        hop_s: From one stage to the next.
-        least_tokens: See ``MicrobatchRule``.
+        hop_s: Seconds from one stage to the next.
+        least_tokens: As in ``MicrobatchRule``.
     """
 
     cost: StepCost
@@ -63,7 +63,7 @@ class VirtualModel:
         return self.sizes.num_layers * self.sizes.block_bytes / self.block_tokens
 
     def make_stages(self, environment: Environment, num_stages: int, num_blocks: int) -> VirtualStages:
-        """An instance (one stage) or a pipeline of stages that cost alike, first come first served."""
+        """An instance (one stage), or a pipeline of equally expensive stages, with FCFS."""
         config = replace(self.config, depth=num_stages, max_num_seqs=num_stages * self.config.max_num_seqs)
         policy = FcfsPolicy(microbatches=MicrobatchRule("even", ChunkPrice(self.cost), self.least_tokens))
         ledger = BlockLedger(num_blocks, self.block_tokens, caches_prefixes=False)
@@ -77,10 +77,10 @@ class VirtualModel:
 
 
 class VirtualCluster:
-    """Engines by epoch, and what each request has got from all that served it.
+    """Engines by epoch, and the lifecycles of each request on all its engines.
 
     Attributes:
-        engines: Those that take requests; while there is none, requests wait here.
+        engines: Engines that accept requests; while there is none, requests wait in the cluster.
         stories: Lifecycles of each request, by its id: one for each engine that had it, in order.
         num_coming: Requests that have not arrived yet.
     """
@@ -94,7 +94,7 @@ class VirtualCluster:
         self._held: list[Request] = []
 
     def join(self, engine: VirtualEngine) -> int:
-        """An engine takes requests from now on; returns its epoch."""
+        """Add an engine that accepts requests from now on. Its epoch."""
         epoch = next(self._epochs)
         self.engines[epoch] = engine
         held, self._held = self._held, []
@@ -103,11 +103,11 @@ class VirtualCluster:
         return epoch
 
     def leave(self, epoch: int) -> VirtualEngine:
-        """An engine takes no more requests."""
+        """Remove an engine: it accepts no more requests."""
         return self.engines.pop(epoch)
 
     def submit(self, request: Request) -> None:
-        """Give a request to the freest engine."""
+        """Submit a request to the engine with the most freeness."""
         num_tokens = len(request.prompt_token_ids) + len(request.known_token_ids)
         block_tokens = next(iter(self.engines.values())).loop.state.ledger.block_tokens if self.engines else 1
         epoch = choose_instance((see(one, engine) for one, engine in self.engines.items()), num_tokens // block_tokens)
@@ -119,20 +119,20 @@ class VirtualCluster:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all requests have come and gone."""
+        """Whether all requests have arrived and ended."""
         return not (self.num_coming or self._held or any(one.loop.has_unfinished for one in self.engines.values()))
 
     def note(self, request: Request, lifecycles: Mapping[SeqId, Lifecycle], seq_id: SeqId) -> None:
-        """An engine has a request."""
+        """Add the lifecycle of a request on an engine."""
         self.stories.setdefault(request.request_id, []).append(lifecycles[seq_id])
 
     def token_times_s(self, request_id: str) -> list[float]:
-        """When each output token of a request came, whichever engine it was from."""
+        """The time of each output token of a request, on all its engines."""
         return [time_s for life in self.stories[request_id] for time_s in life.token_times_s]
 
 
 def see(epoch: int, engine: VirtualEngine) -> InstanceView:
-    """What the dispatcher sees of an engine."""
+    """The dispatcher's view of an engine."""
     state = engine.loop.state
     block_tokens = state.ledger.block_tokens
     demands = [-(-len(seq.tokens) // block_tokens) for seq in state.sequences.values()]
@@ -140,7 +140,7 @@ def see(epoch: int, engine: VirtualEngine) -> InstanceView:
 
 
 def serve_cluster(cluster: VirtualCluster, requests: Iterable[Request]) -> float:
-    """Let all requests arrive at their times and serve them; returns when the last token came, in seconds."""
+    """Submit all requests at their arrival times and serve them. The time of the last token, in seconds."""
 
     def arrive(request: Request) -> None:
         cluster.num_coming -= 1

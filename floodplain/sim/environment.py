@@ -12,10 +12,10 @@ Event = Callable[[], object]
 
 
 class Environment:
-    """Owner of the clock. Events at the same time happen in the order in which they were scheduled.
+    """Virtual time and its events. Events at the same time run in the order of scheduling.
 
     Attributes:
-        now: Seconds since the simulation began.
+        now: Seconds since the start of the simulation.
     """
 
     def __init__(self) -> None:
@@ -24,17 +24,17 @@ class Environment:
         self._order = count()
 
     def schedule(self, when_s: float, event: Event) -> None:
-        """Let ``event`` happen at ``when_s``.
+        """Run ``event`` at ``when_s``.
 
         Raises:
-            InvariantError: That time is over.
+            InvariantError: That time has passed.
         """
         if not when_s >= self.now:
             raise InvariantError(f"an event at {when_s} s is scheduled at {self.now} s")
         heapq.heappush(self._events, (when_s, next(self._order), event))
 
     def run(self, until_s: float = float("inf")) -> None:
-        """Let everything happen that is due until ``until_s``, and what follows from it."""
+        """Run all events up to ``until_s``, those that they schedule included."""
         while self._events and self._events[0][0] <= until_s:
             self.now, _, event = heapq.heappop(self._events)
             event()

@@ -1,4 +1,4 @@
-"""A device that is not there: it answers every plan with tokens, and says how long that would have taken."""
+"""A simulated device: it answers every plan with tokens, and computes the time of the step and its copies."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from floodplain.core.plan import StepPlan, StepResult, Transfer, TransferKind
 from floodplain.core.tiers import CopyTime, Direction, Link, Tier
 
 DUMMY_TOKEN = 0
-"""What every step samples. Requests end by their ``max_tokens``; prompts must differ by themselves."""
+"""The token that every step samples. Requests end by ``max_tokens``; prompts must differ by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """The time of a step as a straight line in what it computes (least squares over measured steps).
+    """The time of a step as a linear function of its work (least squares over measured steps).
 
     Attributes:
-        base_s: Of any step.
-        decode_s: For each decode.
-        prefill_token_s: For each token of a prompt.
+        base_s: Seconds of any step.
+        decode_s: Seconds for each decode.
+        prefill_token_s: Seconds for each token of a prompt.
     """
 
     base_s: float
@@ -27,7 +27,7 @@ class StepLine:
     prefill_token_s: float
 
     def time_s(self, plan: StepPlan) -> float:
-        """Seconds that the device computes this plan; 0 for a plan that only moves KV."""
+        """Seconds of a plan; 0 for a plan that only moves KV."""
         num_decodes, num_prefill = plan.count_work()
         if not (num_decodes or num_prefill):
             return 0.0
@@ -35,10 +35,10 @@ class StepLine:
 
 
 class VirtualLinks:
-    """Links on which copies of one direction follow each other; the two directions do not disturb each other.
+    """Links on which copies of one direction run one at a time; the two directions are independent.
 
     Args:
-        links: By the tier at their far end; whoever made them may change them as time goes by.
+        links: Links by the tier at their far end; the caller may change them during the simulation.
         block_bytes: Bytes of one KV block.
     """
 
@@ -50,7 +50,7 @@ class VirtualLinks:
         self.moved_bytes = dict.fromkeys(TransferKind, 0)
 
     def start(self, transfer: Transfer, now: float) -> float:
-        """Begin a copy; return when it ends. A copy over several tiers is as slow as the slowest of them."""
+        """Start a copy. The time when it ends; a copy over several tiers ends with the slowest of them."""
         direction = transfer.kind.direction
         ends = [now]
         for tier in {location.tier for location in transfer.locations}:
@@ -64,18 +64,18 @@ class VirtualLinks:
         return max(ends)
 
     def take_copy_times(self, now: float) -> list[CopyTime]:
-        """How long links were busy with the copies that ended since the last call."""
+        """The busy times of links for the copies that ended since the last call."""
         ended = [copied for end, copied in self._times if end <= now]
         self._times = [(end, copied) for end, copied in self._times if end > now]
         return ended
 
 
 class VirtualExecutor:
-    """Prices plans; see ``sim.instance`` for who lets the time pass.
+    """Computes the time and the result of plans; ``sim.instance`` advances the clock.
 
     Args:
-        step_time_s: Seconds of one plan.
-        links: Where transfers go.
+        step_time_s: Returns the seconds of a plan.
+        links: The links of transfers.
     """
 
     def __init__(self, step_time_s: Callable[[StepPlan], float], links: VirtualLinks) -> None:

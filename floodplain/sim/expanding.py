@@ -1,4 +1,4 @@
-"""A KV pool in virtual time whose layers stream: what steps take then, and how the loop's ledger grows and shrinks."""
+"""A KV pool with streamed layers in virtual time: the times of steps, and the growth of the loop's ledger."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from floodplain.runtime.loop import Loop
 
 @dataclass(slots=True, kw_only=True)
 class ExpandingCosts:
-    """What a step takes. A benchmark or test may change them as time goes by.
+    """The times of a step. A benchmark or test may change them during the simulation.
 
     Attributes:
         weights_s: Time in which the device reads all weights.
         block_s: Time in which it reads one block's KV, of all layers.
-        token_s: For each token of a prompt.
+        token_s: Seconds for each token of a prompt.
         link_ratio: Bandwidth of the link over that of the device's memory.
     """
 
@@ -44,13 +44,13 @@ class ExpandingPool:
     """The loop's pool. ``step_time_s`` is for a ``VirtualExecutor``, ``at_boundary`` for a ``VirtualInstance``.
 
     Args:
-        loop: Empty. Its pool is that without streams.
+        loop: An empty loop, whose pool is that without streamed layers.
         places: Which layers may stream, by ascending expansion.
-        costs: What steps take.
-        policy: Decides at every boundary; None leaves the first of ``places`` for good.
+        costs: The times of steps.
+        policy: Decides at every boundary; None: the first of ``places`` stays.
 
     Attributes:
-        steps: All so far.
+        steps: All steps so far.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ExpandingPool:
         return self._loop.state.ledger
 
     def step_time_s(self, plan: StepPlan) -> float:
-        """Seconds of one plan, with its stall. Each running sequence's blocks are read."""
+        """Seconds of one plan, stall included. The blocks of every running sequence are read."""
         costs, (_, num_prompt) = self.costs, plan.count_work()
         num_read = sum(len(seq.blocks) for seq in self._loop.state.running)
         step_s = costs.weights_s + costs.block_s * num_read + costs.token_s * num_prompt
@@ -102,7 +102,7 @@ class ExpandingPool:
         )
 
     def _resize(self, places: LayerPlaces) -> None:
-        """Grow at once; shrink as far as used blocks allow. Layers come back when that is far enough."""
+        """Grow at once; shrink as far as used blocks allow. ``places`` are in effect once the pool is small enough."""
         ledger = self._ledger
         target = int(self._base_blocks * places.expansion) // ledger.quantum_blocks * ledger.quantum_blocks
         if target < ledger.num_blocks:
@@ -113,7 +113,7 @@ class ExpandingPool:
             self._here = places
 
     def _find_absent(self, num_blocks: int) -> list[int]:
-        """The first blocks without memory."""
+        """The first ``num_blocks`` blocks without memory."""
         ledger = self._ledger
         num_indexed = ledger.num_indexed_blocks
         absent = [block for block in range(num_indexed) if not ledger.survey(block, 1)[0]]

@@ -1,4 +1,4 @@
-"""One engine in virtual time: the same loop and driver as in the engine's shell, with another clock."""
+"""One engine in virtual time: the loop and driver of the engine's shell with a virtual clock."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from floodplain.sim.executor import VirtualExecutor
 class VirtualInstance:
     """A loop with a virtual device, one step at a time.
 
-    Copies run beside steps; the loop hears of those that ended when a step ends, or at once when it only waits for
+    Copies run beside steps; the loop learns of ended ones when a step ends, or at once if it only waits for
     them, as in ``engine.shell``.
 
     Attributes:
-        lifecycles: Of every request, in order of submission.
+        lifecycles: Lifecycles of all requests, in order of submission.
         busy_s: Time in which a step ran.
-        on_step: Called with each plan and when it begins.
+        on_step: Called with each plan and the time of its start.
         on_boundary: Called when a step has ended, before the next one is planned.
     """
 
@@ -40,18 +40,18 @@ class VirtualInstance:
 
     @property
     def stall_s(self) -> float:
-        """Time in which requests were alive, copies under way, and nothing could run."""
+        """Time in which requests were live, copies under way, and nothing could run."""
         return self._driver.stall_s
 
     def submit(self, request: Request) -> SeqId:
-        """A request arrives now."""
+        """Submit a request that arrives now."""
         seq_id = self.loop.submit(request)
         self.lifecycles[seq_id] = self.loop.state.sequences[seq_id].lifecycle
         self._advance()
         return seq_id
 
     def _advance(self) -> None:
-        """Begin the next step if there is one."""
+        """Start the next step if there is one."""
         if self._is_computing:
             return
         now = self._environment.now

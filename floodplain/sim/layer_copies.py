@@ -1,4 +1,4 @@
-"""Copies of layers in virtual time: one FIFO a direction, and a link whose directions may share their bandwidth."""
+"""Copies of layers in virtual time: one FIFO per direction, on a link whose directions may share bandwidth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from floodplain.core.errors import InvariantError
 from floodplain.core.tiers import Direction
 
 _ROUNDING_S = 1e-9
-"""A copy that is due so soon after a moment ends at it: sums of times are not exact, and what begins next depends on
+"""A copy that is due so soon after a time ends at it: sums of times are not exact, and what starts next depends on
 what has ended."""
 
 
@@ -41,14 +41,14 @@ class LayerCopy:
     """One copy of a layer, or of rows of it.
 
     Attributes:
-        layer: Whose KV.
-        direction: Which way.
+        layer: The layer.
+        direction: The direction.
         device_place: The arena or place on the device, by any number, and
         host_place: the one at the other end.
-        num_bytes: How much.
-        after: Copies that must have ended before this one begins; forgotten when it ends.
-        begun_at_s: None before it begins.
-        ended_at_s: None before it ends.
+        num_bytes: Bytes of the copy.
+        after: Copies that must end before this one begins; cleared when it ends.
+        begun_at_s: Start time; None before.
+        ended_at_s: End time; None before.
     """
 
     layer: int
@@ -63,16 +63,16 @@ class LayerCopy:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every copy that must come first has ended."""
+        """Whether every copy in ``after`` has ended."""
         return all(copy.ended_at_s is not None for copy in self.after)
 
 
 class LayerCopies:
-    """Copies under way and their clock. Copies of one direction begin in the order in which they are enqueued.
+    """Copies under way and their clock. Copies of one direction start in the order of ``enqueue``.
 
     Args:
-        link: Where they go.
-        on_ended: Called with each copy as it ends, in the order of time.
+        link: Their link.
+        on_ended: Called with each copy that ends, in order of time.
 
     Attributes:
         now: Seconds of virtual time.
@@ -85,37 +85,37 @@ class LayerCopies:
         self._lines: dict[Direction, deque[LayerCopy]] = {direction: deque() for direction in Direction}
 
     def enqueue(self, copy: LayerCopy) -> None:
-        """Put a copy behind those of its direction."""
+        """Append a copy to the queue of its direction."""
         copy.left_s = self._link.copy_s(copy.direction, copy.num_bytes)
         self._lines[copy.direction].append(copy)
         self._begin_heads()
 
     def advance(self, until_s: float) -> None:
-        """Let time pass, and copies with it."""
+        """Advance the clock and the copies to ``until_s``."""
         while self._run(until_s):
             pass
         self.now = until_s
 
     def wait_for(self, copy: LayerCopy) -> None:
-        """Let time pass until a copy has ended.
+        """Advance the clock until ``copy`` has ended.
 
         Raises:
-            InvariantError: It never will.
+            InvariantError: It can never end.
         """
         while copy.ended_at_s is None:
             self.wait_for_any()
 
     def wait_for_any(self) -> None:
-        """Let time pass until the next copy has ended.
+        """Advance the clock until the next copy has ended.
 
         Raises:
-            InvariantError: None is under way.
+            InvariantError: No copy is under way.
         """
         if not self._run(float("inf")):
             raise InvariantError("a layer waits, and no copy is under way")
 
     def _begin_heads(self) -> list[LayerCopy]:
-        """The copies under way: the first one of each line, unless it must follow another one."""
+        """Start the first copy of each queue if it is ready. All copies under way."""
         heads = [line[0] for line in self._lines.values() if line and line[0].is_ready]
         for copy in heads:
             if copy.begun_at_s is None:
@@ -123,7 +123,7 @@ class LayerCopies:
         return heads
 
     def _run(self, until_s: float) -> bool:
-        """Let time pass until a copy ends, but not beyond ``until_s``. Returns whether one ended."""
+        """Advance the clock until a copy ends, at most to ``until_s``. True if one ended."""
         heads = self._begin_heads()
         if not heads:
             return False

@@ -1,4 +1,4 @@
-"""What every schedule of layers does in a step: wait for a layer's KV, compute it, count the time and the bytes."""
+"""The common part of schedules of layers: wait for a layer's KV, compute it, count times and bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from floodplain.sim.layer_copies import LayerCopies, LayerCopy, LayerLink
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What one step does in each layer. Blocks are the same in all layers, so bytes are too.
+    """The work of one step in each layer. Blocks, and so bytes, are the same in all layers.
 
     Attributes:
         compute_s: Seconds of each layer.
@@ -29,13 +29,13 @@ class LayerWork:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one step took.
+    """The times and bytes of one step.
 
     Attributes:
-        duration_s: From its begin to the end of its last layer.
+        duration_s: From its start to the end of its last layer.
         stall_s: Part of it in which a layer waited for its KV.
-        inbound_bytes: Of the copies towards the device that it asked for, and
-        outbound_bytes: of those away from it. The last ones end in a later step.
+        inbound_bytes: Bytes of the copies that it enqueued towards the device, and
+        outbound_bytes: away from it. The last ones may end in a later step.
     """
 
     duration_s: float
@@ -46,16 +46,16 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpan:
-    """One layer that computes or is copied, from begin to end.
+    """A computation or a copy of one layer, from start to end.
 
     Attributes:
-        layer: Which one.
-        direction: Of the copy; None for computing.
+        layer: The layer.
+        direction: Direction of a copy; None for computing.
         device_place: The arena or place on the device.
         host_place: The one at the other end of a copy; None for computing.
         begun_at_s: Seconds of virtual time, as
         ended_at_s: well.
-        num_bytes: Of the copy.
+        num_bytes: Bytes of a copy.
     """
 
     layer: int
@@ -68,14 +68,14 @@ class LayerSpan:
 
 
 class LayerSchedule(ABC):
-    """Steps that follow each other without a pause, and copies beside them.
+    """Back-to-back steps, and copies beside them.
 
     Args:
-        link: Where layers are copied to and from.
+        link: The link of the copies.
 
     Attributes:
         copies: Copies under way, and the clock.
-        on_span: Called with whatever has ended, for timelines and checks.
+        on_span: Called with each span that has ended, for timelines and checks.
     """
 
     def __init__(self, link: LayerLink) -> None:
@@ -100,19 +100,19 @@ class LayerSchedule(ABC):
 
     @abstractmethod
     def _begin_step(self, work: LayerWork) -> None:
-        """Before the first layer."""
+        """Called before the first layer."""
 
     @abstractmethod
     def _await_layer(self, layer: int, work: LayerWork) -> None:
-        """Let time pass until all KV of a layer is on the device."""
+        """Advance the clock until all KV of a layer is on the device."""
 
     @abstractmethod
     def _end_layer(self, layer: int, work: LayerWork) -> None:
-        """A layer has computed."""
+        """Called after a layer has computed."""
 
     @abstractmethod
     def _place_of(self, layer: int) -> int:
-        """Where a layer computes."""
+        """The device place in which a layer computes."""
 
     def _compute(self, layer: int, compute_s: float) -> None:
         begun_at_s = self.copies.now

@@ -1,4 +1,4 @@
-"""What the steps of a loop do in each layer, so that a schedule of layers can price plans for ``VirtualExecutor``."""
+"""The work of a loop's steps in each layer, with which a schedule of layers times plans for ``VirtualExecutor``."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class LayerShape:
     token_bytes: int
 
     def block_bytes(self, num_tokens: int) -> int:
-        """Bytes of the blocks of one layer that so many tokens of a sequence lie in."""
+        """Bytes of one layer's blocks for ``num_tokens`` tokens of a sequence."""
         return -(-num_tokens // self.block_tokens) * self.block_tokens * self.token_bytes
 
 
 class PlanWork:
-    """Follows the plans of one loop, and says what each does in a layer.
+    """Computes the work of a loop's plans in each layer; every plan must be passed, in order.
 
-    A block that several sequences share is counted for each.
+    A shared block is counted for each of its sequences.
 
     Args:
-        shape: Of the model.
-        compute_s: Seconds that the device computes a plan which reads so many bytes of KV in a layer. They are spread
+        shape: The model's shape.
+        compute_s: Returns the seconds of a plan that reads so many bytes of KV in a layer. They are spread
             evenly over the layers.
     """
 
@@ -46,7 +46,7 @@ class PlanWork:
         self._num_computed: dict[SeqId, int] = {}  # tokens of each resident sequence
 
     def work_of(self, plan: StepPlan) -> LayerWork:
-        """The work of the next plan. Each plan must be asked for once, in order."""
+        """The work of the next plan. Call it once for each plan, in order."""
         for seq_id in (*plan.released, *(preemption.seq_id for preemption in plan.preemptions)):
             self._num_computed.pop(seq_id, None)
         read_bytes = sum(map(self._shape.block_bytes, self._note_batch(plan)))
@@ -69,14 +69,14 @@ class PlanWork:
 
 
 class LayeredSteps:
-    """Prices plans by a schedule of layers, as if steps followed each other without a pause.
+    """Times plans by a schedule of layers, as if steps ran back to back.
 
     Args:
-        schedule: When layers are copied.
-        work_of: What each plan does in a layer.
+        schedule: The schedule of layers.
+        work_of: Returns the work of a plan in a layer.
 
     Attributes:
-        costs: Of all steps that computed.
+        costs: Costs of all steps that computed.
     """
 
     def __init__(self, schedule: LayerSchedule, work_of: Callable[[StepPlan], LayerWork]) -> None:

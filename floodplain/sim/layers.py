@@ -1,7 +1,7 @@
-"""A step in virtual time, layer by layer, while the KV of some layers is copied: how long it takes, and why.
+"""Steps in virtual time, layer by layer, with copies of the KV of some layers.
 
 Three schedules differ in when layers are copied. ``AheadLayers`` is ours (``core.layer_places``): new rows are written
-through, and a layer is loaded as soon as a slot is free. ``OnDemandLayers`` loads a layer when it is to compute
+through, and a layer is loaded as soon as a slot is free. ``OnDemandLayers`` loads a layer when it must compute
 (FlexGen's way). ``PieLayers`` swaps whole layers out and in (``policy.pie_fifo``).
 """
 
@@ -15,11 +15,11 @@ from floodplain.sim.layer_schedule import LayerSchedule, LayerWork
 
 
 class AheadLayers(LayerSchedule):
-    """Streamed layers are loaded before they compute: at the step's begin, and behind each use of a slot.
+    """Loads streamed layers before they compute: at the start of the step, and after each use of a slot.
 
     Args:
         places: Which layers stream.
-        link: See ``LayerSchedule``.
+        link: As in ``LayerSchedule``.
     """
 
     def __init__(self, places: LayerPlaces, link: LayerLink) -> None:
@@ -55,9 +55,9 @@ class AheadLayers(LayerSchedule):
         self._loads[layer] = self._copy(load)
 
     def _writes_before(self, slot: int) -> tuple[LayerCopy, ...]:
-        """What a load into a slot must follow: the last write-through from it.
+        """The copies that a load into a slot must follow: the last write-through from it.
 
-        Writes are in order, and the layer's own last one is before that: more layers stream than there are slots.
+        Writes are in order, and the layer's own last write is earlier, since more layers stream than there are slots.
         """
         return (self._written[slot],) if slot in self._written else ()
 
@@ -66,10 +66,10 @@ class AheadLayers(LayerSchedule):
 
 
 class OnDemandLayers(AheadLayers):
-    """The same places and write-through, but a streamed layer is loaded only when it is to compute (FlexGen's way)."""
+    """As ``AheadLayers``, but a streamed layer is loaded only when it must compute (FlexGen's way)."""
 
     def _begin_step(self, work: LayerWork) -> None:
-        """Nothing is loaded ahead."""
+        """No layer is loaded ahead."""
 
     def _await_layer(self, layer: int, work: LayerWork) -> None:
         if self.places.slot_of(layer) is not None:
@@ -85,8 +85,8 @@ class PieLayers(LayerSchedule):
     """Whole layers are swapped out and in, one at a time in each direction, as ``policy.pie_fifo`` decides.
 
     Args:
-        fifo: The rule; it serves no other schedule.
-        link: See ``LayerSchedule``.
+        fifo: The rule; not shared with another schedule.
+        link: As in ``LayerSchedule``.
     """
 
     def __init__(self, fifo: PieFifo, link: LayerLink) -> None:
@@ -94,10 +94,10 @@ class PieLayers(LayerSchedule):
         self.fifo = fifo
 
     def _begin_step(self, work: LayerWork) -> None:
-        """Swaps begin with layers only."""
+        """Nothing: swaps start only with layers."""
 
     def _end_layer(self, layer: int, work: LayerWork) -> None:
-        """Its new rows go out with all of it."""
+        """Nothing: new rows are swapped out with the whole layer."""
 
     def _await_layer(self, layer: int, work: LayerWork) -> None:
         self._begin_swaps(layer, work)

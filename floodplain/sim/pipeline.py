@@ -1,4 +1,4 @@
-"""A pipeline in virtual time: the step loop of its leader, and stages that take as long as they are said to."""
+"""A pipeline in virtual time: the step loop of its leader, and stages with given times."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from floodplain.sim.executor import DUMMY_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """What became of a load.
+    """The result of a load.
 
     Attributes:
         span_s: From the first step to the last token.
-        busy_s: Of it, what each stage computed.
+        busy_s: Seconds of it that each stage computed.
         num_steps: Steps.
     """
 
@@ -28,18 +28,18 @@ class PipelineRun:
 
     @property
     def bubble(self) -> float:
-        """The part of the stages' time in which they were idle."""
+        """The idle share of the stages' time."""
         return 1 - sum(self.busy_s) / (len(self.busy_s) * self.span_s)
 
 
 def run_pipeline(loop: Loop, stage_times: Callable[[StepPlan], Sequence[float]]) -> PipelineRun:
-    """Serve what was submitted to ``loop``, whose depth is the number of stages.
+    """Serve the requests of ``loop``, whose depth is the number of stages.
 
-    As in the engine: the leader plans when its stage is free, computes it, and waits only if all plans are out.
+    As in the engine: the leader plans when its stage is free, computes, and waits only if it cannot plan more.
 
     Args:
-        loop: Of the leader.
-        stage_times: Seconds of a plan in each stage.
+        loop: The leader's loop.
+        stage_times: Returns the seconds of a plan in each stage.
     """
     driver, now = StepDriver(loop), 0.0
     free_s = [0.0] * loop.state.config.depth

@@ -1,8 +1,8 @@
-"""Drop and restore in virtual time: instances become a group and single ones again, with what each step of it takes.
+"""Drop and restore in virtual time: instances become a group and single instances again, with the time of each step.
 
-As in the engine (KunServe, sections 4.1, 4.2, 4.4): members pause at a boundary, pages are remapped, the group takes
-new requests at once, and requests that were running follow when their KV has crossed the link; KV that leaves is
-unmapped then. Back: parameters are pulled while the group runs, it pauses, pages are remapped, and KV crosses again.
+As in the engine (KunServe, sections 4.1, 4.2, 4.4): members pause at a boundary, pages are remapped, the group accepts
+new requests at once, and running requests resume when their KV has been copied; copied KV is
+unmapped then. Restore: parameters are pulled while the group runs, it pauses, pages are remapped, KV is copied back.
 Simpler than the engine: layers are cut evenly, and the group keeps its blocks until it pauses.
 """
 
@@ -25,11 +25,11 @@ from floodplain.sim.stages import VirtualStages
 
 @dataclass(frozen=True, slots=True)
 class GroupLink:
-    """What a transition takes.
+    """The costs of a transition.
 
     Attributes:
-        bandwidth: Between members, bytes per second each way.
-        remap_s_per_byte: Of pages that are unmapped and mapped.
+        bandwidth: Bytes per second between members, each way.
+        remap_s_per_byte: Seconds per byte of remapped pages.
     """
 
     bandwidth: float
@@ -38,13 +38,13 @@ class GroupLink:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What happened, for a trace.
+    """One drop or restore, for a trace.
 
     Attributes:
-        when_s: When it was decided.
-        is_drop: Drop or restore.
-        usable_s: Until new requests could run again.
-        whole_s: Until the last request had its KV back.
+        when_s: Time of the decision.
+        is_drop: True for a drop, False for a restore.
+        usable_s: Seconds until new requests could run again.
+        whole_s: Seconds until the last request had its KV.
     """
 
     when_s: float
@@ -54,20 +54,20 @@ class Transition:
 
 
 class Regrouping:
-    """Looks at a cluster of single instances from time to time, and drops and restores as the policies say.
+    """Watches a cluster of single instances, and drops and restores layers as the policies decide.
 
     Args:
-        cluster: It joins the instances to it.
-        model: On all of them.
-        link: Between them.
-        num_instances: At first, each alone.
-        timing: When.
-        restores: Whether groups ever end.
-        period_s: Between two looks.
+        cluster: The cluster, to which it adds the instances.
+        model: The model of all instances.
+        link: The link between instances.
+        num_instances: Instances at first, each alone.
+        timing: Decides when.
+        restores: Whether groups are restored.
+        period_s: Seconds between two looks.
 
     Attributes:
-        transitions: All, in order.
-        drop_loads: What was seen when a drop was decided.
+        transitions: All transitions, in order.
+        drop_loads: The load at each decision to drop.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Regrouping:
             self._join(model.make_stages(cluster.environment, 1, model.num_blocks), 1)
 
     def look(self) -> None:
-        """Decide, and come again while requests are alive."""
+        """Measure the load and decide; repeats itself while requests are live."""
         environment = self._cluster.environment
         load = self._see()
         moment = self._timing.decide(load, self._transition_s(load.num_used_blocks))
@@ -136,7 +136,7 @@ class Regrouping:
         return loads
 
     def _transition_s(self, num_used_blocks: int) -> float:
-        """A drop of pairs, priced in advance."""
+        """The estimated seconds of a drop in pairs."""
         kv_bytes = num_used_blocks / self._num_instances * self._model.block_tokens * self._model.token_bytes
         return self._dropped_bytes(2) * self._link.remap_s_per_byte + kv_bytes / 2 / self._link.bandwidth
 
@@ -150,7 +150,7 @@ class Regrouping:
         self._stages[self._cluster.join(engine)] = num_stages
 
     def _gather(self, epochs: Sequence[int], decided_s: float) -> None:
-        """Members stop; when the last one has, the group begins."""
+        """Pause the members; when all are paused, start the group."""
         self._num_changing += 1
         num_stages = sum(self._stages.pop(epoch) for epoch in set(epochs))
         parts = [self._cluster.leave(epoch) for epoch in dict.fromkeys(epochs)]
@@ -178,7 +178,7 @@ class Regrouping:
         self._cluster.environment.schedule(whole_s, partial(self._grow, group, num_stages))
 
     def _fit(self, records: list[tuple[int, Record]], num_members: int, num_stages: int) -> int:
-        """Blocks of a group while KV that leaves is still mapped; the youngest requests lose theirs until all fit."""
+        """Blocks of a group while copied KV is still mapped. The youngest requests lose their KV until all fit."""
         sizes, pool = self._model.sizes, self._model.num_blocks
         kept = -(-sizes.num_layers // num_stages)
         youngest_first = sorted(range(len(records)), key=lambda index: -records[index][1].request.arrival_s)
@@ -210,7 +210,7 @@ class Regrouping:
         group.pause(lambda: self._remap(num_stages, partial(self._end_group, group, num_stages, decided_s)))
 
     def _end_group(self, group: VirtualStages, num_stages: int, decided_s: float) -> None:
-        """Each request goes to the member with the most room; those that find none are computed again."""
+        """Each request goes to the member with the most room; requests without room are recomputed."""
         model, room = self._model, [self._model.num_blocks] * num_stages
         rows: list[list[tuple[int, Record]]] = [[] for _ in range(num_stages)]
         for record in take_records(group.loop):
@@ -236,17 +236,17 @@ class Regrouping:
         *,
         is_drop: bool,
     ) -> float:
-        """Requests without KV begin at once; each of the others when the link of its home has moved its KV.
+        """Start requests without KV at once; each other request when its member's link has copied its KV.
 
         Args:
-            engine: Which gets them; it has not begun.
+            engine: The engine that gets them; it has not started.
             records: Of each request, with the number of the member whose link its KV uses.
-            num_stages: Of the group that begins or ends.
-            decided_s: When that was decided.
-            is_drop: Whether it begins.
+            num_stages: Stages of the group that begins or ends.
+            decided_s: Time of the decision.
+            is_drop: Whether the group begins.
 
         Returns:
-            When the last one has its KV.
+            The time when the last one has its KV.
         """
         now, ledger = self._cluster.environment.now, engine.loop.state.ledger
         moving = [(home, record) for home, record in records if record.sources]
@@ -276,6 +276,6 @@ class Regrouping:
 
 
 def _go_on(record: Record) -> Request:
-    """The request as its next engine gets it: what it has generated so far is known."""
+    """The request for its next engine: tokens generated so far are known tokens."""
     num_known = record.num_tokens - len(record.request.prompt_token_ids)
     return replace(record.request, known_token_ids=(DUMMY_TOKEN,) * num_known, is_accepted=True)

@@ -1,4 +1,4 @@
-"""Serve requests in virtual time: one engine's loop and policy, on a device whose steps and copies are priced."""
+"""Serves requests in virtual time: one engine's loop and policy, with computed times of steps and copies."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class VirtualDevice:
     """A device that computes and holds KV, and the swap space behind its link.
 
     Attributes:
-        step_time_s: Seconds of a step.
-        num_blocks: Of the KV pool.
+        step_time_s: Returns the seconds of a step.
+        num_blocks: Blocks of the KV pool.
         block_tokens: Tokens in a block.
         config: Limits of the loop; its ``block_bytes`` prices copies.
-        link: To the swap space.
-        num_swap_slots: Blocks that the swap space has room for; 0: there is none.
+        link: The link to the swap space.
+        num_swap_slots: Slots of the swap space; 0: there is none.
         caches_prefixes: Whether blocks keep their content for later prefixes.
     """
 
@@ -52,7 +52,7 @@ class VirtualDevice:
 
 @dataclass(slots=True)
 class Peaks:
-    """The most that any step had, in blocks.
+    """The largest use of memory in any step, in blocks.
 
     Attributes:
         pool_blocks: Blocks of the pool in use; cached prefixes are not.
@@ -65,7 +65,7 @@ class Peaks:
     swapped_blocks: int = 0
 
     def note(self, state: LoopState) -> None:
-        """Take in a step that has been planned: its blocks and slots are allocated, and none is freed yet."""
+        """Add a planned step: its blocks and slots are allocated, and none is freed yet."""
         in_use = state.ledger.num_blocks - state.ledger.num_available
         slots = sum(slots.num_taken - state.backups.num_idle(tier) for tier, slots in state.backups.slots.items())
         self.pool_blocks = max(self.pool_blocks, in_use)
@@ -77,15 +77,15 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What came of the requests.
+    """The result of serving requests.
 
     Attributes:
-        lifecycles: What each client saw, in order of arrival.
-        duration_s: Virtual time until the last token, and the last copy.
+        lifecycles: Lifecycles of the requests, in order of arrival.
+        duration_s: Virtual time until the last token and the last copy.
         busy_s: Time in which a step ran.
         stall_s: Time in which nothing could run before a copy ended.
         counters: The loop's totals.
-        peaks: The most memory that was in use.
+        peaks: The largest use of memory.
     """
 
     lifecycles: list[Lifecycle]
@@ -104,12 +104,12 @@ def serve(
     seed: int = 0,
     on_step: Callable[[LoopState, float], None] | None = None,
 ) -> Served:
-    """Let all requests arrive at their times, and serve them to their ends.
+    """Submit all requests at their arrival times, and serve them to their ends.
 
     Args:
-        requests: In any order. Outputs end by ``max_tokens``; prompts share what their token ids share.
-        policy: A new one.
-        device: What serves them.
+        requests: In any order. Outputs end by ``max_tokens``; prompts share prefixes by their token ids.
+        policy: A new policy object.
+        device: The device that serves them.
         seed: Of the policy's choices.
         on_step: Called with the loop's state and the time when a step begins.
 

@@ -1,4 +1,4 @@
-"""An instance, or a pipeline of several, in virtual time: a step loop over stages, which can be paused and replaced."""
+"""An instance or a pipeline in virtual time: a step loop over stages, which can be paused and replaced."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from floodplain.sim.executor import DUMMY_TOKEN
 class VirtualStages:
     """A loop whose depth is the number of stages, as in ``sim.pipeline``, beside other events. It has no swap space.
 
-    The leader plans when its stage is free, and every stage takes one plan after the other.
+    The leader plans when its stage is free; every stage runs one plan at a time.
 
     Attributes:
         loop: The step loop of the leader.
-        lifecycles: Of every request, in order of submission.
-        busy_s: What each stage computed.
-        num_arriving: Requests whose KV is on its way, in blocks that the ledger keeps for them.
+        lifecycles: Lifecycles of all requests, in order of submission.
+        busy_s: Seconds that each stage computed.
+        num_arriving: Requests whose KV is being copied, into blocks that are held for them.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class VirtualStages:
         self._on_paused: Callable[[], object] | None = None
 
     def submit(self, request: Request) -> SeqId:
-        """A request arrives now, to compute all of its known tokens."""
+        """Submit a request that arrives now and computes all of its known tokens."""
         seq_id = self._take_in(request)
         self.advance()
         return seq_id
 
     def adopt(self, request: Request, blocks: Sequence[BlockId], num_computed: int) -> SeqId:
-        """A request runs on from KV in ``blocks``, which the ledger kept for it; if no more may run, it is computed."""
+        """Resume a request from KV in ``blocks``, which were held for it; if it may not run, it is recomputed."""
         self.num_arriving -= 1
         seq_id = self._take_in(request)
         if not adopt(self.loop, seq_id, blocks, num_computed, self._environment.now):
@@ -57,12 +57,12 @@ class VirtualStages:
         return seq_id
 
     def pause(self, then: Callable[[], object]) -> None:
-        """Plan nothing more for good, and call ``then`` when no step is outstanding."""
+        """Stop planning for good, and call ``then`` when no step is outstanding."""
         self._on_paused = then
         self._tell_if_paused()
 
     def advance(self) -> None:
-        """Begin what can begin now."""
+        """Start all steps that can start now."""
         now = self._environment.now
         while self._on_paused is None and self._driver.has_room and self._free_s[0] <= now and not self._is_blocked():
             plan = self._driver.next_plan(now)
@@ -81,7 +81,7 @@ class VirtualStages:
         return seq_id
 
     def _is_blocked(self) -> bool:
-        """Whether the first request in line has no room before those that are on their way have come and gone."""
+        """Whether the first waiting request has no room until requests whose KV is being copied have ended."""
         state = self.loop.state
         if state.running or not self.num_arriving or not len(state.waiting):
             return False

@@ -1,4 +1,4 @@
-"""Accepts connections a few at a time. Without room, or without files, the one that waited longest makes way."""
+"""Accepts connections, a few at a time. If there is no room or no file, the longest waiting connection is closed."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Generic, TypeVar
 logger = logging.getLogger(__name__)
 
 ACCEPTS_PER_TURN = 8
-"""Connections that are accepted before everything else on the event loop has its turn."""
+"""Most connections that are accepted before other work of the event loop runs."""
 
 RETRY_S = 0.1
-"""How long accepting pauses if there is no room, or no file is left."""
+"""Seconds for which accepting pauses if there is no room, or no file is left."""
 
 SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN})
-"""Errors that say that the system has no file, process or memory now: they pass."""
+"""Temporary errors: the system has no file, process or memory now."""
 
 LOG_EVERY_S = 1.0
 """Least seconds between two log lines about accepting."""
 
 LISTEN_BACKLOG = 4096
-"""Connections that the kernel keeps until they are accepted; it takes less where ``net.core.somaxconn`` says so.
+"""Connections that the kernel queues until they are accepted; ``net.core.somaxconn`` may lower this.
 
-Beyond these the kernel drops a connection's first packet, and the client repeats it after a second.
+When the queue is full, the kernel drops a connection's first packet, and the client repeats it after a second.
 """
 
 C = TypeVar("C")
@@ -38,9 +38,9 @@ class Accepting(ABC, Generic[C]):
     """Accepts the connections of one listening socket. Everything is called on the event loop.
 
     Args:
-        sock: Listening.
-        if_full: The log line if there is no room, and
-        if_scarce: what to change if no file is left.
+        sock: A listening socket.
+        if_full: The log line if there is no room.
+        if_scarce: What to change if no file is left.
         clock: Monotonic seconds.
     """
 
@@ -55,13 +55,13 @@ class Accepting(ABC, Generic[C]):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
-        """Begin to accept."""
+        """Start to accept."""
         self._sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._sock, self._accept)
 
     def close(self) -> None:
-        """Accept no more. Does not close the socket."""
+        """Stop accepting. Does not close the socket."""
         assert self._loop is not None
         self._loop.remove_reader(self._sock)
         if self._retry is not None:
@@ -74,15 +74,15 @@ class Accepting(ABC, Generic[C]):
 
     @abstractmethod
     def take(self, accepted: socket.socket) -> None:
-        """A connection was accepted; it is the callee's."""
+        """Serve an accepted connection, which the callee owns."""
 
     @abstractmethod
     def find_victim(self) -> C | None:
-        """The connection that has waited longest and may make way; None if none may."""
+        """The longest waiting connection that may be closed; None if there is none."""
 
     @abstractmethod
     def evict(self, victim: C) -> None:
-        """Close a connection that makes way."""
+        """Close a connection to make room."""
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):

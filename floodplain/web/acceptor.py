@@ -1,4 +1,4 @@
-"""Connections of an HTTP server: their number is bounded, and those that waste their place are closed."""
+"""Connections of an HTTP server: their number is bounded, and idle or slow ones are closed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from floodplain.web.connection import Connection
 from floodplain.web.limits import ConnectionLimits
 
 READ_BYTES = 2**15
-"""Most bytes that are parsed before everything else on the event loop has its turn."""
+"""Most bytes that are parsed before other work of the event loop runs."""
 
 
 class Acceptor(Accepting[Connection]):
-    """Connections of one listening socket. Everything is called on the event loop.
+    """The connections of one listening socket. Everything is called on the event loop.
 
     Args:
-        sock: Listening.
-        config: uvicorn's.
-        state: uvicorn's; its connections are those of this acceptor.
-        app_state: What the application's lifespan keeps.
-        limits: The bounds.
+        sock: A listening socket.
+        config: uvicorn's configuration.
+        state: uvicorn's state; its connections are those of this acceptor.
+        app_state: The state of the application's lifespan.
+        limits: Bounds on connections.
         clock: Monotonic seconds.
     """
 
@@ -51,22 +51,22 @@ class Acceptor(Accepting[Connection]):
         self._opening: dict[Connection, asyncio.Task[Any]] = {}
 
     def sweep(self) -> None:
-        """Close connections whose time is over."""
+        """Close connections that have exceeded a time limit."""
         for connection in list(self._connections):
             connection.check()
 
     @property
     def has_room(self) -> bool:
-        """See ``Accepting``."""
+        """Whether fewer than ``max_connections`` are open."""
         return self._num_connections < self._limits.max_connections
 
     @property
     def _num_connections(self) -> int:
-        """Open ones and those that are being opened. A connection may be both for a turn of the loop."""
+        """Connections that are open or being opened. One may be in both sets for one iteration of the event loop."""
         return len(self._connections) + sum(one not in self._connections for one in self._opening)
 
     def take(self, accepted: socket.socket) -> None:
-        """See ``Accepting``."""
+        """Open an accepted connection in a new task."""
         assert self._loop is not None
         connection = self._make()
         task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, accepted))
@@ -77,11 +77,11 @@ class Acceptor(Accepting[Connection]):
         self._opening.pop(connection)
 
     def find_victim(self) -> Connection | None:
-        """See ``Accepting``: one without a running request."""
+        """The connection that has waited longest without a running request; None if there is none."""
         waiting = [(since_s, id(one), one) for one in self._connections if (since_s := one.waiting_since_s) is not None]
         return min(waiting)[2] if waiting else None
 
     def evict(self, victim: Connection) -> None:
-        """See ``Accepting``."""
+        """Abort a connection."""
         victim.transport.abort()
         self._connections.discard(victim)

@@ -1,4 +1,4 @@
-"""Addresses of servers that users name: what one looks like, and whether a proxy is asked for it."""
+"""Addresses of servers that users name: their format, and the proxy for them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _HOST = re.compile(r"[^\s\0-\x20\x7f\\]+")
 
 
 def check_address(name: str, url: str) -> None:
-    """Refuse what is no HTTP address, and one with a user or a fragment, which would not be sent.
+    """Refuse anything but an HTTP address, and one with a user or a fragment, which would not be sent.
 
     Args:
-        name: What the user gave it as.
+        name: The flag by which the user gave it.
         url: The address, perhaps with a path and a query.
 
     Raises:
@@ -37,10 +37,10 @@ def check_address(name: str, url: str) -> None:
 
 
 def check_base_url(url: str, name: str = "--base-url") -> str:
-    """``url`` without a slash at its end: paths are added to it.
+    """``url`` without a slash at its end, so that paths can be appended.
 
     Raises:
-        UserError: It is no HTTP address, or has a query.
+        UserError: As ``check_address``; or it has a query.
     """
     check_address(name, url)
     if "?" in url:
@@ -57,7 +57,7 @@ def shown(url: str) -> str:
 def proxy_of(url: str) -> str | None:
     """The proxy that the environment names for ``url``; None for this machine and for hosts in ``no_proxy``.
 
-    Whether a name means this machine is looked up, only if there is a proxy: call it off the event loop.
+    If there is a proxy, the host's name is resolved to see if it is this machine: call it off the event loop.
 
     Raises:
         UserError: The proxy is no HTTP proxy.
@@ -80,7 +80,7 @@ def _is_this_machine(host: str) -> bool:
         return True
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the proxy may know it
+    except (OSError, UnicodeError):  # the proxy may resolve it
         return False
     return _are_loopback(str(address[0]) for _, _, _, _, address in found)
 

@@ -12,7 +12,7 @@ from floodplain.core.errors import UserError
 from floodplain.files.reading import FileContent, decode, read_file
 
 MAX_SECRETS_BYTES = 2**24
-"""Of one file of secrets."""
+"""Largest file of secrets."""
 T = TypeVar("T")
 
 
@@ -21,7 +21,7 @@ def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
 
     Args:
         path: Mode 0600 or stricter; or 0440 with a group of this process's, as Kubernetes mounts secrets (``fsGroup``).
-        kind: What the file is to its owner, such as ``API key file``: errors call it that.
+        kind: Name of the file in errors, such as ``API key file``.
 
     Raises:
         UserError: The file is unreadable, or others may use it.
@@ -36,7 +36,7 @@ def read_secret_lines(path: Path, kind: str) -> list[tuple[int, list[str]]]:
 
 
 def read_secret(path: Path, kind: str) -> str:
-    """The last word of the first line of a file of secrets, so a line ``ROLE NAME TOKEN`` will do.
+    """The last word of the first line of a file of secrets: a line ``ROLE NAME TOKEN`` works too.
 
     Raises:
         UserError: As ``read_secret_lines``; or there is no line.
@@ -48,13 +48,13 @@ def read_secret(path: Path, kind: str) -> str:
 
 
 def _is_private(content: FileContent) -> bool:
-    """Whether the owner alone may use the file, or a group of this process's may read it and nothing writes it."""
+    """Whether only the owner may use the file, or it is read-only and readable by a group of this process."""
     is_ours = content.gid in (os.getegid(), *os.getgroups())
     return not content.mode & 0o077 or (is_ours and not content.mode & ~0o440)
 
 
 def find_bearer(authorization: bytes, owners: Mapping[bytes, T]) -> T | None:
-    """The owner of the secret in an ``Authorization`` header; None if it has none. Equally long for every wrong secret.
+    """The owner of the secret in an ``Authorization`` header; None if unknown. Constant time for wrong secrets.
 
     Args:
         authorization: The header's value; empty if there is none.

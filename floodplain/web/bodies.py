@@ -1,4 +1,4 @@
-"""Bodies of JSON: strict about Unicode and numbers, with bounded parts, and checked up to the first fault."""
+"""JSON bodies: strict Unicode and numbers, a bounded number of parts, validation up to the first fault."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from floodplain.web.errors import ApiError
 M = TypeVar("M", bound=BaseModel)
 
 MAX_PARTS = 2**18
-"""Most lists, objects and members. The parser cannot be interrupted, and so many take it a tenth of a second."""
+"""Most lists, objects and members of a body. The parser cannot be interrupted; so many take it a tenth of a second."""
 
 
 def parse_json(body: bytes) -> Any:
-    """The value of a body.
+    """The value of a JSON body.
 
     Raises:
         ApiError: It is not JSON, or has too many parts.
@@ -33,17 +33,17 @@ def parse_json(body: bytes) -> Any:
 
 
 def parse_model(model: type[M], body: bytes, context: object = None) -> M:
-    """The value of a body, checked as ``model``.
+    """The value of a JSON body, validated as ``model``.
 
     Args:
-        model: Its validators may raise ``UserError``, too.
+        model: The model; its validators may also raise ``UserError``.
         body: JSON.
-        context: What validators get as their context.
+        context: The context of the validators.
 
     Raises:
         ApiError: It is not JSON, or has too many parts.
-        RequestValidationError: It is not what the model says.
-        UserError: As a validator raised it.
+        RequestValidationError: It does not fit the model.
+        UserError: Raised by a validator.
     """
     value = parse_json(body)
     try:
@@ -54,7 +54,7 @@ def parse_model(model: type[M], body: bytes, context: object = None) -> M:
 
 
 def count_parts(body: bytes) -> int:
-    """How many lists, objects and members there are up to where ``body`` is no JSON; strings count as nothing."""
+    """The number of lists, objects and members; correct up to where ``body`` is no JSON. Strings do not count."""
     letters = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     is_in_string = np.logical_xor.accumulate(letters == ord('"'))
     begins_part = (letters == ord("[")) | (letters == ord("{")) | (letters == ord(":"))
@@ -66,7 +66,7 @@ def _may_exceed_parts(body: bytes) -> bool:
 
 
 def _stop_early(schema: Any) -> None:
-    """Change a core schema in place. pydantic keeps schemas and hands them out again: a second time changes nothing."""
+    """Make a core schema stop at the first fault, in place. pydantic reuses schemas: a second call changes nothing."""
     if not isinstance(schema, dict | list):
         return
     if isinstance(schema, dict) and schema.get("type") == "list":
@@ -83,7 +83,7 @@ def _stop_early(schema: Any) -> None:
 
 
 class _Cutter:
-    """A validator that leaves an object its known members and one that is not, which is enough to refuse it."""
+    """A validator that keeps an object's known members and one unknown one, which is enough to refuse it."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names

@@ -1,4 +1,4 @@
-"""How many bytes of bodies a service holds: of one request, and of all that run."""
+"""Bounds on the bytes of bodies that a service holds: of one request, and of all running ones."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from starlette.types import Message, Receive
 from floodplain.web.errors import ApiError
 
 BODIES_AT_ONCE = 64
-"""So many of the largest bodies may be held together; those of thousands of usual requests are less."""
+"""So many of the largest bodies may be held at once; the bodies of thousands of usual requests are smaller."""
 
 
 class BodyBudget:
-    """The bytes that may be held.
+    """The bytes of bodies that may be held.
 
     Args:
-        max_body_bytes: Of one body.
-        max_held_bytes: Of all requests that run; None takes ``BODIES_AT_ONCE`` of the largest bodies.
+        max_body_bytes: Most bytes of one body.
+        max_held_bytes: Most bytes of all running requests; None: ``BODIES_AT_ONCE`` of the largest bodies.
     """
 
     def __init__(self, max_body_bytes: int, max_held_bytes: int | None = None) -> None:
@@ -33,10 +33,10 @@ class BodyBudget:
             raise self._too_large()
 
     def hold(self, num_bytes: int, num_of_body: int) -> None:
-        """Count bytes that have come; the body's, all told, are ``num_of_body`` then.
+        """Count received bytes; ``num_of_body`` is the total of their body so far.
 
         Raises:
-            ApiError: 413 or 503; the bytes are counted all the same.
+            ApiError: 413 or 503; the bytes are counted even so.
         """
         self.num_held_bytes += num_bytes
         if num_of_body > self.max_body_bytes:
@@ -52,7 +52,7 @@ class BodyBudget:
 
 
 class HeldBody:
-    """Receives the body of one request on account of ``budget``, until ``release``."""
+    """Receives the body of one request and counts it in ``budget`` until ``release``."""
 
     def __init__(self, receive: Receive, budget: BodyBudget) -> None:
         self._receive = receive
@@ -60,7 +60,7 @@ class HeldBody:
         self._num_bytes = 0
 
     async def receive(self) -> Message:
-        """The next message.
+        """The next message of the request.
 
         Raises:
             ApiError: As ``BodyBudget.hold``.
@@ -72,5 +72,5 @@ class HeldBody:
         return message
 
     def release(self) -> None:
-        """The request has ended."""
+        """Return the body's bytes to the budget: the request has ended."""
         self._budget.num_held_bytes -= self._num_bytes

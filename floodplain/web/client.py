@@ -1,7 +1,7 @@
-"""The one HTTP client: what a server sends is bounded in size and in time, and a server leads it nowhere else.
+"""The HTTP client of all programs: it bounds the size and time of answers, and never follows a server elsewhere.
 
-Redirects are not followed, cookies are not kept, compressed bodies are refused, and no credentials are sent but those
-that the caller gives. Proxies of the environment are asked, except for this machine.
+Redirects are not followed, cookies are not kept, compressed bodies are refused, and the only credentials sent are those
+that the caller gives. Proxies of the environment are used, except for this machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from floodplain.web.exchange import Answer, Exchange, NoAnswer, NoServer, networ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLimits:
-    """What one exchange may take.
+    """Bounds of one exchange.
 
     Attributes:
         connect_s: Seconds until a connection is open.
@@ -39,15 +39,15 @@ USUAL = AnswerLimits()
 
 
 class HttpClient:
-    """Asks one server, each time over a connection of its own.
+    """Sends requests to one server, each over a new connection.
 
     Args:
-        url: Its address.
+        url: The server's address.
         api_key: Sent as a bearer token; None sends none.
-        name: What the user gave the address as.
+        name: The flag by which the user gave the address.
 
     Raises:
-        UserError: The address is none.
+        UserError: The address is not valid.
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, name: str = "--base-url") -> None:
@@ -63,8 +63,8 @@ class HttpClient:
 
         Raises:
             NoServer: Nothing accepts connections.
-            NoAnswer: Another problem than the status.
-            UserError: The environment names a proxy that is none.
+            NoAnswer: Any other failure except an error status: no whole answer, too large, a redirect.
+            UserError: The environment names an invalid proxy.
         """
         deadline_s = time.monotonic() + limits.total_s
         try:
@@ -82,19 +82,19 @@ class HttpClient:
     async def open(
         self, path: str, body: Mapping[str, Any] | None, deadline_s: float, connect_s: float
     ) -> AsyncIterator[Exchange]:
-        """Send a request; the context has its answer from the head on, and hangs up when it ends.
+        """Send a request. The context value is the answer, whose body is still unread; leaving closes the connection.
 
         Args:
             path: Added to the address.
             body: POSTed as JSON; None sends a GET.
-            deadline_s: By then the head of the answer has come, on the clock ``time.monotonic``.
+            deadline_s: When the head of the answer must have arrived, on the clock ``time.monotonic``.
             connect_s: Seconds until a connection is open.
 
         Raises:
             NoServer: Nothing accepts connections.
-            NoAnswer: What answers does not speak HTTP, or breaks off.
+            NoAnswer: The server does not speak HTTP, or the connection breaks.
             TimeoutError: The deadline has passed.
-            UserError: The environment names a proxy that is none.
+            UserError: The environment names an invalid proxy.
         """
         import httpx
 
@@ -107,7 +107,7 @@ class HttpClient:
         )
         async with asyncio.timeout_at(deadline_s):
             proxy = await asyncio.to_thread(proxy_of, self.url) if _has_proxies() else None
-        # A transport is all that is needed: a client of httpx adds cookies, redirects, netrc and decompression.
+        # Only a transport: a client of httpx would add cookies, redirects, netrc and decompression.
         async with httpx.AsyncHTTPTransport(verify=_tls(request.url.scheme), trust_env=False, proxy=proxy) as transport:
             try:
                 async with asyncio.timeout_at(deadline_s):
@@ -134,22 +134,22 @@ def ask_now(
     *,
     api_key: str | None = None,
 ) -> Answer:
-    """``HttpClient.ask`` for programs without an event loop; errors as there."""
+    """``HttpClient.ask`` for programs without an event loop; raises the same errors."""
     return asyncio.run(HttpClient(url, api_key).ask(path, body, limits))
 
 
 def check_server(url: str) -> None:
-    """Make sure that something accepts connections at an address, before long work for it begins.
+    """Check that something accepts connections at an address, before long work for it begins.
 
     Raises:
-        UserError: Nothing does, or the address is none.
+        UserError: Nothing does, or the address is not valid.
     """
     try:
         ask_now(url, "", limits=AnswerLimits(connect_s=1.5, total_s=2.0, max_bytes=0))
     except NoServer as error:
         raise UserError(f"{error}: start one, or give its address with --base-url") from None
     except NoAnswer:
-        pass  # it is there
+        pass  # something accepts connections
 
 
 def _has_proxies() -> bool:
@@ -160,5 +160,5 @@ def _has_proxies() -> bool:
 
 @cache
 def _tls(scheme: str) -> ssl.SSLContext:
-    """The system's certificates; for plain HTTP none, since reading them takes a while."""
+    """The system's certificates for HTTPS; none for plain HTTP, because reading them takes a while."""
     return ssl.create_default_context() if scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

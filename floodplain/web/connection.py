@@ -1,4 +1,4 @@
-"""One HTTP connection with bounds on its time, its headers and its pipeline: uvicorn's protocol, and what it lacks."""
+"""One HTTP connection: uvicorn's protocol, with bounds on its time, its headers and its pipeline added."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from floodplain.web.unchunked import unchunked
 
 
 class Reading(Enum):
-    """Which part of a request the connection expects next."""
+    """The part of a request that the connection expects next."""
 
     NOTHING = auto()
     HEAD = auto()
@@ -33,12 +33,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """One connection. It reads into a buffer of fixed size, so that one read gives the parser little work.
 
     Args:
-        config: uvicorn's.
-        server_state: uvicorn's; holds all open connections.
-        app_state: What the application's lifespan keeps.
-        limits: The bounds.
+        config: uvicorn's configuration.
+        server_state: uvicorn's state, which has all open connections.
+        app_state: The state of the application's lifespan.
+        limits: Bounds on the connection.
         clock: Monotonic seconds.
-        buffer: Where bytes are read to. Connections of one event loop may share it.
+        buffer: The buffer for reads. Connections of one event loop may share it.
     """
 
     def __init__(
@@ -65,17 +65,17 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     # -- asyncio's side --------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See ``asyncio.Protocol``."""
+        """Count the bytes of the new connection's transport."""
         assert isinstance(transport, asyncio.Transport)
         self._counted = CountedTransport(transport)
         super().connection_made(self._counted)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """See ``asyncio.BufferedProtocol``."""
+        """The buffer for the next read."""
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See ``asyncio.BufferedProtocol``."""
+        """Parse what was read into the buffer."""
         self.data_received(bytes(self._buffer[:nbytes]))
 
     def data_received(self, data: bytes) -> None:
@@ -98,7 +98,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     # -- the parser's side -----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """A request begins. Stops the parser if too many are pipelined."""
         if len(self.pipeline) >= self._limits.max_pipelined:
             raise _Stop
         super().on_message_begin()
@@ -118,12 +118,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The application is called from here on."""
+        """The headers are complete; uvicorn calls the application."""
         self._turn(Reading.BODY)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The last byte of a request."""
+        """A request is complete."""
         self._turn(Reading.NOTHING)
         super().on_message_complete()
 
@@ -145,20 +145,20 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     @property
     def waiting_since_s(self) -> float | None:
-        """Since when the client has done nothing for a running request; None if one is being answered."""
+        """Since when the client has kept the connection waiting; None while it is being answered and reads."""
         is_stalled = self._clock() - self._sent_s > self._limits.linger_s
         if self.transport is None or self.transport.is_closing() or (self._is_answering and not is_stalled):
             return None
         return self._sent_s if self._is_answering else self._since_s
 
     def on_response_complete(self) -> None:
-        """The connection is idle from here on, or the next request of the pipeline runs."""
+        """An answer is complete: the connection is idle, or the next request of the pipeline runs."""
         if self._reading is Reading.NOTHING:
             self._since_s = self._clock()
         super().on_response_complete()
 
     def check(self) -> None:
-        """Close the connection if its client was given all the time that there is. Called about once a second."""
+        """Close the connection if its client exceeded a time limit. Called about once a second."""
         limits, now_s = self._limits, self._clock()
         if self._counted.num_waiting_bytes == 0 or self._counted.num_sent_bytes > self._num_sent_bytes:
             self._num_sent_bytes, self._sent_s = self._counted.num_sent_bytes, now_s
@@ -174,7 +174,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._give_up()
 
     def shutdown(self) -> None:
-        """The server stops: half a request is refused, a whole one is answered. Called again and again."""
+        """The server stops: a partial request is refused, a complete one is answered. Called repeatedly."""
         if self._is_answering:
             super().shutdown()
         elif self._is_refused:
@@ -191,7 +191,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a request that was received whole, or whose answer has begun, has no whole answer yet."""
+        """Whether a request that is complete, or whose answer has begun, has no complete answer yet."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             return False
@@ -199,16 +199,16 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     @property
     def _has_unread_bytes(self) -> bool:
-        """Whether the client has sent something, or hung up, that the event loop has not seen yet.
+        """Whether the client has sent data, or disconnected, and the event loop has not read that yet.
 
-        A connection that is closed then loses a request, and its client cannot know whether it was served.
+        Closing the connection then would lose a request, and its client could not know whether it was served.
         """
         poll = select.poll()
         poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
         return bool(poll.poll(0))
 
     def timeout_keep_alive_handler(self) -> None:
-        """uvicorn's deadline for an idle connection: ``check`` has one, and does not lose a request by it."""
+        """Disables uvicorn's deadline for an idle connection, which may lose a request; ``check`` has its own."""
 
     def _turn(self, reading: Reading) -> None:
         self._reading, self._since_s = reading, self._clock()
@@ -221,7 +221,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._refuse(408, f"the request was not there whole after {self._reading_s:g} seconds: send it again")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Take no more of this connection; say why if no answer is on its way."""
+        """Read no more from this connection; send the reason if no answer is under way."""
         self._is_refused, self._since_s = True, self._clock()
         if self._is_answering and self._reading is not Reading.BODY:
             self.cycle.keep_alive = False

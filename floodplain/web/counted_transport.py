@@ -1,4 +1,4 @@
-"""A transport that knows how many bytes of what was written the client's machine has taken."""
+"""A transport that counts the written bytes that have been sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class CountedTransport(asyncio.Transport):
-    """Counts what is written to ``transport``, and hands everything on."""
+    """Counts the bytes written to ``transport``, and forwards every call to it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         super().__init__()
@@ -16,43 +16,43 @@ class CountedTransport(asyncio.Transport):
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes that were written and not yet sent."""
+        """Bytes that were written and are not yet sent."""
         return self._transport.get_write_buffer_size()
 
     @property
     def num_sent_bytes(self) -> int:
-        """Bytes that were written and have been sent."""
+        """Bytes that were written and sent."""
         return self._num_written_bytes - self.num_waiting_bytes
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        """See ``asyncio.WriteTransport``."""
+        """Count ``data`` and write it."""
         self._num_written_bytes += len(data)
         self._transport.write(data)
 
     def write_eof(self) -> None:
-        """See ``asyncio.WriteTransport``."""
+        """Forward the call."""
         self._transport.write_eof()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """See ``asyncio.BaseTransport``."""
+        """Forward the call."""
         return self._transport.get_extra_info(name, default)
 
     def is_closing(self) -> bool:
-        """See ``asyncio.BaseTransport``."""
+        """Forward the call."""
         return self._transport.is_closing()
 
     def close(self) -> None:
-        """See ``asyncio.BaseTransport``."""
+        """Forward the call."""
         self._transport.close()
 
     def abort(self) -> None:
-        """See ``asyncio.WriteTransport``."""
+        """Forward the call."""
         self._transport.abort()
 
     def pause_reading(self) -> None:
-        """See ``asyncio.ReadTransport``."""
+        """Forward the call."""
         self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """See ``asyncio.ReadTransport``."""
+        """Forward the call."""
         self._transport.resume_reading()

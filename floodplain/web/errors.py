@@ -20,9 +20,9 @@ from floodplain.web.problems import first_problem
 
 MAX_MESSAGE_CHARS = 500
 MAX_PARAM_CHARS = 100
-"""A client may give a field any name, of any length."""
+"""Bounded, because a client may send a field's name of any length."""
 RETRY_AFTER_S = 1
-"""What a refused client is told to wait: about the time in which a running request ends."""
+"""``Retry-After`` of refused requests: about the time in which a running request ends."""
 
 
 class ErrorDetail(BaseModel):
@@ -41,7 +41,7 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(HTTPException):
-    """A failure that knows its HTTP status, the field of the request that is to change, and OpenAI's code for it."""
+    """A failure with an HTTP status, the request's field that must change, and OpenAI's error code."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(status, message)
@@ -51,11 +51,11 @@ class ApiError(HTTPException):
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """What error bodies need to know of the fields that a service's requests have.
+    """The fields of a service's requests, as error bodies use them.
 
     Attributes:
-        known: A ``UserError`` is about the field that its message begins with, if that is one of these.
-        unsupported: Known, but accepted only at the values that mean "off", which are given as text.
+        known: If the first word of a ``UserError`` is one of these, the error is about that field.
+        unsupported: Fields that are accepted only at the values that mean "off", with these values as text.
     """
 
     known: frozenset[str] = frozenset()
@@ -63,7 +63,7 @@ class RequestFields:
 
 
 NO_FIELDS = RequestFields()
-"""No field is known, and none is unsupported."""
+"""No fields."""
 
 
 def error_body(error: Exception, fields: RequestFields = NO_FIELDS) -> tuple[int, dict[str, Any]]:
@@ -94,7 +94,7 @@ def error_body(error: Exception, fields: RequestFields = NO_FIELDS) -> tuple[int
 def error_response(
     error: Exception, headers: Mapping[str, str] | None = None, fields: RequestFields = NO_FIELDS
 ) -> Response:
-    """``error`` as an answer. ASCII only: a field's name may hold what UTF-8 cannot."""
+    """The answer for ``error``. ASCII only: a field's name may contain what UTF-8 cannot encode."""
     status, body = error_body(error, fields)
     retry = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
     return Response(json.dumps(body), status, {**retry, **(headers or {})}, "application/json")
@@ -115,7 +115,7 @@ def install_error_handlers(app: FastAPI, fields: RequestFields = NO_FIELDS) -> N
 
 
 def describe_errors(statuses: Mapping[int, str]) -> dict[int | str, dict[str, Any]]:
-    """The failures of a service as OpenAPI lists them, from what each status means there."""
+    """A service's failures for OpenAPI, from the meaning of each status."""
     listed: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody, "description": text} for status, text in statuses.items()
     }
@@ -131,6 +131,6 @@ def _detail(status: int, message: str, param: str | None, code: str | None) -> d
 
 
 def _one_line(message: str) -> str:
-    """What quotes a request, and could be as long as that."""
+    """A message as one line of bounded length: it may quote a request."""
     line = " ".join(message.split())
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."

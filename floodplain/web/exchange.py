@@ -1,4 +1,4 @@
-"""An answer of a server that nothing is known of: read within bounds, and its problems in one line."""
+"""The answer of an untrusted server: read within bounds, with its problems in one line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     import httpx
 
 MAX_ERROR_BYTES, ERROR_S = 2**14, 10.0
-"""How much of an answer is read that only says what is wrong, and for how long."""
+"""Most bytes that are read of an error answer, and most seconds for reading them."""
 _MAX_REASON = 300
 
 
 class NoAnswer(Exception):
-    """No whole answer came within the bounds. The message is one line."""
+    """No complete answer arrived within the bounds. The message is one line."""
 
 
 class NoServer(NoAnswer):
@@ -32,10 +32,10 @@ class NoServer(NoAnswer):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer.
+    """A complete answer.
 
     Attributes:
-        status: Of HTTP.
+        status: The HTTP status.
         text: The body; bytes that are not UTF-8 become U+FFFD.
     """
 
@@ -43,7 +43,7 @@ class Answer:
     text: str
 
     def json(self) -> Any:
-        """The value of the body.
+        """The JSON value of the body.
 
         Raises:
             UserError: It is not JSON, is nested too deeply, or has a number that is not finite.
@@ -51,23 +51,23 @@ class Answer:
         return parse_json(self.text, "its answer")
 
     def reason(self) -> str:
-        """One line of what an error of the OpenAI API says, else of the body."""
+        """The message of an OpenAI error body, else the body; as one line."""
         with suppress(UserError, TypeError, KeyError):
             return one_line(str(self.json()["error"]["message"]))
         return one_line(self.text)
 
 
 class Exchange:
-    """An answer whose body has not been read yet. It hangs up by itself when its deadline has passed.
+    """An answer whose body is not read yet. It closes its connection when its deadline has passed.
 
     Args:
-        response: Of the transport.
-        deadline_s: See the attribute.
+        response: The transport's response.
+        deadline_s: As the attribute.
 
     Attributes:
-        status: Of HTTP.
-        content_type: Of the body; empty if it is not told.
-        deadline_s: Reading ends by then, on the clock ``time.monotonic``; it may be put off.
+        status: The HTTP status.
+        content_type: Of the body; empty if the answer has none.
+        deadline_s: When reading must end, on the clock ``time.monotonic``; may be changed to a later time.
     """
 
     def __init__(self, response: httpx.Response, deadline_s: float) -> None:
@@ -109,11 +109,11 @@ class Exchange:
         return b"".join(parts)
 
     def close(self) -> None:
-        """The deadline does not matter any more."""
+        """Cancel the deadline."""
         self._timer.cancel()
 
     def _look(self) -> None:
-        """One timer an exchange: one a read would cost as much as the read."""
+        """Check the deadline. There is one timer an exchange: one a read would cost as much as the read."""
         if time.monotonic() < self.deadline_s:
             self._timer = asyncio.get_running_loop().call_at(self.deadline_s, self._look)
             return
@@ -122,7 +122,7 @@ class Exchange:
             self._stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
     async def problem(self) -> str:
-        """One line of what an answer says whose status is not 200."""
+        """One line that describes an answer whose status is not 200."""
         if 300 <= self.status < 400:
             where = f" to {one_line(self._location)}" if self._location else ""
             return f"HTTP {self.status}: redirects{where} are not followed; give the address that answers"
@@ -136,20 +136,20 @@ class Exchange:
 
 
 def one_line(text: str) -> str:
-    """What a server sent, as a line of bounded length."""
+    """A server's text as one line of bounded length."""
     return " ".join(text[: 4 * _MAX_REASON].split())[:_MAX_REASON] or "(no text)"
 
 
 @cache
 def network_errors() -> tuple[type[Exception], ...]:
-    """Errors of the network and of the protocol."""
+    """The exception types of the network and the protocol."""
     import httpx
 
     return (httpx.HTTPError, httpx.StreamError, OSError, ValueError)
 
 
 def problem_of(error: BaseException) -> str:
-    """What the innermost error says: libraries wrap those of the system in their own."""
+    """The message of the innermost error: libraries wrap the system's errors in their own."""
     inner: BaseException = error
     while (cause := inner.__cause__ or inner.__context__) is not None:
         inner = cause

@@ -1,4 +1,4 @@
-"""Who comes in: draining, secrets and body size are decided before a request is read."""
+"""Refuses requests before they are read: by draining, secrets and body size."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from floodplain.web.head import answer_head_as_get
 from floodplain.web.request_id import echo_request_id
 
 PROBES = frozenset({"/health", "/ready"})
-"""What balancers and orchestrators ask."""
+"""Paths that balancers and orchestrators probe."""
 
 PUBLIC_PATHS = PROBES | frozenset({"/version", "/metrics", "/openapi.json"})
-"""For probes and scrapers, which have no secret. Every other path needs one where there are any."""
+"""Paths for probes and scrapers, which have no secret. If there are secrets, every other path needs one."""
 
 CLIENT_SCOPE_KEY = "floodplain.client"
-"""Where a request's scope holds who sends it, as ``Authenticator.client_of`` says; absent when everybody is let in."""
+"""Key of a request's scope with the result of ``Authenticator.client_of``; absent if no secret is needed."""
 
 
 class Authenticator(Protocol):
-    """Knows clients by the secret that their requests carry."""
+    """Identifies clients by the secret in their requests."""
 
     def client_of(self, authorization: bytes, /) -> object | None:
-        """The client that sends a request with this ``Authorization`` header; None if it is not valid."""
+        """The client of the secret in an ``Authorization`` header; None if the secret is not valid."""
         ...
 
 
@@ -37,14 +37,14 @@ class DrainSwitch:
 
 
 class Gate:
-    """ASGI middleware that refuses requests on what their head alone says.
+    """ASGI middleware that refuses requests by their head.
 
     Args:
-        app: What lies behind.
+        app: The application behind it.
         drain: While it drains, ``/v1`` and ``PROBES`` answer 503, and every answer is its connection's last.
-        authenticator: Knows who may use what is not in ``PUBLIC_PATHS``; None: no key is asked for.
-        max_body_bytes: Larger bodies get 413, before they are read if the length is declared. All bodies of requests
-            that run are bounded, too: see ``BodyBudget``.
+        authenticator: Identifies the clients that may use paths outside ``PUBLIC_PATHS``; None: no key is needed.
+        max_body_bytes: Larger bodies get 413, before they are read if the length is declared. The bodies of all running
+            requests together are bounded by ``BodyBudget``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Gate:
         self._budget = BodyBudget(max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer it."""
+        """Pass the request on, or answer it with a refusal."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -88,7 +88,7 @@ class Gate:
 
 
 def _close_after(send: Send) -> Send:
-    """A ``send`` whose answer tells the client to use another connection, to another server perhaps."""
+    """A ``send`` that closes the connection after the answer, so that the client may move to another server."""
 
     async def send_last(message: Message) -> None:
         if message["type"] == "http.response.start":

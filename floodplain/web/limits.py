@@ -1,4 +1,4 @@
-"""Bounds on connections: how many, and what each may take. Light to import: the command line is built from it."""
+"""Bounds on connections: their number, time and size. Light to import: the command line is built from it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from floodplain.core.errors import UserError
 
 RESERVED_FILES = 64
-"""Open files that are left to everything except connections: the model, the store, other services, accepted sockets."""
+"""Open files reserved for everything but connections: the model, the store, other services, accepted sockets."""
 
 MOST_BY_DEFAULT = 4096
-"""The default of ``--max-connections`` where the limit of open files would allow more."""
+"""The default of ``--max-connections`` if the limit of open files allows more."""
 
 LEAST_CONNECTIONS = 8
-"""With fewer, a few probes and scrapers would keep requests out."""
+"""With fewer, a few probes and scrapers could take all connections."""
 
 MAX_CONNECTIONS_HELP = (
     "connections that may be open at once (default: ulimit -n less 64 and what --instances take, at most 4096)"
@@ -22,9 +22,9 @@ MAX_CONNECTIONS_HELP = (
 
 
 KEEP_ALIVE_S = 75.0
-"""Longer than balancers and proxies keep idle connections (most: 60 s), so that they close them, not the server.
+"""Longer than balancers and proxies keep idle connections (most: 60 s), so that they close first, not the server.
 
-One that sends a request on a connection that the server is closing cannot tell whether it was served: a 502.
+A proxy that sends a request on a connection which the server is closing cannot know if it was served: a 502.
 """
 
 KEEP_ALIVE_HELP = "seconds for which an idle connection is kept: more than the balancer before it keeps one"
@@ -32,7 +32,7 @@ KEEP_ALIVE_HELP = "seconds for which an idle connection is kept: more than the b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """What one connection may take, and how many there may be.
+    """Bounds on the number of connections, and on each of them.
 
     Attributes:
         max_connections: Most open connections. At this many, the one that has waited longest without a running request
@@ -40,8 +40,8 @@ class ConnectionLimits:
         head_s: Seconds from the start of a request, or of the connection, to the end of the headers.
         body_s: Seconds from there to the end of the body.
         idle_s: Seconds between requests.
-        stalled_s: Seconds in which a client must take some bytes of an answer that waits for it.
-        linger_s: Seconds in which a client may still read why its connection is being closed.
+        stalled_s: Seconds within which a client must receive some bytes of a pending answer.
+        linger_s: Seconds in which a client may read the reason before its connection is closed.
         max_head_bytes: Most bytes of the request line and the headers.
         max_headers: Most headers.
         max_pipelined: Most requests that may wait behind the one that is being answered; the connection closes after
@@ -65,9 +65,9 @@ def limit_connections(
     """The limits of a service's connections.
 
     Args:
-        asked: ``--max-connections``; None takes what the limit of open files leaves.
+        asked: ``--max-connections``; None: as many as the limit of open files allows, with a cap.
         keep_alive_s: ``--keep-alive-timeout``.
-        num_reserved: Files that are left to everything else beside ``RESERVED_FILES``.
+        num_reserved: Files reserved in addition to ``RESERVED_FILES``.
 
     Raises:
         UserError: The limit of open files is too low for so many.
@@ -83,10 +83,10 @@ def limit_connections(
 
 
 def check_connection_flags(asked: int | None, keep_alive_s: float) -> None:
-    """Refuse values of ``--max-connections`` and ``--keep-alive-timeout`` that make no sense on any machine.
+    """Refuse values of ``--max-connections`` and ``--keep-alive-timeout`` that are out of range on any machine.
 
     Raises:
-        UserError: It is out of its range.
+        UserError: A value is.
     """
     if asked is not None and not LEAST_CONNECTIONS <= asked <= 2**20:
         raise UserError(f"--max-connections must be between {LEAST_CONNECTIONS} and {2**20}, not {asked}")

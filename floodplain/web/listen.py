@@ -1,4 +1,4 @@
-"""Where a service listens: its socket, its address, and who can reach it."""
+"""The socket on which a service listens, its address, and whether other machines reach it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from floodplain.core.errors import UserError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not yet listening: clients are refused, not kept waiting, until the service is ready.
+    """A bound socket that does not listen yet, so that clients are refused, not queued, until the service is ready.
 
     The caller closes it.
 
@@ -38,7 +38,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``; of names, which are not looked up, ``localhost`` alone counts."""
+    """Whether ``host`` is a loopback address or ``localhost``; other names are not resolved and count as False."""
     if host == "localhost":
         return True
     try:

@@ -1,6 +1,6 @@
-"""Refuses what a web page can make a browser send: such a page has no right to this machine's services.
+"""Refuses requests that a foreign web page makes a browser send to this machine's services.
 
-A page reaches a service of its reader's machine or network by its address, or by a name of its own that it points there
+A page reaches a service on its reader's machine or network by its address, or by the page's own name that points there
 (DNS rebinding). In the first case the browser names the page in ``Origin``; in the second ``Host`` has the page's name.
 """
 
@@ -22,12 +22,12 @@ _MAX_SHOWN_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class OwnNames:
-    """By which names a service may be asked for.
+    """The names by which a service may be addressed.
 
     Attributes:
         hosts: Host names and addresses, in lower case, beside those of this machine's loopback.
         origins: Origins of pages that it, or the proxy before it, serves itself.
-        any_address: Whether numeric addresses do, whichever they are: no page can have one for a name.
+        any_address: Whether every numeric address is accepted: no page can have one as its name.
     """
 
     hosts: frozenset[str] = frozenset()
@@ -56,22 +56,22 @@ class OwnNames:
 
 
 LOOPBACK_ONLY = OwnNames()
-"""Of a service that only this machine uses."""
+"""The names of a service that only this machine uses."""
 
 
 class OriginGate:
     """ASGI middleware that refuses requests by their ``Host`` and ``Origin`` alone.
 
     Args:
-        app: What lies behind.
-        names: Of the service.
+        app: The application behind it.
+        names: Names of the service.
     """
 
     def __init__(self, app: ASGIApp, names: OwnNames) -> None:
         self._app, self._names = app, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer it."""
+        """Pass the request on, or answer it with a refusal."""
         try:
             if scope["type"] == "http":
                 expect_own_names(scope, self._names)
@@ -98,7 +98,7 @@ def expect_own_names(scope: Scope, names: OwnNames) -> None:
 
 
 def expect_json(scope: Scope) -> None:
-    """Refuse a body that is not declared as JSON: a browser lets no page send that type elsewhere without asking.
+    """Refuse a body that is not declared as JSON: a browser sends that type to another site only after asking it.
 
     Raises:
         ApiError: 415.

@@ -1,4 +1,4 @@
-"""What a validation error says: which part of the body is wrong, and how."""
+"""The message of a validation error: which part of the body is wrong, and how."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 BRANCH = "<branch>"
-"""How the tags of our unions begin: a part of an error's place that is no part of the body."""
+"""Prefix of the tags of our unions, which appear in an error's location but are no part of the body."""
 
 
 def first_problem(problems: Sequence[Mapping[str, Any]], unsupported: Mapping[str, str]) -> tuple[str, str | None]:
-    """(message, field) for the first thing that is wrong.
+    """(message, field) of the first error.
 
     Args:
-        problems: Pydantic's errors, with the body as the first part of every place.
-        unsupported: Fields that are known and not served, with the values at which they are accepted.
+        problems: Pydantic's errors, with the body as the first part of every location.
+        unsupported: Fields that are known and not supported, with the values at which they are accepted.
     """
     problem = problems[0]
     kind, path = problem["type"], _path_of(problem)
@@ -36,13 +36,13 @@ def first_problem(problems: Sequence[Mapping[str, Any]], unsupported: Mapping[st
 
 def _path_of(problem: Mapping[str, Any]) -> list[str]:
     path = [str(part) for part in problem["loc"][1:]]
-    named = path[-1:] if problem["type"] == "extra_forbidden" else []  # by the client, in any way it likes
+    named = path[-1:] if problem["type"] == "extra_forbidden" else []  # chosen by the client: may look like a tag
     places = path[:-1] if named else path
     return [*(place for place in places if not place.startswith(BRANCH)), *named]
 
 
 def _complaint(where: str, message: str, given: object) -> str:
-    """Pydantic's message as a sentence about the field, with what was given where the message does not say it."""
+    """Pydantic's message as a sentence about the field, with the given value if the message lacks it."""
     wish = re.sub(r"^(Input|List|String|Dictionary) (?=should )", "", message).replace(" after validation", "")
     wish = re.sub(r"a valid dictionary or instance of \w+", "an object", wish)
     if not wish.startswith("should "):

@@ -1,4 +1,4 @@
-"""What a client calls its request: echoed, so that logs of both sides can be joined."""
+"""The client's name of a request, which is echoed so that logs of both sides can be joined."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ REQUEST_ID = r"^[!-~]{1,256}$"
 
 
 def is_request_id(name: str) -> bool:
-    """Whether a client may call a request so."""
+    """Whether a client may use this name for a request."""
     return re.fullmatch(REQUEST_ID[1:-1], name) is not None
 
 
 def echo_request_id(scope: Scope, send: Send) -> Send:
-    """Return a ``send`` that puts the request's ``X-Request-Id``, if it has a valid one, on the answer."""
+    """A ``send`` that adds the request's ``X-Request-Id`` to the answer, if it has a valid one."""
     name = dict(scope["headers"]).get(HEADER, b"")
     if not is_request_id(name.decode("latin-1")):
         return send

@@ -1,4 +1,4 @@
-"""Answers to Prometheus: any ``Accept`` header has one, and the numbers are collected off the event loop."""
+"""Answers to Prometheus scrapes, for any ``Accept`` header; metrics are collected off the event loop."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ OPEN_METRICS, TEXT = "application/openmetrics-text", "text/plain"
 _QUALITY = re.compile(r"0(\.\d{0,3})?|1(\.0{0,3})?", re.ASCII)
 
 SCRAPERS = Workers(1, "metrics")
-"""Collects and writes metrics, one scrape after the other: collectors remember what they have reported."""
+"""Collects and writes metrics, one scrape at a time: collectors remember what they have reported."""
 
 
 async def scrape(registry: CollectorRegistry, request: Request) -> Response:
     """The metrics of ``registry``, in the format that the scraper prefers: OpenMetrics or Prometheus' text.
 
-    Versions and escapings that its ``Accept`` names are not looked at: our names are the same in all of them.
+    Versions and escapings in ``Accept`` are ignored: our names are the same in all of them.
 
     Args:
-        registry: Its collectors are called in a worker's thread.
-        request: The scraper's; its ``Accept`` may hold anything.
+        registry: The registry; its collectors are called on a worker's thread.
+        request: The scraper's request; its ``Accept`` may contain anything.
     """
     accept = ",".join(request.headers.getlist("accept"))
     encode, content_type = choose_encoder(OPEN_METRICS if prefers_open_metrics(accept) else "")
@@ -46,7 +46,7 @@ def prefers_open_metrics(accept: str) -> bool:
 
 
 def _quality(parameters: list[str]) -> float:
-    """1 if there is no ``q``; 0, which excludes, if it is malformed."""
+    """The ``q`` parameter; 1 if there is none, 0 (which excludes) if it is malformed."""
     for name, _, value in (parameter.partition("=") for parameter in parameters):
         if name.strip().lower() == "q":
             return float(value) if _QUALITY.fullmatch(value.strip()) else 0.0
@@ -54,6 +54,6 @@ def _quality(parameters: list[str]) -> float:
 
 
 def _quality_of(name: str, ranges: dict[str, float]) -> float:
-    """By the most specific range that covers a media type; 0 if none does."""
+    """The quality of the most specific range that covers a media type; 0 if none does."""
     covering = (name, f"{name.partition('/')[0]}/*", "*/*")
     return next((ranges[one] for one in covering if one in ranges), 0.0)

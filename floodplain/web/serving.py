@@ -1,4 +1,4 @@
-"""A process that serves an application: uvicorn, stopped by signals, ended by a failure."""
+"""Runs an application under uvicorn until a signal or a failure."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ TICKS_PER_SWEEP = 10
 """uvicorn ticks ten times a second; connections are checked once a second."""
 
 SHUTDOWN_SWEEP_S = 0.1
-"""How often connections are checked once the server has been stopped."""
+"""Seconds between checks of connections once the server has been stopped."""
 
 
 class StoppableServer(uvicorn.Server):
-    """uvicorn with our signals, and settings that every service of ours has.
+    """uvicorn with our signal handling, and the settings of all our services.
 
     Args:
-        app: What is served; its lifespan starts and closes what lies behind.
-        closing_s: How long connections may take to close once the server has been stopped.
+        app: The application; its lifespan starts and closes what it serves.
+        closing_s: Seconds in which connections may close once the server has been stopped.
         on_ready: Called once the server takes requests.
-        limits: What connections are allowed.
+        limits: Bounds on connections.
         clock: Monotonic seconds.
     """
 
@@ -60,8 +60,8 @@ class StoppableServer(uvicorn.Server):
             lifespan="on",
             ws="none",
             interface="asgi3",
-            loop="asyncio",  # where uvloop is installed, as beside vLLM, its transports are of another class
-            proxy_headers=False,  # what they say of a client is not looked at
+            loop="asyncio",  # not uvloop, which vLLM brings: its transports are of another class
+            proxy_headers=False,  # a client's address is not used
             timeout_graceful_shutdown=closing_s,
         )
         super().__init__(config)
@@ -69,22 +69,22 @@ class StoppableServer(uvicorn.Server):
     @property
     @abstractmethod
     def failure(self) -> BaseException | None:
-        """What ended the service behind the server, which then stops; None while all is well."""
+        """The exception that ended the service behind the server, which then stops; None while there is none."""
 
     def stop(self) -> None:
-        """Exit when the requests that run have their answers. On the event loop; may be called again."""
+        """Exit once the running requests are answered. Called on the event loop; may be called again."""
         self.should_exit = True
         for connection in list(self.server_state.connections):
-            connection.shutdown()  # now: uvicorn looks at ``should_exit`` ten times a second
+            connection.shutdown()  # at once: uvicorn checks ``should_exit`` ten times a second
 
     def serve_on(self, sock: socket.socket) -> None:
         """Serve until SIGINT or SIGTERM.
 
         Args:
-            sock: Bound, not yet listening.
+            sock: A bound socket, not yet listening.
 
         Raises:
-            UserError: Somebody else listens on the port by now.
+            UserError: Another process listens on the port by now.
             BaseException: ``failure``.
         """
         try:
@@ -97,9 +97,9 @@ class StoppableServer(uvicorn.Server):
             raise self.failure
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, accept connections under our limits, then say so."""
+        """Start as uvicorn does, accept connections under our limits, then call ``on_ready``."""
         await super().startup([])
-        if self.should_exit or self.failure is not None:  # while it started: it ends now, and never was ready
+        if self.should_exit or self.failure is not None:  # stopped or failed during the start: never ready
             return
         self._acceptors = [
             Acceptor(sock, self.config, self.server_state, self.lifespan.state, self._limits, self._clock)
@@ -110,18 +110,18 @@ class StoppableServer(uvicorn.Server):
         self._on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; whether to exit."""
+        """Called ten times a second. True if the server is to exit."""
         if counter % TICKS_PER_SWEEP == 0:
             self.sweep()
         return await super().on_tick(counter) or self.failure is not None
 
     def sweep(self) -> None:
-        """Close connections whose time is over. On the event loop."""
+        """Close connections that exceeded a time limit. Called on the event loop."""
         for acceptor in self._acceptors:
             acceptor.sweep()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, then stop as uvicorn does, which does not wait for half a request."""
+        """Stop accepting, then stop as uvicorn does, which does not wait for partial requests."""
         for acceptor in self._acceptors:
             acceptor.close()
         sweeping = asyncio.create_task(self._shut_down_connections())
@@ -131,7 +131,7 @@ class StoppableServer(uvicorn.Server):
             sweeping.cancel()
 
     async def _shut_down_connections(self) -> None:
-        """Also those that were being accepted when the server was stopped, and those that stall later."""
+        """Shut down connections repeatedly: some were being accepted at the stop, others stall later."""
         while True:
             await asyncio.sleep(SHUTDOWN_SWEEP_S)
             for connection in list(self.server_state.connections):
@@ -140,7 +140,7 @@ class StoppableServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Stop at SIGINT and SIGTERM. uvicorn's own version raises them again afterwards: the exit status is not 0."""
+        """Stop at SIGINT and SIGTERM. uvicorn's version raises them again afterwards, so the exit status is not 0."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -155,9 +155,9 @@ class StoppableServer(uvicorn.Server):
 
 
 def _leave_out_of_collections() -> None:
-    """What is loaded stays: looking through it again and again would hold every answer up for tens of milliseconds.
+    """Exclude loaded objects from garbage collection: scanning them would delay every answer by tens of milliseconds.
 
-    A large body makes so many objects that each collection looks at everything: 120,000 lists took 0.4 s, not 0.01.
+    A large body makes so many objects that each collection scans everything: 120,000 lists took 0.4 s, not 0.01.
     """
     gc.collect()
     gc.freeze()

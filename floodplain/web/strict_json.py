@@ -1,4 +1,4 @@
-"""Routes whose bodies are JSON, read strictly, and off the event loop if they are large."""
+"""Routes whose JSON bodies are read strictly, and off the event loop if they are large."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from floodplain.web.bodies import parse_model
 from floodplain.web.workers import Workers
 
 MAX_INLINE_BYTES = 2**16
-"""Larger bodies are read in a thread: so many take a few milliseconds, for which streams may wait."""
+"""Larger bodies are read in a thread. So many bytes take a few milliseconds, by which streams may be delayed."""
 
 CONTEXT = "json_context"
-"""What an application's state may hold under this name is the context of validators."""
+"""Attribute of an application's state with the context of validators; optional."""
 
 READERS = Workers(1, "json")
-"""Reads large bodies. One for the process: the parser holds the interpreter, so more threads would not be faster."""
+"""Reads large bodies. One thread: the parser holds the GIL, so more would not be faster."""
 
 
 class JsonRequest(Request):
@@ -31,11 +31,11 @@ class JsonRequest(Request):
     is_large = False
 
     async def json(self) -> Any:
-        """The checked value of the body.
+        """The validated value of the body.
 
         Raises:
             ApiError: It is not JSON, or has too many parts.
-            _InvalidBody: It is not what the model says.
+            _InvalidBody: It does not fit the model.
         """
         body, context = await self.body(), getattr(self.app.state, CONTEXT, None)
         try:
@@ -48,12 +48,12 @@ class JsonRequest(Request):
 
 
 def is_large_body(request: Request) -> bool:
-    """Whether a request came by a ``JsonRoute`` with a body over ``MAX_INLINE_BYTES``."""
+    """Whether a request of a ``JsonRoute`` has a body over ``MAX_INLINE_BYTES``."""
     return isinstance(request, JsonRequest) and request.is_large
 
 
 class _InvalidBody(HTTPException):
-    """Carries what is wrong with a body through FastAPI, which lets only ``HTTPException`` pass as it is."""
+    """Carries a body's validation error through FastAPI, which passes only ``HTTPException`` unchanged."""
 
     def __init__(self, error: RequestValidationError | UserError) -> None:
         super().__init__(400)
@@ -64,7 +64,7 @@ class JsonRoute(APIRoute):
     """A route whose bodies are read strictly."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler of the route, given a ``JsonRequest``."""
+        """The route's handler, which gets a ``JsonRequest``."""
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:

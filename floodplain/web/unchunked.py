@@ -1,4 +1,4 @@
-"""Answers to clients older than HTTP/1.1, which know neither chunks nor ``100 Continue``."""
+"""Answers to clients older than HTTP/1.1, which support neither chunks nor ``100 Continue``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def unchunked(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
     uvicorn sends chunks to every version. Source: RFC 9112, 6.1 and 6.3; RFC 9110, 10.1.1.
 
     Args:
-        app: What answers.
-        cycle: Of the request, which has not begun.
+        app: The application that answers.
+        cycle: uvicorn's cycle of the request, which has not begun.
     """
     cycle.keep_alive = cycle.waiting_for_100_continue = False
     has_length = False

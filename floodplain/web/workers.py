@@ -1,4 +1,4 @@
-"""Threads for work that would hold up an event loop."""
+"""Threads for work that would block an event loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _Job = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]
 
 
 class Workers:
-    """A bounded number of threads that take jobs in their order.
+    """A bounded number of threads that run jobs in order.
 
     They start with the first job and end with the process, which does not wait for them: a job may be long.
 
     Args:
-        num_threads: How many.
-        name: What the threads are called.
+        num_threads: Number of threads.
+        name: Prefix of the threads' names.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -32,7 +32,7 @@ class Workers:
     async def run(self, work: Callable[..., T], *arguments: object) -> T:
         """The result of ``work(*arguments)``, or its exception.
 
-        Cancelled, it returns at once: work that has not begun is dropped, and what has begun ends unseen.
+        A cancelled call returns at once: a job that has not begun is dropped; the result of a running job is ignored.
         """
         self._start()
         loop = asyncio.get_running_loop()
@@ -55,11 +55,11 @@ class Workers:
             settle: Callable[[], None]
             try:
                 settle = _Settle(result, work(), None)
-            except Exception as error:  # whatever the job raises is raised where its result is awaited
+            except Exception as error:  # the job's exception is raised where its result is awaited
                 settle = _Settle(result, None, error)
             try:
                 loop.call_soon_threadsafe(settle)
-            except RuntimeError:  # the event loop is closed: the result is awaited no more
+            except RuntimeError:  # the event loop is closed: nothing awaits the result
                 continue
             finally:
                 del loop, result, work, settle

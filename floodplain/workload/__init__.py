@@ -1,1 +1,1 @@
-"""Floor 2: requests from outside: arrivals, lengths, traces, prompts, load client."""
+"""Floor 2: workloads: arrivals, lengths, traces, prompts, load client."""

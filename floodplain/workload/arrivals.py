@@ -1,4 +1,4 @@
-"""When requests arrive: Poisson, or Gamma gaps of a chosen burstiness, as in ``vllm bench serve``."""
+"""Arrival times: Poisson, or Gamma gaps with a burstiness, as in ``vllm bench serve``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arrival_times(num_requests: int, rate: float, burstiness: float, rng: np.ran
     every seed (for a Poisson process this is the process given its count).
 
     Args:
-        num_requests: How many, at least 1.
+        num_requests: Number of requests, at least 1.
         rate: Requests a second; infinity means all at once.
         burstiness: 1 is a Poisson process; below 1 arrivals cluster, above 1 they even out.
             A gap's coefficient of variation is ``burstiness ** -0.5``.

@@ -1,4 +1,4 @@
-"""The open-loop load client: sends every request at its own time, however slow the answers are."""
+"""The open-loop load client: sends every request at its arrival time, independent of earlier answers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ async def run_load(
     about: str | None = None,
     max_concurrency: int | None = None,
 ) -> list[RequestRecord]:
-    """Send every request at its arrival time and record what comes back.
+    """Send every request at its arrival time, and record the answers.
 
     A request that fails is recorded with its error; any other exception of the target is a bug and ends the load.
-    Cancelling this coroutine aborts what is under way.
+    Cancelling this coroutine aborts requests in flight.
 
     Args:
-        target: Where to send.
-        requests: What to send, in any order.
-        progress: Show a progress line on standard error.
-        about: What the line says before the bar.
+        target: The target of the load.
+        requests: The requests, in any order.
+        progress: Whether to show a progress line on standard error.
+        about: Text before the progress bar.
         max_concurrency: Send at most so many at a time; the others then wait *before* they are sent, and the load is
             no longer open-loop. None: no limit.
 
@@ -97,12 +97,12 @@ def _token_ids(chunks: Sequence[TokenChunk]) -> tuple[int, ...] | None:
 
 
 def token_times(chunks: Sequence[TokenChunk], num_tokens: int | None) -> list[float]:
-    """Return when each token came.
+    """Return the time of each token.
 
-    Chunks that carry token ids say it exactly. Otherwise ``num_tokens``, the server's count, is shared out: a chunk
-    with text holds at least one token; empty chunks get one next (servers send them for tokens that are no whole
-    character), earliest first; what is left is shared in proportion to the text. With no count either, a chunk with
-    text is a token. The first and the last time are exact in every case.
+    Chunks with token ids give it exactly. Otherwise ``num_tokens``, the server's count, is distributed: a chunk
+    with text has at least one token; empty chunks get one next (servers send them for tokens that are no complete
+    character), earliest first; the rest is distributed in proportion to the text. Without a count, a chunk with
+    text counts as a token. The first and the last time are always exact.
     """
     if all(chunk.token_ids is not None for chunk in chunks):
         return [chunk.received_s for chunk in chunks for _ in chunk.token_ids or ()]

@@ -1,4 +1,4 @@
-"""Tables in files: rows read by column names, whatever a data set calls its columns."""
+"""Reads tables from files by column names, with the names of several data sets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from floodplain.files.parsing import listed, parse_json
 from floodplain.files.reading import read_text
 
 MAX_TABLE_BYTES = 2**31
-"""Of one trace, pool of lengths or file of prompts."""
+"""Largest trace, pool of lengths or file of prompts."""
 PROMPT_COLUMNS = ("prompt_tokens", "contexttokens", "request tokens", "input_length")
 OUTPUT_COLUMNS = ("output_tokens", "generatedtokens", "response tokens", "output_length")
 MOST_TOKENS = 10**9
-"""In one prompt or output: more is a mistake in the file."""
+"""Most tokens of one prompt or output: more is a mistake in the file."""
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], list[dict[str, str]]]:
@@ -44,7 +44,7 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (where, object) for every line of a JSONL file that is not blank, or every item of one JSON list.
 
     Raises:
-        UserError: The file is neither, or one of these is no object.
+        UserError: The file is neither, or a line or item is not an object.
     """
     text = read_text(path, MAX_TABLE_BYTES)
     if text.lstrip().startswith("["):
@@ -60,10 +60,10 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def prefix_ids_of(row: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    """Return the ``hash_ids`` of a row; none if it has none.
+    """Return the ``hash_ids`` of a row; empty if it has none.
 
     Raises:
-        UserError: They are something else.
+        UserError: They are not a list of whole numbers.
     """
     prefix_ids = row.get("hash_ids")
     if prefix_ids is None:
@@ -74,10 +74,10 @@ def prefix_ids_of(row: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 
 def find_column(path: Path, header: Sequence[str], names: Sequence[str]) -> str:
-    """Return the first of ``names`` that the header holds.
+    """Return the first of ``names`` that is in the header.
 
     Raises:
-        UserError: It holds none; the message lists what was found and what would do.
+        UserError: None is; the message lists the columns of the file and the accepted names.
     """
     for name in names:
         if name in header:
@@ -89,7 +89,7 @@ def parse_count(path: Path, name: str, value: object) -> int:
     """Return a token count, at most ``MOST_TOKENS`` (``12``, ``"12"``, ``"12.0"``).
 
     Raises:
-        UserError: The value is something else.
+        UserError: The value is not such a count.
     """
     if not isinstance(value, bool) and isinstance(value, int | float | str):
         try:

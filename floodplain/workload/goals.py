@@ -1,7 +1,7 @@
-"""Goals that follow the machine: what requests take without load, times five.
+"""Goals relative to the machine: five times the latencies without load.
 
-KunServe's evaluation ("SLO attainment", Figure 13) takes five times the median for chat. Its median is that of the best
-baseline under load; ours is without load, so that the goals do not depend on what is compared.
+KunServe's evaluation ("SLO attainment", Figure 13) uses five times the median for chat. Its median is that of the best
+baseline under load; ours is without load, so that the goals do not depend on the compared systems.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from floodplain.workload.client import run_load
 from floodplain.workload.records import LoadRequest, LoadTarget, RequestRecord
 
 NUM_SAMPLES, SAMPLE_TOKENS = 5, 32
-"""Requests that are timed alone, and their most output tokens."""
+"""Number of requests that are timed alone, and their most output tokens."""
 
 
 async def measure_goals(
@@ -25,12 +25,12 @@ async def measure_goals(
     """Time a few requests like these, one at a time; return limits as ``--goodput`` reads them.
 
     Args:
-        target: Where the load will go; idle now.
+        target: The target of the load; idle now.
         requests: The load. Samples have its prompts' lengths and other tokens, so that no prefix stays cached.
-        progress: Show a progress line on standard error.
+        progress: Whether to show a progress line on standard error.
 
     Returns:
-        ``("ttft:MS", "tpot:MS")``; without a limit that no sample gave (failed requests, outputs of one token).
+        ``("ttft:MS", "tpot:MS")``; without those that no sample has (failed requests, outputs of one token).
     """
     samples = sample_requests(requests)
     records = await run_load(target, samples, progress=progress, about="goals without load", max_concurrency=1)
@@ -38,7 +38,7 @@ async def measure_goals(
 
 
 def sample_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
-    """One request to warm up, then ``NUM_SAMPLES`` from all over the load, sent at once; none of an empty load."""
+    """One request to warm up, then ``NUM_SAMPLES`` spread over the load, sent at once; empty for an empty load."""
     if not requests:
         return []
     last = len(requests) - 1
@@ -63,10 +63,10 @@ def goals_from(records: Sequence[RequestRecord]) -> tuple[str, ...]:
 
 
 def unloaded_goals_s(times: Iterable[tuple[float, Sequence[float]]]) -> dict[str, float]:
-    """Return ``UNLOADED_FACTOR`` times the medians of ``ttft`` and ``tpot``; without a name that no request gave.
+    """Return ``UNLOADED_FACTOR`` times the medians of ``ttft`` and ``tpot``; without those that no request has.
 
     Args:
-        times: (arrival, when each output token came) of requests that each had the machine to themselves, in seconds.
+        times: (arrival, time of each output token) in seconds, of requests that each ran alone on the machine.
     """
     known = list(times)
     values = {
@@ -78,7 +78,7 @@ def unloaded_goals_s(times: Iterable[tuple[float, Sequence[float]]]) -> dict[str
 
 
 def describe_goals(goals: Sequence[str], *, is_measured: bool) -> str:
-    """One line that names the limits and where they come from."""
+    """One line with the goals and their origin."""
     if not goals:
         return "no goals: no request was answered without load"
     limits = ", ".join(f"{name.upper()} {limit} ms" for name, _, limit in (goal.partition(":") for goal in goals))

@@ -11,7 +11,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def parse_goodput(texts: Sequence[str]) -> dict[str, float]:
-    """Return the limit in milliseconds of every named metric; empty if nothing is asked.
+    """Return the limit in milliseconds of every named metric; empty for no texts.
 
     Raises:
         UserError: An unknown name, a name given twice, or no positive number.

@@ -15,12 +15,12 @@ from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk
 from floodplain.workload.streamed_answer import StreamedAnswer
 
 CONNECT_S = 30.0
-"""A burst may fill the line of connections that the server has not accepted yet."""
+"""Long, because a burst may fill the server's queue of unaccepted connections."""
 DEFAULT_TIMEOUT_S = 3600.0
 
 
 class _Refused(Exception):
-    """The server answers another status than 200."""
+    """The server answered a status other than 200."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -28,16 +28,16 @@ class _Refused(Exception):
 
 
 class HttpTarget:
-    """Sends requests to one server, each on a connection of its own, as separate clients would.
+    """Sends requests to one server, each on a new connection, as separate clients would.
 
     Args:
-        base_url: For example ``http://127.0.0.1:8000``; a trailing ``/v1`` is understood.
-        model: The name that the server gives the model.
+        base_url: For example ``http://127.0.0.1:8000``, with or without a trailing ``/v1``.
+        model: The model's name at the server.
         api_key: Sent as a bearer token; None sends none.
-        idle_s: Give a request up after so long without a token, whatever else comes.
-        timeout_s: Give a request up after so long in all.
-        token_ids: Ask for token ids, by ``return_token_ids`` as vLLM has it: servers that lack it may refuse.
-        prompts: How prompts are sent.
+        idle_s: A request fails after so long without a token, even if other data arrives.
+        timeout_s: A request fails after so long in all.
+        token_ids: Request token ids by vLLM's ``return_token_ids``; servers without it may refuse.
+        prompts: The form of prompts.
 
     Raises:
         UserError: ``base_url`` is no HTTP address.

@@ -1,6 +1,6 @@
-"""Traces of JSON rows: Mooncake's, as aiperf and Dynamo write them too.
+"""Traces of JSON rows in Mooncake's format, which aiperf and Dynamo also write.
 
-What a replay by arrival time cannot do is refused by name.
+Keys that a replay by arrival time cannot support are refused by name.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ REFUSED = {
     "tool_wait_ms": "a replay sends every row at its own time",
     "wait_for": "a replay sends every row at its own time",
 }
-"""Keys that mean something which a replay by arrival time does not do."""
+"""Keys whose meaning a replay by arrival time does not support, with the reason."""
 
 
 def json_rows(path: Path) -> Iterator[TraceRow]:
     """Yield the rows of a JSONL file or of a JSON list: ``timestamp`` (ms or a date), lengths and ``hash_ids``.
 
-    A turn of a session that has a ``timestamp`` arrives then, whatever its ``delay`` says.
+    A turn of a session with a ``timestamp`` arrives then; its ``delay`` is ignored.
 
     Raises:
         UserError: A row lacks a key, or has one that cannot be replayed.

@@ -1,4 +1,4 @@
-"""How long prompts and outputs are: pools from a file, or a generator that needs no file."""
+"""Lengths of prompts and outputs: from a file, or generated."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _fit(tokens: IntArray | FloatArray, scale: float, maximum: int | None) -> In
 
 
 def load_lengths(path: Path) -> Lengths:
-    """Read a pool from a CSV with columns ``prompt_tokens,output_tokens``; pairs with a zero are left out.
+    """Read a pool from a CSV with columns ``prompt_tokens,output_tokens``; pairs with a zero are skipped.
 
     Raises:
         UserError: Wrong columns or values, or no usable row.
@@ -67,7 +67,7 @@ def load_lengths(path: Path) -> Lengths:
 
 
 def chat_like(num_requests: int, rng: np.random.Generator) -> Lengths:
-    """Draw lengths like those of people chatting: log-normal, many short prompts and a long tail.
+    """Draw chat-like lengths: log-normal, many short prompts and a long tail.
 
     The parameters are the mean and deviation of log lengths of single-turn ShareGPT chats (medians about 56 and 210
     tokens, means about 250 and 400), cut at 4096 and 1024 tokens.

@@ -17,7 +17,7 @@ class Phase:
     """A stretch of time with one request rate.
 
     Attributes:
-        duration_s: How long, above 0; only the last phase may be endless (infinity).
+        duration_s: Its duration, above 0; only the last phase may be infinite.
         rate: Requests a second, above 0 and finite.
 
     Raises:
@@ -48,7 +48,7 @@ def quiet_burst_quiet(
 def phase_arrivals(
     phases: Sequence[Phase], num_requests: int, burstiness: float, rng: np.random.Generator
 ) -> FloatArray:
-    """Draw ``num_requests`` arrival times under the phases' rates. Requests beyond the last phase go on at its rate.
+    """Draw ``num_requests`` arrival times under the phases' rates. The last rate holds beyond the last phase.
 
     Returns:
         ``[num_requests]`` seconds, never decreasing.
@@ -57,14 +57,14 @@ def phase_arrivals(
 
 
 def in_phases(unit_times: FloatArray, phases: Sequence[Phase]) -> FloatArray:
-    """Arrivals of rate 1 as arrivals under the phases' rates.
+    """Transform arrivals of rate 1 into arrivals under the phases' rates.
 
-    Time is stretched between them by the inverse of the expected number of arrivals so far (the time-change theorem of
+    Time is transformed by the inverse of the expected number of arrivals so far (the time-change theorem of
     point processes).
 
     Args:
         unit_times: ``[n]``, never decreasing.
-        phases: In their order.
+        phases: The phases in order.
 
     Returns:
         ``[n]`` seconds, never decreasing.

@@ -1,4 +1,4 @@
-"""Prompts in files: a text on each line of a JSONL file, or the conversations of a ShareGPT file."""
+"""Reads prompts from files: a text on each line of a JSONL file, or the conversations of a ShareGPT file."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ASSISTANTS = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"}
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in words.
+    """A prompt as text.
 
     Attributes:
         text: Not empty.
-        output_tokens: How long its answer is, where the file says so.
-        prefix_ids: Names of blocks of 512 tokens that come before the text; equal leading ids give equal leading text.
-        answer: The recorded answer, where the file has one: it says how long the answer is.
+        output_tokens: Length of its answer, if the file has it.
+        prefix_ids: Names of blocks of 512 tokens before the text; equal leading ids give equal leading text.
+        answer: The recorded answer, if the file has one; only its length is used.
     """
 
     text: str
@@ -42,8 +42,8 @@ def load_prompts(path: Path) -> list[Prompt]:
     """Read prompts from JSONL, or from a JSON list.
 
     A row is a text under ``prompt`` (aiperf: ``text_input``, ``text``), with ``output_tokens`` (``output_length``) and
-    ``hash_ids`` if it has them; or a conversation of ShareGPT, of which the first question and its answer count.
-    Conversations that do not begin with a question and an answer are left out, with one log line that counts them.
+    ``hash_ids`` if it has them; or a conversation of ShareGPT, of which the first question and its answer are used.
+    Conversations that do not begin with a question and an answer are skipped; one log line has their number.
 
     Raises:
         UserError: Unreadable, no prompt, or a row without one.

@@ -1,4 +1,4 @@
-"""Whether prompts are sent to a server as token ids or as texts."""
+"""The form in which prompts are sent to a server: token ids or text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEND_HELP = (
     "token ids, and as text if the server refuses them"
 )
 _REFUSALS = frozenset({400, 415, 422, 500, 501})
-"""Statuses of servers that do not understand a prompt of token ids."""
+"""Statuses of servers that do not support prompts of token ids."""
 
 
 class PromptForm:
@@ -24,7 +24,7 @@ class PromptForm:
 
     Args:
         way: One of ``WAYS``.
-        decode: Text of token ids, for requests that have no text.
+        decode: Returns the text of token ids, for requests without text.
 
     Raises:
         UserError: There is no such way.
@@ -38,10 +38,10 @@ class PromptForm:
         self._sends_text = way == "text"
 
     def of(self, request: LoadRequest) -> Iterator[list[int] | str]:
-        """The prompt in the form that the server takes; before that is known, the ids and then the text.
+        """The prompt in the form that the server accepts; before that is known, the ids and then the text.
 
         Raises:
-            UserError: It is to be sent as text, and has none.
+            UserError: It must be sent as text, and has none.
         """
         if request.prompt_token_ids and not self._sends_text:
             yield list(request.prompt_token_ids)
@@ -55,11 +55,11 @@ class PromptForm:
             raise UserError(f"{request.request_id} has no text to send")
 
     def note(self, prompt: list[int] | str, status: int, server: str) -> bool:
-        """Take in what a server answered to a prompt; whether it may take another form of it.
+        """Note the server's answer to a prompt. True if it may accept another form of it.
 
         Args:
-            prompt: As it was sent.
-            status: Of HTTP.
+            prompt: The prompt as it was sent.
+            status: The HTTP status.
             server: Its address, for the log.
         """
         if status == 200 and not self._is_settled:

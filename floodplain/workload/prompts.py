@@ -1,4 +1,4 @@
-"""What requests say: real text, cut or assembled to an exact number of tokens."""
+"""Prompts of real text, cut or assembled to an exact number of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from floodplain.workload.trace_row import MOONCAKE_BLOCK_TOKENS
 
 
 class PromptTokenizer(Protocol):
-    """All that a workload needs of a tokenizer."""
+    """The part of a tokenizer that a workload uses."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``."""
@@ -19,7 +19,7 @@ class PromptTokenizer(Protocol):
 
 
 def machine_documents() -> list[str]:
-    """Return long texts that every Python carries: the chapters of the language reference behind ``help()``."""
+    """Return long texts that every Python installation has: the language reference behind ``help()``."""
     from pydoc_data.topics import topics
 
     return [topics[name] for name in sorted(topics)]
@@ -28,14 +28,14 @@ def machine_documents() -> list[str]:
 class PromptMaker:
     """Makes prompts of an exact length: a passage of a document, then a question.
 
-    The passage comes first and starts anywhere, so that two prompts share a prefix only where ``prefix_ids`` say so.
+    The passage comes first and starts anywhere, so that two prompts share a prefix only by ``prefix_ids``.
     Every document is encoded once, when it is first needed.
 
     Args:
-        tokenizer: Turns text into tokens.
-        questions: What prompts end with; at least one.
-        documents: What fills them up; at least one, None takes ``machine_documents()``.
-        seed: Decides what the blocks named by prefix ids hold.
+        tokenizer: The tokenizer.
+        questions: Endings of prompts; at least one.
+        documents: Sources of passages; at least one. None: ``machine_documents()``.
+        seed: Determines the text of the blocks that prefix ids name.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PromptMaker:
         self._encoded: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of ``text``, remembered."""
+        """Return the tokens of ``text``; results are cached."""
         if text not in self._encoded:
             self._encoded[text] = tuple(self._tokenizer.encode(text))
         return self._encoded[text]
@@ -71,8 +71,8 @@ class PromptMaker:
         Args:
             num_tokens: At least 1.
             rng: Chooses the question and the passage.
-            prefix_ids: Names of the leading blocks; the same id always gives the same tokens. What they do not fill
-                is filled as without them.
+            prefix_ids: Names of the leading blocks; the same id always gives the same tokens. The rest of the prompt
+                is made as without them.
             prefix_block_tokens: Tokens of one such block.
         """
         tokens: list[int] = []
@@ -91,7 +91,7 @@ class PromptMaker:
         return self._passage(num_tokens, np.random.default_rng((self._seed, prefix_id)))
 
     def _passage(self, num_tokens: int, rng: np.random.Generator) -> tuple[int, ...]:
-        """Return ``num_tokens`` tokens of running text, from as many documents as it takes."""
+        """Return ``num_tokens`` tokens of running text, from one or more documents."""
         tokens: list[int] = []
         while len(tokens) < num_tokens:
             document = self.encode(self._documents[rng.integers(len(self._documents))])

@@ -1,4 +1,4 @@
-"""What is sent, what comes back, and what is remembered of it."""
+"""The requests, answer chunks and records of a load."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class LoadRequest:
     Attributes:
         request_id: Unique in the workload.
         arrival_s: When to send it, in seconds since the load began.
-        prompt: Its text, or None where it exists only as tokens.
-        prompt_token_ids: Its tokens, at least one; targets that can take tokens send these, so that lengths are exact.
+        prompt: Its text; None if it exists only as tokens.
+        prompt_token_ids: Its tokens, at least one; targets send these if possible, so that lengths are exact.
         max_tokens: Most tokens to generate.
-        ignore_eos: Go on past the end of sequence, so that the output is ``max_tokens`` long.
+        ignore_eos: Whether to continue past the end of sequence, so that the output is ``max_tokens`` long.
     """
 
     request_id: str
@@ -30,7 +30,7 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """A server's own count of a finished request; None for what it does not tell."""
+    """A server's own counts of a finished request; None for unknown counts."""
 
     prompt_tokens: int | None
     output_tokens: int | None
@@ -41,10 +41,10 @@ class TokenChunk:
     """One piece of an answer.
 
     Attributes:
-        received_s: When it came, by ``time.monotonic``.
-        text: Its text; may be empty (a token that is no whole character, or the last chunk).
-        token_ids: Its tokens, or None when the target does not tell: ``usage`` then says how many came in all.
-        usage: The count of the whole request, on at most one chunk, which itself holds no token.
+        received_s: When it arrived, by ``time.monotonic``.
+        text: Its text; may be empty (a token that is no complete character, or the last chunk).
+        token_ids: Its tokens; None if the target does not send them: then ``usage`` has their total number.
+        usage: The counts of the whole request, on at most one chunk, which has no token itself.
     """
 
     received_s: float
@@ -54,14 +54,14 @@ class TokenChunk:
 
 
 class RequestFailed(Exception):
-    """A target could not answer a request wholly. The message is one line for the record."""
+    """A target could not answer a request completely. The message is one line for the record."""
 
 
 class LoadTarget(Protocol):
-    """Something that answers requests: a server, or an engine in this process."""
+    """A target of a load: a server, or an engine in this process."""
 
     def send(self, request: LoadRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Send ``request`` now and yield its answer as it comes; ends normally only if the answer is complete.
+        """Send ``request`` now and yield its answer as it arrives; ends normally only if the answer is complete.
 
         Closing the generator early (or cancelling its task) aborts the request at the target.
 
@@ -73,16 +73,16 @@ class LoadTarget(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What a client saw of one request. Times are seconds since the load began, on a monotonic clock.
+    """A client's record of one request. Times are seconds since the load began, on a monotonic clock.
 
     Attributes:
         request_id: That of the request.
-        prompt_tokens: As counted by the target if it tells, else as sent.
-        arrival_s: When the workload wanted it sent.
+        prompt_tokens: The target's count if it sends one, else the number sent.
+        arrival_s: The arrival time in the workload.
         sent_s: When it was sent; latencies count from here.
         finished_s: When its answer ended or failed.
-        token_times_s: When each output token came; tokens of one chunk came together.
-        output_token_ids: The tokens, or None when the target does not tell.
+        token_times_s: When each output token arrived; tokens of one chunk have the same time.
+        output_token_ids: The tokens; None if the target does not send them.
         text: The answer's text.
         error: Why it failed, in one line; None if the answer is complete.
     """

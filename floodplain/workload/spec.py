@@ -23,9 +23,9 @@ from floodplain.workload.traces import Trace, load_trace
 DEFAULT_NUM_PROMPTS = 100
 MAX_REQUESTS = 10_000_000
 MAX_TOKENS = 10_000_000
-"""Above these a number is taken for a mistake."""
+"""Larger numbers count as mistakes."""
 SMALLEST, LARGEST = 1e-6, 1e9
-"""The same for rates, factors and durations."""
+"""Bounds on rates, factors and durations."""
 
 
 def _flag(text: str) -> dict[str, str]:
@@ -129,7 +129,7 @@ def _check_factor(name: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """When a request comes and how long it is, before it has words."""
+    """Arrival and lengths of a request, before its text is made."""
 
     arrival_s: float
     prompt_tokens: int
@@ -142,8 +142,8 @@ def build(spec: WorkloadSpec, tokenizer: PromptTokenizer, trace: Trace | None = 
 
     Args:
         spec: The flags.
-        tokenizer: Of the model that will be asked.
-        trace: What ``spec.trace`` holds, if the caller has read it already; else it is read here.
+        tokenizer: Tokenizer of the target's model.
+        trace: The trace of ``spec.trace`` if the caller has read it; None: it is read here.
 
     Raises:
         UserError: A file is unreadable or has the wrong columns.
@@ -206,7 +206,7 @@ def _verbatim(
     arrivals_rng: np.random.Generator,
     lengths_rng: np.random.Generator,
 ) -> list[LoadRequest]:
-    """Send the prompts of a file as they are, over and over if more requests are wanted than it holds."""
+    """Requests with the prompts of a file as they are, repeated if more requests are needed."""
     count = spec.num_prompts or len(prompts)
     drawn = chat_like(count, lengths_rng).output_tokens
     requests = []

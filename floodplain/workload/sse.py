@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MAX_EVENT_BYTES = 2**22
-"""Of the data of one event, or of one line. The longest honest ones are answers that come in one piece."""
+"""Most bytes of an event's data, or of a line. The longest valid ones are answers in one piece."""
 
 
 class EventTooLong(ValueError):
@@ -11,9 +11,9 @@ class EventTooLong(ValueError):
 
 
 class SseParser:
-    """Splits a stream of server-sent events into their data, wherever the bytes are cut.
+    """Splits a stream of server-sent events into their data, for any split of the bytes.
 
-    Only ``data`` fields matter here; comments and other fields are dropped.
+    Only ``data`` fields are returned; comments and other fields are dropped.
     Source: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
     """
 
@@ -27,7 +27,7 @@ class SseParser:
         """Take the next bytes and return the data of every event that they complete.
 
         Raises:
-            EventTooLong: See there.
+            EventTooLong: A line or an event is too long.
         """
         self._tail.append(chunk)
         self._tail_bytes += len(chunk)
@@ -47,7 +47,7 @@ class SseParser:
         return [event for line in lines if (event := self._take(line)) is not None]
 
     def close(self) -> list[str]:
-        """The data of an event that no blank line ends, when the bytes have ended."""
+        """The data of a last event without a blank line; call it at the end of the bytes."""
         return [*self.feed(b"\n"), *self.feed(b"\n")]
 
     def _take(self, line: bytes) -> str | None:

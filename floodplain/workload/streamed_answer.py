@@ -1,4 +1,4 @@
-"""One streamed completion of a server that nothing is known of: bytes to chunks, checked against what was asked for."""
+"""Parses a streamed completion of an untrusted server into chunks, and checks it against the request."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from floodplain.workload.records import LoadRequest, RequestFailed, TokenChunk, 
 from floodplain.workload.sse import EventTooLong, SseParser
 
 SLACK_TOKENS = 16
-"""So many tokens more than asked for are believed: servers differ in what they count at the ends."""
+"""Accepted tokens beyond the requested number: servers count special tokens differently."""
 _SLACK_PROMPT_TOKENS = 1024
-"""The same for prompts, to which servers may add their own text."""
+"""The same for prompts, to which servers may add text."""
 _SLACK_EVENTS, _EVENTS_PER_TOKEN = 64, 8
 _SLACK_BYTES, _BYTES_PER_TOKEN = 2**22, 2**12
 _MAX_SHOWN = 300
 _BROKEN = frozenset({"error", "abort"})
-"""Finish reasons of answers that are not whole."""
+"""Finish reasons of incomplete answers."""
 
 
 class StreamedAnswer:
-    """The answer to one request. Complete means: a finish reason, then ``data: [DONE]`` or a clean end of the body.
+    """The answer to one request. It is complete with a finish reason, then ``data: [DONE]`` or a clean end of the body.
 
     Args:
-        request: What was asked for.
+        request: The request.
 
     Attributes:
-        is_done: ``data: [DONE]`` has come: what follows does not count.
+        is_done: Whether ``data: [DONE]`` has arrived; later data is ignored.
     """
 
     def __init__(self, request: LoadRequest) -> None:
@@ -46,11 +46,11 @@ class StreamedAnswer:
         """Take the next bytes; return the chunks that they complete.
 
         Args:
-            data: Of the body.
-            now: When they came, by ``time.monotonic``.
+            data: Bytes of the body.
+            now: When they arrived, by ``time.monotonic``.
 
         Raises:
-            RequestFailed: The server reports an error, sends no completion, or more than was asked for.
+            RequestFailed: The server reports an error, sends no completion, or more than was requested.
         """
         self._bytes_left -= len(data)
         if self._bytes_left < 0:
@@ -61,7 +61,7 @@ class StreamedAnswer:
             raise RequestFailed(f"no completion: {error}") from None
 
     def close(self, now: float) -> list[TokenChunk]:
-        """The last chunks, the server's count among them, when the bytes have ended.
+        """The last chunks, with the server's counts; call it at the end of the bytes.
 
         Raises:
             RequestFailed: The answer is not complete, or the count is impossible.
@@ -90,7 +90,7 @@ class StreamedAnswer:
             if message.get("error") or message.get("object") == "error":
                 raise RequestFailed(f"the server reports: {_line(event)}")
             chunks = [self._chunk(choice, now) for choice in message.get("choices") or ()]
-            self._usage = message.get("usage") or self._usage  # the last one counts, wherever it stands
+            self._usage = message.get("usage") or self._usage  # the last one counts
         except (UserError, ValueError, TypeError, KeyError, AttributeError):
             raise RequestFailed(f"no completion chunk: {_line(event)}") from None
         return chunks
@@ -117,7 +117,7 @@ class StreamedAnswer:
             raise RequestFailed(f"usage is no object: {_line(repr(self._usage))}")
         prompt = _known(self._usage, "prompt_tokens", self._most_prompt_tokens)
         output = _known(self._usage, "completion_tokens", self._most_tokens)
-        # A server that counts no token of a text does not know.
+        # A count of 0 for an answer with text means that the server does not count.
         return TokenUsage(prompt or None, None if output == 0 and self._has_text else output)
 
 
@@ -134,5 +134,5 @@ def _count(name: str, value: Any, most: int) -> int:
 
 
 def _line(text: str) -> str:
-    """What a server sent, as a line of bounded length."""
+    """A server's text as one line of bounded length."""
     return " ".join(text[: 4 * _MAX_SHOWN].split())[:_MAX_SHOWN] or "(no text)"

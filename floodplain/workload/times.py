@@ -1,4 +1,4 @@
-"""When the requests of a trace arrived: numbers, or dates in ISO form."""
+"""Arrival times of a trace: numbers, or ISO dates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TraceClock:
 
     Args:
         path: The file, for errors.
-        units_per_s: How many units of a number make a second: 1000 for milliseconds. Dates have no unit.
+        units_per_s: Units of a number per second: 1000 for milliseconds. Dates have no unit.
     """
 
     def __init__(self, path: Path, units_per_s: int = 1) -> None:
@@ -32,7 +32,7 @@ class TraceClock:
         """Return seconds. A date's offset from UTC counts; a date without one is in UTC.
 
         Raises:
-            UserError: The value is neither a finite number nor a date, or the file has the other kind of time, too.
+            UserError: The value is neither a finite number nor a date, or the file also has the other kind of time.
         """
         text = str(value).strip()
         is_date = False

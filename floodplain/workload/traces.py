@@ -1,4 +1,4 @@
-"""Recorded arrivals: Azure, BurstGPT and Mooncake traces, told apart by their columns; read and written.
+"""Reads recorded arrivals: Azure, BurstGPT and Mooncake traces, distinguished by their columns.
 
 Azure: https://github.com/Azure/AzurePublicDataset · BurstGPT: https://github.com/HPMLL/BurstGPT ·
 Mooncake: https://github.com/kvcache-ai/Mooncake (FAST25-release/traces).
@@ -24,7 +24,7 @@ from floodplain.workload.trace_row import TraceRow
 
 TIME_COLUMNS = ("t_s", "timestamp")
 MAX_SPAN_S = 1e9
-"""From the first to the last request: more, which is 30 years, is a mistake in the file."""
+"""Longest time from the first to the last request: more than these 30 years is a mistake in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Trace:
     """A recorded workload.
 
     Attributes:
-        rows: In order of arrival; the first arrives at 0.
-        num_skipped: Rows of the file left out because they record a failure (no prompt or no output token).
+        rows: Rows in order of arrival; the first arrives at 0.
+        num_skipped: Skipped rows of the file: they record a failure (no prompt or no output token).
     """
 
     rows: tuple[TraceRow, ...]
@@ -77,7 +77,7 @@ def load_trace(path: Path) -> Trace:
     ``output_length`` and, optionally, ``hash_ids``. Dates are in UTC unless they carry an offset.
 
     Raises:
-        UserError: Unreadable, wrong columns (the message lists what was found and what would do), or no usable row.
+        UserError: Unreadable, wrong columns (the message lists found and accepted ones), or no usable row.
     """
     rows = list(json_rows(path) if path.suffix in (".jsonl", ".json") else _csv_rows(path))
     usable = sorted((row for row in rows if row.prompt_tokens and row.output_tokens), key=lambda row: row.arrival_s)

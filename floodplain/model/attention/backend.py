@@ -1,4 +1,4 @@
-"""The seam between a model and the way attention is computed on a device."""
+"""The interface between a model and the attention of a device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AttentionShape:
 
     @property
     def scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """The factor on products of queries and keys."""
         return float(self.head_dim**-0.5)
 
 
@@ -40,13 +40,13 @@ class AttentionPlan(Protocol):
     def attend(self, q: torch.Tensor, new_kv: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Attention [T, num_heads * head_dim] of the queries ``q`` [T, num_heads, head_dim]; after ``write``.
 
-        ``new_kv`` is what was just written: a prompt that starts at position 0 needs no more than that.
+        ``new_kv`` is what was just written: a prompt that starts at position 0 needs only that.
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Makes plans. A slot that no context reaches may hold anything, NaN included."""
+    """Makes plans. A slot beyond every context may hold any value, NaN included."""
 
     def plan(self, batch: ForwardBatch, dtype: torch.dtype) -> AttentionPlan:
         """Prepare one forward pass whose activations and KV have this ``dtype``."""

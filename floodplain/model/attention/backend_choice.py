@@ -1,4 +1,4 @@
-"""Chooses how attention is computed on a device."""
+"""Chooses the attention backend of a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from floodplain.model.native.ops import NativeOps
 
 
 def attention_backend(device: torch.device, shape: AttentionShape, native: NativeOps | None) -> AttentionBackend:
-    """The backend for a device; ``native`` are the CPU kernels, where there are any."""
+    """The backend for a device; ``native`` are the CPU kernels, if there are any."""
     if device.type == "cpu":
         from floodplain.model.attention.cpu import CpuAttention
 

@@ -1,8 +1,8 @@
-"""Attention on a CPU: by kernels that read blocks where they lie, or by torch.
+"""Attention on a CPU: by kernels that read blocks in place, or by torch.
 
-By torch the contexts are gathered head by head, then one batched product serves all decodes: the query heads that share
+With torch the contexts are gathered head by head, then one batched product serves all decodes: query heads that share
 a key/value head are the rows of one matrix, so grouped-query attention needs neither copies of the keys nor one product
-per head. Decodes of like length are a group, padded to its longest.
+per head. Decodes of similar length form a group, padded to its longest.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from floodplain.model.batch import ForwardBatch, PrefillSegment
 from floodplain.model.native.ops import NativeOps
 
 MAX_WASTED_TOKENS = 512
-"""Padding that a group of decodes may hold: reading it costs about as much as the calls for one more group."""
+"""Most padding of a group of decodes: reading it costs about as much as the calls for one more group."""
 
 MAX_GROUP_TOKENS = 32_768
-"""Bound on a group with its padding, so that gathered contexts stay small beside the KV pool."""
+"""Most tokens of a group, padding included, so that gathered contexts stay small relative to the KV pool."""
 
 
 FOLDED_PREFILL_TOKENS = range(64, 257)
@@ -34,7 +34,7 @@ class CpuAttention:
 
     Args:
         shape: Sizes.
-        native: Kernels that read blocks where they lie; used for decodes if they have these sizes.
+        native: Kernels that read blocks in place; used for decodes if they support these sizes.
     """
 
     def __init__(self, shape: AttentionShape, native: NativeOps | None = None) -> None:
@@ -119,7 +119,7 @@ class CpuAttentionPlan:
         return out[0].transpose(0, 1).flatten(1)
 
     def _prefill_folded(self, mask: torch.Tensor, q: torch.Tensor, new_kv: torch.Tensor) -> torch.Tensor:
-        """The query heads of a key/value head below one another, in one product."""
+        """Attention in one product: the query heads of a key/value head are stacked as rows."""
         shape, num_tokens = self._shape, q.shape[0]
         folded = q.unflatten(1, (shape.num_kv_heads, shape.group_size)).permute(1, 2, 0, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
         keys, values = new_kv.permute(1, 2, 0, 3)  # [num_kv_heads, n, head_dim] each
@@ -139,9 +139,9 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """A prefill whose context is gathered by ``gather_rows`` and masked, or (both None) is just its own tokens.
+    """A prefill whose context is gathered by ``gather_rows`` and masked; both None: only its own tokens.
 
-    ``is_folded`` ones are their own tokens too, with a mask [group_size * n, n] for the folded heads.
+    If ``is_folded``, it is also only its own tokens, with a mask [group_size * n, n] for the stacked heads.
     """
 
     rows: slice

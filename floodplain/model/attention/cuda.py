@@ -1,4 +1,4 @@
-"""Attention on a CUDA device: a paged kernel for decodes; FlashInfer, or torch over gathered contexts, for prefills."""
+"""Attention on a CUDA device: a paged kernel for decodes; FlashInfer or torch over gathered contexts for prefills."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from floodplain.model.batch import ForwardBatch, PrefillSegment
 
 
 class CudaAttention:
-    """The backend for ``cuda``. A plan of it is valid until the next.
+    """The backend for ``cuda``. A plan is valid until the next call of ``plan``.
 
     Args:
         shape: Sizes.
-        may_use_flashinfer: Leave prefills to FlashInfer where it is there and can (see ``refuse_flashinfer``).
+        may_use_flashinfer: Compute prefills with FlashInfer, unless ``refuse_flashinfer`` gives a reason not to.
     """
 
     def __init__(self, shape: AttentionShape, *, may_use_flashinfer: bool = True) -> None:
@@ -35,13 +35,13 @@ class CudaAttention:
 
 
 class CudaAttentionPlan:
-    """Indices of one batch. Nothing here waits for this batch's work on the device.
+    """Indices of one batch. Nothing here blocks on the batch's work on the device.
 
     Args:
         batch: The batch.
         shape: Sizes.
         num_processors: Multiprocessors of the device.
-        flashinfer: Computes prefills; None leaves them to torch.
+        flashinfer: Computes prefills; None: torch does.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class CudaAttentionPlan:
 
 
 def _gather_rows(segment: PrefillSegment, shape: AttentionShape) -> torch.Tensor | None:
-    """Rows [C, 2] of the segment's context, or None if that is just the segment itself."""
+    """Rows [C, 2] of the segment's context; None if the context is only the segment itself."""
     if segment.context_len == segment.num_tokens:
         return None
     keys = context_rows(segment.block_table[None], segment.context_len, shape.block_tokens)[0]
@@ -115,7 +115,7 @@ def _gather_rows(segment: PrefillSegment, shape: AttentionShape) -> torch.Tensor
 
 
 def _lower_right(num_tokens: int, num_context: int, like: torch.Tensor) -> torch.Tensor:
-    """Causal, where the last query sees everything. Flash attention, which knows this shape, has no float32."""
+    """A causal mask in which the last query attends to everything. Flash attention supports it, but not float32."""
     if like.dtype == torch.float32:
         mask = torch.ones(num_tokens, num_context, dtype=torch.bool, device=like.device)
         return mask.tril_(num_context - num_tokens)

@@ -1,7 +1,7 @@
 """Attention of one new token per sequence over a paged KV, in Triton (imported only on a CUDA device).
 
 One program serves one sequence, one key/value head with all its query heads, and one split of the context. Long
-contexts of few sequences are split so that every multiprocessor has work, and a second kernel puts the splits together
+contexts of few sequences are split so that every multiprocessor has work, and a second kernel combines the splits
 (flash decoding: pytorch.org/blog/flash-decoding).
 """
 
@@ -18,7 +18,7 @@ _LOG2_E = 1.4426950408889634
 
 
 def choose_num_splits(num_programs: int, max_context_len: int, num_processors: int) -> int:
-    """Splits of each context: enough for two programs on every multiprocessor, none shorter than 256 tokens."""
+    """Splits of each context: enough for two programs per multiprocessor, none shorter than 256 tokens."""
     wanted = -(-2 * num_processors // max(num_programs, 1))
     return max(1, min(wanted, max_context_len // _MIN_SPLIT_TOKENS))
 
@@ -40,7 +40,7 @@ def paged_decode(
         block_tables: [B, max_blocks], int64; rows may be strided.
         context_lens: [B], int64, at least 1.
         max_context_len: The largest of them.
-        num_splits: Into how many parts each context is cut.
+        num_splits: Number of parts of each context.
         out: [B, num_heads, head_dim], contiguous.
     """
     num_sequences, num_heads, head_dim = q.shape

@@ -1,8 +1,8 @@
-"""Attention of prefill chunks over a paged KV, by FlashInfer where it is installed. Not yet run on a GPU.
+"""Attention of prefill chunks over a paged KV, by FlashInfer if it is installed. Not yet run on a GPU.
 
-All chunks of a step are one launch, and contexts are read where they lie: torch's way is a launch for each chunk, after
+All chunks of a step are one launch, and contexts are read in place; torch needs a launch for each chunk, after
 gathering its context. Written against flashinfer-python 0.7.2 (docs.flashinfer.ai/api/prefill.html), which compiles a
-kernel for a dtype and a head size on first use. It is imported only once ``refuse_flashinfer`` has nothing against it.
+kernel for a dtype and a head size on first use. It is imported only if ``refuse_flashinfer`` returns None.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 DISABLE_VARIABLE = "FLOODPLAIN_NO_FLASHINFER"
 DTYPES = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
-"""Others are refused here since FlashInfer takes some that it then gets wrong (flashinfer-ai/flashinfer issue 4299)."""
+"""Other sizes are refused: FlashInfer accepts some and computes wrong results (flashinfer-ai/flashinfer issue 4299)."""
 
 _KERNELS = "fa2"
-"""It takes values past a context as zero: they may be NaN here. Left to itself FlashInfer would choose "fa3" on Hopper,
+"""This backend reads values past a context as zero; here they may be NaN. By default FlashInfer uses "fa3" on Hopper,
 which once let such NaN through (flashinfer-ai/flashinfer pull request 1029)."""
 
 _MAX_TILE_ROWS = 128
@@ -38,14 +38,14 @@ _TILES_PER_PROCESSOR = 2
 def refuse_flashinfer(
     device_type: str, dtype: torch.dtype, head_dim: int, *, is_installed: bool, is_disabled: bool
 ) -> str | None:
-    """Why FlashInfer does not compute prefills, in words for a log; None if it does.
+    """Why FlashInfer does not compute prefills, as text for a log; None if it does.
 
     Args:
-        device_type: Where KV and activations are: ``cuda``, ``cpu``.
-        dtype: What they are.
+        device_type: Device type of KV and activations: ``cuda``, ``cpu``.
+        dtype: Their dtype.
         head_dim: Numbers in a head.
-        is_installed: The package ``flashinfer`` can be imported.
-        is_disabled: The user wants it left out.
+        is_installed: Whether the package ``flashinfer`` can be imported.
+        is_disabled: Whether the user has disabled it.
     """
     if device_type != "cuda":
         return f"it does not run on {device_type}"
@@ -63,7 +63,7 @@ def refuse_flashinfer(
 def open_flashinfer(
     shape: AttentionShape, dtype: torch.dtype, device: torch.device, num_processors: int
 ) -> FlashInferPrefill | None:
-    """FlashInfer with a workspace on ``device``, or None where it is refused. Which of them, and why, is logged."""
+    """FlashInfer with a workspace on ``device``; None if it is refused. Logs the choice and its reason."""
     refusal = refuse_flashinfer(
         device.type,
         dtype,
@@ -86,10 +86,10 @@ def open_flashinfer(
 
 
 def workspace_bytes(shape: AttentionShape, num_processors: int) -> int:
-    """Bytes that partial results need when long contexts are split over processors.
+    """Bytes for partial results when long contexts are split over multiprocessors.
 
-    FlashInfer's advice of 128 MiB is too little for large groups of query heads, and running short is an error there.
-    It splits only while at most two tiles for each multiprocessor come of it (``scheduler.cuh``), whatever the batch; a
+    FlashInfer's recommended 128 MiB is too little for large groups of query heads, and a shortage is an error there.
+    For any batch it splits into at most two tiles per multiprocessor (``scheduler.cuh``); a
     tile is at most 128 rows, each with a head's output and its log-sum in float32.
     """
     tiles = _TILES_PER_PROCESSOR * num_processors
@@ -99,13 +99,13 @@ def workspace_bytes(shape: AttentionShape, num_processors: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PagedSegments:
-    """S segments in FlashInfer's terms, int32. Planning reads all but ``blocks`` on the host, so they lie there.
+    """S segments in FlashInfer's format, int32. All but ``blocks`` are on the host, where planning reads them.
 
     Attributes:
-        query_starts: [S + 1], the first row of each segment among the rows of all segments, and their number.
+        query_starts: [S + 1], the first row of each segment among the rows of all segments, then the number of rows.
         block_starts: [S + 1], the same for ``blocks``.
-        blocks: On the device, the blocks that hold each context, one segment after the other.
-        last_block_tokens: [S], how many tokens of each context its last block holds, at least 1.
+        blocks: On the device: the blocks of each context, one segment after the other.
+        last_block_tokens: [S], tokens in the last block of each context, at least 1.
     """
 
     query_starts: torch.Tensor
@@ -115,7 +115,7 @@ class PagedSegments:
 
 
 def page_segments(segments: Sequence[PrefillSegment], block_tokens: int) -> PagedSegments:
-    """Put the (one or more) segments of a batch together. Does not wait for the device."""
+    """The one or more segments of a batch in FlashInfer's format. Does not block on the device."""
     counts = [-(-segment.context_len // block_tokens) for segment in segments]
     tables = [segment.block_table[:count] for segment, count in zip(segments, counts, strict=True)]
     return PagedSegments(
@@ -127,13 +127,13 @@ def page_segments(segments: Sequence[PrefillSegment], block_tokens: int) -> Page
 
 
 class FlashInferPrefill:
-    """Prefills of one batch at a time: ``plan`` once in a step, then ``run`` in each layer.
+    """Prefills of one batch at a time: call ``plan`` once per step, then ``run`` in each layer.
 
     Args:
         module: The package ``flashinfer``.
         shape: Sizes.
-        dtype: Of queries and KV, one of ``DTYPES``.
-        device: Where they are; the workspace is allocated there at once.
+        dtype: Dtype of queries and KV, one of ``DTYPES``.
+        device: Their device; the workspace is allocated there at once.
         num_processors: Its multiprocessors.
     """
 
@@ -146,7 +146,7 @@ class FlashInferPrefill:
         self._planned = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def plan(self, segments: Sequence[PrefillSegment]) -> None:
-        """Prepare the prefills of a step, at least one; what was planned before cannot be run any more."""
+        """Prepare the prefills of a step, at least one; the previous plan cannot be run any more."""
         paged = page_segments(segments, self._shape.block_tokens)
         with torch.cuda.device_of(paged.blocks):  # type: ignore[no-untyped-call]  # as for Triton
             if self._planned is not None:

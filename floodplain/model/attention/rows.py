@@ -1,4 +1,4 @@
-"""Where tokens lie in a layer's KV, as row numbers of flat views of it."""
+"""Positions of tokens in a layer's KV, as row numbers of its flat views."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def head_rows(key_rows: torch.Tensor, num_kv_heads: int, block_tokens: int) -> t
         key_rows: [B, C], from ``context_rows``.
 
     Returns:
-        [2, B, num_kv_heads, C]: the keys' rows, then the values'; gathering them gives matrices that need no copy more.
+        [2, B, num_kv_heads, C]: the keys' rows, then the values'; the gathered matrices need no further copy.
     """
     heads = torch.arange(num_kv_heads, device=key_rows.device)[:, None]
     keys = key_rows[:, None] * num_kv_heads + heads  # [B, H, C]

@@ -1,1 +1,1 @@
-"""Kernels for the CPU, compiled on the machine that runs them; without a compiler torch does their work, slower."""
+"""CPU kernels, compiled on the machine that runs them. Without a compiler torch is used instead, which is slower."""

@@ -61,7 +61,7 @@ class NativeOps:
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim].
-            num_heads: Of queries.
+            num_heads: Query heads.
             turn: Cosines and sines, each [T, head_dim / 2] in float32; None rotates nothing.
             slots: [T], block * block_tokens + offset.
             kv: [num_blocks, 2, block_tokens, num_kv_heads, head_dim].
@@ -80,17 +80,17 @@ class NativeOps:
     def decode(
         self, q: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attention of one query row per sequence, [B, heads * head_dim], reading blocks where they lie.
+        """Attention of one query row per sequence, [B, heads * head_dim]; reads blocks in place.
 
         Args:
             q: [B, heads, head_dim]; only its rows may be strided.
             kv: [num_blocks, 2, block_tokens, num_kv_heads, head_dim].
             tables: [B, max_blocks], int64.
             lengths: [B], int64.
-            scale: Of the scores.
+            scale: Factor on the scores.
 
         Raises:
-            InvariantError: ``can_decode`` denies these sizes.
+            InvariantError: ``can_decode`` is False for these sizes.
         """
         rows, num_heads, dim = q.shape
         out = q.new_empty(rows, num_heads * dim)
@@ -104,7 +104,7 @@ class NativeOps:
 
 
 def native_ops(device: torch.device, dtype: torch.dtype) -> NativeOps | None:
-    """The kernels for a device and dtype, or None if there are none here."""
+    """The kernels for a device and dtype; None if there are none."""
     if device.type != "cpu" or dtype not in _NAMES:
         return None
     library = load_library(SOURCE, "torch")

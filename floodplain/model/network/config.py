@@ -1,4 +1,4 @@
-"""What a model is: sizes, rotary positions, biases. ``hf_config`` and ``gguf_config`` read it from files."""
+"""A model's configuration: sizes, rotary positions, biases. ``hf_config`` and ``gguf_config`` read it from files."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from floodplain.cost.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions: base frequency, and how it is stretched for contexts longer than in pre-training.
+    """Rotary positions: the base, and the scaling for contexts longer than in pre-training.
 
     Attributes:
         theta: The base.
         kind: ``linear`` divides every frequency by ``factor``; ``llama3`` and ``yarn`` divide long wavelengths only.
-        factor: See there.
-        low_freq_factor: Of ``llama3``: wavelengths above this part of ``original_max_position`` are stretched, and
-        high_freq_factor: those below this part are kept.
+        factor: The divisor of ``linear``, ``llama3`` and ``yarn``.
+        low_freq_factor: ``llama3`` scales wavelengths above ``original_max_position`` over this, and
+        high_freq_factor: keeps those below ``original_max_position`` over this.
         original_max_position: The context in pre-training (``llama3`` and ``yarn``).
-        beta_fast: Of ``yarn``: frequencies that turn more often than this in the original context are kept, and
-        beta_slow: those that turn less often than this are stretched.
-        truncate: Of ``yarn``: the bounds are whole indices.
+        beta_fast: ``yarn`` keeps frequencies with more rotations than this in the original context, and
+        beta_slow: scales those with fewer rotations than this.
+        truncate: Whether ``yarn`` rounds the bounds to whole indices.
         attention_factor: Multiplies cosines and sines.
-        divisors: One number for each frequency, which it is divided by; empty for none.
+        divisors: A divisor for each frequency; empty for none.
     """
 
     theta: float = 10_000.0
@@ -47,10 +47,10 @@ class ModelConfig:
         shape: All sizes.
         rope: Rotary positions (Llama family); None for learned ones (OPT).
         norm_eps: Added to the variance in a norm.
-        o_bias: The projection after attention has a bias.
-        mlp_bias: The feed-forward projections have biases.
-        qk_norm: Each query and key head is RMS-normalised before the rotation (Qwen3).
-        norm_first: Norms stand before attention and feed-forward, not after them (OPT-350m has them after).
+        o_bias: Whether the projection after attention has a bias.
+        mlp_bias: Whether the feed-forward projections have biases.
+        qk_norm: Whether each query and key head is RMS-normalised before the rotation (Qwen3).
+        norm_first: Whether norms precede attention and feed-forward (OPT-350m has them after).
     """
 
     shape: ModelShape

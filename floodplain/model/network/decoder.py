@@ -19,7 +19,7 @@ from floodplain.model.network.rope import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What all layers share in one forward pass: attention, the rotation (None: learned positions), where KV goes."""
+    """What all layers share in one forward pass: attention, the rotation (None: learned positions), KV slots."""
 
     attention: AttentionPlan
     turn: Rotation | None
@@ -35,14 +35,14 @@ class Layer(Protocol):
 
 
 class Stem(Protocol):
-    """What stands before the first layer and after the last."""
+    """The parts before the first layer and after the last."""
 
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
         """Activations [T, hidden] of the tokens."""
         ...
 
     def rotation(self, positions: torch.Tensor) -> Rotation | None:
-        """The rotation that layers apply at these positions, if any."""
+        """The rotation that layers apply at these positions; None if there is none."""
         ...
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Stem(Protocol):
 
 
 class LayerHooks(Protocol):
-    """Called around each layer, so that its KV or its parameters may be elsewhere until then."""
+    """Called around each layer, so that its KV or parameters may be elsewhere at other times."""
 
     def before_layer(self, index: int) -> None:
         """Layer ``index`` runs next: ``kv_layers[index]`` and its parameters are read after this returns."""
@@ -63,15 +63,15 @@ class LayerHooks(Protocol):
 
 
 class Decoder:
-    """A loaded model. It holds parameters only; batches and KV are arguments.
+    """A loaded model. It holds only parameters; batches and KV are arguments.
 
     Attributes:
-        config: What it is.
-        dtype: Of parameters, activations and KV.
-        device: Where it runs.
-        layer_buffers: Each layer's parameters, which may go and come back at a boundary; empty when they were packed
-            for the CPU. Of a stage: those of its layers alone.
-        held: The layers that were loaded: all, or those of a stage of a pipeline.
+        config: The model's configuration.
+        dtype: Dtype of parameters, activations and KV.
+        device: The device on which it runs.
+        layer_buffers: Each layer's parameters, which may be unmapped and refilled between steps; empty if packed
+            for the CPU. For a stage: only those of its layers.
+        held: The loaded layers: all, or those of a pipeline stage.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class Decoder:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the whole model."""
+        """The number of layers of the whole model."""
         return self.config.shape.num_layers
 
     def part(self, layers: range) -> Decoder:
-        """The same model with some of its layers, as a stage of a pipeline has them; parameters are shared.
+        """The model with only some of its layers, as a pipeline stage; parameters are shared.
 
         Raises:
             InvariantError: A layer was not loaded.
@@ -127,7 +127,7 @@ class Decoder:
         """Run one step: ``embed``, all of ``run_layers``, ``finish``.
 
         Args:
-            batch: Its tokens.
+            batch: The step's tokens.
             kv_layers: One [num_blocks, 2, block_tokens, kv_heads, head_dim] for each layer; the batch's slots are
                 written.
             hooks: Called around each layer.
@@ -140,7 +140,7 @@ class Decoder:
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> torch.Tensor:
-        """Activations [T, hidden] of the tokens, as layer 0 takes them."""
+        """Activations [T, hidden] of the tokens: the input of layer 0."""
         return self._stem.embed(batch)
 
     @torch.inference_mode()
@@ -152,20 +152,20 @@ class Decoder:
         kv_layers: Sequence[torch.Tensor],
         hooks: LayerHooks | None = None,
     ) -> torch.Tensor:
-        """Run some layers: a stage of a pipeline, or all. Stages one after the other are the whole, bit by bit.
+        """Run some layers: a pipeline stage, or all. Consecutive stages give bitwise the result of the whole.
 
         Args:
-            layers: Adjacent ones, in order.
-            batch: Its tokens; the whole of it in each stage.
-            x: Activations [T, hidden], as ``embed`` or the layer before gave them.
-            kv_layers: See ``forward``; only those of these layers are looked at.
+            layers: Adjacent layers, in order.
+            batch: The step's tokens; the same whole batch in each stage.
+            x: Activations [T, hidden], from ``embed`` or the layer before.
+            kv_layers: As in ``forward``; only those of these layers are used.
             hooks: Called around each layer.
 
         Returns:
             Activations [T, hidden] for the next layer, or for ``finish``.
 
         Raises:
-            InvariantError: A layer's parameters are not there when it is to run.
+            InvariantError: The parameters of a layer are not loaded.
         """
         plan, turn = self._attention.plan(batch, self.dtype), self._stem.rotation(batch.positions)
         step = Step(plan, turn, batch.slot_mapping)
@@ -185,7 +185,7 @@ class Decoder:
         return logits
 
     def _expect_parameters(self, index: int) -> None:
-        """Touching memory that is not there would end the process, and what is not filled computes nonsense."""
+        """Raise if the layer cannot run: unmapped memory would end the process, unfilled memory gives nonsense."""
         if index not in self.held:
             raise InvariantError(f"layer {index} is to run, and only layers {self.held} were loaded")
         if self.layer_buffers and not self.layer_buffers[index - self.held.start].is_filled:

@@ -1,4 +1,4 @@
-"""A mapping from a model's file whose reads are recorded: a key that no code reads refuses the model."""
+"""A mapping from a model's file that records which keys are read: a model with an unread key is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 from floodplain.core.errors import UserError
 
 MAX_WHOLE: Final = 2**53
-"""Whole numbers of files are not larger: no size of a model comes near, and floats hold these exactly."""
+"""Largest whole number in a file: larger than any size of a model, and exact as a float."""
 _MOST_NAMED: Final = 5
 _LONGEST_KEY: Final = 80
 _REQUIRED: Final = object()
@@ -23,7 +23,7 @@ class Fields:
     Args:
         values: The mapping as it was parsed.
         where: The file, for messages.
-        prefix: What stands before each key in messages (``rope_scaling.``).
+        prefix: Prefix of each key in messages (``rope_scaling.``).
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
@@ -92,7 +92,7 @@ class Fields:
         return value
 
     def token_ids(self, key: str) -> frozenset[int]:
-        """A token or several; none if the key is absent or ``null``."""
+        """A token or several; empty if the key is absent or ``null``."""
         value = self.value(key, None)
         many = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(one, bool) or not isinstance(one, int) for one in many):
@@ -107,13 +107,13 @@ class Fields:
         return Fields(value, self.where, f"{self._prefix}{key}.") if value else None
 
     def require(self, key: str, *allowed: object) -> None:
-        """Refuse every value but ``allowed``; an absent key is one of these."""
+        """Refuse every value except ``allowed``; an absent key counts as the first of these."""
         value = self.value(key, allowed[0])
         if not any(_is_same(value, one) for one in allowed):
             raise self.refusal(key, "is not supported, only " + " or ".join(repr(one) for one in allowed))
 
     def refusal(self, key: str, reason: str) -> UserError:
-        """The error that says what is wrong with the value of ``key``."""
+        """An error about the value of ``key``."""
         return UserError(f"{self.where}: {self._label(key)}={_short(self._values.get(key))} {reason}")
 
     def refuse_unread(
@@ -129,7 +129,7 @@ class Fields:
             known: Keys that change no number.
             neutral: Keys that change no number at these values.
             pattern: A regular expression for more keys that change no number.
-            because: Why other keys are not read.
+            because: The reason in the error why other keys are not read.
 
         Raises:
             UserError: A key was not read, is none of these, and its value is not None.
@@ -144,7 +144,7 @@ class Fields:
             )
 
     def _label(self, key: str) -> str:
-        """The key as it is, if that is one short line."""
+        """The key as it is if it is one short line, else shortened."""
         return self._prefix + (key if len(key) <= _LONGEST_KEY and re.fullmatch(r"[\w.*-]+", key) else _short(key))
 
     def _is_neutral(self, key: str, neutral: Mapping[str, tuple[object, ...]]) -> bool:

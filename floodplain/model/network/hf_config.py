@@ -1,4 +1,4 @@
-"""What a HF ``config.json`` says a model is; what the code here does not compute is refused by name."""
+"""Reads a model's configuration from a HF ``config.json``; what the code does not compute is refused by name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class _Family:
     """How transformers reads the keys of one ``model_type``.
 
     Attributes:
-        architecture: Its class.
-        attention_bias: Which projections ``attention_bias`` is for; ``fixed``: query, key and value have biases.
-        mlp_bias: Whether the key of this name is read.
+        architecture: Its class in transformers.
+        attention_bias: Projections to which ``attention_bias`` applies; ``fixed``: query, key and value have biases.
+        mlp_bias: Whether the key ``mlp_bias`` is read.
         kv_heads: ``num_key_value_heads`` if the key is absent; None: as many as query heads.
-        head_dim: The same of ``head_dim``; None: by the hidden size.
+        head_dim: ``head_dim`` if the key is absent; None: by the hidden size.
         window: ``sliding_window`` if the key is absent.
-        switches_window: ``use_sliding_window`` says whether there is one.
-        qk_norm: Query and key heads are normalised.
+        switches_window: Whether ``use_sliding_window`` turns the window on.
+        qk_norm: Whether query and key heads are normalised.
     """
 
     architecture: str
@@ -61,7 +61,7 @@ def parse_hf_config(config: Mapping[str, Any], name: str, where: str = "config.j
 
     Args:
         config: The mapping.
-        name: What the shape will be called.
+        name: The name of the shape.
         where: The file, for messages.
 
     Raises:
@@ -79,7 +79,7 @@ def parse_hf_config(config: Mapping[str, Any], name: str, where: str = "config.j
 
 
 def _model_type(fields: Fields) -> str:
-    """By ``architectures``, ``model_type`` or both, which must agree."""
+    """The type by ``architectures``, ``model_type`` or both, which must agree."""
     listed = fields.value("architectures", None)
     model_type = fields.value("model_type", None)
     if listed is None and model_type in _ARCHITECTURES.values():
@@ -137,7 +137,7 @@ def _split_evenly(fields: Fields, hidden: int, heads: int) -> int:
 
 
 def _flag_if(is_read: bool, fields: Fields, key: str) -> bool:
-    """The flag; False for a family that ignores the key in transformers, whatever it says."""
+    """The flag; False for a family for which transformers ignores the key."""
     if is_read:
         return fields.flag(key, False)
     fields.value(key, None)

@@ -1,4 +1,4 @@
-"""Keys of a HF ``config.json`` that no code here reads, because they change no logit.
+"""Keys of a HF ``config.json`` that no code reads, because they change no logit.
 
 ``refuse_unread`` compares with these lists; all other keys are read, or refuse the model.
 """
@@ -29,13 +29,13 @@ _OF_SAMPLING = (
 )
 
 HARMLESS_KEYS = frozenset(" ".join((_ABOUT_THE_FILE, _OF_TRAINING, _OF_THE_CALLER, _OF_SAMPLING)).split())
-"""Whatever their value, the logits stay. Sampling is what a request asks for."""
+"""Keys that change no logit at any value. Sampling is set by requests."""
 
 TOKEN_IDS = (
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
     "pad_token_id", "sep_token_id", "unk_token_id",
 )  # fmt: skip
-"""Keys that hold tokens. They change no logit; ``eos_token_id`` says where a text ends."""
+"""Keys with token ids. They change no logit; ``eos_token_id`` ends a text."""
 
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
@@ -53,4 +53,4 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-"""Keys that change nothing at these values, and refuse the model at all others."""
+"""Keys that change nothing at these values; at all others the model is refused."""

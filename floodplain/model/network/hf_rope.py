@@ -1,7 +1,7 @@
-"""Rotary positions as ``config.json`` says them: ``rope_scaling``, ``rope_parameters``, and keys at the top level.
+"""Rotary positions from ``config.json``: ``rope_scaling``, ``rope_parameters``, and keys at the top level.
 
-Precedence is that of transformers 5: ``rope_scaling`` replaces ``rope_parameters``, ``rope_type`` goes before ``type``,
-and numbers inside the mapping go before those at the top level, except ``original_max_position_embeddings``.
+Precedence is that of transformers 5: ``rope_scaling`` replaces ``rope_parameters``, ``rope_type`` precedes ``type``,
+and numbers inside the mapping precede those at the top level, except ``original_max_position_embeddings``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def parse_rope(config: Fields, head_dim: int, max_position: int) -> tuple[RopeCo
         max_position: ``max_position_embeddings``.
 
     Returns:
-        The rotary positions and the longest context, in tokens: ``linear`` and ``yarn`` stretch it; ``dynamic`` and
-        ``longrope``, whose frequencies depend on the length of a text, end before these change.
+        The rotary positions and the longest context, in tokens: ``linear`` and ``yarn`` extend it; ``dynamic`` and
+        ``longrope``, whose frequencies depend on the text's length, are limited to lengths where these do not change.
     """
     config.require("partial_rotary_factor", 1.0, None)
     scaling, parameters = config.child("rope_scaling"), config.child("rope_parameters")
@@ -59,7 +59,7 @@ def _read_kind(rope: Fields) -> str:
 
 
 def stretched_context(context: int, factor: float) -> int:
-    """``context`` times ``factor``, in whole tokens; never less than ``context``, and a number of sensible length."""
+    """``context`` times ``factor``, in whole tokens; at least ``context``, at most ``MAX_WHOLE``."""
     return int(min(context * max(factor, 1.0), MAX_WHOLE))
 
 
@@ -101,7 +101,7 @@ def _parse_yarn(rope: Fields, theta: float, original: int, max_position: int) ->
 
 
 def yarn_attention(factor: float, scale: float = 1.0) -> float:
-    """What YaRN multiplies cosines and sines by, for a context that is ``factor`` times as long."""
+    """YaRN's factor on cosines and sines, for a context that is ``factor`` times as long."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -117,7 +117,7 @@ def _parse_longrope(rope: Fields, theta: float, head_dim: int, contexts: tuple[i
 
 
 def _refuse_what_is_replaced(parameters: Fields, scaling: Fields, theta: float) -> None:
-    """``rope_scaling`` replaces ``rope_parameters``: what that says must be the same, or nothing."""
+    """Refuse ``rope_parameters`` that differ from the ``rope_scaling`` which replaces them."""
     usual = {"rope_theta": theta, "rope_type": _read_kind(scaling), "type": _read_kind(scaling)}
     for key in parameters:
         value = parameters.value(key)

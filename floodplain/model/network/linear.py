@@ -1,4 +1,4 @@
-"""The product with a weight matrix: as it lies in memory, or repacked for the CPU's matrix kernels."""
+"""The product with a weight matrix: in its stored layout, or repacked for the CPU's matrix kernels."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Projection(Protocol):
         ...
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """``residual`` plus the product; ``residual`` itself stays as it is."""
+        """``residual`` plus the product; ``residual`` itself is not changed."""
         ...
 
 
 FEW_ROWS = 8
-"""Up to so many rows a product in bfloat16 costs no more than the conversion of its weights to float32."""
+"""With at most so many rows a bfloat16 product costs no more than converting its weights to float32."""
 PART_WEIGHTS = 2**20
-"""So many weights are converted at a time: the CPU's cache holds them until they are multiplied."""
+"""Weights that are converted at a time: few enough to stay in the CPU's cache until they are multiplied."""
 
 
 class Linear:
-    """Weight [out, in] and bias [out] or None, used where they lie."""
+    """Weight [out, in] and bias [out] or None, used in place."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight = weight

@@ -1,7 +1,7 @@
 """The Llama family: Llama, Mistral, Qwen2, Qwen3, Yi, SmolLM2.
 
 They differ in the bias of the query, key and value projections (Qwen2), in a norm on each query and key head (Qwen3),
-and in numbers.
+and in sizes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class LlamaStem:
 
 
 class LlamaLayer:
-    """One layer: attention, then a gated feed-forward part, each added to what came in."""
+    """One layer: attention, then a gated feed-forward part, each with a residual connection."""
 
     def __init__(
         self, config: ModelConfig, params: Mapping[str, torch.Tensor], project: MakeProjection, ops: LayerOps

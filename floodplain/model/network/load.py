@@ -44,7 +44,7 @@ _FAMILIES = {
 
 
 def parameter_parts(config: ModelConfig) -> Iterator[Part]:
-    """All that ``load_decoder`` reads from a checkpoint, one part after another."""
+    """All parts that ``load_decoder`` reads from a checkpoint."""
     family = _FAMILIES[config.shape.family]
     yield from (part for spec in family.stem_specs(config) for part in spec.parts)
     if not config.shape.tied_embeddings:
@@ -67,15 +67,15 @@ def load_decoder(
     """Load a model.
 
     Args:
-        config: What it is.
-        source: Where its weights come from.
-        dtype: Of parameters, activations and KV.
-        device: Where it runs.
+        config: The model's configuration.
+        source: The source of its weights.
+        dtype: Dtype of parameters, activations and KV.
+        device: The device on which it runs.
         block_tokens: Tokens of a KV block.
-        allocate: Gives each layer its buffer; by default torch does.
+        allocate: Allocates the buffer of each layer; by default torch does.
         is_packed: Repack weight matrices for the CPU (see ``linear.can_pack``). Products are much faster, but the
-            layers then have no buffers and their parameters cannot move or go; ``allocate`` must be None.
-        only: The layers of a stage of a pipeline, adjacent ones; None loads all.
+            layers then have no buffers, so their parameters cannot be moved or unmapped; ``allocate`` must be None.
+        only: The adjacent layers of a pipeline stage; None loads all.
 
     Raises:
         UserError: Weights are missing, unreadable or of another shape.
@@ -111,7 +111,7 @@ def load_decoder(
 
 
 def fill_layer(model: Decoder, index: int, source: WeightSource) -> None:
-    """Load one layer's parameters again, into the memory that its buffer has now: the layer then runs as before.
+    """Load one layer's parameters again into its buffer's present memory; the layer then runs as before.
 
     Raises:
         InvariantError: The buffer has no memory, or the model was packed and has no buffers.

@@ -1,4 +1,4 @@
-"""The small steps between the matrix products of a Llama layer: by torch, or by the CPU kernels."""
+"""The operations between the matrix products of a Llama layer: by torch, or by the CPU kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from floodplain.model.network.rope import rotate_
 
 
 class LayerOps(Protocol):
-    """What a layer does besides matrix products and attention."""
+    """The operations of a layer besides matrix products and attention."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x [T, width]`` over its root mean square, times ``weight``."""
@@ -28,9 +28,9 @@ class LayerOps(Protocol):
 
         Args:
             heads: [T, num_heads + 2 * num_kv_heads, head_dim].
-            num_heads: Of queries.
-            step: Its rotation (None rotates nothing), its attention, and where keys and values go.
-            kv: Of this layer.
+            num_heads: Query heads.
+            step: The rotation (None rotates nothing), the attention, and the KV slots.
+            kv: KV of this layer.
 
         Returns:
             The keys and values that were stored, [T, 2, num_kv_heads, head_dim], a view of ``heads``.
@@ -39,7 +39,7 @@ class LayerOps(Protocol):
 
 
 class TorchOps:
-    """By torch, on any device."""
+    """The operations by torch, on any device."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``x`` over its root mean square, times ``weight``."""
@@ -51,7 +51,7 @@ class TorchOps:
         return F.silu(gate_up[:, :width]) * gate_up[:, width:]
 
     def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """Rotate, then let the attention backend store."""
+        """Rotate in place, then let the attention backend store keys and values."""
         num_kv_heads = (heads.shape[1] - num_heads) // 2
         if step.turn is not None:
             rotate_(heads[:, : num_heads + num_kv_heads], step.turn)
@@ -61,7 +61,7 @@ class TorchOps:
 
 
 class KernelOps:
-    """By the CPU kernels: one call each, float32 inside."""
+    """The operations by the CPU kernels: one call each, computed in float32."""
 
     def __init__(self, native: NativeOps) -> None:
         self.rms_norm = native.rms_norm
@@ -69,12 +69,12 @@ class KernelOps:
         self._rotate_and_write = native.rotate_and_write
 
     def rotate_and_write(self, heads: torch.Tensor, num_heads: int, step: Step, kv: torch.Tensor) -> torch.Tensor:
-        """Both in one pass over the tokens."""
+        """Rotate and store in one pass over the tokens."""
         turn = step.turn
         self._rotate_and_write(heads, num_heads, None if turn is None else turn.halves, step.slots, kv)
         return heads[:, num_heads:].view(-1, 2, (heads.shape[1] - num_heads) // 2, heads.shape[2])
 
 
 def layer_ops(native: NativeOps | None) -> LayerOps:
-    """The kernels where there are any."""
+    """The CPU kernels if there are any, else torch."""
     return TorchOps() if native is None else KernelOps(native)

@@ -19,7 +19,7 @@ _PREFIX = "model.decoder."
 
 
 def stem_specs(config: ModelConfig) -> list[ParameterSpec]:
-    """Both embedding tables and, where layers begin with their norms, a final norm."""
+    """Both embedding tables; also a final norm if layers begin with their norms."""
     shape = config.shape
     num_positions = shape.max_position + OPT_POSITION_OFFSET
     specs = [
@@ -46,7 +46,7 @@ def layer_specs(config: ModelConfig, index: int) -> list[ParameterSpec]:
 
 
 def _with_bias(name: str, rows: int, width: int | None, stored: tuple[str, ...]) -> list[ParameterSpec]:
-    """Weight and bias; each of ``stored`` has ``rows`` rows, which are numbers where ``width`` is None."""
+    """Weight and bias. Each of ``stored`` has ``rows`` rows of ``width`` numbers; None: of one number each."""
     weight_shape = (rows,) if width is None else (rows, width)
     return [
         ParameterSpec(f"{name}.weight", tuple(Part(f"{one}.weight", weight_shape) for one in stored)),
@@ -83,7 +83,7 @@ class OptStem:
 
 
 class OptLayer:
-    """One layer: attention, then a feed-forward part, each added to what came in."""
+    """One layer: attention, then a feed-forward part, each with a residual connection."""
 
     def __init__(
         self, config: ModelConfig, params: Mapping[str, torch.Tensor], project: MakeProjection, ops: LayerOps

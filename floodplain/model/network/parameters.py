@@ -1,4 +1,4 @@
-"""The parameters of a layer as views into one buffer, so that a layer can move, vanish and return alone."""
+"""The parameters of a layer as views into one buffer, so that each layer can be moved, unmapped and refilled alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ALIGN_BYTES = 64
 
 
 class ParameterBuffer(Protocol):
-    """Memory for parameters, which may go and return empty.
+    """Memory for parameters, which may be unmapped, and mapped again with unspecified content.
 
     Attributes:
-        tensor: uint8, aligned to at least ``ALIGN_BYTES``; only to be touched while it is mapped.
-        is_filled: Whether all parameters are in it: ``fill_buffer`` says so, and it ends when the memory goes.
+        tensor: uint8, aligned to at least ``ALIGN_BYTES``; to be accessed only while it is mapped.
+        is_filled: Whether all parameters are in it: set by ``fill_buffer``, cleared when the memory is unmapped.
     """
 
     tensor: torch.Tensor
@@ -32,7 +32,7 @@ class ParameterBuffer(Protocol):
 
 
 class PlainBuffer:
-    """A tensor of torch as a ``ParameterBuffer``: its memory stays."""
+    """A torch tensor as a ``ParameterBuffer`` that is never unmapped."""
 
     is_mapped = True
 
@@ -42,7 +42,7 @@ class PlainBuffer:
 
 
 Allocate = Callable[[int], ParameterBuffer]
-"""``allocate(num_bytes)`` gives a mapped buffer of that length, with unspecified bytes."""
+"""``allocate(num_bytes)`` returns a mapped buffer of that length, with unspecified content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One parameter: its name in a layer, and the stored parts that are its rows, one below the other."""
+    """One parameter: its name in a layer, and the stored parts whose rows it joins, in order."""
 
     name: str
     parts: tuple[Part, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+        """The shape of the whole parameter."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
 
 class WeightSource(Protocol):
-    """Where weights come from."""
+    """A source of weights."""
 
     def fill(self, target: torch.Tensor, name: str) -> None:
         """Write the weights called ``name`` (as in a HF checkpoint) into ``target``.
@@ -94,7 +94,7 @@ def fill_buffer(
     Gaps between parameters become zeros, so that equal parameters are equal bytes wherever the memory came from.
 
     Raises:
-        InvariantError: There is no memory behind it.
+        InvariantError: The buffer is not mapped.
     """
     if not buffer.is_mapped:
         raise InvariantError("parameters are loaded into a buffer without memory")

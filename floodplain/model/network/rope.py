@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv:2104.09864), laid out as in HF checkpoints: number i of a head turns with number i + half."""
+"""Rotary positions (arXiv:2104.09864) in the layout of HF checkpoints: number i of a head is paired with i + half."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from floodplain.model.network.config import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The turn of a batch's positions.
+    """Cosines and sines of a batch's positions.
 
     Attributes:
         cos: [T, 1, head_dim], in the dtype of the activations.
-        signed_sin: The same of the sines, negated in the first half.
+        signed_sin: The sines, likewise, negated in the first half.
         halves: Cosines and sines, [T, head_dim / 2] each, in float32.
     """
 
@@ -46,14 +46,14 @@ def _mix(frequencies: torch.Tensor, factor: float, kept: torch.Tensor) -> torch.
 
 
 def _kept_by_llama3(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, and those between are mixed."""
+    """Llama 3.1: long wavelengths are scaled, short ones kept, those between interpolated."""
     turns = config.original_max_position * frequencies / (2 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     return kept.clamp(0.0, 1.0)
 
 
 def _kept_by_yarn(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """YaRN (arXiv:2309.00071): a linear ramp over the index, between the frequencies of two numbers of turns."""
+    """YaRN (arXiv:2309.00071): a linear ramp over the index, between the indices of ``beta_fast`` and ``beta_slow``."""
 
     def index_of(turns: float) -> float:
         wavelength = config.original_max_position / turns

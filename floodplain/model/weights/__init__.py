@@ -1,1 +1,1 @@
-"""Models as they lie on disk, or made up: configuration, weights, tokenizer."""
+"""Models from disk, or with random weights: configuration, weights, tokenizer."""

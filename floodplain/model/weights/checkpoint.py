@@ -1,4 +1,4 @@
-"""Matches the tensors of a checkpoint with the parameters of a model: each is read, known as harmless, or refused."""
+"""Matches a checkpoint's tensors with a model's parameters: each tensor is read, known as harmless, or refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from floodplain.cost.model_shape import ModelShape
 from floodplain.model.network.config import ModelConfig
 
 _MOST_SHOWN = 120
-"""Characters of a name."""
+"""Most characters of a name in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as a file lists it.
+    """A tensor in a file's table of contents.
 
     Attributes:
-        file: Where it is, for messages.
+        file: Its file, for messages.
         shape: Sizes, rows first.
         kind: Its data type by the file's own name.
     """
@@ -32,17 +32,17 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What differs between formats of checkpoints.
+    """The differences between formats of checkpoints.
 
     Attributes:
-        config: What the configuration is called, for messages.
+        config: The name of the configuration, for messages.
         names: The names under which a parameter may be stored, by its name in a HF checkpoint.
         harmless: Tensors that change no logit.
         is_plain: Whether a data type, by the file's name, can be read.
         layer: A tensor of a layer; its group is the index.
-        layers_key: The key that says how many layers there are.
-        size_keys: Which keys make up each size of a tensor.
-        tensor_keys: The keys that say whether there are tensors of some names.
+        layers_key: The key with the number of layers.
+        size_keys: The keys that determine each size of a tensor.
+        tensor_keys: The keys that determine whether tensors with some names exist.
     """
 
     config: str
@@ -59,9 +59,9 @@ def match_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], form:
     """The stored name of every parameter, by its name in a HF checkpoint.
 
     Args:
-        config: What the model is.
+        config: The model's configuration.
         stored: All tensors of the checkpoint.
-        form: Of the checkpoint.
+        form: The checkpoint's format.
         model: Its folder or file, for messages.
 
     Raises:
@@ -124,6 +124,6 @@ def _refuse_missing(
 
 
 def _said_by(name: str, form: Format) -> str:
-    """Which key of the configuration says that there is, or is no, tensor called ``name``."""
+    """A hint in parentheses: the key that determines whether tensor ``name`` exists; empty if there is none."""
     keys = [key for key, pattern in form.tensor_keys.items() if pattern.fullmatch(name)]
     return f" (see {keys[0]} in {form.config})" if keys else ""

@@ -1,4 +1,4 @@
-"""Random weights of a named shape: for speed, for memory, and for tests that need no model file."""
+"""Random weights of a named shape, for measurements of speed and memory, and for tests without a model file."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class DummyModel:
         target.uniform_(-half_width, half_width, generator=generator)
 
     def digest_weights(self) -> bytes:
-        """The seed: with the configuration it decides all weights."""
+        """The seed, which with the configuration determines all weights."""
         return f"dummy {self._seed}".encode()
 
     def load_tokenizer(self) -> ByteTokenizer:
-        """Bytes are tokens."""
+        """A tokenizer whose tokens are bytes."""
         return ByteTokenizer(self.config.shape.vocab_size)

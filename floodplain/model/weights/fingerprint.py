@@ -1,7 +1,7 @@
-"""Names the content of a model, so that equal keys of KV blocks mean equal bytes in other processes and machines, too.
+"""Fingerprints the content of a model, so that equal keys of KV blocks mean equal bytes on all processes and machines.
 
-Files are hashed whole. A sample would miss what people do to weights: an adapter merged into some matrices, one matrix
-edited. docs/design/011-loading.md says what that takes.
+Files are hashed whole. A sample would miss typical changes of weights: an adapter merged into some matrices, one matrix
+edited. docs/design/011-loading.md has the cost.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from floodplain.files.parsing import parsing
 from floodplain.model.network.config import ModelConfig
 
 _PART_BYTES = 2**24
-"""What one thread hashes at a time; part of the definition, since the hash of a file is that of its parts' hashes."""
+"""Bytes of a part. It is part of the definition: the hash of a file is the hash of its parts' hashes."""
 _READ_BYTES = 2**20
 _MAX_THREADS = 16
 
 
 class HasContent(Protocol):
-    """What ``fingerprint_kv`` asks of a model.
+    """The part of a model that ``fingerprint_kv`` uses.
 
     Attributes:
-        config: What it is.
+        config: The model's configuration.
     """
 
     config: ModelConfig
 
     def digest_weights(self) -> bytes:
-        """Equal for equal weights; different for all others."""
+        """A digest that is equal exactly for equal weights."""
         ...
 
 
 def fingerprint_kv(source: HasContent, device: str, dtype: str, block_tokens: int, layers: range | None = None) -> str:
-    """Names all that the bytes of a KV block depend on, but for its tokens.
+    """A digest of everything that determines the bytes of a KV block, except its tokens.
 
-    Names and folders are no part of it. The version of this package is, since it decides what is computed, and so is
+    Names and folders are not part of it. The version of this package is, since it determines the results, and so is
     the kind of device: kernels round differently, and dummies draw other weights there.
 
     Args:
         source: The model.
-        device: Where it runs, as torch says it; its index does not count.
+        device: The torch device on which it runs; its index does not count.
         dtype: Of parameters and KV.
         block_tokens: Tokens of a block.
-        layers: Those whose KV a block holds; None for all.
+        layers: The layers whose KV a block has; None: all.
 
     Raises:
         UserError: A file of weights cannot be read any more.
@@ -64,7 +64,7 @@ def fingerprint_kv(source: HasContent, device: str, dtype: str, block_tokens: in
 
 
 def digest_files(files: Sequence[Path]) -> bytes:
-    """The hash of these files' bytes, in this order; of a file that did not change, it is remembered.
+    """The hash of these files' bytes, in this order. Hashes of unchanged files are cached.
 
     Raises:
         UserError: A file cannot be read.
@@ -80,7 +80,7 @@ def _digest_unchanged(file: Path) -> bytes:
 
 @lru_cache(maxsize=256)
 def _digest_file(file: Path, state: tuple[int, ...]) -> bytes:
-    """The hash of the file as it was in ``state``: engines of a process share it."""
+    """The hash of the file in ``state``; engines of a process share the cache."""
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with file.open("rb") as opened, ThreadPoolExecutor(num_threads) as threads:
         size = os.fstat(opened.fileno()).st_size
@@ -89,7 +89,7 @@ def _digest_file(file: Path, state: tuple[int, ...]) -> bytes:
 
 
 def _digest_part(fd: int, begin: int) -> bytes:
-    """The hash of a part; reading and hashing leave Python's lock to others."""
+    """The hash of a part. Reading and hashing release the GIL."""
     whole, buffer = hashlib.sha256(), memoryview(bytearray(_READ_BYTES))
     position, end = begin, begin + _PART_BYTES
     while position < end and (num_read := os.preadv(fd, [buffer[: end - position]], position)):
@@ -99,7 +99,7 @@ def _digest_part(fd: int, begin: int) -> bytes:
 
 
 def _digest(fields: Iterable[bytes]) -> bytes:
-    """The hash of a list of fields: no two lists run together to the same bytes."""
+    """The hash of a list of fields; lengths are included, so that no two lists are the same bytes."""
     whole = hashlib.sha256()
     for field in fields:
         whole.update(len(field).to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""What the keys of a ``.gguf`` file say a model is; what the code here does not compute is refused by name."""
+"""Reads a model's configuration from a ``.gguf`` file's keys; what the code does not compute is refused by name."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def parse_gguf_config(
 
     Args:
         fields: The keys of the (first) file.
-        tensors: All tensors: some facts are in no key.
+        tensors: All tensors, because some facts are in no key.
         divisors: Of the rotary frequencies, from ``rope_freqs.weight``; empty if there is none.
-        name: What the shape will be called.
+        name: The name of the shape.
 
     Raises:
         UserError: A key is missing or malformed, asks for something that is not supported, or is not known here; the
@@ -81,7 +81,7 @@ def parse_gguf_config(
 
 
 def _parse_rope(fields: Fields, divisors: tuple[float, ...], head_dim: int) -> tuple[RopeConfig, int]:
-    """As llama.cpp: a factor under its new or its old key, and linear scaling where no type is given."""
+    """As llama.cpp: a factor under its new or its old key, and linear scaling if no type is given."""
     theta, context = fields.number("llama.rope.freq_base", 10_000.0), fields.whole("llama.context_length")
     old_factor = fields.number("llama.rope.scale_linear", 0.0, may_be_zero=True)
     factor = fields.number("llama.rope.scaling.factor", old_factor, may_be_zero=True) or 1.0

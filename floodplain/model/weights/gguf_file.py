@@ -1,4 +1,4 @@
-"""A ``.gguf`` model of llama.cpp with the architecture ``llama``: quantised weights are expanded when they are read."""
+"""A ``.gguf`` model of llama.cpp with the architecture ``llama``: quantised weights are dequantised on reading."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LAYER_NAMES = {
 _LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _FREQUENCIES = "rope_freqs.weight"
 _EXPANDED_BYTES = 2**14
-"""Of a row that is expanded at once: 16 of them, expanded, stay in the caches."""
+"""Most bytes of a row that is dequantised at once: 16 dequantised rows fit the CPU's caches."""
 _NOT_WEIGHTS = ("I8", "I16", "I32", "I64")
 
 
@@ -71,7 +71,7 @@ class GgufFile:
 
     Args:
         path: The file, or the first part.
-        name: What the model is called.
+        name: The name of the model.
 
     Raises:
         UserError: A file cannot be read, the model is not supported, or a part of it would not be read.
@@ -89,7 +89,7 @@ class GgufFile:
         self._stored_name = match_tensors(self.config, stored, _FORMAT, str(path))
 
     def fill(self, target: torch.Tensor, name: str) -> None:
-        """Write one tensor, expanded, into ``target``."""
+        """Write one dequantised tensor into ``target``."""
         weights = _expand(*self._tensors[self._stored_name[name]])
         if ".q_proj." in name:
             weights = _undo_interleaving(weights, self.config.shape.num_heads)
@@ -106,7 +106,7 @@ class GgufFile:
         return _read_tokenizer(self._path, self._path.stat().st_mtime_ns)
 
     def _read_divisors(self) -> tuple[float, ...]:
-        """What llama.cpp divides the rotary frequencies by: Llama 3's scaling, worked out when the file was made."""
+        """llama.cpp's divisors of the rotary frequencies: Llama 3's scaling, computed when the file was made."""
         file, tensor = self._tensors[_FREQUENCIES]
         values = _expand(file, tensor).ravel().tolist()
         return Fields({_FREQUENCIES: values}, str(file)).numbers(_FREQUENCIES, len(values))
@@ -114,7 +114,7 @@ class GgufFile:
 
 @lru_cache(maxsize=2)
 def _read_tokenizer(path: Path, changed_ns: int) -> HfTokenizer:
-    """The tokenizer of the file as it was at ``changed_ns``. Nothing changes a tokenizer, so that engines share it."""
+    """The tokenizer of the file at time ``changed_ns``. It is immutable, so engines share it."""
     return HfTokenizer.from_gguf(path)
 
 
@@ -122,7 +122,7 @@ def _expand(file: Path, tensor: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
     from gguf.quants import dequantize
 
     form = tensor.data
-    with parsing(f"{file}: {tensor.name}"):  # read, not mapped: what was mapped stays in memory beside the parameters
+    with parsing(f"{file}: {tensor.name}"):  # read, not mapped: mapped pages would stay in memory
         stored = np.fromfile(file, form.dtype, form.size, offset=int(tensor.data_offset)).reshape(form.shape)
         weights = dequantize(stored.reshape(_few_rows(form.shape), -1), tensor.tensor_type)
     shape = tuple(int(size) for size in reversed(tensor.shape))
@@ -130,7 +130,7 @@ def _expand(file: Path, tensor: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 def _few_rows(shape: tuple[int, ...]) -> int:
-    """Rows in which a tensor is expanded: ``gguf`` does 16 at a time, and a loop over short ones takes long."""
+    """The number of rows for dequantisation: ``gguf`` does 16 at a time, so many short rows would be slow."""
     num_rows, row_bytes = math.prod(shape[:-1]), shape[-1]
     most = max(1, _EXPANDED_BYTES // max(1, row_bytes))
     return num_rows // next(count for count in range(min(most, num_rows), 0, -1) if num_rows % count == 0)
@@ -139,6 +139,6 @@ def _few_rows(shape: tuple[int, ...]) -> int:
 def _undo_interleaving(
     weights: np.ndarray[Any, np.dtype[np.float32]], num_heads: int
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Put rows or biases of query or key heads in HF's order: llama.cpp stores number i next to number i + half."""
+    """Reorder rows or biases of query or key heads as in HF: llama.cpp stores number i next to number i + half."""
     pairs = weights.reshape(num_heads, weights.shape[0] // num_heads // 2, 2, -1)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weights.shape)

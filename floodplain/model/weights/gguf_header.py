@@ -1,6 +1,6 @@
-"""Checks that the header of a ``.gguf`` file lies inside the file, before a parser trusts its counts.
+"""Checks that the header of a ``.gguf`` file is inside the file, before a parser trusts its counts.
 
-The parsers of ``gguf`` and ``transformers`` loop over the counts that a file states, and read past its end without
+The parsers of ``gguf`` and ``transformers`` loop over the counts in a file, and read past its end without
 noticing. Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -13,19 +13,19 @@ from pathlib import Path
 from floodplain.files.reading import is_file
 
 MAX_ELEMENTS = 2**22
-"""In all arrays together: three times a vocabulary of 262,144 tokens with scores, types and merges."""
+"""Most elements of all arrays together: three times a vocabulary of 262,144 tokens with scores, types and merges."""
 MAX_DEPTH = 4
 MAX_DIMENSIONS = 4
-"""Of a tensor, as in ggml."""
+"""Most dimensions of a tensor, as in ggml."""
 _STRING, _ARRAY = 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def check_header(path: Path) -> None:
-    """Walk metadata and tensor table of the file.
+    """Walk the file's metadata and tensor table.
 
     Raises:
-        OSError, ValueError: It is no ``.gguf`` file, ends inside its header, or states more than is sensible.
+        OSError, ValueError: It is no ``.gguf`` file, ends inside its header, or exceeds a limit.
     """
     if not is_file(path):
         raise ValueError("it is not a regular file")
@@ -74,7 +74,7 @@ class _Walk:
         self._skip(self._number("Q"))
 
     def _skip_strings(self, count: int) -> None:
-        """A vocabulary and its merges are most of a header: hence no call for each."""
+        """Skip strings in one loop: a vocabulary and its merges are most of a header, and a call for each is slow."""
         read, position, end = struct.Struct(self._order + "Q").unpack_from, self._position, len(self._data)
         for _ in range(count):
             position += 8 + read(self._data, position)[0]

@@ -1,4 +1,4 @@
-"""Keys of a ``.gguf`` file that no code here reads, because they change no logit and no token."""
+"""Keys of a ``.gguf`` file that no code reads, because they change no logit and no token."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "tokenizer.ggml.remove_extra_whitespaces": (False,),
     "tokenizer.ggml.treat_whitespace_as_suffix": (False,),
 }
-"""Keys that change nothing at these values, and refuse the model at all others."""
+"""Keys that change nothing at these values; at all others the model is refused."""

@@ -1,4 +1,4 @@
-"""The metadata of a ``.gguf`` file, read once for everybody in the process, and without a detour for every string."""
+"""Reads the metadata of a ``.gguf`` file fast, and caches it for all users in the process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 
 @lru_cache(maxsize=2)
 def read_gguf(path: Path, changed_ns: int) -> Any:
-    """A ``gguf.GGUFReader`` of the file: one, as long as the file stays as it is.
+    """A ``gguf.GGUFReader`` of the file, cached while the file does not change.
 
-    A vocabulary is hundreds of thousands of values, for each of which the reader makes several arrays. Here an array of
-    numbers is one array, and one of strings a list of views.
+    A vocabulary has some hundred thousand values; the original reader makes several arrays of each. Here an array of
+    numbers is one array, and an array of strings is a list of views.
 
     Args:
         path: The file, whose header was checked (``gguf_header``).
         changed_ns: When it changed last (``st_mtime_ns``).
 
     Raises:
-        OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError: It is not whole, or is none.
+        OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError: It is truncated or malformed.
     """
     from gguf import GGUFReader, GGUFValueType
 
@@ -47,7 +47,7 @@ def read_gguf(path: Path, changed_ns: int) -> Any:
 
 
 def _read_strings(data: Any, position: int, count: int, order: str) -> list[memoryview]:
-    """The bytes of adjacent strings, each behind its length, as views of ``data``."""
+    """The bytes of adjacent strings, each preceded by its length, as views of ``data``."""
     view, read, strings = memoryview(data), struct.Struct(order + "Q").unpack_from, []
     for _ in range(count):
         begin = position + 8

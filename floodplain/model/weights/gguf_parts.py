@@ -1,4 +1,4 @@
-"""The files of a GGUF model: one, or all parts of a split one (``NAME-00001-of-00003.gguf`` and so on)."""
+"""The files of a GGUF model: one, or all parts of a split model (``NAME-00001-of-00003.gguf`` and so on)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GgufParts:
 
     Attributes:
         fields: The keys of the first file, which are those of the model.
-        tensors: Of all files, by name: each with its file and what ``gguf`` knows of it.
+        tensors: Tensors of all files, by name: each with its file and its ``gguf`` entry.
 
     Raises:
         UserError: A file cannot be read, is missing, or is not the part that it should be.
@@ -48,7 +48,7 @@ class GgufParts:
             )
 
     def stored(self) -> dict[str, StoredTensor]:
-        """All tensors as the files list them, by name."""
+        """All tensors by name, as in the files' tables."""
         return {name: _listed(file, tensor) for name, (file, tensor) in self.tensors.items()}
 
     def _add(self, path: Path) -> Fields:
@@ -96,7 +96,7 @@ def _listed(file: Path, tensor: Any) -> StoredTensor:
 
 
 def _stated_count(path: Path) -> int:
-    """How many parts there are by the name of one."""
+    """The number of parts by a file's name; 1 if the name has none."""
     match = _PART_NAME.fullmatch(path.name)
     return int(match[3]) if match else 1
 
@@ -105,12 +105,12 @@ def _open(path: Path) -> Any:
     try:
         check_header(path)
         return read_gguf(path, path.stat().st_mtime_ns)
-    except Exception as error:  # the parser raises whatever the file leads it to
+    except Exception as error:  # the parser may raise anything on a malformed file
         raise UserError(f"{path}: cannot be read as a .gguf file, is it complete? ({reason_of(error)})") from error
 
 
 class _Values(Mapping[str, Any]):
-    """The values of a file's keys, each made when it is read: a vocabulary takes long."""
+    """The values of a file's keys, each decoded when it is read, because a vocabulary takes long."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields

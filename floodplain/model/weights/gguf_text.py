@@ -1,4 +1,4 @@
-"""What llama.cpp makes of a text where a ``.gguf`` file does not say it: its defaults by ``tokenizer.ggml.pre``.
+"""llama.cpp's defaults of tokenisation by ``tokenizer.ggml.pre``, for keys that a ``.gguf`` file lacks.
 
 Source: ``llama_vocab::impl::load`` and ``llm_tokenizer_bpe`` in ``src/llama-vocab.cpp``, ``unicode_regex_split`` in
 ``src/unicode.cpp``, https://github.com/ggml-org/llama.cpp, as of October 2026. Its expressions see letters beyond ASCII
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TextDefaults:
-    """How a text becomes tokens.
+    """Defaults of tokenisation.
 
     Attributes:
         splits: Expressions that cut a text before it is merged, in order: each cuts the pieces that the last one left.
-        add_bos: Whether a text begins with the token for that, if ``tokenizer.ggml.add_bos_token`` is absent.
-        ignore_merges: Whether a piece that is a token stays one, though no merge makes it.
+        add_bos: Whether a text gets a BOS token if ``tokenizer.ggml.add_bos_token`` is absent.
+        ignore_merges: Whether a piece that is a token stays one even if no merge makes it.
         add_space: Whether a space goes before a text, and behind special tokens, if
             ``tokenizer.ggml.add_space_prefix`` is absent.
     """

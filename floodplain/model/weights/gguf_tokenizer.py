@@ -1,4 +1,4 @@
-"""The tokenizer of a ``.gguf`` file, built from its keys and from llama.cpp's defaults for those it leaves out."""
+"""The tokenizer of a ``.gguf`` file, from its keys and llama.cpp's defaults for absent keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 class TokenType(IntEnum):
-    """Values of ``tokenizer.ggml.token_type``; llama.cpp takes others for ``UNDEFINED``."""
+    """Values of ``tokenizer.ggml.token_type``; llama.cpp treats others as ``UNDEFINED``."""
 
     UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
 
@@ -40,7 +40,7 @@ class _Vocabulary:
     types: Sequence[int]
 
     def id_of(self, kind: str) -> int | None:
-        """The token under ``tokenizer.ggml.KIND_token_id``, or what llama.cpp takes for it."""
+        """The token in ``tokenizer.ggml.KIND_token_id``, or llama.cpp's default for it; None if there is none."""
         key = f"{_KEYS}{kind}_token_id"
         is_sentencepiece = self.fields.value(f"{_KEYS}model") == "llama"
         default = SENTENCEPIECE_IDS.get(kind) if is_sentencepiece else None
@@ -51,7 +51,7 @@ class _Vocabulary:
 
 
 def check_tokenizer_keys(fields: Fields) -> None:
-    """Refuse a kind of tokenizer, or a way to split texts, for which llama.cpp's defaults are not known here.
+    """Refuse a kind of tokenizer, or of text splitting, whose llama.cpp defaults are not implemented.
 
     Raises:
         UserError: ``tokenizer.ggml.model`` or ``tokenizer.ggml.pre`` has a value that is not supported.
@@ -105,7 +105,7 @@ def _read_vocabulary(fields: Fields) -> _Vocabulary:
 
 
 def _numbers(fields: Fields, key: str, count: int, default: float) -> list[Any]:
-    """``count`` numbers, one a token; the default for all if the key is absent."""
+    """``count`` numbers, one per token; the default for all if the key is absent."""
     values = fields.value(_KEYS + key, None)
     if values is None:
         return [default] * count
@@ -115,7 +115,7 @@ def _numbers(fields: Fields, key: str, count: int, default: float) -> list[Any]:
 
 
 def _ends(vocabulary: _Vocabulary) -> frozenset[int]:
-    """What the keys name, and what llama.cpp knows by its text."""
+    """Tokens that end an answer: those that the keys name, and those that llama.cpp knows by their text."""
     by_key = {vocabulary.id_of(kind) for kind in END_KINDS}
     by_text = (number for number, token in enumerate(vocabulary.tokens) if token in END_TEXTS)
     return frozenset((*(number for number in by_key if number is not None), *by_text))
@@ -138,7 +138,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Any:
 
 
 def _stored_merges(fields: Fields, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges in their order, each once."""
+    """The merges in order, without duplicates."""
     key = f"{_KEYS}merges"
     merges = fields.value(key)
     if not isinstance(merges, list) or not all(isinstance(merge, str) for merge in merges):
@@ -171,9 +171,9 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Any:
 
 
 def _merges_by_score(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a token of two, the best token first.
+    """All pairs that make a token, by falling score of the token.
 
-    llama.cpp makes the leftmost of the tokens of one score first, which merges with ranks cannot say: such vocabularies
+    Of tokens with equal scores llama.cpp makes the leftmost first. Ranked merges cannot express that: such vocabularies
     are refused.
     """
     fields = vocabulary.fields
@@ -191,7 +191,7 @@ def _merges_by_score(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[tuple
 
 
 def _mergeable(vocabulary: _Vocabulary) -> Iterator[str]:
-    """Tokens that merges may make: a special one is cut out of the text before, if no space stands in it."""
+    """Tokens that merges may make. Special tokens are cut out of the text before, unless they have a space."""
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
         if len(token) > 1 and (kind not in _CUT_OUT or _SPACE in token):
             yield token
@@ -212,7 +212,7 @@ _CUT_OUT = frozenset({TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNO
 
 
 def _with_special_tokens(backend: Any, vocabulary: _Vocabulary, defaults: TextDefaults) -> Any:
-    """Tokens that are found in a text before anything else, and those that go around it."""
+    """Add tokens that are matched before all others, and those around every text."""
     from tokenizers import AddedToken, processors
 
     strips = _keeps_no_space_behind(vocabulary)
@@ -232,7 +232,7 @@ def _with_special_tokens(backend: Any, vocabulary: _Vocabulary, defaults: TextDe
 
 
 def _around(vocabulary: _Vocabulary, kind: str, default: bool) -> dict[str, dict[str, Any]]:
-    """The token before or behind every text, if there is one, under its name in a template."""
+    """The token before or after every text, if there is one, under its name in a template."""
     if not vocabulary.fields.flag(f"{_KEYS}add_{kind}_token", default):
         return {}
     token = vocabulary.id_of(kind)
@@ -245,7 +245,7 @@ def _around(vocabulary: _Vocabulary, kind: str, default: bool) -> dict[str, dict
 
 
 def _keeps_no_space_behind(vocabulary: _Vocabulary) -> frozenset[str]:
-    """Special tokens of Phi-3, which llama.cpp knows by the model's name: space behind them is dropped."""
+    """Special tokens of Phi-3, which llama.cpp detects by the model's name: space after them is dropped."""
     name = str(vocabulary.fields.value("general.name", "")).lower()
     if "phi-3" not in name and "phi3" not in name:
         return frozenset()

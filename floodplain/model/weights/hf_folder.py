@@ -1,4 +1,4 @@
-"""A Hugging Face folder: ``config.json``, safetensors in one file or several, a tokenizer."""
+"""A Hugging Face folder: ``config.json``, one or more safetensors files, a tokenizer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PLAIN_KINDS = ("F64", "F32", "F16", "BF16")
 
 
 def _stored_names(name: str) -> tuple[str, ...]:
-    """Checkpoints of the bare decoder leave out the prefix ``model.``."""
+    """Possible names of a parameter: checkpoints of the bare decoder omit the prefix ``model.``."""
     return name, name.removeprefix("model.")
 
 
@@ -66,7 +66,7 @@ _FORMAT = Format(
 
 
 def _read_generation_config(path: Path) -> frozenset[int]:
-    """The ends of a text. All else is how to sample, which a request says: a log line names what is not applied."""
+    """Tokens that end a text. All other keys are about sampling, which requests set: a log line names them."""
     content = read_json_object(path, keys_once=False)  # the last one counts, as in transformers
     others = [f"{key}={content[key]!r}" for key in sorted(content) if key not in _NO_SAMPLING]
     if others:
@@ -97,11 +97,11 @@ class HfFolder:
         target.copy_(self._files.read(self._stored_name[name]))
 
     def digest_weights(self) -> bytes:
-        """The hash of all files of weights that are read."""
+        """The hash of all weight files that are read."""
         return digest_files(sorted({Path(tensor.file) for tensor in self._files.tensors.values()}))
 
     def load_tokenizer(self) -> HfTokenizer:
-        """The folder's tokenizer; a text ends as tokenizer, ``config.json`` or ``generation_config.json`` say."""
+        """The folder's tokenizer, with the ends of text of ``config.json`` and ``generation_config.json`` added."""
         return HfTokenizer.from_folder(self._folder, self._eos_token_ids)
 
     def _parse_config(self, path: Path) -> ModelConfig:
@@ -116,7 +116,7 @@ class HfFolder:
             return parse_hf_config(content, self.name, str(path))
 
     def _resolve_tied_head(self, config: ModelConfig) -> ModelConfig:
-        """As transformers 5: a stored head that differs from the embedding is used, whatever ``config.json`` says."""
+        """As transformers 5: a stored head that differs from the embedding is used, even if the config ties them."""
         tensors = self._files.tensors
         embedding = next(parameter_parts(config)).name
         table = next((name for name in _stored_names(embedding) if name in tensors), None)

@@ -1,4 +1,4 @@
-"""From what a user calls a model to where its parts come from."""
+"""Opens a model by the name that a user gives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["ModelSource", "open_model", "packaged_smollm2"]
 
 
 class ModelSource(WeightSource, Protocol):
-    """One model: ``fill`` gives its weights, one tensor at a time.
+    """One model: ``fill`` reads its weights, one tensor at a time.
 
     Attributes:
-        name: What it is called when nobody gives it a name.
-        config: What it is.
+        name: Its default name.
+        config: The model's configuration.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ModelSource(WeightSource, Protocol):
         ...
 
     def digest_weights(self) -> bytes:
-        """A hash of its weights: equal for equal ones, whatever their files are called.
+        """A hash of its weights: equal for equal weights, independent of file names.
 
         Raises:
             UserError: They cannot be read any more.

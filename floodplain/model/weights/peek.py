@@ -1,4 +1,4 @@
-"""The shape of a model from its configuration alone: no weights are looked at, and no tensor library is imported."""
+"""The shape of a model from its configuration alone: reads no weights, and imports no tensor library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from floodplain.model.weights.places import packaged_smollm2, unknown_model
 
 
 def peek_shape(model: str) -> ModelShape:
-    """The shape of what ``open_model`` will open.
+    """The shape of the model that ``open_model`` would open.
 
     Raises:
         UserError: There is no such model, or its configuration is missing, unreadable or not supported.

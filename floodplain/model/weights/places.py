@@ -1,4 +1,4 @@
-"""Where models lie: what a user may name, and the package that holds the demo's."""
+"""Locations of models: the forms that a user may name, and the package with the demo's model."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def packaged_smollm2() -> Path:
 
 
 def unknown_model(model: str) -> UserError:
-    """The refusal of a name that is no model's."""
+    """The error for a name that is no model's."""
     return UserError(f"there is no model at {model!r}; MODEL is {_FORMS}")

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder: one, or shards and the index that says which tensor is where."""
+"""The safetensors files of a folder: one, or shards with an index that maps tensors to files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class SafetensorsFiles:
     """All tensors of the files that make up the model in ``folder``.
 
     Attributes:
-        tensors: By name.
+        tensors: All tensors by name.
 
     Raises:
-        UserError: A file is missing or cannot be read, or files and index say different things.
+        UserError: A file is missing or cannot be read, or files and index differ.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class SafetensorsFiles:
                 self.tensors[name] = StoredTensor(str(path), tuple(view.get_shape()), str(view.get_dtype()))
 
     def _read_index(self) -> dict[str, str] | None:
-        """The file of each tensor, which lies in the folder itself; None for a single file without an index."""
+        """The file of each tensor, which is in the folder itself; None for a single file without an index."""
         path = self._folder / _INDEX
         if not is_file(path):
             if not is_file(self._folder / _SINGLE):
