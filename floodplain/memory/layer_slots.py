@@ -27,6 +27,8 @@ OpenHome = Callable[[tuple[int, ...]], torch.Tensor]
 """Makes a layer's copy off the device: int32 of this shape; page-locked beside a GPU."""
 CloseHome = Callable[[torch.Tensor], None]
 """Gives back what ``OpenHome`` made."""
+Remap = Callable[[dict[BlockId, BlockId]], None]
+"""Rewrites every block table, old block to new block."""
 
 _MEASURED_BLOCKS, _MEASURED_TIMES = 256, 3
 """Blocks of one load when bandwidth is measured, and the number of loads."""
@@ -164,25 +166,27 @@ class LayerSlots(LayerTensors):
         quantum_pages = self._pool.count_pages(self._pool.quantum_blocks) // len(self._pool.mapped_layers)
         return num_pages // (places.num_arenas * quantum_pages) * self._pool.quantum_blocks
 
-    def change_to(self, places: LayerPlaces, ledger: BlockLedger) -> dict[BlockId, BlockId]:
+    def change_to(self, places: LayerPlaces, ledger: BlockLedger, remap: Remap) -> None:
         """Stream more layers for a larger pool, or fewer for a smaller pool, as far as used blocks allow.
 
         No step is outstanding, and no copy to or from swap space under way. If used blocks need the pages, a change to
         fewer stays incomplete: the pool is as small as it can be, and a later call continues when blocks are free.
 
-        Returns:
-            Old block to new block; every block table must be rewritten before the next step.
+        Args:
+            places: The new places.
+            ledger: Of the pool.
+            remap: Called as soon as blocks have moved, so that an error after that leaves right tables.
 
         Raises:
             UserError: There is no memory for a copy (no layer changed), or the system's limit on mappings is reached.
         """
         if self.places == places:
-            return {}
+            return
         self.settle()
         if places.num_streamed > self.places.num_streamed:
             self._stream_more(places, ledger)
-            return {}
-        return self._stream_fewer(places, ledger)
+        else:
+            self._stream_fewer(places, ledger, remap)
 
     def _stream_more(self, places: LayerPlaces, ledger: BlockLedger) -> None:
         leaving = [layer for layer in places.streamed if self.places.slot_of(layer) is None]
@@ -209,8 +213,10 @@ class LayerSlots(LayerTensors):
             self._pool.grow(ledger, missing, self._spare[:num_pages])
             del self._spare[:num_pages]
 
-    def _stream_fewer(self, places: LayerPlaces, ledger: BlockLedger) -> dict[BlockId, BlockId]:
+    def _stream_fewer(self, places: LayerPlaces, ledger: BlockLedger, remap: Remap) -> None:
         shrunk = self._pool.shrink(ledger, self.count_blocks(places))
+        if shrunk.moved:
+            remap(shrunk.moved)
         self.near.note_changed(shrunk.moved.values())
         self._spare += shrunk.pages
         returning = sorted({*places.arenas} - {*self.places.arenas})
@@ -219,7 +225,6 @@ class LayerSlots(LayerTensors):
             self._pool.map_layers(returning, self._spare[:num_pages])
             del self._spare[:num_pages]
             self._bring_home(places, ledger)
-        return shrunk.moved
 
     def _bring_home(self, places: LayerPlaces, ledger: BlockLedger) -> None:
         content = self._offsets_of_content(ledger)
